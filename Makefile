@@ -1,0 +1,32 @@
+# Two commands do everything on a machine that has Python 3.12:  make demo   and   make test
+# The first of them sets up .venv; later runs skip that until pyproject.toml or constraints.txt changes.
+
+READY := .venv/.ready
+PY := .venv/bin/python
+
+.PHONY: demo test check bench-planning show-planning clean
+
+demo: $(READY)
+	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
+
+test: $(READY)
+	$(PY) -m pytest
+
+check: $(READY)
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-cache
+	$(PY) -m pytest tests/unit/test_house.py
+
+bench-planning: $(READY)
+	$(PY) -m benchmarks.planning
+
+show-planning: $(READY)
+	$(PY) -m benchmarks.planning --show
+
+clean:
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt .ci/setup
+	@bash .ci/setup
