@@ -1,0 +1,202 @@
+"""The keys that a user may set, section by section.
+
+`Policy` is the plugin's own block: `[ntp]` in a TOML file, `"ntp": {...}` in a `ds_config.json`, `--ntp-...` flags in
+Megatron. The other sections describe a job to `ntp plan`; inside a training job the framework knows them already.
+"""
+
+import dataclasses
+
+from ntp_plugin.config.schema import key, subsection
+from ntp_plugin.errors import ConfigError
+
+MAX_GPUS = 4_194_304
+"""Thirty times the largest cluster that we plan for: above it a number is a slip of the keyboard."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """The nominal layout of the job, and where its ranks stand."""
+
+    tp: int = key(help="tensor-parallel degree", at_least=1, at_most=1024)
+    pp: int = key(1, help="pipeline stages", at_least=1, at_most=1024)
+    dp: int = key(1, help="data-parallel replicas", at_least=1, at_most=MAX_GPUS)
+    gpus_per_node: int = key(8, help="ranks that share a host", at_least=1, at_most=1024)
+    nodes_per_rack: int = key(4, help="hosts that share a rack", at_least=1, at_most=1024)
+    racks_per_power_row: int = key(8, help="racks that share a power row", at_least=1, at_most=1024)
+
+    def __post_init__(self) -> None:
+        if self.tp * self.pp * self.dp > MAX_GPUS:
+            raise ConfigError(
+                f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} is {self.tp * self.pp * self.dp:,} GPUs",
+                way_out=f"plan for at most {MAX_GPUS:,}",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """The shape of a transformer, in the words of Megatron's arguments."""
+
+    layers: int = key(help="transformer layers", at_least=1, at_most=100_000)
+    hidden: int = key(help="hidden size", at_least=1, at_most=10_000_000)
+    heads: int = key(help="attention heads", at_least=1, at_most=1_000_000)
+    groups: int | None = key(
+        None, help="query groups, for GQA (default: as many as heads)", at_least=1, at_most=1_000_000
+    )
+    kv_channels: int | None = key(
+        None, help="channels per head (default: hidden / heads)", at_least=1, at_most=1_000_000
+    )
+    ffn: int = key(help="MLP hidden size", at_least=1, at_most=100_000_000)
+    vocab: int = key(help="vocabulary size before padding", at_least=1, at_most=100_000_000)
+    vocab_multiple: int = key(
+        128, help="vocabulary is padded to this times the TP degree", at_least=1, at_most=1_000_000
+    )
+    seq: int = key(4096, help="tokens per sample", at_least=1, at_most=100_000_000)
+    gated: bool = key(True, help="SwiGLU-like MLP with gate and up halves")
+    tied: bool = key(False, help="output layer shares the word embedding")
+    bias: bool = key(False, help="linear layers have biases")
+
+    def __post_init__(self) -> None:
+        if self.kv_channels is None and self.hidden % self.heads:
+            raise ConfigError(
+                f"hidden = {self.hidden} is not a multiple of heads = {self.heads}",
+                way_out="change one, or set kv_channels",
+            )
+        if self.heads % self.query_groups:
+            raise ConfigError(
+                f"heads = {self.heads} is not a multiple of groups = {self.groups}",
+                way_out="each query group serves the same number of heads",
+            )
+
+    @property
+    def query_groups(self) -> int:
+        return self.heads if self.groups is None else self.groups
+
+    @property
+    def head_channels(self) -> int:
+        return self.hidden // self.heads if self.kv_channels is None else self.kv_channels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The global batch of one step."""
+
+    micro_batch: int = key(1, help="samples per micro-batch", at_least=1, at_most=1_000_000)
+    global_batch: int | None = key(
+        None, help="samples per step (default: 16 micro-batches for every replica)", at_least=1, at_most=1_000_000_000
+    )
+
+    def micro_batches_per_replica(self, dp: int) -> int:
+        """What every replica runs in the nominal layout."""
+        if self.global_batch is None:
+            return 16
+        if self.global_batch % (self.micro_batch * dp):
+            raise ConfigError(
+                f"global_batch = {self.global_batch} is not a multiple of micro_batch x dp = {self.micro_batch} x {dp}",
+                way_out="the nominal layout needs equal replicas",
+            )
+        return self.global_batch // (self.micro_batch * dp)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """What one parameter costs in memory, and whether replicas share the optimizer state."""
+
+    weight_bytes: int = key(2, help="bytes per parameter of the weights (bf16: 2)", at_least=1, at_most=16)
+    gradient_bytes: int = key(
+        4, help="bytes per parameter of the gradients (fp32 main gradients: 4)", at_least=1, at_most=16
+    )
+    optimizer_bytes: int = key(
+        12, help="bytes per parameter of optimizer state (Adam with fp32 main: 12)", at_least=0, at_most=64
+    )
+    distributed_optimizer: bool = key(False, help="optimizer state is sharded over the replicas (ZeRO-1)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """What a GPU and its links can do; the defaults are an H100 NVL8 host with one 400 Gb/s NIC per GPU."""
+
+    gpu_memory_gb: float | None = key(
+        None, help="refuse a layout whose state needs more than this per GPU", at_least=0.001
+    )
+    nic_gb_per_s: float = key(50.0, help="GB/s of one GPU's NIC, one way", at_least=0.001)
+    domain_gb_per_s: float = key(450.0, help="GB/s of one GPU inside the scale-up domain, one way", at_least=0.001)
+    lane_launch_us: float = key(
+        30.0, help="microseconds that one more collective costs, whatever its size", at_least=0.0
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPolicy:
+    """How the global batch is shared out while a replica is hurt."""
+
+    mode: str = key(
+        "strict",
+        help="strict keeps the global batch; trim drops a little; carry repays it later; shrink takes fewer samples",
+        choices=("strict", "trim", "carry", "shrink"),
+    )
+    epsilon: float = key(
+        0.01, help="trim, carry: largest part of the micro-batches that may be left out", at_least=0.0, at_most=0.5
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CopyPolicy:
+    """Redundant shards in the memory of other hosts."""
+
+    count: int = key(1, help="far copies of each shard (0: none)", at_least=0, at_most=8)
+    far: str = key("node", help="a far copy is in another one of these", choices=("node", "rack", "power"))
+    protect: str = key(
+        "unique",
+        help="unique copies what data parallelism does not hold twice; all copies everything",
+        choices=("unique", "all"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """The plugin's own block, the same in every recipe."""
+
+    enabled: bool = key(False, help="switch the plugin on in a training job", flag="enable")
+    min_tp_width: int = key(
+        1, help="a stage of a replica narrower than this drops the replica", at_least=1, at_most=1024
+    )
+    granule: int | None = key(
+        None,
+        help="MLP columns that stay together (default: 64, 16 or 1, see docs/planning.md)",
+        at_least=1,
+        at_most=1_000_000,
+    )
+    route: str = key("auto", help="how gradients cross uneven replicas", choices=("auto", "direct", "via_core"))
+    batch: BatchPolicy = subsection(BatchPolicy, prefix="batch-")
+    copies: CopyPolicy = subsection(CopyPolicy, prefix="copies-")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Everything that `ntp plan` is told."""
+
+    parallel: Parallel = subsection(Parallel)
+    model: Model = subsection(Model)
+    batch: Batch = subsection(Batch)
+    state: State = subsection(State)
+    hardware: Hardware = subsection(Hardware)
+    ntp: Policy = subsection(Policy)
+    lose: tuple[str, ...] = key(
+        (), help="slots lost now: r3.s1.t5, a stage r3.s1, a replica r3, a host node7; repeatable"
+    )
+    already: tuple[str, ...] = key((), help="slots that were lost before")
+    back: tuple[str, ...] = key((), help="slots that were lost before and come back now")
+
+    def __post_init__(self) -> None:
+        parallel = self.parallel
+        if self.ntp.min_tp_width > parallel.tp:
+            raise ConfigError(
+                f"min_tp_width = {self.ntp.min_tp_width} is above tp = {parallel.tp}",
+                way_out=f"choose 1 to {parallel.tp}, or every replica is dropped from the start",
+            )
+        if self.model.layers % parallel.pp:
+            raise ConfigError(
+                f"layers = {self.model.layers} is not a multiple of pp = {parallel.pp}",
+                way_out="every stage must hold the same number of layers",
+            )
+        self.batch.micro_batches_per_replica(parallel.dp)

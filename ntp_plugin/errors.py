@@ -1,0 +1,41 @@
+"""Every exception that a user can meet, in one tree.
+
+    NtpError                      something that we noticed, with what to do about it
+    └── UserError (ValueError)    what was asked for cannot be done as it stands
+        ├── ConfigError           a key, a flag or a file is wrong
+        └── Refused               well-formed, but impossible
+            ├── BelowMinimum      no replica is left that may train
+            └── StateLost         no living holder and no copy of some piece of state
+
+A message says what happened, where, and the numbers; `way_out` says what to do. Programming mistakes are
+assertions and are not in this tree.
+"""
+
+
+class NtpError(Exception):
+    """A failure that is explained: `what` happened and the `way_out`."""
+
+    def __init__(self, what: str, *, way_out: str = "") -> None:
+        super().__init__(f"{what}. Way out: {way_out}." if way_out else f"{what}.")
+        self.what = what
+        self.way_out = way_out
+
+
+class UserError(NtpError, ValueError):
+    """What the user asked for cannot be done as it stands; commands end with exit code 2."""
+
+
+class ConfigError(UserError):
+    """A key, a flag or a file is wrong."""
+
+
+class Refused(UserError):
+    """The request is well-formed, but what it asks for is impossible."""
+
+
+class BelowMinimum(Refused):
+    """No replica is left that may train."""
+
+
+class StateLost(Refused):
+    """Some piece of training state has no living holder and no copy."""
