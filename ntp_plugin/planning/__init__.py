@@ -1,0 +1,22 @@
+"""What should be, computed from (nominal layout, lost slots) alone.
+
+Pure: no torch, no clock, no randomness, no state between calls. Every survivor computes the same plan from the
+same facts, in whatever order the losses came.
+
+    spans.py            sets of whole numbers as runs
+    dealing.py          the one rule: survivors keep, orphans are dealt
+    topology.py         slots, the nominal layout, and who still stands after losses
+    units.py            which tensors are cut, along which dim, in which units
+    shard_layout.py     which slot of a group holds which units
+    lanes.py            which ranks reduce which units together: the direct route
+    core_route.py       the other route, over core slots inside each scale-up domain
+    routes.py           what each route costs, and which one is taken
+    pace.py             how long a micro-batch takes on a layout
+    batch_split.py      micro-batches and samples per replica
+    copy_placement.py   which host holds whose far copy
+    transfers.py        what moves from where to where between two layouts
+    memory_fit.py       bytes per slot
+    recovery_plan.py    all of it together, with a digest
+
+Imports run down this list only upwards: each file stands on those above it.
+"""

@@ -1,0 +1,195 @@
+"""Micro-batches and samples per replica.
+
+A replica with `stages` pipeline stages needs (n + stages - 1) x t for n micro-batches of time t; the step ends when
+the slowest replica does. The split with the shortest step is found exactly: within a step time T each replica can
+run at most T / t - stages + 1 micro-batches, so the least T at which all together can run enough is the optimum.
+
+Within that optimum survivors keep: a replica holds on to its nominal samples as far as its limit goes, and only what
+exceeds it is dealt to the others. Modes:
+
+    strict   every sample of the global batch, always
+    trim     leaves out at most epsilon of the micro-batches where that shortens the step, but never to less than the
+             whole layout's; what is left out is queued again
+    carry    as trim, but what was left out is owed: at most epsilon at any time. It is repaid where there is room,
+             and all of it in one longer step once leaving out (what still may be) no longer shortens the step
+    shrink   no replica takes more than nominal, and a hurt one only what it can do in a healthy replica's time
+
+A replica whose micro-batches must be smaller (memory) runs each nominal one in `pieces`. A replica may get zero
+micro-batches; it still joins every collective.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+
+from ntp_plugin.config.sections import BatchPolicy
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.dealing import deal
+from ntp_plugin.planning.spans import Spans
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Pace:
+    """How fast a replica is: `ns` for each of the `pieces` that it cuts a nominal micro-batch into."""
+
+    ns: int
+    pieces: int = 1
+
+    def step_ns(self, micro_batches: int, stages: int) -> int:
+        return (micro_batches * self.pieces + stages - 1) * self.ns if micro_batches else 0
+
+    def most_within(self, step_ns: int, stages: int) -> int:
+        return max(0, (step_ns // self.ns - (stages - 1)) // self.pieces)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one replica computes in a step: `count` micro-batches of `size` samples each, `ns` long as far as we know.
+
+    `kept` and `dealt` number nominal micro-batches: number i holds samples i x micro_batch to (i + 1) x micro_batch
+    of the global batch. Numbers from the global batch's end on are the queue's: what `carry` repays, oldest first.
+    """
+
+    replica: int
+    count: int
+    size: int
+    ns: int
+    kept: Spans
+    dealt: Spans
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSplit:
+    """The shares of one step, and its length: nominal, as planned, and if micro-batches could be split at will."""
+
+    mode: str
+    total: int
+    shares: tuple[Share, ...]
+    left_out: Spans
+    repaid: int
+    owed: int
+    nominal_ns: int
+    step_ns: int
+    ideal_ns: int
+
+    @property
+    def computed(self) -> int:
+        """Nominal micro-batches that this step computes."""
+        return self.total - sp.size(self.left_out) + self.repaid
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NominalBatch:
+    """The batch as a whole layout shares it out."""
+
+    replicas: int
+    per_replica: int
+    micro_batch: int
+    stages: int
+    healthy_ns: int
+
+    @property
+    def total(self) -> int:
+        return self.replicas * self.per_replica
+
+
+def split_batch(paces: Mapping[int, Pace], nominal: NominalBatch, policy: BatchPolicy, *, owed: int = 0) -> BatchSplit:
+    """Share the batch out to the replicas of `paces` (those that go on). `owed` is what earlier `carry` steps owe."""
+    _check_pieces(paces, nominal.micro_batch)
+    stages, total = nominal.stages, nominal.total
+    nominal_ns = Pace(ns=nominal.healthy_ns).step_ns(nominal.per_replica, stages)
+    crowd = Counter(paces.values())
+    step_ns = nominal_ns if policy.mode == "shrink" else _step_ns(crowd, nominal, policy, owed, nominal_ns)
+    limits = {replica: pace.most_within(step_ns, stages) for replica, pace in paces.items()}
+    if policy.mode == "shrink":
+        limits = {replica: min(limit, nominal.per_replica) for replica, limit in limits.items()}
+
+    repaid = max(0, min(owed, sum(limits.values()) - total))
+    held: list[Spans] = [
+        ((replica * nominal.per_replica, (replica + 1) * nominal.per_replica),) for replica in range(nominal.replicas)
+    ]
+    queue = sp.joined([(total, total + repaid)])  # stands in the ring like a lost replica: all it has is dealt
+    dealt = deal([*held, queue], room=limits)
+    shares = tuple(
+        _share(replica, dealt.kept[replica], dealt.dealt[replica], paces[replica], nominal) for replica in sorted(paces)
+    )
+    computed = total + repaid - sp.size(dealt.left)
+    if not computed:
+        raise Refused(
+            "no replica can finish one micro-batch in a whole replica's step", way_out="use batch mode strict"
+        )
+    return BatchSplit(
+        mode=policy.mode,
+        total=total,
+        shares=shares,
+        left_out=dealt.left,
+        repaid=repaid,
+        owed=owed - repaid + sp.size(dealt.left) if policy.mode == "carry" else owed,
+        nominal_ns=nominal_ns,
+        step_ns=max(
+            paces[share.replica].step_ns(sp.size(share.kept) + sp.size(share.dealt), stages) for share in shares
+        ),
+        ideal_ns=ideal_step_ns(crowd, computed, stages),
+    )
+
+
+def _step_ns(crowd: Mapping[Pace, int], nominal: NominalBatch, policy: BatchPolicy, owed: int, nominal_ns: int) -> int:
+    full = shortest_step_ns(crowd, nominal.total, nominal.stages)
+    if policy.mode == "strict":
+        return full
+    may_leave = math.floor(Fraction(policy.epsilon) * nominal.total) - (owed if policy.mode == "carry" else 0)
+    shortened = shortest_step_ns(crowd, nominal.total - max(0, may_leave), nominal.stages)
+    shortened = max(shortened, min(full, nominal_ns))
+    if policy.mode == "carry" and owed and shortened == full:
+        return shortest_step_ns(crowd, nominal.total + owed, nominal.stages)
+    return shortened
+
+
+def shortest_step_ns(crowd: Mapping[Pace, int], micro_batches: int, stages: int) -> int:
+    """The least time in which a crowd (pace -> replicas) can run that many micro-batches."""
+    too_short, enough = -1, min(pace.step_ns(micro_batches, stages) for pace in crowd)
+    while enough - too_short > 1:
+        middle = (too_short + enough) // 2
+        if sum(count * pace.most_within(middle, stages) for pace, count in crowd.items()) >= micro_batches:
+            enough = middle
+        else:
+            too_short = middle
+    return enough
+
+
+def ideal_step_ns(crowd: Mapping[Pace, int], micro_batches: int, stages: int) -> int:
+    """The time if micro-batches could be split at will: a lower bound, rounded down."""
+    rate, started = Fraction(0), Fraction(0)
+    ideal = None
+    for pace in sorted(crowd, key=lambda pace: pace.ns):
+        fill = (stages - 1) * pace.ns  # a pipeline that is not full yet by then does not help
+        if ideal is not None and ideal <= fill:
+            break
+        rate += Fraction(crowd[pace], pace.ns * pace.pieces)
+        started += Fraction(crowd[pace] * (stages - 1), pace.pieces)
+        ideal = (micro_batches + started) / rate
+    assert ideal is not None, "a crowd has at least one replica"
+    return math.floor(ideal)
+
+
+def _share(replica: int, kept: Spans, dealt: Spans, pace: Pace, nominal: NominalBatch) -> Share:
+    return Share(
+        replica=replica,
+        count=(sp.size(kept) + sp.size(dealt)) * pace.pieces,
+        size=nominal.micro_batch // pace.pieces,
+        ns=pace.ns,
+        kept=kept,
+        dealt=dealt,
+    )
+
+
+def _check_pieces(paces: Mapping[int, Pace], micro_batch: int) -> None:
+    for replica, pace in paces.items():
+        if micro_batch % pace.pieces:
+            raise Refused(
+                f"replica {replica} cannot run a micro-batch of {micro_batch} samples in {pace.pieces} equal pieces",
+                way_out=f"choose a number of pieces that divides {micro_batch}",
+            )

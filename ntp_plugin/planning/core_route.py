@@ -1,0 +1,83 @@
+"""The other route, over core slots inside each scale-up domain (the NTP paper's).
+
+Every replica names as many *core* slots as its narrowest sibling has slots. The units are cut over the cores as that
+sibling holds them, and core number c of one replica reduces with core number c of all others, one to one. A slot that
+holds a unit of another core sends its gradient there inside the domain and gets the sum back. So there are few
+process groups, each with much to do, at the price of two trips through the domain.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.lanes import stage_patterns
+from ntp_plugin.planning.shard_layout import lay_out, overlay
+from ntp_plugin.planning.spans import Spans
+from ntp_plugin.planning.topology import Pattern, Standing
+from ntp_plugin.planning.units import StageUnits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hop:
+    """Units whose gradients go from `source` to the core `target` before the reduction, and back after it."""
+
+    source: int
+    target: int
+    family: str
+    units: Spans
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Seating:
+    """Where the cores stand in the groups of one pattern (`seats[c]` is a TP slot), and what must hop to them.
+
+    Each core reduces replicated gradients as well; a guest, a living slot that is no core, is sent the sums by the
+    core that stands beside it in `guests`.
+    """
+
+    pattern: Pattern
+    seats: tuple[int, ...]
+    hops: tuple[Hop, ...]
+    guests: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CoreRoute:
+    """The via_core route of one stage; `cores[c]` lists the units that core `c` reduces, by family."""
+
+    stage: int
+    reference: Pattern
+    cores: tuple[tuple[tuple[str, Spans], ...], ...]
+    seatings: tuple[Seating, ...]
+
+
+def plan_core_route(standing: Standing, units: StageUnits, stage: int) -> CoreRoute:
+    """Cores as the narrowest group of the stage holds its units; the first such pattern where several are."""
+    tp, patterns = standing.topology.tp, stage_patterns(standing, stage)
+    reference = min(patterns, key=lambda pattern: (-len(pattern), pattern))
+    home = [slot for slot in range(tp) if slot not in reference]
+    layouts = {family.name: lay_out(family, tp, reference) for family in units.families}
+    return CoreRoute(
+        stage=stage,
+        reference=reference,
+        cores=tuple(tuple((name, layout.holdings[slot]) for name, layout in layouts.items()) for slot in home),
+        seatings=tuple(_seat_cores(pattern, reference, home, units, tp) for pattern in patterns),
+    )
+
+
+def _seat_cores(pattern: Pattern, reference: Pattern, home: list[int], units: StageUnits, tp: int) -> Seating:
+    """A core keeps its slot number where that slot lives; the others take the free living slots in order."""
+    free = [slot for slot in range(tp) if slot not in pattern and slot not in home]
+    seats = tuple(slot if slot not in pattern else free.pop(0) for slot in home)
+    seat_of = dict(zip(home, seats, strict=True))
+    moving: defaultdict[tuple[int, int, str], list[sp.Span]] = defaultdict(list)
+    for family in units.families:
+        for span, (holder, core) in overlay([lay_out(family, tp, pattern), lay_out(family, tp, reference)]):
+            if holder != seat_of[core]:
+                moving[holder, seat_of[core], family.name].append(span)
+    hops = tuple(
+        Hop(source=source, target=target, family=family, units=sp.joined(spans))
+        for (source, target, family), spans in sorted(moving.items())
+    )
+    guests = tuple((guest, seats[index % len(seats)]) for index, guest in enumerate(free))
+    return Seating(pattern=pattern, seats=seats, hops=hops, guests=guests)

@@ -1,0 +1,120 @@
+"""Which ranks reduce which units together: the direct route.
+
+A unit's *owner tuple* names its slot in each replica that goes on. The units with the same tuple form a lane, whose
+ranks are a process group: its gradients are summed over the replicas with no traffic inside a TP group at all. In a
+whole stage the lanes are the TP slots, which is what the framework's own data-parallel groups are.
+
+Replicas with the same pattern have the same owners, so lanes are found per pattern and only written down per
+replica: the work grows with the number of different patterns in a stage, not with the number of replicas.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.shard_layout import lay_out, overlay
+from ntp_plugin.planning.spans import Spans
+from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing
+from ntp_plugin.planning.units import StageUnits
+
+type UnitsByFamily = tuple[tuple[str, Spans], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """A set of units with one owner in each replica: TP slot `tp`, except in the replicas of the `detours`."""
+
+    stage: int
+    tp: int
+    detours: tuple[tuple[int, int], ...]
+    units: UnitsByFamily
+
+    def members(self, standing: Standing) -> list[Slot]:
+        """One slot for each replica that goes on, ascending."""
+        elsewhere = dict(self.detours)
+        return [
+            Slot(replica=replica, stage=self.stage, tp=elsewhere.get(replica, self.tp)) for replica in standing.replicas
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StageLanes:
+    """All lanes of a stage in one fixed order, and the ones that replicated parameters ride on.
+
+    `cover` holds indices of lanes that together reach every rank; each of them carries all replicated gradients.
+    """
+
+    stage: int
+    patterns: tuple[Pattern, ...]
+    lanes: tuple[Lane, ...]
+    owners: tuple[tuple[int, ...], ...]
+    cover: tuple[int, ...]
+
+    def lanes_of(self, pattern: Pattern) -> Mapping[int, list[int]]:
+        """TP slot -> indices of its lanes, in a group with that pattern."""
+        column = self.patterns.index(pattern)
+        result: defaultdict[int, list[int]] = defaultdict(list)
+        for index, owners in enumerate(self.owners):
+            result[owners[column]].append(index)
+        return result
+
+
+def stage_patterns(standing: Standing, stage: int) -> tuple[Pattern, ...]:
+    """The patterns of the stage among replicas that go on, whole first; never empty."""
+    hurt = standing.patterns_of_stage(stage)
+    any_whole = sum(len(replicas) for replicas in hurt.values()) < len(standing.replicas)
+    return ((WHOLE,) if any_whole else ()) + tuple(hurt)
+
+
+def plan_lanes(standing: Standing, units: StageUnits, stage: int) -> StageLanes:
+    """The lanes of one stage."""
+    tp, patterns, hurt = standing.topology.tp, stage_patterns(standing, stage), standing.patterns_of_stage(stage)
+    found: defaultdict[tuple[int, ...], dict[str, list[sp.Span]]] = defaultdict(dict)
+    for family in units.families:
+        for span, owners in overlay([lay_out(family, tp, pattern) for pattern in patterns]):
+            found[owners].setdefault(family.name, []).append(span)
+    lanes = tuple(
+        Lane(
+            stage=stage,
+            tp=owners[0],
+            detours=_detours(owners, patterns, hurt),
+            units=tuple((name, sp.joined(spans)) for name, spans in found[owners].items()),
+        )
+        for owners in sorted(found)
+    )
+    return StageLanes(
+        stage=stage, patterns=patterns, lanes=lanes, owners=tuple(sorted(found)), cover=_cover(sorted(found))
+    )
+
+
+def _detours(
+    owners: tuple[int, ...], patterns: Sequence[Pattern], hurt: Mapping[Pattern, tuple[int, ...]]
+) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        sorted(
+            (replica, owner)
+            for owner, pattern in zip(owners, patterns, strict=True)
+            if owner != owners[0]
+            for replica in hurt[pattern]
+        )
+    )
+
+
+def _cover(owners: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Few lanes that reach every slot of every pattern: again and again the one that reaches the most new ones."""
+    reach = [set(enumerate(owner)) for owner in owners]
+    waiting = set[tuple[int, int]]().union(*reach)
+    chosen: list[int] = []
+    while waiting:
+        best = max(range(len(reach)), key=lambda index: (len(reach[index] & waiting), -index))
+        chosen.append(best)
+        waiting -= reach[best]
+    return tuple(sorted(chosen))
+
+
+def busiest_lane_count(lanes: StageLanes) -> int:
+    """The most lanes that one rank is a member of."""
+    return max(
+        max(Counter(owners[column] for owners in lanes.owners).values()) for column in range(len(lanes.patterns))
+    )

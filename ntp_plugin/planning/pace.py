@@ -1,0 +1,29 @@
+"""How long one micro-batch takes on a layout, before anybody has measured it.
+
+Inside a TP group every attention and MLP block ends in a collective, so the slot with the most units sets the pace
+of each family by itself; inside a pipeline the slowest stage sets the pace of the replica. Numbers are nanoseconds,
+in whole numbers so that every survivor computes the same ones; by default a healthy micro-batch counts as one second
+and only ratios mean anything.
+"""
+
+from fractions import Fraction
+
+from ntp_plugin.planning.shard_layout import lay_out
+from ntp_plugin.planning.topology import WHOLE, Pattern
+from ntp_plugin.planning.units import ModelUnits, StageUnits
+
+HEALTHY_NS = 1_000_000_000
+
+
+def stage_work(units: StageUnits, tp: int, pattern: Pattern) -> int:
+    """FLOPs per token on the critical path of a group: each family at its widest slot."""
+    return sum(
+        flops * lay_out(family, tp, pattern).widest for family, flops in zip(units.families, units.flops, strict=True)
+    )
+
+
+def micro_batch_ns(units: ModelUnits, tp: int, patterns: tuple[Pattern, ...], healthy_ns: int = HEALTHY_NS) -> int:
+    """The time of one micro-batch in a replica whose stages have these patterns, against a whole replica's."""
+    whole = max(stage_work(stage, tp, WHOLE) for stage in units.stages)
+    hurt = max(stage_work(stage, tp, pattern) for stage, pattern in zip(units.stages, patterns, strict=True))
+    return round(Fraction(hurt, whole) * healthy_ns)

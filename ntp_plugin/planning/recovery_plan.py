@@ -1,0 +1,235 @@
+"""All of it together: what everybody does after slots were lost or came back, with a digest.
+
+Every survivor computes the plan alone from the same facts and compares digests with the others before anyone acts.
+The digest covers the facts as well (the nominal layout, the policy, who was lost), so that two ranks with different
+configurations are found out too. The plan holds whole numbers and words only, and so does what is digested.
+
+With nobody lost the same function checks a layout before training: what cannot work is refused when the plugin is
+enabled, not when a rank has died.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ntp_plugin.config.sections import Batch, Hardware, Job, Policy, State
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning.batch_split import BatchSplit, NominalBatch, Pace, split_batch
+from ntp_plugin.planning.copy_placement import Resettled, place_copies
+from ntp_plugin.planning.memory_fit import MemoryUse, memory_use
+from ntp_plugin.planning.pace import HEALTHY_NS, micro_batch_ns
+from ntp_plugin.planning.routes import StageRoute, plan_route
+from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing, Topology
+from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
+from ntp_plugin.planning.units import ModelUnits, transformer_units
+
+FORMAT = 1
+"""Raised with every change to what a plan says, so that ranks with different versions do not act together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Nominal:
+    """The job before anything was lost."""
+
+    topology: Topology
+    units: ModelUnits
+    batch: Batch
+    state: State
+    hardware: Hardware
+    policy: Policy
+
+    @classmethod
+    def of(cls, job: Job) -> "Nominal":
+        parallel, policy = job.parallel, job.ntp
+        return cls(
+            topology=Topology.of(parallel),
+            units=transformer_units(job.model, tp=parallel.tp, pp=parallel.pp, granule=policy.granule),
+            batch=job.batch,
+            state=job.state,
+            hardware=job.hardware,
+            policy=policy,
+        )
+
+    def standing(self, lost: frozenset[Slot]) -> Standing:
+        return Standing(topology=self.topology, lost=lost, min_tp_width=self.policy.min_tp_width)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupChange:
+    """A stage of a replica whose pattern changes, and what its fullest slot holds before and after."""
+
+    replica: int
+    stage: int
+    before: Pattern
+    after: Pattern
+    memory_before: MemoryUse
+    memory_after: MemoryUse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecoveryPlan:
+    """What everybody does. `hurt` replicas go on narrower, `dropped` ones do not, and their living slots are `idle`;
+    `groups` are the stages of replicas that go on, whose pattern or state changes."""
+
+    nominal: Nominal
+    lost_before: tuple[Slot, ...]
+    lost: tuple[Slot, ...]
+    hurt: tuple[int, ...]
+    dropped: tuple[int, ...]
+    idle: tuple[Slot, ...]
+    groups: tuple[GroupChange, ...]
+    routes: tuple[StageRoute, ...]
+    batch: BatchSplit
+    transfers: tuple[Transfer, ...]
+    block_deals: tuple[BlockDeal, ...]
+    resettled_copies: tuple[Resettled, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Equal on every rank that planned the same, different otherwise."""
+        return hashlib.blake2b(as_json((FORMAT, self)).encode(), digest_size=16).hexdigest()
+
+
+def plan_recovery(
+    nominal: Nominal,
+    *,
+    lost: frozenset[Slot],
+    lost_before: frozenset[Slot] = frozenset(),
+    owed: int = 0,
+    measured: Mapping[int, Pace] | None = None,
+) -> RecoveryPlan:
+    """The plan for going from the losses `lost_before` to the losses `lost`.
+
+    `measured` gives the pace of replicas that were timed in the new layout; the others' follows from their widths.
+    """
+    topology, units, policy = nominal.topology, nominal.units, nominal.policy
+    before, after = nominal.standing(lost_before), nominal.standing(lost)
+    after.require_a_replica()
+    before.require_a_replica()
+    groups = _group_changes(nominal, before, after)
+    _check_memory(nominal, after)
+    copies_before = place_copies(topology, policy.copies, before.lost_nodes)
+    copies_after = place_copies(topology, policy.copies, after.lost_nodes)
+    change = Change(
+        before=before,
+        after=after,
+        units=units,
+        state=nominal.state,
+        copies=copies_before if policy.copies.count else None,
+        protect_all=policy.copies.protect == "all",
+    )
+    return RecoveryPlan(
+        nominal=nominal,
+        lost_before=tuple(sorted(lost_before)),
+        lost=tuple(sorted(lost)),
+        hurt=tuple(sorted(after.hurt_replicas)),
+        dropped=tuple(sorted(after.dropped)),
+        idle=tuple(after.idle()),
+        groups=groups,
+        routes=tuple(
+            plan_route(
+                after,
+                stage_units,
+                stage,
+                wanted=policy.route,
+                gradient_bytes=nominal.state.gradient_bytes,
+                hardware=nominal.hardware,
+            )
+            for stage, stage_units in enumerate(units.stages)
+        ),
+        batch=split_batch(
+            replica_paces(nominal, after, measured or {}), _nominal_batch(nominal), policy.batch, owed=owed
+        ),
+        transfers=plan_transfers(change),
+        block_deals=plan_block_deals(change),
+        resettled_copies=tuple(copies_after.resettled[key] for key in sorted(copies_after.resettled)),
+    )
+
+
+def replica_paces(nominal: Nominal, standing: Standing, measured: Mapping[int, Pace]) -> dict[int, Pace]:
+    """The pace of every replica that goes on: as measured, else by its widest slots."""
+    topology = nominal.topology
+    whole = Pace(ns=HEALTHY_NS)
+    paces = dict.fromkeys(standing.replicas, whole)
+    for replica in standing.hurt_replicas:
+        patterns = tuple(standing.pattern(replica, stage) for stage in range(topology.pp))
+        paces[replica] = Pace(ns=micro_batch_ns(nominal.units, topology.tp, patterns))
+    return paces | {replica: measured[replica] for replica in standing.replicas if replica in measured}
+
+
+def _nominal_batch(nominal: Nominal) -> NominalBatch:
+    return NominalBatch(
+        replicas=nominal.topology.dp,
+        per_replica=nominal.batch.micro_batches_per_replica(nominal.topology.dp),
+        micro_batch=nominal.batch.micro_batch,
+        stages=nominal.topology.pp,
+        healthy_ns=HEALTHY_NS,
+    )
+
+
+def _group_changes(nominal: Nominal, before: Standing, after: Standing) -> tuple[GroupChange, ...]:
+    returned = before.dropped - after.dropped
+    groups = {
+        group
+        for group in {*before.patterns, *after.patterns}
+        if group[0] not in after.dropped and (before.pattern(*group) != after.pattern(*group) or group[0] in returned)
+    }
+    return tuple(
+        GroupChange(
+            replica=replica,
+            stage=stage,
+            before=before.pattern(replica, stage),
+            after=after.pattern(replica, stage),
+            memory_before=_memory(
+                nominal, before, stage, WHOLE if replica in returned else before.pattern(replica, stage)
+            ),
+            memory_after=_memory(nominal, after, stage, after.pattern(replica, stage)),
+        )
+        for replica, stage in sorted(groups)
+    )
+
+
+def _memory(nominal: Nominal, standing: Standing, stage: int, pattern: Pattern) -> MemoryUse:
+    return memory_use(
+        nominal.units.stages[stage],
+        nominal.topology.tp,
+        pattern,
+        nominal.state,
+        replicas=len(standing.replicas),
+        packing=bool(standing.patterns_of_stage(stage)),
+    )
+
+
+def _check_memory(nominal: Nominal, after: Standing) -> None:
+    limit = nominal.hardware.gpu_memory_gb
+    if limit is None:
+        return
+    for stage in range(nominal.topology.pp):
+        for pattern in (WHOLE, *after.patterns_of_stage(stage)):
+            use = _memory(nominal, after, stage, pattern).total
+            if use > limit * 1e9:
+                width = nominal.topology.tp - len(pattern)
+                cure = (
+                    f"set min_tp_width to {width + 1}, so that such a replica is dropped" if pattern else "shard more"
+                )
+                raise Refused(
+                    f"stage {stage} at TP width {width} needs {use / 1e9:.1f} GB per GPU for weights, gradients and "
+                    f"optimizer, and gpu_memory_gb is {limit}",
+                    way_out=f"{cure}, or use the distributed optimizer",
+                )
+
+
+def as_json(value: Any) -> str:
+    """One canonical text for a plan or a part of it."""
+    return json.dumps(value, default=_plain, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Slot):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    raise TypeError(f"a plan holds no {type(value).__name__}")

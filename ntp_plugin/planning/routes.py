@@ -1,0 +1,139 @@
+"""What each route costs, and which one is taken.
+
+The cost of a route is what its busiest rank pays for one reduction of a stage's gradients, in nanoseconds:
+
+    bytes on its NIC / NIC speed  +  bytes in the domain / domain speed  +  collectives x launch cost
+
+A ring all-reduce among k ranks sends 2 (k - 1) / k of the buffer. Collectives are counted per bucket, Megatron's
+bucket size being max(40 M, 1 M x replicas) parameters. Both routes reduce the same elements; `direct` sends nothing in
+the domain, `via_core` has one collective per core. A stage in which no group is hurt keeps the framework's own path.
+"""
+
+import dataclasses
+from collections import Counter
+
+from ntp_plugin.config.sections import Hardware
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.core_route import CoreRoute, plan_core_route
+from ntp_plugin.planning.lanes import StageLanes, UnitsByFamily, busiest_lane_count, plan_lanes
+from ntp_plugin.planning.topology import Standing
+from ntp_plugin.planning.units import StageUnits
+
+FRAMEWORK, DIRECT, VIA_CORE = "framework", "direct", "via_core"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RouteCost:
+    """Of the busiest rank, for one reduction; `communicators` counts the process groups of the stage."""
+
+    nic_bytes: int
+    domain_bytes: int
+    collectives: int
+    communicators: int
+    cost_ns: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StageRoute:
+    """How the gradients of one stage are reduced."""
+
+    stage: int
+    route: str
+    lanes: StageLanes
+    cores: CoreRoute | None
+    direct_cost: RouteCost
+    core_cost: RouteCost | None
+    least_nic_bytes: int
+    """What the widest slot must send in any case: its own units once, replicated parameters included."""
+
+
+def plan_route(
+    standing: Standing, units: StageUnits, stage: int, *, wanted: str, gradient_bytes: int, hardware: Hardware
+) -> StageRoute:
+    """The lanes of a stage and the cheaper route (`wanted="auto"`) or the wanted one."""
+    lanes = plan_lanes(standing, units, stage)
+    price = _Price(standing=standing, units=units, gradient_bytes=gradient_bytes, hardware=hardware)
+    direct = price.direct(lanes)
+    hurt = bool(standing.patterns_of_stage(stage))
+    cores = plan_core_route(standing, units, stage) if hurt else None
+    core_cost = price.via_core(cores) if cores else None
+    route = FRAMEWORK
+    if core_cost:
+        cheaper = VIA_CORE if core_cost.cost_ns < direct.cost_ns else DIRECT
+        route = cheaper if wanted == "auto" else wanted
+    return StageRoute(
+        stage=stage,
+        route=route,
+        lanes=lanes,
+        cores=cores if route == VIA_CORE else None,
+        direct_cost=direct,
+        core_cost=core_cost,
+        least_nic_bytes=price.least(lanes),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Price:
+    standing: Standing
+    units: StageUnits
+    gradient_bytes: int
+    hardware: Hardware
+
+    def direct(self, lanes: StageLanes) -> RouteCost:
+        sizes = [self._bytes(lane.units) for lane in lanes.lanes]
+        for index in lanes.cover:
+            sizes[index] += self._replicated
+        return self._cost(_busiest(lanes, sizes), 0, busiest_lane_count(lanes), len(lanes.lanes))
+
+    def least(self, lanes: StageLanes) -> int:
+        return self._on_nic(_busiest(lanes, [self._bytes(lane.units) for lane in lanes.lanes]) + self._replicated)
+
+    def via_core(self, cores: CoreRoute) -> RouteCost:
+        busiest_core = max(self._bytes(core) for core in cores.cores)
+        domain = 0
+        for seating in cores.seatings:
+            sent, received = Counter[int](), Counter[int]()
+            for hop in seating.hops:
+                size = self._bytes(((hop.family, hop.units),))
+                sent[hop.source] += size
+                received[hop.target] += size
+            for _, core in seating.guests:
+                sent[core] += self._replicated
+            # Out and back: each slot sends what it lends, and returns what it was lent.
+            domain = max([domain, *(sent[slot] + received[slot] for slot in sent | received)])
+        return self._cost(busiest_core + self._replicated, domain, 1, len(cores.cores))
+
+    @property
+    def _replicated(self) -> int:
+        return self.units.replicated_elements * self.gradient_bytes
+
+    def _bytes(self, units: UnitsByFamily) -> int:
+        per_unit = self.units.elements_per_unit
+        return sum(sp.size(spans) * per_unit[family] for family, spans in units) * self.gradient_bytes
+
+    def _on_nic(self, size: int) -> int:
+        members = len(self.standing.replicas)
+        return 2 * (members - 1) * size // members
+
+    def _cost(self, busiest: int, domain: int, lanes_of_rank: int, communicators: int) -> RouteCost:
+        per_bucket = max(40_000_000, 1_000_000 * self.standing.topology.dp)
+        buckets = -(-self.units.elements // self.standing.topology.tp // per_bucket)
+        hardware, nic = self.hardware, self._on_nic(busiest)
+        collectives = lanes_of_rank * buckets
+        seconds = nic / (hardware.nic_gb_per_s * 1e9) + domain / (hardware.domain_gb_per_s * 1e9)
+        return RouteCost(
+            nic_bytes=nic,
+            domain_bytes=domain,
+            collectives=collectives,
+            communicators=communicators,
+            cost_ns=round(seconds * 1e9 + collectives * hardware.lane_launch_us * 1e3),
+        )
+
+
+def _busiest(lanes: StageLanes, sizes: list[int]) -> int:
+    """The most bytes that one rank has in all its lanes together."""
+    return max(
+        sum(sizes[index] for index in indices)
+        for pattern in lanes.patterns
+        for indices in lanes.lanes_of(pattern).values()
+    )

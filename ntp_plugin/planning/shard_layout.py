@@ -1,0 +1,72 @@
+"""Which slot of a group holds which units of a family.
+
+A history-free function of (family, nominal TP, lost slots). The nominal layout is an even cut. After losses the
+survivors keep their units and the orphans are dealt to them, within one unit of each other; kept units are a prefix
+of the slot's local tensor. A contiguous family (vocabulary) is cut anew in order instead, because the framework
+finds a row by comparing it with the slot's first and last.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.dealing import deal
+from ntp_plugin.planning.spans import Span, Spans
+from ntp_plugin.planning.topology import WHOLE, Pattern
+from ntp_plugin.planning.units import Family
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyLayout:
+    """The units of each TP slot in storage order; a lost slot has none."""
+
+    family: Family
+    pattern: Pattern
+    holdings: tuple[Spans, ...]
+
+    @functools.cached_property
+    def widest(self) -> int:
+        """The most units that a slot holds."""
+        return max(sp.size(units) for units in self.holdings)
+
+    @functools.cached_property
+    def ideal(self) -> int:
+        """The fewest that the widest slot of so many survivors could hold."""
+        return -(-self.family.units // (len(self.holdings) - len(self.pattern)))
+
+    @functools.cached_property
+    def segments(self) -> tuple[tuple[int, int, int], ...]:
+        """(start, stop, slot), ascending, every unit once."""
+        return tuple(sorted((*span, slot) for slot, units in enumerate(self.holdings) for span in units))
+
+
+@functools.lru_cache(maxsize=65_536)
+def lay_out(family: Family, tp: int, pattern: Pattern = WHOLE) -> FamilyLayout:
+    """The layout of a family in a group of nominal degree `tp` that lost the slots in `pattern`."""
+    nominal = sp.even_cut(((0, family.units),), tp)
+    survivors = [slot for slot in range(tp) if slot not in pattern]
+    assert survivors, "a group without survivors has no layout"
+    if not pattern:
+        holdings = nominal
+    elif family.contiguous:
+        cut = dict(zip(survivors, sp.even_cut(((0, family.units),), len(survivors)), strict=True))
+        holdings = [cut.get(slot, ()) for slot in range(tp)]
+    else:
+        floor, larger = divmod(family.units, len(survivors))
+        dealt = deal(nominal, room=dict.fromkeys(survivors, floor), extra=larger)
+        assert not dealt.left, "the survivors have room for every unit"
+        holdings = [sp.joined((*dealt.kept.get(slot, ()), *dealt.dealt.get(slot, ()))) for slot in range(tp)]
+    return FamilyLayout(family=family, pattern=pattern, holdings=tuple(holdings))
+
+
+def overlay(layouts: Sequence[FamilyLayout]) -> Iterator[tuple[Span, tuple[int, ...]]]:
+    """The units in runs that no layout cuts, each with its slot in every layout, ascending."""
+    positions = [0] * len(layouts)
+    start, end = 0, layouts[0].family.units
+    while start < end:
+        current = [layout.segments[position] for layout, position in zip(layouts, positions, strict=True)]
+        stop = min(segment[1] for segment in current)
+        yield (start, stop), tuple(segment[2] for segment in current)
+        positions = [position + (segment[1] == stop) for position, segment in zip(positions, current, strict=True)]
+        start = stop

@@ -1,0 +1,194 @@
+"""Slots, the nominal layout, and who still stands after losses.
+
+A slot is a place in the nominal layout, (replica, stage, TP slot), and never renumbers. Ranks follow Megatron's
+default order: TP fastest, then data parallel, then pipeline; hosts hold consecutive ranks.
+
+A group is the TP slots of one stage of one replica. Its *pattern* is the ascending tuple of its lost TP slots; two
+groups with the same pattern have the same layout. A replica with a group narrower than the minimum is dropped: its
+living slots stand idle.
+"""
+
+import dataclasses
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from ntp_plugin.config.sections import Parallel
+from ntp_plugin.errors import BelowMinimum, ConfigError
+
+type Pattern = tuple[int, ...]
+WHOLE: Pattern = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Slot:
+    """A place in the nominal layout, written r3.s1.t5."""
+
+    replica: int
+    stage: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"r{self.replica}.s{self.stage}.t{self.tp}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """The nominal layout."""
+
+    tp: int
+    pp: int
+    dp: int
+    gpus_per_node: int
+    nodes_per_rack: int
+    racks_per_power_row: int
+
+    @classmethod
+    def of(cls, parallel: Parallel) -> "Topology":
+        return cls(**dataclasses.asdict(parallel))
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.gpus_per_node)
+
+    def rank_of(self, slot: Slot) -> int:
+        return (slot.stage * self.dp + slot.replica) * self.tp + slot.tp
+
+    def slot_of(self, rank: int) -> Slot:
+        group, tp = divmod(rank, self.tp)
+        stage, replica = divmod(group, self.dp)
+        return Slot(replica=replica, stage=stage, tp=tp)
+
+    def node_of(self, slot: Slot) -> int:
+        return self.rank_of(slot) // self.gpus_per_node
+
+    def slots_on(self, node: int) -> list[Slot]:
+        first = node * self.gpus_per_node
+        return [self.slot_of(rank) for rank in range(first, min(first + self.gpus_per_node, self.size))]
+
+    def group(self, replica: int, stage: int) -> list[Slot]:
+        return [Slot(replica=replica, stage=stage, tp=tp) for tp in range(self.tp)]
+
+
+_NAME = re.compile(
+    r"r(?P<replica>\d{1,9})(\.s(?P<stage>\d{1,9})(\.t(?P<tp>\d{1,9}))?)?|node(?P<node>\d{1,9})", re.ASCII
+)
+
+
+def parse_slots(words: Iterable[str], topology: Topology) -> frozenset[Slot]:
+    """The slots that the words name: one slot, a stage of a replica, a replica, or a host; commas separate."""
+    found: set[Slot] = set()
+    for word in (part.strip() for text in words for part in text.split(",")):
+        match = _NAME.fullmatch(word)
+        if match is None:
+            raise ConfigError(
+                f"{word!r} does not name a slot", way_out="write r3.s1.t5, a stage r3.s1, a replica r3, or a host node7"
+            )
+        found.update(_named(word, {part: int(text) for part, text in match.groupdict().items() if text}, topology))
+    return frozenset(found)
+
+
+def _named(word: str, parts: Mapping[str, int], topology: Topology) -> list[Slot]:
+    counts = {"replica": topology.dp, "stage": topology.pp, "tp": topology.tp, "node": topology.nodes}
+    letters = {"replica": "r", "stage": "s", "tp": "t", "node": "node"}
+    for part, number in parts.items():
+        if number >= counts[part]:
+            letter = letters[part]
+            raise ConfigError(
+                f"{word} is not in this layout of dp = {topology.dp}, pp = {topology.pp}, tp = {topology.tp}",
+                way_out=f"{letter}0 to {letter}{counts[part] - 1} exist",
+            )
+    if "node" in parts:
+        return topology.slots_on(parts["node"])
+    stages = [parts["stage"]] if "stage" in parts else range(topology.pp)
+    slots = [slot for stage in stages for slot in topology.group(parts["replica"], stage)]
+    return [slots[parts["tp"]]] if "tp" in parts else slots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Who stands after losses: a pure function of (topology, lost slots, minimum width)."""
+
+    topology: Topology
+    lost: frozenset[Slot]
+    min_tp_width: int
+
+    @functools.cached_property
+    def patterns(self) -> Mapping[tuple[int, int], Pattern]:
+        """(replica, stage) -> pattern, for every group that lost a slot."""
+        groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for slot in sorted(self.lost):
+            groups[slot.replica, slot.stage].append(slot.tp)
+        return {group: tuple(lost) for group, lost in groups.items()}
+
+    @functools.cached_property
+    def dropped(self) -> frozenset[int]:
+        """Replicas with a stage that is narrower than the minimum."""
+        narrowest = self.topology.tp - self.min_tp_width
+        return frozenset(replica for (replica, _), pattern in self.patterns.items() if len(pattern) > narrowest)
+
+    @functools.cached_property
+    def hurt(self) -> Mapping[tuple[int, int], Pattern]:
+        """The patterns of the hurt groups of replicas that go on."""
+        return {group: pattern for group, pattern in self.patterns.items() if group[0] not in self.dropped}
+
+    @functools.cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """The replicas that go on, ascending."""
+        return tuple(replica for replica in range(self.topology.dp) if replica not in self.dropped)
+
+    @functools.cached_property
+    def hurt_replicas(self) -> frozenset[int]:
+        return frozenset(replica for replica, _ in self.hurt)
+
+    @functools.cached_property
+    def lost_nodes(self) -> tuple[int, ...]:
+        """Hosts none of whose slots is left: their memory is out of reach. Ascending."""
+        counts = Counter(self.topology.node_of(slot) for slot in self.lost)
+        return tuple(sorted(node for node, lost in counts.items() if lost == len(self.topology.slots_on(node))))
+
+    def pattern(self, replica: int, stage: int) -> Pattern:
+        return self.patterns.get((replica, stage), WHOLE)
+
+    def patterns_of_stage(self, stage: int) -> Mapping[Pattern, tuple[int, ...]]:
+        """The patterns of the hurt groups of a stage that go on, each with its replicas, ascending."""
+        return self._hurt_by_stage.get(stage, {})
+
+    @functools.cached_property
+    def _hurt_by_stage(self) -> Mapping[int, Mapping[Pattern, tuple[int, ...]]]:
+        stages: defaultdict[int, defaultdict[Pattern, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for (replica, stage), pattern in sorted(self.hurt.items()):
+            stages[stage][pattern].append(replica)
+        return {
+            stage: {pattern: tuple(replicas) for pattern, replicas in sorted(patterns.items())}
+            for stage, patterns in stages.items()
+        }
+
+    def idle(self) -> list[Slot]:
+        """Living slots of dropped replicas, ascending."""
+        topology = self.topology
+        return [
+            slot
+            for replica in sorted(self.dropped)
+            for stage in range(topology.pp)
+            for slot in topology.group(replica, stage)
+            if slot not in self.lost
+        ]
+
+    def require_a_replica(self) -> None:
+        """Raise unless at least one replica may train."""
+        if not self.replicas:
+            widest = max(
+                min(self.topology.tp - len(self.pattern(replica, stage)) for stage in range(self.topology.pp))
+                for replica in range(self.topology.dp)
+            )
+            raise BelowMinimum(
+                f"no replica is left: the best of {self.topology.dp} has a stage with {widest} of {self.topology.tp} "
+                f"TP slots, and min_tp_width is {self.min_tp_width}",
+                way_out="lower min_tp_width, bring slots back, or restart from a checkpoint",
+            )

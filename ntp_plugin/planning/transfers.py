@@ -1,0 +1,291 @@
+"""What moves from where to where between two layouts.
+
+A slot needs the units of its new layout that it did not hold. Each comes, in this order, from
+
+    domain      a living slot of its own group that held them (the scale-up domain's links)
+    peer        a living slot of another replica that held them, the next one round the ring of replicas, a different
+                one for each part so that no single NIC carries all of it
+    far copy    a living host that held a far copy of the lost slot's shard
+    near copy   the lost slot's own host, if other slots of it live
+
+and nowhere else: never from a lost slot, nor from one whose replica did not train before. What has none of these is
+`StateLost`. Copies hold what data parallelism does not hold twice: a slot's part of a sharded optimizer, and
+everything of a slot that has no living peer, or everything if the policy says so.
+
+What moves is `state` (weights with their optimizer state) or, with a sharded optimizer, `weights` alone and
+`optimizer` for the blocks that the lost slot held for its units. Block r of every lane belongs to replica r, whose
+holder of a unit holds the unit's elements in that block; so the lost slot's blocks follow its units inside the
+replica. When a whole replica is dropped or comes back, its blocks are dealt to, or taken back from, the other
+members of each lane (`BlockDeal`), by the same rule.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ntp_plugin.config.sections import State
+from ntp_plugin.errors import StateLost
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.copy_placement import Placement
+from ntp_plugin.planning.dealing import Deal, deal
+from ntp_plugin.planning.shard_layout import lay_out, overlay
+from ntp_plugin.planning.spans import Span, Spans
+from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing
+from ntp_plugin.planning.units import Family, ModelUnits
+
+DOMAIN, PEER, FAR_COPY, NEAR_COPY = "domain", "peer", "far copy", "near copy"
+REPLICATED = "replicated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """Units of one family that `target` gets from `source`, a living slot.
+
+    For a copy, `source` is the slot that reads it from its host's memory and `of` the slot whose shard it is.
+    """
+
+    target: Slot
+    source: Slot
+    origin: str
+    what: str
+    family: str
+    units: Spans
+    size: int
+    of: Slot | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BlockDeal:
+    """The optimizer blocks that the slots of one stage of a replica give away (`out`) or get back, in bytes in all."""
+
+    replica: int
+    stage: int
+    out: bool
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """From one standing to the next, and the copies made while the first one held (None: copies are off)."""
+
+    before: Standing
+    after: Standing
+    units: ModelUnits
+    state: State
+    copies: Placement | None
+    protect_all: bool = False
+
+
+def plan_transfers(change: Change) -> tuple[Transfer, ...]:
+    """Everything that must move, in one fixed order; raises `StateLost` where something has no source."""
+    moves: defaultdict[tuple[Slot, Slot, str, str, str, Slot | None], list[Span]] = defaultdict(list)
+    for replica, stage in sorted(_changed_groups(change)):
+        for need in _needs(change, replica, stage):
+            for source in _sources(change, need):
+                moves[need.target, source.slot, source.origin, need.what, need.family, source.of].append(source.span)
+    return tuple(
+        Transfer(
+            target=target,
+            source=source,
+            origin=origin,
+            what=what,
+            family=family,
+            units=() if family == REPLICATED else sp.union(tuple(spans)),
+            size=_bytes(change, target.stage, what, family, spans),
+            of=of,
+        )
+        for (target, source, origin, what, family, of), spans in moves.items()
+    )
+
+
+def plan_block_deals(change: Change) -> tuple[BlockDeal, ...]:
+    """The optimizer blocks that change hands because whole replicas were dropped or came back."""
+    if not change.state.distributed_optimizer:
+        return ()
+    gone, back = change.after.dropped - change.before.dropped, change.before.dropped - change.after.dropped
+    share = {True: len(change.before.replicas), False: len(change.after.replicas)}
+    return tuple(
+        BlockDeal(
+            replica=replica,
+            stage=stage,
+            out=replica in gone,
+            size=units.elements * change.state.optimizer_bytes // share[replica in gone],
+        )
+        for replica in sorted(gone | back)
+        for stage, units in enumerate(change.units.stages)
+    )
+
+
+def optimizer_blocks(elements: int, replicas: int, dropped: frozenset[int]) -> Deal:
+    """Which replica's member of a lane holds which of the lane's elements; dropped replicas' blocks are dealt."""
+    survivors = [replica for replica in range(replicas) if replica not in dropped]
+    floor, larger = divmod(elements, len(survivors))
+    blocks = sp.even_cut(((0, elements),), replicas)
+    return deal(blocks, room=dict.fromkeys(survivors, floor), extra=larger)
+
+
+# ---------------------------------------------------------------- what is needed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Need:
+    """Units that `target` must get; `holder` is the TP slot of its group that held them (None: none did)."""
+
+    target: Slot
+    what: str
+    family: str
+    span: Span
+    holder: int | None
+
+
+def _changed_groups(change: Change) -> set[tuple[int, int]]:
+    """Groups of replicas that go on, and whose layout or state is not what it was."""
+    before, after = change.before, change.after
+    groups = {group for group in {*before.patterns, *after.patterns} if before.pattern(*group) != after.pattern(*group)}
+    stages = range(after.topology.pp)
+    groups |= {(replica, stage) for replica in before.dropped for stage in stages}
+    return {group for group in groups if group[0] not in after.dropped}
+
+
+def _needs(change: Change, replica: int, stage: int) -> Iterator[_Need]:
+    before, after, units = change.before, change.after, change.units.stages[stage]
+    stale = replica in before.dropped
+    old, new = before.pattern(replica, stage), after.pattern(replica, stage)
+    sharded = change.state.distributed_optimizer
+    for slot in after.topology.group(replica, stage):
+        if slot not in after.lost and (stale or slot in before.lost) and units.replicated_elements:
+            helper = None if stale else next((tp for tp in _survivors(after, old, replica, stage)), None)
+            yield _Need(target=slot, what="state", family=REPLICATED, span=(0, 1), holder=helper)
+    for family in units.families:
+        for span, held_by, wanted_by in _moved_units(family, after.topology.tp, WHOLE if stale else old, new):
+            target, holder = Slot(replica=replica, stage=stage, tp=wanted_by), None if stale else held_by
+            if holder == wanted_by:
+                continue
+            yield _Need(
+                target=target, what="weights" if sharded else "state", family=family.name, span=span, holder=holder
+            )
+            if sharded and not stale:  # a stale replica gets its blocks by a block deal
+                yield _Need(target=target, what="optimizer", family=family.name, span=span, holder=holder)
+
+
+def _moved_units(family: Family, tp: int, old: Pattern, new: Pattern) -> Iterator[tuple[Span, int, int]]:
+    """Runs of units with their old and new slot, cut at nominal boundaries as well: there whole peers change."""
+    for span, (held_by, wanted_by, _) in overlay([lay_out(family, tp, pattern) for pattern in (old, new, WHOLE)]):
+        yield span, held_by, wanted_by
+
+
+def _survivors(after: Standing, old: Pattern, replica: int, stage: int) -> list[int]:
+    """TP slots of a group that had the pattern `old` and live on."""
+    return [tp for tp in range(after.topology.tp) if tp not in old and tp not in after.pattern(replica, stage)]
+
+
+# ---------------------------------------------------------------- where it comes from
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    slot: Slot
+    origin: str
+    span: Span
+    of: Slot | None = None
+
+
+def _sources(change: Change, need: _Need) -> Iterator[_Source]:
+    """Living sources that together give exactly the needed span."""
+    if need.holder is not None:
+        holder = dataclasses.replace(need.target, tp=need.holder)
+        if holder not in change.after.lost:
+            yield _Source(slot=holder, origin=DOMAIN, span=need.span)
+            return
+    missing: Spans = (need.span,)
+    if need.what != "optimizer":  # of a sharded optimizer no peer holds the same block
+        for found in _peers(change, need):
+            yield found
+            missing = sp.difference(missing, (found.span,))
+    for span in missing:
+        yield _from_copy(change, need, span)
+
+
+def _peers(change: Change, need: _Need) -> Iterator[_Source]:
+    """Parts of the span that living slots of other replicas held, until it is whole or every replica was asked."""
+    before, after, target = change.before, change.after, need.target
+    missing: Spans = (need.span,)
+    for step in range(after.topology.dp):
+        replica = (target.replica + 1 + target.tp + step) % after.topology.dp
+        if replica == target.replica or replica in before.dropped:
+            continue
+        for span, tp in _held_by(change, replica, need):
+            slot = Slot(replica=replica, stage=target.stage, tp=tp)
+            if slot in after.lost:
+                continue
+            for part in sp.intersection(missing, (span,)):
+                yield _Source(slot=slot, origin=PEER, span=part)
+            missing = sp.difference(missing, (span,))
+        if not missing:
+            return
+
+
+def _held_by(change: Change, replica: int, need: _Need) -> Iterator[tuple[Span, int]]:
+    """The parts of the needed span and their TP slots in another replica, as they were before."""
+    tp, pattern = change.before.topology.tp, change.before.pattern(replica, need.target.stage)
+    if need.family == REPLICATED:
+        lost = change.after.pattern(replica, need.target.stage)
+        yield from ((need.span, slot) for slot in range(tp) if slot not in pattern and slot not in lost)
+        return
+    family = next(family for family in change.units.stages[need.target.stage].families if family.name == need.family)
+    segments = lay_out(family, tp, pattern).segments
+    first = bisect.bisect_right(segments, need.span[0], key=lambda segment: segment[1])
+    for start, stop, slot in itertools.takewhile(lambda segment: segment[0] < need.span[1], segments[first:]):
+        yield (max(start, need.span[0]), min(stop, need.span[1])), slot
+
+
+def _from_copy(change: Change, need: _Need, span: Span) -> _Source:
+    before, after = change.before, change.after
+    copied = need.what == "optimizer" or change.protect_all or len(before.replicas) == 1
+    if change.copies is not None and copied and need.holder is not None:
+        of = dataclasses.replace(need.target, tp=need.holder)
+        home = after.topology.node_of(of)
+        for origin, nodes in ((FAR_COPY, change.copies.holders(home)), (NEAR_COPY, [home])):
+            for node in nodes:
+                reader = _reader(after, node, of)
+                if reader is not None:
+                    return _Source(slot=reader, origin=origin, span=span, of=of)
+    raise _state_lost(change, need, copied=copied)
+
+
+def _reader(after: Standing, node: int, of: Slot) -> Slot | None:
+    """A living slot on the host: the one in the place of `of` if it lives, else the first."""
+    slots = after.topology.slots_on(node)
+    place = after.topology.rank_of(of) % after.topology.gpus_per_node
+    return next((slot for slot in [*slots[place : place + 1], *slots] if slot not in after.lost), None)
+
+
+def _state_lost(change: Change, need: _Need, *, copied: bool) -> StateLost:
+    where = need.target if need.holder is None else dataclasses.replace(need.target, tp=need.holder)
+    thing = "optimizer state" if need.what == "optimizer" else "weights" if need.what == "weights" else "state"
+    if change.copies is None or not change.copies.count:
+        reason, cure = "copies are off", "set copies.count to 1 or more before the next run"
+    elif not copied:
+        reason, cure = "its copies hold no weights", 'set copies.protect to "all" before the next run'
+    else:
+        reason, cure = (
+            "the hosts of its copies are lost as well",
+            "set copies.far to a wider domain before the next run",
+        )
+    return StateLost(
+        f"{thing} of {where} (from its {need.family} units on) is held by no living slot, and {reason}",
+        way_out=f"restart from the last checkpoint; {cure}",
+    )
+
+
+def _bytes(change: Change, stage: int, what: str, family: str, spans: list[Span]) -> int:
+    units, state = change.units.stages[stage], change.state
+    if family == REPLICATED:
+        elements = units.replicated_elements
+    else:
+        elements = sp.size(tuple(spans)) * units.elements_per_unit[family]
+    if what == "optimizer":
+        return -(-elements * state.optimizer_bytes // len(change.before.replicas))
+    return elements * (state.weight_bytes + (state.optimizer_bytes if what == "state" else 0))

@@ -1,0 +1,195 @@
+"""Which tensors are cut, along which dim, in which units.
+
+A *unit* is the smallest slice that must stay whole: a query group, a granule of MLP columns, a vocabulary row. A
+*family* is a sequence of units that several tensors are cut by together (qkv + proj, fc1 + fc2), so they share one
+layout. A tensor is cut along one dim in *runs*, each holding every unit of its family once: a gated fc1 has two, the
+gate half and the up half, and a slot holds the same units of both.
+
+`transformer_units` describes Megatron's layers from a model's shape. An adapter describes the user's own modules
+with the same types, found by module type and never by name.
+"""
+
+import dataclasses
+import functools
+import math
+
+from ntp_plugin.config.sections import Model
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.spans import Spans
+
+ATTENTION, MLP, VOCABULARY = "attention", "mlp", "vocabulary"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Units that are laid out together. A contiguous family is re-cut in order; the others are kept and dealt."""
+
+    name: str
+    units: int
+    contiguous: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Where along the cut dim the units of a family stand: unit `u` begins at `start + u * unit_size`."""
+
+    start: int
+    unit_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """One parameter of a stage, in its global shape. Without a family it is replicated over the group."""
+
+    name: str
+    shape: tuple[int, ...]
+    family: str = ""
+    dim: int = 0
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def elements_per_unit(self) -> int:
+        return self.elements // self.shape[self.dim] * sum(run.unit_size for run in self.runs)
+
+    def local_index(self, units: Spans) -> Spans:
+        """Ordered ranges along `dim` that a slot with these units (in storage order) holds, run after run."""
+        return sp.joined(
+            (run.start + start * run.unit_size, run.start + stop * run.unit_size)
+            for run in self.runs
+            for start, stop in units
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageUnits:
+    """What one pipeline stage is made of. `flops` is per token and unit, forward; only ratios of it are used."""
+
+    families: tuple[Family, ...]
+    tensors: tuple[tuple[Tensor, int], ...]
+    flops: tuple[int, ...]
+
+    @functools.cached_property
+    def elements_per_unit(self) -> dict[str, int]:
+        """Family -> parameters per unit, over all layers of the stage."""
+        return {
+            family.name: sum(
+                tensor.elements_per_unit * count for tensor, count in self.tensors if tensor.family == family.name
+            )
+            for family in self.families
+        }
+
+    @functools.cached_property
+    def replicated_elements(self) -> int:
+        """Parameters that every slot of the group holds whole."""
+        return sum(tensor.elements * count for tensor, count in self.tensors if not tensor.family)
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """All parameters of the stage, counted once."""
+        return sum(tensor.elements * count for tensor, count in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelUnits:
+    """The stages of the model, first to last."""
+
+    stages: tuple[StageUnits, ...]
+
+
+def padded_vocabulary(model: Model, tp: int) -> int:
+    """Vocabulary rows with Megatron's padding, pinned to the nominal TP degree so that no loss changes it."""
+    multiple = model.vocab_multiple * tp
+    return -(-model.vocab // multiple) * multiple
+
+
+def default_granule(ffn: int, tp: int) -> int:
+    """The widest of 64 and 16 columns, which tensor cores like, that cuts a nominal slot's part into 8 or more; else 1.
+
+    Eight, so that the one granule that some survivors hold more than others is at most an eighth.
+    """
+    columns = ffn // tp
+    return next((width for width in (64, 16) if columns % width == 0 and columns // width >= 8), 1)
+
+
+def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = None) -> ModelUnits:
+    """The units of a transformer with Megatron's layers; refuses a shape that the nominal layout cannot cut."""
+    if model.query_groups % tp:
+        raise Refused(
+            f"groups = {model.query_groups} query groups do not divide over tp = {tp} slots",
+            way_out=f"a query group stays whole, so choose a tp that divides {model.query_groups}",
+        )
+    if model.ffn % tp:
+        raise Refused(f"ffn = {model.ffn} does not divide over tp = {tp} slots", way_out="choose a tp that divides ffn")
+    granule = default_granule(model.ffn, tp) if granule is None else granule
+    if model.ffn // tp % granule:
+        raise Refused(
+            f"granule = {granule} does not divide a slot's {model.ffn // tp} MLP columns (ffn {model.ffn} / tp {tp})",
+            way_out=f"choose a divisor of {model.ffn // tp}, or leave granule out",
+        )
+    layers = model.layers // pp
+    attention, attention_tensors = _attention(model)
+    mlp, mlp_tensors = _mlp(model, granule)
+    norms = (Tensor(name="layer_norm_weight", shape=(model.hidden,)), 2 * layers)
+    body = [(tensor, layers) for tensor in (*attention_tensors, *mlp_tensors)] + [norms]
+    flops: tuple[int, ...] = (
+        2 * layers * sum(tensor.elements_per_unit for tensor in attention_tensors)
+        + layers * 2 * model.seq * model.head_channels * (model.heads // model.query_groups),
+        2 * layers * sum(tensor.elements_per_unit for tensor in mlp_tensors),
+    )
+    stages = []
+    for stage in range(pp):
+        first, last = stage == 0, stage == pp - 1
+        families, tensors, stage_flops = [attention, mlp], list(body), flops
+        if first or last:
+            vocabulary = Family(name=VOCABULARY, units=padded_vocabulary(model, tp), contiguous=True)
+            families.append(vocabulary)
+            tensors += [(tensor, 1) for tensor in _vocabulary(model, vocabulary.units, first=first, last=last)]
+            stage_flops = (*flops, 2 * model.hidden if last else 0)
+        stages.append(StageUnits(families=tuple(families), tensors=tuple(tensors), flops=stage_flops))
+    return ModelUnits(stages=tuple(stages))
+
+
+def _attention(model: Model) -> tuple[Family, list[Tensor]]:
+    per_group = model.heads // model.query_groups
+    qkv = Run(start=0, unit_size=(per_group + 2) * model.head_channels)
+    proj = Run(start=0, unit_size=per_group * model.head_channels)
+    qkv_rows, proj_columns = qkv.unit_size * model.query_groups, proj.unit_size * model.query_groups
+    tensors = [
+        Tensor(name="linear_qkv.weight", shape=(qkv_rows, model.hidden), family=ATTENTION, dim=0, runs=(qkv,)),
+        Tensor(name="linear_proj.weight", shape=(model.hidden, proj_columns), family=ATTENTION, dim=1, runs=(proj,)),
+    ]
+    if model.bias:
+        tensors.append(Tensor(name="linear_qkv.bias", shape=(qkv_rows,), family=ATTENTION, runs=(qkv,)))
+        tensors.append(Tensor(name="linear_proj.bias", shape=(model.hidden,)))
+    return Family(name=ATTENTION, units=model.query_groups), tensors
+
+
+def _mlp(model: Model, granule: int) -> tuple[Family, list[Tensor]]:
+    halves = 2 if model.gated else 1
+    fc1 = tuple(Run(start=half * model.ffn, unit_size=granule) for half in range(halves))
+    fc2 = (Run(start=0, unit_size=granule),)
+    tensors = [
+        Tensor(name="linear_fc1.weight", shape=(halves * model.ffn, model.hidden), family=MLP, dim=0, runs=fc1),
+        Tensor(name="linear_fc2.weight", shape=(model.hidden, model.ffn), family=MLP, dim=1, runs=fc2),
+    ]
+    if model.bias:
+        tensors.append(Tensor(name="linear_fc1.bias", shape=(halves * model.ffn,), family=MLP, runs=fc1))
+        tensors.append(Tensor(name="linear_fc2.bias", shape=(model.hidden,)))
+    return Family(name=MLP, units=model.ffn // granule), tensors
+
+
+def _vocabulary(model: Model, rows: int, *, first: bool, last: bool) -> list[Tensor]:
+    shape, row = (rows, model.hidden), (Run(start=0, unit_size=1),)
+    tensors = []
+    if first or (last and model.tied):
+        tensors.append(Tensor(name="word_embeddings.weight", shape=shape, family=VOCABULARY, runs=row))
+    if last and not model.tied:
+        tensors.append(Tensor(name="output_layer.weight", shape=shape, family=VOCABULARY, runs=row))
+    if last:
+        tensors.append(Tensor(name="final_layer_norm.weight", shape=(model.hidden,)))
+    return tensors

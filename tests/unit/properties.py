@@ -1,0 +1,279 @@
+"""What must hold of planning, each as one function that raises `AssertionError` where it does not.
+
+Functions of the planning rooms are called through their modules, so that `test_mutations.py` can break one on purpose
+and see these checks notice. Brute force works unit by unit; planning works by runs of units.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+
+from ntp_plugin.config.sections import BatchPolicy
+from ntp_plugin.planning import (
+    batch_split,
+    copy_placement,
+    core_route,
+    lanes,
+    recovery_plan,
+    shard_layout,
+    topology,
+    transfers,
+)
+
+
+def each(spans):
+    """The numbers one by one, in the order of the runs."""
+    return [number for start, stop in spans for number in range(start, stop)]
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def layout_owns_every_unit_once(family, tp, pattern):
+    layout = shard_layout.lay_out(family, tp, pattern)
+    held = [unit for units in layout.holdings for unit in each(units)]
+    assert sorted(held) == list(range(family.units))
+    assert all(not layout.holdings[slot] for slot in pattern)
+    assert each(tuple((start, stop) for start, stop, _ in layout.segments)) == list(range(family.units))
+
+
+def layout_is_as_even_as_can_be(family, tp, pattern):
+    layout = shard_layout.lay_out(family, tp, pattern)
+    sizes = [len(each(units)) for slot, units in enumerate(layout.holdings) if slot not in pattern]
+    assert max(sizes) - min(sizes) <= 1
+    assert layout.widest == max(sizes) == layout.ideal == -(-family.units // (tp - len(pattern)))
+
+
+def survivors_keep_a_prefix(family, tp, pattern):
+    nominal = shard_layout.lay_out(family, tp, ()).holdings
+    hurt = shard_layout.lay_out(family, tp, pattern).holdings
+    for slot in range(tp):
+        if slot in pattern:
+            continue
+        if family.contiguous:
+            units = each(hurt[slot])
+            assert units == list(range(units[0], units[0] + len(units)))
+        else:
+            kept = each(nominal[slot])
+            assert each(hurt[slot])[: len(kept)] == kept
+
+
+# ---------------------------------------------------------------- lanes
+
+
+def _owner(family, tp, pattern, unit):
+    holdings = shard_layout.lay_out(family, tp, pattern).holdings
+    return next(slot for slot, units in enumerate(holdings) if unit in each(units))
+
+
+def lanes_are_the_owner_tuples(nominal, lost):
+    standing = nominal.standing(lost)
+    tp = nominal.topology.tp
+    for stage, units in enumerate(nominal.units.stages):
+        expected = defaultdict(set)
+        for family in units.families:
+            for unit in range(family.units):
+                owners = tuple(
+                    topology.Slot(
+                        replica=replica, stage=stage, tp=_owner(family, tp, standing.pattern(replica, stage), unit)
+                    )
+                    for replica in standing.replicas
+                )
+                expected[owners].add((family.name, unit))
+        planned = lanes.plan_lanes(standing, units, stage)
+        found = {
+            tuple(lane.members(standing)): {(name, unit) for name, spans in lane.units for unit in each(spans)}
+            for lane in planned.lanes
+        }
+        assert found == dict(expected)
+        assert len(found) == len(planned.lanes)
+        reached = {slot for index in planned.cover for slot in planned.lanes[index].members(standing)}
+        living = {
+            slot for replica in standing.replicas for slot in nominal.topology.group(replica, stage) if slot not in lost
+        }
+        assert reached == living
+
+
+def both_routes_give_every_slot_the_same_sums(nominal, lost):
+    """Each slot's gradient of a unit is one symbol; a sum is a multiset of symbols."""
+    standing = nominal.standing(lost)
+    for stage, units in enumerate(nominal.units.stages):
+        direct = _sums_direct(standing, units, stage)
+        assert direct == _sums_via_core(standing, units, stage)
+        for symbols in direct.values():
+            assert set(symbols) == set(standing.replicas), "each replica counts once"
+            assert max(symbols.values()) == 1
+
+
+def _sums_direct(standing, units, stage):
+    sums = {}
+    for lane in lanes.plan_lanes(standing, units, stage).lanes:
+        members = lane.members(standing)
+        for name, spans in lane.units:
+            for unit in each(spans):
+                for slot in members:
+                    assert (slot, name, unit) not in sums
+                    sums[slot, name, unit] = Counter(member.replica for member in members)
+    return sums
+
+
+def _sums_via_core(standing, units, stage):
+    route = core_route.plan_core_route(standing, units, stage)
+    tp = standing.topology.tp
+    seatings = {seating.pattern: seating for seating in route.seatings}
+    arrived, home = defaultdict(Counter), {}
+    for replica in standing.replicas:
+        pattern = standing.pattern(replica, stage)
+        seating = seatings[pattern]
+        hops = {(hop.source, hop.family, unit): hop.target for hop in seating.hops for unit in each(hop.units)}
+        assert len(hops) == sum(len(each(hop.units)) for hop in seating.hops), "a unit hops once"
+        living = {slot for slot in range(tp) if slot not in pattern}
+        assert set(seating.seats) <= living
+        assert len(set(seating.seats)) == len(route.cores)
+        assert {guest for guest, _ in seating.guests} == living - set(seating.seats)
+        for family in units.families:
+            for slot, held in enumerate(shard_layout.lay_out(family, tp, pattern).holdings):
+                for unit in each(held):
+                    place = hops.get((slot, family.name, unit), slot)
+                    assert place in seating.seats, "every unit gets to a core"
+                    arrived[seating.seats.index(place), family.name, unit][replica] += 1
+                    home[topology.Slot(replica=replica, stage=stage, tp=slot), family.name, unit] = place
+    sums = {}
+    for (slot, name, unit), place in home.items():
+        core = seatings[standing.pattern(slot.replica, stage)].seats.index(place)
+        assert unit in each(dict(route.cores[core])[name]), "the core reduces what was sent to it"
+        sums[slot, name, unit] = arrived[core, name, unit]
+    return sums
+
+
+# ---------------------------------------------------------------- batch
+
+
+def strict_split_is_exact_and_the_shortest(paces, nominal):
+    split = batch_split.split_batch(paces, nominal, BatchPolicy())
+    held = [number for share in split.shares for number in each(share.kept) + each(share.dealt)]
+    assert sorted(held) == list(range(nominal.total))
+    assert sum(share.count * share.size for share in split.shares) == nominal.total * nominal.micro_batch
+    for share in split.shares:
+        first = share.replica * nominal.per_replica
+        assert each(share.kept) == list(range(first, first + len(each(share.kept))))
+    everybody = list(paces.values())
+    best = min(
+        max(pace.step_ns(count, nominal.stages) for pace, count in zip(everybody, counts, strict=True))
+        for counts in _integer_splits(nominal.total, len(everybody))
+    )
+    assert split.step_ns == best
+    assert split.ideal_ns <= split.step_ns
+
+
+def _integer_splits(total, parts):
+    for cuts in itertools.combinations_with_replacement(range(total + 1), parts - 1):
+        yield [after - before for before, after in itertools.pairwise((0, *cuts, total))]
+
+
+# ---------------------------------------------------------------- copies
+
+
+def far_copies_are_far(topology_, policy, lost_nodes):
+    placement = copy_placement.place_copies(topology_, policy, lost_nodes)
+    size = copy_placement.domain_size(topology_, policy.far)
+    for node in range(topology_.nodes):
+        if node in lost_nodes:
+            continue
+        holders = placement.holders(node)
+        assert len(set(holders)) == len(holders)
+        assert not set(holders) & set(lost_nodes)
+        assert all(holder // size != node // size for holder in holders)
+        possible = sum(other not in lost_nodes and other // size != node // size for other in range(topology_.nodes))
+        assert len(holders) == min(policy.count, possible)
+
+
+# ---------------------------------------------------------------- transfers
+
+
+def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=None):
+    """Replay the plan on a world of (slot -> units): sources held what they give, targets end with their layout."""
+    before, after = nominal.standing(lost_before), nominal.standing(lost)
+    change = transfers.Change(before=before, after=after, units=nominal.units, state=nominal.state, copies=copies)
+    try:
+        moves = transfers.plan_transfers(change)
+    except transfers.StateLost:
+        assert _some_optimizer_shard_is_gone(before, after, copies), "state is called lost only where it is"
+        return
+    start, goal = _world(nominal, before), _world(nominal, after, without_blocks=before.dropped)
+    received = defaultdict(set)
+    for move in moves:
+        assert move.target not in lost, "nothing goes to a lost slot"
+        assert move.source not in lost, "nothing comes from a lost slot"
+        assert move.size > 0
+        if move.of is None:
+            assert move.source not in lost_before, "nor from one that was lost before"
+        else:
+            home = nominal.topology.node_of(move.of)
+            assert move.of in lost - lost_before, "copies serve for slots that are lost now"
+            assert nominal.topology.node_of(move.source) in {home, *copies.holders(home)}
+        pieces = _pieces(move)
+        assert len(pieces) == len(set(pieces)), "nothing stands twice in a transfer"
+        for piece in pieces:
+            assert piece not in received[move.target], "nothing moves twice"
+            assert piece not in start[move.target], "nothing moves to where it is"
+            assert piece in start[move.of or move.source], "a source gives what it held"
+            received[move.target].add(piece)
+    for slot, wanted in goal.items():
+        assert wanted <= start[slot] | received[slot], "every slot ends with all of its new layout"
+        assert received[slot] <= wanted, "and is sent nothing else"
+
+
+def _some_optimizer_shard_is_gone(before, after, copies):
+    """A slot whose replica trained and goes on is newly lost, and no host with its shard in memory lives."""
+    topology_, lost_nodes = after.topology, set(after.lost_nodes)
+    return any(
+        copies is None or {topology_.node_of(slot), *copies.holders(topology_.node_of(slot))} <= lost_nodes
+        for slot in after.lost - before.lost
+        if slot.replica not in before.dropped | after.dropped
+    )
+
+
+def _pieces(move):
+    what = {"state": "weights"}.get(move.what, move.what)
+    if move.family == transfers.REPLICATED:
+        return [(what, move.family, 0)]
+    return [(what, move.family, unit) for unit in each(move.units)]
+
+
+def _world(nominal, standing, without_blocks=frozenset()):
+    """Slot -> what it holds; a replica that comes back gets its optimizer blocks by block deals, not by transfers."""
+    world = defaultdict(set)
+    sharded = nominal.state.distributed_optimizer
+    for replica in standing.replicas:
+        for stage, units in enumerate(nominal.units.stages):
+            pattern = standing.pattern(replica, stage)
+            for slot in nominal.topology.group(replica, stage):
+                if slot.tp in pattern:
+                    continue
+                if units.replicated_elements:
+                    world[slot].add(("weights", transfers.REPLICATED, 0))
+                for family in units.families:
+                    held = shard_layout.lay_out(family, nominal.topology.tp, pattern).holdings[slot.tp]
+                    blocks = sharded and replica not in without_blocks
+                    kinds = ("weights", "optimizer") if blocks else ("weights",)
+                    world[slot] |= {(kind, family.name, unit) for unit in each(held) for kind in kinds}
+    return world
+
+
+# ---------------------------------------------------------------- plans
+
+
+def same_losses_same_plan(nominal, lost, orders):
+    plans = [recovery_plan.plan_recovery(nominal, lost=frozenset(order)) for order in orders]
+    assert len({plan.digest for plan in plans}) == 1
+    assert all(plan == plans[0] for plan in plans)
+
+
+def lose_then_return_is_the_identity(nominal, lost):
+    whole = recovery_plan.plan_recovery(nominal, lost=frozenset())
+    back = recovery_plan.plan_recovery(nominal, lost_before=lost, lost=frozenset())
+    assert back.routes == whole.routes
+    assert back.batch == whole.batch
+    assert back.resettled_copies == whole.resettled_copies == ()
+    assert not back.hurt
+    assert not back.dropped

@@ -1,0 +1,213 @@
+"""The checks of `properties.py` can fail: each planning function is broken on purpose, and a check must notice.
+
+A mutation replaces one function of a planning room by a broken one; the named property then runs over fixed
+examples from hypothesis and must raise. With the sound function the same run raises nothing.
+"""
+
+import dataclasses
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from ntp_plugin.planning import (
+    batch_split,
+    copy_placement,
+    core_route,
+    dealing,
+    lanes,
+    shard_layout,
+    transfers,
+)
+from ntp_plugin.planning import spans as sp
+from tests.unit import properties
+from tests.unit.strategies import families_with_patterns, situations
+from tests.unit.test_batch_split import batches
+from tests.unit.test_copy_placement import clusters
+from tests.unit.test_lanes import hurt_jobs
+
+
+def swap_first_two_owners(sound):
+    """Wrong owner: the first unit of the first slot is given to the next slot too."""
+
+    def broken(family, tp, pattern=()):
+        layout = sound(family, tp, pattern)
+        first, *others = [slot for slot, units in enumerate(layout.holdings) if units]
+        holdings = list(layout.holdings)
+        if others:
+            holdings[others[0]] = (*holdings[others[0]], (holdings[first][0][0], holdings[first][0][0] + 1))
+        return dataclasses.replace(layout, holdings=tuple(holdings))
+
+    return broken
+
+
+def cut_one_too_far(sound):
+    """Off by one: every part but the last takes one from the next."""
+
+    def broken(count, parts):
+        sizes = sound(count, parts)
+        if parts > 1 and sizes[-1]:
+            sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+        return sizes
+
+    return broken
+
+
+def deal_all_to_the_next(_sound):
+    """Unbalanced: the next place in the ring is offered everything, whatever its room."""
+
+    class Greedy(dealing._Table):
+        def admit(self, holder, wanted):
+            return wanted if holder in self._room else 0
+
+    return Greedy
+
+
+def dealt_before_kept(sound):
+    """Storage order: a survivor's orphans come first, so that its kept units are no prefix."""
+
+    def broken(family, tp, pattern=()):
+        layout = sound(family, tp, pattern)
+        return dataclasses.replace(layout, holdings=tuple(tuple(reversed(units)) for units in layout.holdings))
+
+    return broken
+
+
+def forget_the_detours(sound):
+    """Wrong members: a lane ignores where hurt replicas hold its units."""
+
+    def broken(owners, patterns, hurt):
+        return ()
+
+    return broken
+
+
+def cover_with_one_lane(sound):
+    """Replicated parameters would never reach most ranks."""
+
+    def broken(owners):
+        return (0,)
+
+    return broken
+
+
+def lose_a_hop(sound):
+    """A gradient is not sent to its core."""
+
+    def broken(*args):
+        seating = sound(*args)
+        return dataclasses.replace(seating, hops=seating.hops[1:])
+
+    return broken
+
+
+def twice_as_long_as_needed(sound):
+    """The search for the shortest step does not find it."""
+    return lambda crowd, micro_batches, stages: sound(crowd, micro_batches, stages) * 2
+
+
+def one_too_many(sound):
+    """A replica's limit is one above what fits, so the step is longer than planned."""
+    return lambda self, step_ns, stages: sound(self, step_ns, stages) + 1
+
+
+def copy_next_door(sound):
+    """Copies are resettled without looking at failure domains."""
+
+    def broken(node, nominal, placement, surplus):
+        taken = {*placement.lost, *placement.holders(node), node}
+        ring = ((nominal + step) % placement.nodes for step in range(placement.nodes))
+        return next((holder for holder in ring if holder not in taken), None)
+
+    return broken
+
+
+def ask_the_dead(sound):
+    """Units come from their old holder even if it is lost."""
+
+    def broken(change, need):
+        if need.holder is None:
+            yield from sound(change, need)
+        else:
+            holder = dataclasses.replace(need.target, tp=need.holder)
+            yield transfers._Source(slot=holder, origin=transfers.DOMAIN, span=need.span)
+
+    return broken
+
+
+def send_everything_twice(sound):
+    """Each peer's part is sent again."""
+
+    def broken(change, need):
+        for source in sound(change, need):
+            yield source
+            yield dataclasses.replace(source, span=source.span)
+
+    return broken
+
+
+def forget_who_came_back(sound):
+    """Groups that only got slots back are not told to move anything."""
+    return lambda change: {group for group in sound(change) if group in change.after.patterns}
+
+
+SOUND_LAY_OUT = shard_layout.lay_out
+LAYOUT, BATCH, COPIES = families_with_patterns(), batches(), clusters()
+MUTATIONS = [
+    (shard_layout, "lay_out", swap_first_two_owners, properties.layout_owns_every_unit_once, LAYOUT),
+    (sp, "even_sizes", cut_one_too_far, properties.layout_is_as_even_as_can_be, LAYOUT),
+    (dealing, "_Table", deal_all_to_the_next, properties.layout_is_as_even_as_can_be, LAYOUT),
+    (shard_layout, "lay_out", dealt_before_kept, properties.survivors_keep_a_prefix, LAYOUT),
+    (lanes, "_detours", forget_the_detours, properties.lanes_are_the_owner_tuples, hurt_jobs()),
+    (lanes, "_cover", cover_with_one_lane, properties.lanes_are_the_owner_tuples, hurt_jobs()),
+    (core_route, "_seat_cores", lose_a_hop, properties.both_routes_give_every_slot_the_same_sums, hurt_jobs()),
+    (
+        batch_split,
+        "shortest_step_ns",
+        twice_as_long_as_needed,
+        properties.strict_split_is_exact_and_the_shortest,
+        BATCH,
+    ),
+    (
+        batch_split.Pace,
+        "most_within",
+        one_too_many,
+        properties.strict_split_is_exact_and_the_shortest,
+        BATCH,
+    ),
+    (copy_placement, "_lightest_host", copy_next_door, properties.far_copies_are_far, COPIES),
+    (transfers, "_sources", ask_the_dead, properties.transfers_turn_one_layout_into_the_next, situations()),
+    (transfers, "_sources", send_everything_twice, properties.transfers_turn_one_layout_into_the_next, situations()),
+    (
+        transfers,
+        "_changed_groups",
+        forget_who_came_back,
+        properties.transfers_turn_one_layout_into_the_next,
+        situations(),
+    ),
+]
+
+
+def run_over_examples(check, cases):
+    """The check over the same examples each time; the first that fails is raised as it is."""
+
+    @settings(max_examples=300, derandomize=True, database=None, phases=[Phase.generate])
+    @given(cases)
+    def over(case):
+        check(*case)
+
+    over()
+
+
+@pytest.mark.parametrize(
+    "mutation", MUTATIONS, ids=[f"{broken.__name__}-{check.__name__}" for _, _, broken, check, _ in MUTATIONS]
+)
+def test_a_planted_bug_is_noticed(monkeypatch, mutation):
+    room, function, broken, check, cases = mutation
+    run_over_examples(check, cases)
+    SOUND_LAY_OUT.cache_clear()
+    monkeypatch.setattr(room, function, broken(getattr(room, function)))
+    try:
+        with pytest.raises(AssertionError):
+            run_over_examples(check, cases)
+    finally:
+        SOUND_LAY_OUT.cache_clear()

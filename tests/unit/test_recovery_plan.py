@@ -1,0 +1,119 @@
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ntp_plugin.errors import BelowMinimum, Refused
+from ntp_plugin.planning.recovery_plan import Nominal, as_json, plan_recovery
+from ntp_plugin.planning.topology import parse_slots
+from tests.unit import properties
+from tests.unit.strategies import jobs, losses, make_job
+
+
+@st.composite
+def unsharded_losses(draw):
+    job = draw(jobs())
+    nominal = Nominal.of(make_job(**_tables(job, state={})))
+    return nominal, draw(losses(nominal))
+
+
+def _tables(job, **changed):
+    names = ("parallel", "model", "batch", "state")
+    tables = {
+        name: {k: v for k, v in dataclasses.asdict(getattr(job, name)).items() if v is not None} for name in names
+    }
+    ntp = {"min_tp_width": job.ntp.min_tp_width, "granule": 1, "route": job.ntp.route, "copies": {"count": 0}}
+    return tables | {"ntp": ntp} | changed
+
+
+@given(unsharded_losses(), st.data())
+def test_losses_in_any_order_give_the_same_plan_and_digest(case, data):
+    nominal, lost = case
+    orders = [data.draw(st.permutations(sorted(lost))) for _ in range(3)]
+    properties.same_losses_same_plan(nominal, lost, orders)
+
+
+@given(unsharded_losses())
+def test_lose_then_return_is_the_identity(case):
+    properties.lose_then_return_is_the_identity(*case)
+
+
+@given(unsharded_losses(), st.data())
+@settings(max_examples=40)
+def test_the_way_there_does_not_matter_only_who_is_lost(case, data):
+    nominal, lost = case
+    first = frozenset(data.draw(st.sets(st.sampled_from(sorted(lost))))) if lost else frozenset()
+    at_once, in_two = plan_recovery(nominal, lost=lost), plan_recovery(nominal, lost_before=first, lost=lost)
+    assert at_once.routes == in_two.routes
+    assert at_once.batch == in_two.batch
+    assert at_once.dropped == in_two.dropped
+
+
+def eight_by_two(**tables):
+    return Nominal.of(
+        make_job(
+            parallel={"tp": 4, "pp": 2, "dp": 4, "gpus_per_node": 4},
+            model={"layers": 2, "hidden": 64, "heads": 8, "ffn": 256, "vocab": 1000},
+            **tables,
+        )
+    )
+
+
+def test_equal_losses_in_different_replicas_give_equal_layouts_and_share_lanes():
+    nominal = eight_by_two()
+    one = plan_recovery(nominal, lost=parse_slots(["r1.s0.t2"], nominal.topology))
+    two = plan_recovery(nominal, lost=parse_slots(["r1.s0.t2", "r3.s0.t2"], nominal.topology))
+    assert [lane.units for lane in one.routes[0].lanes.lanes] == [lane.units for lane in two.routes[0].lanes.lanes]
+    assert all(
+        {tp for _, tp in lane.detours} <= {lane.detours[0][1]} for lane in two.routes[0].lanes.lanes if lane.detours
+    )
+
+
+def test_different_facts_have_different_digests():
+    nominal = eight_by_two()
+    losses_ = [
+        parse_slots(words, nominal.topology) for words in ([], ["r1.s0.t2"], ["r1.s0.t3"], ["r2.s0.t2"], ["r1.s1.t2"])
+    ]
+    digests = [plan_recovery(nominal, lost=lost).digest for lost in losses_]
+    digests.append(plan_recovery(eight_by_two(ntp={"min_tp_width": 2}), lost=losses_[1]).digest)
+    assert len(set(digests)) == len(digests)
+
+
+def test_a_replica_below_the_minimum_width_is_dropped_and_its_living_slots_stand_idle():
+    nominal = eight_by_two(ntp={"min_tp_width": 3})
+    plan = plan_recovery(nominal, lost=parse_slots(["r1.s0.t0", "r1.s0.t1", "r2.s1.t3"], nominal.topology))
+    assert plan.dropped == (1,)
+    assert plan.hurt == (2,)
+    assert len(plan.idle) == 6
+    assert {share.replica for share in plan.batch.shares} == {0, 2, 3}
+    assert not any(move.target.replica == 1 for move in plan.transfers)
+
+
+def test_no_replica_left_is_refused_with_the_numbers():
+    nominal = eight_by_two(ntp={"min_tp_width": 4})
+    lost = parse_slots([f"r{replica}.s1.t{replica}" for replica in range(4)], nominal.topology)
+    with pytest.raises(BelowMinimum, match="best of 4 has a stage with 3 of 4 TP slots, and min_tp_width is 4"):
+        plan_recovery(nominal, lost=lost)
+
+
+def test_too_little_memory_is_refused_before_anyone_changes():
+    nominal = eight_by_two(hardware={"gpu_memory_gb": 0.001})
+    with pytest.raises(Refused, match=r"stage 1 at TP width 3 needs 0\.0 GB.*min_tp_width to 4"):
+        plan_recovery(nominal, lost=parse_slots(["r1.s1.t2"], nominal.topology))
+
+
+def test_the_digest_covers_every_field_of_the_plan():
+    nominal = eight_by_two()
+    plan = plan_recovery(nominal, lost=parse_slots(["r1.s0.t2"], nominal.topology))
+    text = as_json(plan)
+    assert all(f'"{name}":' in text for name in plan.__dataclass_fields__)
+    assert text == as_json(plan_recovery(nominal, lost=parse_slots(["r1.s0.t2"], nominal.topology)))
+
+
+def test_every_pair_of_losses_in_a_group_gives_a_plan_that_replays():
+    nominal = eight_by_two()
+    for pair in itertools.combinations(nominal.topology.group(1, 0), 2):
+        properties.transfers_turn_one_layout_into_the_next(nominal, frozenset(pair[:1]), frozenset(pair))
+        properties.lanes_are_the_owner_tuples(nominal, frozenset(pair))

@@ -1,0 +1,89 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ntp_plugin.config.sections import CopyPolicy
+from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.copy_placement import place_copies
+from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
+from ntp_plugin.planning.topology import parse_slots
+from ntp_plugin.planning.transfers import optimizer_blocks
+from tests.unit import properties
+from tests.unit.strategies import make_job, situations
+
+
+@given(situations())
+def test_every_transfer_is_needed_possible_and_made_once(situation):
+    properties.transfers_turn_one_layout_into_the_next(*situation)
+
+
+@given(situations())
+def test_the_same_with_copies_of_sharded_optimizer_state(situation):
+    nominal, lost_before, lost = situation
+    try:
+        copies = place_copies(nominal.topology, CopyPolicy(), nominal.standing(lost_before).lost_nodes)
+    except Refused:
+        return  # one host alone has nowhere to copy to
+    properties.transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies)
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.data())
+def test_optimizer_blocks_stay_whole_even_and_in_place(elements, replicas, data):
+    dropped = data.draw(st.frozensets(st.integers(0, replicas - 1), max_size=replicas - 1))
+    blocks = optimizer_blocks(elements, replicas, dropped)
+    held = {replica: sp.size(blocks.kept[replica]) + sp.size(blocks.dealt[replica]) for replica in blocks.kept}
+    assert sum(held.values()) == elements
+    assert max(held.values()) - min(held.values()) <= 1
+    nominal = sp.even_cut(((0, elements),), replicas)
+    assert all(blocks.kept[replica] == nominal[replica] for replica in held)
+
+
+def nominal_job(dp=2, **tables):
+    return Nominal.of(
+        make_job(
+            parallel={"tp": 4, "pp": 1, "dp": dp, "gpus_per_node": 4},
+            model={"layers": 2, "hidden": 64, "heads": 8, "ffn": 256, "vocab": 100, "vocab_multiple": 1},
+            **tables,
+        )
+    )
+
+
+def plan(nominal, words, before=""):
+    slots = [parse_slots([text] if text else [], nominal.topology) for text in (words, before)]
+    return plan_recovery(nominal, lost=slots[0], lost_before=slots[1])
+
+
+def test_a_single_replica_goes_on_from_copies():
+    job = nominal_job(dp=2, ntp={"copies": {"count": 1}})
+    moves = plan(job, "r0,r1.s0.t2", before="r0").transfers
+    assert {move.origin for move in moves if move.family == "mlp"} == {"near copy"}
+    assert {str(move.of) for move in moves if move.of} == {"r1.s0.t2"}
+
+
+def test_a_lost_optimizer_shard_comes_from_the_far_copy_and_weights_from_a_peer():
+    job = nominal_job(dp=2, state={"distributed_optimizer": True}, ntp={"copies": {"count": 1}})
+    moves = plan(job, "r1.s0.t2").transfers
+    origins = {(move.what, move.origin) for move in moves if move.family == "attention"}
+    assert origins == {("weights", "peer"), ("optimizer", "far copy")}
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "before", "reason"),
+    [
+        ({"state": {"distributed_optimizer": True}, "ntp": {"copies": {"count": 0}}}, "r1.s0.t2", "", "copies are off"),
+        ({"ntp": {"copies": {"count": 0}}}, "r0,r1.s0.t2", "r0", "copies are off"),
+        ({}, "r0.s0.t1,r1.s0.t1", "", "its copies hold no weights"),
+    ],
+)
+def test_state_that_nobody_holds_is_named_with_the_way_out(job, words, before, reason):
+    with pytest.raises(
+        StateLost, match=rf"r\d\.s0\.t\d \(from its \w+ units on\) is held by no living slot, and {reason}.*checkpoint"
+    ):
+        plan(nominal_job(**job), words, before)
+
+
+def test_each_survivor_is_fed_by_a_replica_of_its_own():
+    moves = plan(nominal_job(dp=8), "r2.s0.t1").transfers
+    peers = {move.target: move.source.replica for move in moves if move.family == "mlp"}
+    assert len(set(peers.values())) == len(peers) == 3

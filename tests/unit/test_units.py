@@ -1,0 +1,98 @@
+"""The unit table against tensors cut the way Megatron cuts them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ntp_plugin.config.sections import Model
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning.shard_layout import lay_out
+from ntp_plugin.planning.units import default_granule, padded_vocabulary, transformer_units
+from tests.unit.properties import each
+from tests.unit.strategies import jobs
+
+
+def model(**changed):
+    shape = {"layers": 2, "hidden": 24, "heads": 12, "groups": 6, "ffn": 18, "vocab": 10, "vocab_multiple": 2}
+    return Model(**shape | changed)
+
+
+def local_indices(name, tp, slot, pattern=(), **changed):
+    """The rows or columns of a tensor that a slot holds, in its local order."""
+    stage = transformer_units(model(**changed), tp=tp, pp=1, granule=1).stages[0]
+    tensor = next(tensor for tensor, _ in stage.tensors if tensor.name == name)
+    family = next(family for family in stage.families if family.name == tensor.family)
+    return each(tensor.local_index(lay_out(family, tp, pattern).holdings[slot]))
+
+
+def test_qkv_is_cut_by_whole_query_groups():
+    """12 heads of 2 channels in 6 groups: a group's rows are 2 heads x 2 of q, then 2 of k, then 2 of v."""
+    assert local_indices("linear_qkv.weight", 3, 1) == list(range(16, 32))
+    assert local_indices("linear_proj.weight", 3, 1) == list(range(8, 16))
+
+
+def test_a_gated_fc1_keeps_gate_and_up_of_the_same_granules():
+    assert local_indices("linear_fc1.weight", 3, 2) == [*range(12, 18), *range(30, 36)]
+    assert local_indices("linear_fc2.weight", 3, 2) == list(range(12, 18))
+
+
+def test_a_plain_fc1_has_one_run():
+    assert local_indices("linear_fc1.weight", 3, 2, gated=False) == list(range(12, 18))
+
+
+def test_dealt_granules_are_appended_to_each_half():
+    assert local_indices("linear_fc1.weight", 3, 0, pattern=(2,)) == [*range(6), 12, 13, 14, *range(18, 24), 30, 31, 32]
+    assert local_indices("linear_fc2.weight", 3, 0, pattern=(2,)) == [*range(6), 12, 13, 14]
+
+
+def test_a_hurt_vocabulary_stays_contiguous():
+    assert local_indices("word_embeddings.weight", 3, 2, pattern=(1,)) == list(range(6, 12))
+
+
+def test_padding_follows_the_nominal_degree():
+    assert padded_vocabulary(Model(layers=1, hidden=8, heads=1, ffn=8, vocab=128256), 8) == 129024
+
+
+@given(jobs())
+def test_every_parameter_is_counted_once(job):
+    """Per slot of the nominal layout: cut tensors in equal parts and replicated ones whole, summed over the group."""
+    tp = job.parallel.tp
+    for stage in transformer_units(job.model, tp=tp, pp=job.parallel.pp, granule=1).stages:
+        cut = sum(family.units * stage.elements_per_unit[family.name] for family in stage.families)
+        assert cut + stage.replicated_elements == stage.elements
+        for tensor, _ in stage.tensors:
+            if tensor.family:
+                family = next(family for family in stage.families if family.name == tensor.family)
+                rows = [row for held in lay_out(family, tp).holdings for row in each(tensor.local_index(held))]
+                assert sorted(rows) == list(range(tensor.shape[tensor.dim]))
+
+
+@given(st.booleans(), st.integers(1, 3))
+def test_tied_embeddings_stand_on_the_first_and_the_last_stage(tied, pp):
+    stages = transformer_units(model(layers=6, tied=tied), tp=2, pp=pp).stages
+    names = [{tensor.name for tensor, _ in stage.tensors if tensor.family == "vocabulary"} for stage in stages]
+    embedding, output = "word_embeddings.weight", "output_layer.weight"
+    assert names[0] >= {embedding}
+    assert (output in names[-1]) is not tied
+    assert all(not middle for middle in names[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("ffn", "tp", "granule"), [(28672, 8, 64), (81920, 64, 64), (1024, 8, 16), (256, 4, 1), (18, 3, 1)]
+)
+def test_the_default_granule_is_wide_but_cuts_a_slot_into_eight_or_more(ffn, tp, granule):
+    assert default_granule(ffn, tp) == granule
+
+
+@pytest.mark.parametrize(
+    ("changed", "tp", "granule", "message"),
+    [
+        ({}, 4, None, "groups = 6 query groups do not divide over tp = 4"),
+        ({}, 12, None, "groups = 6 query groups do not divide over tp = 12"),
+        ({"ffn": 20}, 3, None, "ffn = 20 does not divide over tp = 3"),
+        ({}, 3, 4, "granule = 4 does not divide a slot's 6 MLP columns"),
+    ],
+)
+def test_shapes_that_cannot_be_cut_are_refused(changed, tp, granule, message):
+    with pytest.raises(Refused, match=message):
+        transformer_units(model(**changed), tp=tp, pp=1, granule=granule)
