@@ -1,0 +1,6 @@
+"""The `ntp` command.
+
+main.py          the parser, and how an error becomes one line and an exit code
+plan.py          `ntp plan`: from words to a plan
+plan_tables.py   a plan as tables on a terminal
+"""

@@ -1,0 +1,88 @@
+"""`ntp plan`: what would happen if these slots were lost, before anything is.
+
+Reads a job from a file, from flags, or from both (flags win), and prints what every survivor would compute.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ntp_plugin.cli.plan_tables import print_plan
+from ntp_plugin.config import schema
+from ntp_plugin.config.files import read_file
+from ntp_plugin.config.sections import Job
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, as_json, plan_recovery
+from ntp_plugin.planning.topology import Slot, Topology, parse_slots
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from ntp_plugin.cli.main import OneLineParser
+
+PIPED_WIDTH = 140
+
+_EXAMPLE = """\
+example:
+  ntp plan --tp 8 --pp 4 --dp 32 --heads 64 --groups 8 --ffn 28672 --vocab 128256 \\
+           --layers 80 --hidden 8192 --lose r3.s1.t5
+  ntp plan --config recipes/plan/llama-70b.toml --lose r3.s1.t5 --json
+"""
+
+
+def add_command(commands: "_SubParsersAction[OneLineParser]") -> None:
+    """Make `ntp plan` known to the parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="show what would happen if slots were lost",
+        description="Show what every survivor would do if slots were lost: widths, who gets what, lanes, batch, bytes.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a .toml or .json file with the same keys; flags win over it")
+    parser.add_argument("--json", action="store_true", help="print the whole plan as JSON")
+    schema.add_flags(parser.add_argument_group("the job, the policy and the losses"), Job)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Plan and print."""
+    plan = plan_for(_read_job(parsed))
+    if parsed.json:
+        print(as_json({"digest": plan.digest, "plan": plan}))
+        return 0
+    print_plan(plan, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False))
+    return 0
+
+
+def plan_for(job: Job) -> RecoveryPlan:
+    """The plan for the losses that the job names."""
+    topology = Topology.of(job.parallel)
+    already, lose, back = (parse_slots(words, topology) for words in (job.already, job.lose, job.back))
+    _refuse_overlap("lose", lose, "back", back, sorted(lose & back))
+    _refuse_overlap("lose", lose, "already", already, sorted(lose & already))
+    never_lost = sorted(back - already)
+    if never_lost:
+        raise ConfigError(f"back names {never_lost[0]}, which was not lost", way_out="name it in already as well")
+    return plan_recovery(Nominal.of(job), lost_before=already, lost=(already | lose) - back)
+
+
+def _read_job(parsed: argparse.Namespace) -> Job:
+    said = schema.flag_values(Job, parsed)
+    if parsed.config is None:
+        return schema.build(Job, said, name=lambda path: schema.flag_name(Job, path))
+    path = Path(parsed.config)
+    written = schema.check(Job, read_file(path), name=schema.dotted(f"{path}: "))
+    return schema.build(Job, said, written, name=schema.dotted(f"{path}: "))
+
+
+def _refuse_overlap(one: str, ones: frozenset[Slot], other: str, others: frozenset[Slot], both: list[Slot]) -> None:
+    if both:
+        raise ConfigError(
+            f"{both[0]} stands in {one} ({len(ones)} slots) and in {other} ({len(others)} slots)",
+            way_out="name each slot once",
+        )

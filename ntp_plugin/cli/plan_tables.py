@@ -1,0 +1,254 @@
+"""A plan as tables on a terminal."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.pace import HEALTHY_NS
+from ntp_plugin.planning.recovery_plan import GroupChange, RecoveryPlan
+from ntp_plugin.planning.routes import FRAMEWORK, StageRoute
+from ntp_plugin.planning.shard_layout import lay_out
+from ntp_plugin.planning.topology import WHOLE, Pattern, Slot
+from ntp_plugin.planning.transfers import Transfer
+
+MAX_ROWS = 16
+"""A table shows so many rows; `--json` has them all."""
+
+
+def print_plan(plan: RecoveryPlan, console: Console) -> None:
+    """Everything that a person wants to know of a plan, in the order in which they ask."""
+    _print_summary(plan, console)
+    if plan.groups:
+        console.print(_groups_table(plan))
+        console.print(_orphans_table(plan))
+    if any(route.route != FRAMEWORK for route in plan.routes):
+        console.print(_lanes_table(plan.routes))
+    console.print(_batch_table(plan))
+    if plan.transfers:
+        console.print(_transfers_table(plan.transfers))
+    _print_notes(plan, console)
+
+
+# ---------------------------------------------------------------- the summary
+
+
+def _print_summary(plan: RecoveryPlan, console: Console) -> None:
+    topology = plan.nominal.topology
+    elements = sum(units.elements for units in plan.nominal.units.stages)
+    whole = topology.dp - len(plan.dropped) - len(plan.hurt)
+    layout = f"TP{topology.tp} x PP{topology.pp} x DP{topology.dp} = {topology.size:,} GPUs"
+    lines = [
+        ("job", f"{layout}, {elements / 1e9:.3g} B parameters"),
+        ("lost", _name_slots(plan.lost) if plan.lost else "nothing"),
+    ]
+    back = sorted(set(plan.lost_before) - set(plan.lost))
+    if back:
+        lines.append(("back", _name_slots(back)))
+    lines.append(("replicas", f"{whole} whole, {len(plan.hurt)} hurt, {len(plan.dropped)} dropped"))
+    if plan.dropped:
+        lines.append(
+            ("dropped", f"{_first(f'r{replica}' for replica in plan.dropped)}; {len(plan.idle)} living slots idle")
+        )
+    lines.append(("digest", plan.digest))
+    for word, line in lines:
+        console.print(Text.assemble((f"{word:<9}", "bold"), line))
+    console.print()
+
+
+def _name_slots(slots: Sequence[Slot]) -> str:
+    return f"{len(slots)} slot{'s' * (len(slots) != 1)}: {_first(str(slot) for slot in slots)}"
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _groups_table(plan: RecoveryPlan) -> Table:
+    table = _table("Hurt groups", "group", "lost", "width", ">widest slot / best possible", ">memory before", ">after")
+    tp = plan.nominal.topology.tp
+
+    def row(group: GroupChange) -> list[str]:
+        width = f"{tp - len(group.before)} -> {tp - len(group.after)}"
+        balance = []
+        for family in plan.nominal.units.stages[group.stage].families:
+            layout = lay_out(family, tp, group.after)
+            balance.append(f"{family.name} {layout.widest}/{layout.ideal}")
+        lost = _first((f"t{slot}" for slot in group.after), 4) or "none"
+        memory = [_bytes(group.memory_before.total), _bytes(group.memory_after.total)]
+        return [f"r{group.replica}.s{group.stage}", lost, width, ", ".join(balance), *memory]
+
+    return _filled(table, [row(group) for group in plan.groups])
+
+
+def _orphans_table(plan: RecoveryPlan) -> Table:
+    table = _table("Orphans, and where each goes", "lost slot", "family", ">units", "dealt to")
+    tp = plan.nominal.topology.tp
+    rows = []
+    for group in plan.groups:
+        for slot in group.after:
+            for family in plan.nominal.units.stages[group.stage].families:
+                orphaned = lay_out(family, tp, WHOLE).holdings[slot]
+                where = _takers(lay_out(family, tp, group.after).segments, orphaned)
+                cut = "cut anew: " if family.contiguous else ""
+                rows.append(
+                    [f"r{group.replica}.s{group.stage}.t{slot}", family.name, f"{sp.size(orphaned):,}", cut + where]
+                )
+    return _filled(table, rows)
+
+
+def _takers(segments: Iterable[tuple[int, int, int]], orphaned: sp.Spans) -> str:
+    taken = Counter[int]()
+    for start, stop, slot in segments:
+        taken[slot] += sp.size(sp.intersection(((start, stop),), orphaned))
+    return _first((f"t{slot} ({count:,})" for slot, count in sorted(taken.items()) if count), 8)
+
+
+def _lanes_table(routes: Sequence[StageRoute]) -> Table:
+    table = _table(
+        "Lanes: bytes that the busiest rank sends for one reduction",
+        *("stage", "route", ">lanes", ">direct: NIC", ">cost", ">cores", ">via core: NIC", ">domain", ">cost"),
+    )
+    rows = []
+    for route in routes:
+        if route.core_cost is None:
+            continue
+        direct, core = route.direct_cost, route.core_cost
+        rows.append(
+            [
+                *(
+                    f"s{route.stage}",
+                    route.route,
+                    str(direct.communicators),
+                    _bytes(direct.nic_bytes),
+                    _ms(direct.cost_ns),
+                ),
+                *(str(core.communicators), _bytes(core.nic_bytes), _bytes(core.domain_bytes), _ms(core.cost_ns)),
+            ]
+        )
+    return _filled(table, rows)
+
+
+def _batch_table(plan: RecoveryPlan) -> Table:
+    batch = plan.batch
+    table = _table(
+        f"Batch ({batch.mode})", "replicas", ">micro-batches", ">of samples", ">kept", ">dealt to it", ">time each"
+    )
+    alike: defaultdict[tuple[int, int, int, int, int], list[int]] = defaultdict(list)
+    for share in batch.shares:
+        key = (share.count, share.size, sp.size(share.kept), sp.size(share.dealt), share.ns)
+        alike[key].append(share.replica)
+    rows = [
+        [_name_replicas(replicas), str(count), str(size), str(kept), str(dealt), f"{ns / HEALTHY_NS:.3f}"]
+        for (count, size, kept, dealt, ns), replicas in alike.items()
+    ]
+    slower = batch.step_ns / batch.nominal_ns
+    table.caption = (
+        f"step {batch.step_ns / HEALTHY_NS:.2f} healthy micro-batches long: {slower:.3f} x the whole layout, "
+        f"{batch.step_ns / batch.ideal_ns:.3f} x the ideal; {batch.computed:,} of {batch.total:,} micro-batches"
+    )
+    return _filled(table, rows)
+
+
+def _transfers_table(transfers: Sequence[Transfer]) -> Table:
+    table = _table("Transfers", "to", "from", "by", "what", "family", ">units", ">bytes")
+    rows = []
+    for move in transfers:
+        source = f"{move.source}, copy of {move.of}" if move.of else str(move.source)
+        units = f"{sp.size(move.units):,}" if move.units else ""
+        rows.append([str(move.target), source, move.origin, move.what, move.family, units, _bytes(move.size)])
+    by_origin: defaultdict[str, int] = defaultdict(int)
+    for move in transfers:
+        by_origin[move.origin] += move.size
+    table.caption = "; ".join(f"{origin}: {_bytes(size)}" for origin, size in by_origin.items())
+    return _filled(table, rows)
+
+
+# ---------------------------------------------------------------- notes
+
+
+def _print_notes(plan: RecoveryPlan, console: Console) -> None:
+    batch = plan.batch
+    notes = _balance_notes(plan)
+    if plan.block_deals:
+        moved = sum(blocks.size for blocks in plan.block_deals)
+        replicas = len({blocks.replica for blocks in plan.block_deals})
+        notes.append(f"optimizer blocks of {replicas} replicas change hands: {_bytes(moved)}")
+    if plan.resettled_copies:
+        notes.append(f"{len(plan.resettled_copies)} far copies settle on other hosts, theirs being lost")
+    if batch.left_out:
+        left = f"{sp.size(batch.left_out):,} of {batch.total:,} micro-batches"
+        if batch.mode == "shrink":
+            factor = batch.computed / batch.total
+            notes.append(
+                f"the global batch shrinks by {left}; learning rate x {factor**0.5:.4f} (square root, usual for Adam) "
+                f"or x {factor:.4f} (linear, usual for SGD)"
+            )
+        else:
+            notes.append(
+                f"{left} are left out of this step"
+                + (f", {batch.owed} owed" if batch.mode == "carry" else " and queued again")
+            )
+    for note in notes:
+        console.print(f"[bold]note[/bold] {note}")
+
+
+def _balance_notes(plan: RecoveryPlan) -> list[str]:
+    tp, notes = plan.nominal.topology.tp, []
+    seen: set[tuple[str, Pattern]] = set()
+    for group in plan.groups:
+        for family in plan.nominal.units.stages[group.stage].families:
+            layout = lay_out(family, tp, group.after)
+            fair = family.units / (tp - len(group.after))
+            if group.after and layout.widest > 1.1 * fair and (family.name, group.after) not in seen:
+                seen.add((family.name, group.after))
+                where = f"{family.name} in r{group.replica}.s{group.stage}"
+                notes.append(
+                    f"{where}: {family.units} units over {tp - len(group.after)} slots leave the widest with "
+                    f"{layout.widest}, {layout.widest / fair:.2f} x its even part; the others wait for it"
+                )
+    return notes[:4]
+
+
+# ---------------------------------------------------------------- small things
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def _filled(table: Table, rows: Sequence[Sequence[str]]) -> Table:
+    for row in rows[:MAX_ROWS]:
+        table.add_row(*row)
+    if len(rows) > MAX_ROWS:
+        table.add_row(f"... {len(rows) - MAX_ROWS:,} more, see --json")
+    return table
+
+
+def _first(words: Iterable[str], most: int = 6) -> str:
+    listed = list(words)
+    return " ".join(listed[:most]) + (f" ... {len(listed) - most:,} more" if len(listed) > most else "")
+
+
+def _name_replicas(replicas: Sequence[int]) -> str:
+    runs = sp.joined((replica, replica + 1) for replica in replicas)
+    return (
+        _first(f"r{start}" if stop - start == 1 else f"r{start}-r{stop - 1}" for start, stop in runs)
+        + f" ({len(replicas)})"
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.1f} ms"
