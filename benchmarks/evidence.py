@@ -1,0 +1,48 @@
+"""What every `make show-<topic>` leaves behind: a table on the terminal and `build/show/<topic>.json`."""
+
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+FOLDER = Path("build/show")
+
+
+def machine() -> str:
+    """The machine in words, without its name."""
+    return f"{os.cpu_count()} x {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+
+
+def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]], **more: Any) -> int:
+    """Print and write the evidence; returns the exit code: 0 where the claim holds, else 1."""
+    report = {
+        "topic": topic,
+        "holds": holds,
+        "machine": machine(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": f"make show-{topic}",
+        "seed": seed,
+        **more,
+        "rows": list(rows),
+    }
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{topic}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table(title=topic, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in row.values()))
+    console.print(table)
+    for name, value in more.items():
+        console.print(f"{name}: {value}")
+    console.print(f"{topic}: {'holds' if holds else 'DOES NOT HOLD'} ({path})")
+    return 0 if holds else 1
