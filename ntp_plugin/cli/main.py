@@ -1,38 +1,16 @@
-"""The parser, and how an error becomes one line and an exit code."""
+"""The `ntp` command: its subcommands, and how an error becomes one line and an exit code."""
 
-import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from ntp_plugin import __version__
 from ntp_plugin.cli import plan
-from ntp_plugin.errors import ConfigError, NtpError
+from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.errors import NtpError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Complains by `ConfigError`, in one line, with a guess at what was meant."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and leaving."""
-        raise ConfigError(message, way_out=f"see {self.prog} --help")
-
-    def refuse_unknown(self, unknown: Sequence[str]) -> None:
-        """Raise for the first of the words that no flag takes."""
-        if not unknown:
-            return
-        flag = unknown[0].split("=")[0]
-        known = [option for action in self._actions for option in action.option_strings]
-        close = difflib.get_close_matches(flag, known, n=1)
-        raise ConfigError(
-            f"{flag} is not a known {'flag' if flag.startswith('-') else 'word'} of {self.prog}",
-            way_out=f"did you mean {close[0]}" if close else f"see {self.prog} --help",
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

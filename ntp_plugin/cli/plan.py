@@ -6,10 +6,10 @@ Reads a job from a file, from flags, or from both (flags win), and prints what e
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.cli.plan_tables import print_plan
 from ntp_plugin.config import schema
 from ntp_plugin.config.files import read_file
@@ -17,11 +17,6 @@ from ntp_plugin.config.sections import Job
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, as_json, plan_recovery
 from ntp_plugin.planning.topology import Slot, Topology, parse_slots
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
-    from ntp_plugin.cli.main import OneLineParser
 
 PIPED_WIDTH = 140
 
@@ -33,7 +28,7 @@ example:
 """
 
 
-def add_command(commands: "_SubParsersAction[OneLineParser]") -> None:
+def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     """Make `ntp plan` known to the parser."""
     parser = commands.add_parser(
         "plan",

@@ -35,6 +35,7 @@ class Rule:
     at_most: float = LARGEST_NUMBER
     choices: tuple[str, ...] = ()
     flag: str | None = None
+    metavar: str | None = None
 
 
 def key(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
@@ -141,9 +142,9 @@ def add_flags(parser: argparse._ActionsContainer, section: type, *, prefix: str 
         if kind is bool:
             parser.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif _is_list(kind):
-            parser.add_argument(flag, dest=dest, action="append", default=None, metavar="TEXT", help=text)
+            parser.add_argument(flag, dest=dest, action="append", default=None, metavar=rule.metavar, help=text)
         else:
-            metavar = "|".join(rule.choices) or {int: "N", float: "X", str: "TEXT"}[_without_none(kind)]
+            metavar = rule.metavar or "|".join(rule.choices) or {int: "N", float: "X", str: "TEXT"}[_without_none(kind)]
             parser.add_argument(flag, dest=dest, default=None, metavar=metavar, help=text)
 
 

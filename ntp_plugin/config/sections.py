@@ -182,10 +182,10 @@ class Job:
     hardware: Hardware = subsection(Hardware)
     ntp: Policy = subsection(Policy)
     lose: tuple[str, ...] = key(
-        (), help="slots lost now: r3.s1.t5, a stage r3.s1, a replica r3, a host node7; repeatable"
+        (), help="slots lost now: r3.s1.t5, a stage r3.s1, a replica r3, a host node7; repeatable", metavar="SLOTS"
     )
-    already: tuple[str, ...] = key((), help="slots that were lost before")
-    back: tuple[str, ...] = key((), help="slots that were lost before and come back now")
+    already: tuple[str, ...] = key((), help="slots that were lost before", metavar="SLOTS")
+    back: tuple[str, ...] = key((), help="slots that were lost before and come back now", metavar="SLOTS")
 
     def __post_init__(self) -> None:
         parallel = self.parallel

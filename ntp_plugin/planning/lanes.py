@@ -9,6 +9,7 @@ replica: the work grows with the number of different patterns in a stage, not wi
 """
 
 import dataclasses
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -106,10 +107,14 @@ def _cover(owners: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     reach = [set(enumerate(owner)) for owner in owners]
     waiting = set[tuple[int, int]]().union(*reach)
     chosen: list[int] = []
+    best_first = [(-len(slots), index) for index, slots in enumerate(reach)]  # sizes only shrink, so they may be stale
+    heapq.heapify(best_first)
     while waiting:
-        best = max(range(len(reach)), key=lambda index: (len(reach[index] & waiting), -index))
-        chosen.append(best)
-        waiting -= reach[best]
+        _, index = best_first[0]
+        fresh = (-len(reach[index] & waiting), index)
+        if heapq.heapreplace(best_first, fresh) == fresh:
+            chosen.append(index)
+            waiting -= reach[index]
     return tuple(sorted(chosen))
 
 

@@ -8,6 +8,7 @@ finds a row by comparing it with the slot's first and last.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 from ntp_plugin.planning import spans as sp
@@ -62,11 +63,11 @@ def lay_out(family: Family, tp: int, pattern: Pattern = WHOLE) -> FamilyLayout:
 
 def overlay(layouts: Sequence[FamilyLayout]) -> Iterator[tuple[Span, tuple[int, ...]]]:
     """The units in runs that no layout cuts, each with its slot in every layout, ascending."""
-    positions = [0] * len(layouts)
-    start, end = 0, layouts[0].family.units
-    while start < end:
-        current = [layout.segments[position] for layout, position in zip(layouts, positions, strict=True)]
-        stop = min(segment[1] for segment in current)
-        yield (start, stop), tuple(segment[2] for segment in current)
-        positions = [position + (segment[1] == stop) for position, segment in zip(positions, current, strict=True)]
-        start = stop
+    cuts = sorted({stop for layout in layouts for _, stop, _ in layout.segments} | {0})
+    place = {cut: index for index, cut in enumerate(cuts)}
+    slots: list[list[int]] = []
+    for layout in layouts:
+        slots.append([])
+        for start, stop, slot in layout.segments:
+            slots[-1] += [slot] * (place[stop] - place[start])
+    return zip(itertools.pairwise(cuts), zip(*slots, strict=True), strict=True)

@@ -160,9 +160,9 @@ def _needs(change: Change, replica: int, stage: int) -> Iterator[_Need]:
             yield _Need(target=slot, what="state", family=REPLICATED, span=(0, 1), holder=helper)
     for family in units.families:
         for span, held_by, wanted_by in _moved_units(family, after.topology.tp, WHOLE if stale else old, new):
-            target, holder = Slot(replica=replica, stage=stage, tp=wanted_by), None if stale else held_by
-            if holder == wanted_by:
+            if held_by == wanted_by and not stale:
                 continue
+            target, holder = Slot(replica=replica, stage=stage, tp=wanted_by), None if stale else held_by
             yield _Need(
                 target=target, what="weights" if sharded else "state", family=family.name, span=span, holder=holder
             )
