@@ -60,7 +60,7 @@ def _print_summary(plan: RecoveryPlan, console: Console) -> None:
 
 
 def _name_slots(slots: Sequence[Slot]) -> str:
-    return f"{len(slots)} slot{'s' * (len(slots) != 1)}: {_first(str(slot) for slot in slots)}"
+    return f"{_count(len(slots), 'slot')}: {_first(str(slot) for slot in slots)}"
 
 
 # ---------------------------------------------------------------- tables
@@ -174,10 +174,11 @@ def _print_notes(plan: RecoveryPlan, console: Console) -> None:
     notes = _balance_notes(plan)
     if plan.block_deals:
         moved = sum(blocks.size for blocks in plan.block_deals)
-        replicas = len({blocks.replica for blocks in plan.block_deals})
-        notes.append(f"optimizer blocks of {replicas} replicas change hands: {_bytes(moved)}")
+        replicas = {blocks.slot.replica for blocks in plan.block_deals}
+        notes.append(f"optimizer blocks change hands for {_count(len(replicas), 'replica')}: {_bytes(moved)}")
     if plan.resettled_copies:
-        notes.append(f"{len(plan.resettled_copies)} far copies settle on other hosts, theirs being lost")
+        hosts = _count(len({copy.node for copy in plan.resettled_copies}), "host")
+        notes.append(f"the far copies of {hosts} settle elsewhere, because their holders are lost")
     if batch.left_out:
         left = f"{sp.size(batch.left_out):,} of {batch.total:,} micro-batches"
         if batch.mode == "shrink":
@@ -241,6 +242,10 @@ def _name_replicas(replicas: Sequence[int]) -> str:
         _first(f"r{start}" if stop - start == 1 else f"r{start}-r{stop - 1}" for start, stop in runs)
         + f" ({len(replicas)})"
     )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def _bytes(count: int) -> str:

@@ -7,8 +7,7 @@ room for them in `gpu_memory_gb`.
 import dataclasses
 
 from ntp_plugin.config.sections import State
-from ntp_plugin.planning import spans as sp
-from ntp_plugin.planning.shard_layout import lay_out
+from ntp_plugin.planning.shard_layout import slot_elements
 from ntp_plugin.planning.topology import Pattern
 from ntp_plugin.planning.units import StageUnits
 
@@ -42,14 +41,3 @@ def memory_use(
         optimizer=-(-elements * state.optimizer_bytes // sharers),
         packing=2 * min(elements, PACKED_BUCKET) * state.gradient_bytes if packing else 0,
     )
-
-
-def slot_elements(units: StageUnits, tp: int, pattern: Pattern) -> list[int]:
-    """Parameters of each living slot of a group, ascending by slot."""
-    layouts = [lay_out(family, tp, pattern) for family in units.families]
-    return [
-        units.replicated_elements
-        + sum(sp.size(layout.holdings[slot]) * units.elements_per_unit[layout.family.name] for layout in layouts)
-        for slot in range(tp)
-        if slot not in pattern
-    ]

@@ -15,7 +15,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.dealing import deal
 from ntp_plugin.planning.spans import Span, Spans
 from ntp_plugin.planning.topology import WHOLE, Pattern
-from ntp_plugin.planning.units import Family
+from ntp_plugin.planning.units import Family, StageUnits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,17 @@ def lay_out(family: Family, tp: int, pattern: Pattern = WHOLE) -> FamilyLayout:
         assert not dealt.left, "the survivors have room for every unit"
         holdings = [sp.joined((*dealt.kept.get(slot, ()), *dealt.dealt.get(slot, ()))) for slot in range(tp)]
     return FamilyLayout(family=family, pattern=pattern, holdings=tuple(holdings))
+
+
+def slot_elements(units: StageUnits, tp: int, pattern: Pattern) -> list[int]:
+    """Parameters of each living slot of a group, ascending by slot."""
+    layouts = [lay_out(family, tp, pattern) for family in units.families]
+    return [
+        units.replicated_elements
+        + sum(sp.size(layout.holdings[slot]) * units.elements_per_unit[layout.family.name] for layout in layouts)
+        for slot in range(tp)
+        if slot not in pattern
+    ]
 
 
 def overlay(layouts: Sequence[FamilyLayout]) -> Iterator[tuple[Span, tuple[int, ...]]]:

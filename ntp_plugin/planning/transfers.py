@@ -30,7 +30,7 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.copy_placement import Placement
 from ntp_plugin.planning.dealing import Deal, deal
-from ntp_plugin.planning.shard_layout import lay_out, overlay
+from ntp_plugin.planning.shard_layout import lay_out, overlay, slot_elements
 from ntp_plugin.planning.spans import Span, Spans
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing
 from ntp_plugin.planning.units import Family, ModelUnits
@@ -58,11 +58,15 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockDeal:
-    """The optimizer blocks that the slots of one stage of a replica give away (`out`) or get back, in bytes in all."""
+    """The optimizer blocks of one slot of a replica that is dropped or comes back, `size` bytes in all.
 
-    replica: int
-    stage: int
-    out: bool
+    Of a dropped replica, `source` (the slot itself if it lives, else the reader of a copy) deals them to the other
+    members of the slot's lanes. To a slot of a replica that comes back those members return them; `source` is None.
+    """
+
+    slot: Slot
+    source: Slot | None
+    origin: str
     size: int
 
 
@@ -104,18 +108,27 @@ def plan_block_deals(change: Change) -> tuple[BlockDeal, ...]:
     """The optimizer blocks that change hands because whole replicas were dropped or came back."""
     if not change.state.distributed_optimizer:
         return ()
-    gone, back = change.after.dropped - change.before.dropped, change.before.dropped - change.after.dropped
-    share = {True: len(change.before.replicas), False: len(change.after.replicas)}
-    return tuple(
-        BlockDeal(
-            replica=replica,
-            stage=stage,
-            out=replica in gone,
-            size=units.elements * change.state.optimizer_bytes // share[replica in gone],
-        )
-        for replica in sorted(gone | back)
-        for stage, units in enumerate(change.units.stages)
-    )
+    before, after = change.before, change.after
+    deals = []
+    for slot, elements in _slots_of(before, after.dropped - before.dropped, change.units):
+        source = (slot, PEER) if slot not in after.lost else _copy_reader(change, slot)
+        if source is None:
+            raise _state_lost(change, slot, "optimizer", copied=True)
+        size = -(-elements * change.state.optimizer_bytes // len(before.replicas))
+        deals.append(BlockDeal(slot=slot, source=source[0], origin=source[1], size=size))
+    for slot, elements in _slots_of(after, before.dropped - after.dropped, change.units):
+        size = -(-elements * change.state.optimizer_bytes // len(after.replicas))
+        deals.append(BlockDeal(slot=slot, source=None, origin=PEER, size=size))
+    return tuple(deals)
+
+
+def _slots_of(standing: Standing, replicas: frozenset[int], units: ModelUnits) -> Iterator[tuple[Slot, int]]:
+    """The living slots of these replicas, each with the parameters that it holds."""
+    for replica in sorted(replicas):
+        for stage, stage_units in enumerate(units.stages):
+            pattern = standing.pattern(replica, stage)
+            living = [slot for slot in standing.topology.group(replica, stage) if slot.tp not in pattern]
+            yield from zip(living, slot_elements(stage_units, standing.topology.tp, pattern), strict=True)
 
 
 def optimizer_blocks(elements: int, replicas: int, dropped: frozenset[int]) -> Deal:
@@ -154,18 +167,17 @@ def _needs(change: Change, replica: int, stage: int) -> Iterator[_Need]:
     stale = replica in before.dropped
     old, new = before.pattern(replica, stage), after.pattern(replica, stage)
     sharded = change.state.distributed_optimizer
+    what = "weights" if sharded else "state"
     for slot in after.topology.group(replica, stage):
         if slot not in after.lost and (stale or slot in before.lost) and units.replicated_elements:
             helper = None if stale else next((tp for tp in _survivors(after, old, replica, stage)), None)
-            yield _Need(target=slot, what="state", family=REPLICATED, span=(0, 1), holder=helper)
+            yield _Need(target=slot, what=what, family=REPLICATED, span=(0, 1), holder=helper)
     for family in units.families:
         for span, held_by, wanted_by in _moved_units(family, after.topology.tp, WHOLE if stale else old, new):
             if held_by == wanted_by and not stale:
                 continue
             target, holder = Slot(replica=replica, stage=stage, tp=wanted_by), None if stale else held_by
-            yield _Need(
-                target=target, what="weights" if sharded else "state", family=family.name, span=span, holder=holder
-            )
+            yield _Need(target=target, what=what, family=family.name, span=span, holder=holder)
             if sharded and not stale:  # a stale replica gets its blocks by a block deal
                 yield _Need(target=target, what="optimizer", family=family.name, span=span, holder=holder)
 
@@ -242,17 +254,25 @@ def _held_by(change: Change, replica: int, need: _Need) -> Iterator[tuple[Span, 
 
 
 def _from_copy(change: Change, need: _Need, span: Span) -> _Source:
-    before, after = change.before, change.after
-    copied = need.what == "optimizer" or change.protect_all or len(before.replicas) == 1
-    if change.copies is not None and copied and need.holder is not None:
-        of = dataclasses.replace(need.target, tp=need.holder)
-        home = after.topology.node_of(of)
-        for origin, nodes in ((FAR_COPY, change.copies.holders(home)), (NEAR_COPY, [home])):
-            for node in nodes:
-                reader = _reader(after, node, of)
-                if reader is not None:
-                    return _Source(slot=reader, origin=origin, span=span, of=of)
-    raise _state_lost(change, need, copied=copied)
+    copied = need.what == "optimizer" or change.protect_all or len(change.before.replicas) == 1
+    of = need.target if need.holder is None else dataclasses.replace(need.target, tp=need.holder)
+    found = _copy_reader(change, of) if copied and need.holder is not None else None
+    if found is None:
+        raise _state_lost(change, of, need.what, copied=copied)
+    return _Source(slot=found[0], origin=found[1], span=span, of=of)
+
+
+def _copy_reader(change: Change, of: Slot) -> tuple[Slot, str] | None:
+    """A living slot on a host with a copy of a slot's shard, and which copy that is."""
+    if change.copies is None:
+        return None
+    home = change.after.topology.node_of(of)
+    for origin, nodes in ((FAR_COPY, change.copies.holders(home)), (NEAR_COPY, [home])):
+        for node in nodes:
+            reader = _reader(change.after, node, of)
+            if reader is not None:
+                return reader, origin
+    return None
 
 
 def _reader(after: Standing, node: int, of: Slot) -> Slot | None:
@@ -262,10 +282,9 @@ def _reader(after: Standing, node: int, of: Slot) -> Slot | None:
     return next((slot for slot in [*slots[place : place + 1], *slots] if slot not in after.lost), None)
 
 
-def _state_lost(change: Change, need: _Need, *, copied: bool) -> StateLost:
-    where = need.target if need.holder is None else dataclasses.replace(need.target, tp=need.holder)
-    thing = "optimizer state" if need.what == "optimizer" else "weights" if need.what == "weights" else "state"
-    if change.copies is None or not change.copies.count:
+def _state_lost(change: Change, slot: Slot, what: str, *, copied: bool) -> StateLost:
+    thing = {"optimizer": "optimizer state", "weights": "weights", "state": "state"}[what]
+    if change.copies is None:
         reason, cure = "copies are off", "set copies.count to 1 or more before the next run"
     elif not copied:
         reason, cure = "its copies hold no weights", 'set copies.protect to "all" before the next run'
@@ -275,7 +294,7 @@ def _state_lost(change: Change, need: _Need, *, copied: bool) -> StateLost:
             "set copies.far to a wider domain before the next run",
         )
     return StateLost(
-        f"{thing} of {where} (from its {need.family} units on) is held by no living slot, and {reason}",
+        f"{thing} of {slot} is held by no living slot, and {reason}",
         way_out=f"restart from the last checkpoint; {cure}",
     )
 

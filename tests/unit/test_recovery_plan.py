@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.errors import BelowMinimum, Refused
+from ntp_plugin.planning.batch_split import Pace
+from ntp_plugin.planning.pace import HEALTHY_NS
 from ntp_plugin.planning.recovery_plan import Nominal, as_json, plan_recovery
 from ntp_plugin.planning.topology import parse_slots
 from tests.unit import properties
@@ -96,6 +98,18 @@ def test_no_replica_left_is_refused_with_the_numbers():
     lost = parse_slots([f"r{replica}.s1.t{replica}" for replica in range(4)], nominal.topology)
     with pytest.raises(BelowMinimum, match="best of 4 has a stage with 3 of 4 TP slots, and min_tp_width is 4"):
         plan_recovery(nominal, lost=lost)
+
+
+def test_a_measured_pace_overrules_the_one_that_widths_suggest():
+    nominal = eight_by_two()
+    lost = parse_slots(["r1.s0.t2"], nominal.topology)
+    guessed = plan_recovery(nominal, lost=lost)
+    slow = plan_recovery(nominal, lost=lost, measured={0: Pace(ns=3 * HEALTHY_NS)})
+    counts = [[share.count for share in plan.batch.shares] for plan in (guessed, slow)]
+    assert sum(counts[0]) == sum(counts[1]) == 64
+    assert counts[1][0] < counts[1][1] < counts[0][0]
+    assert guessed.transfers == slow.transfers
+    assert guessed.digest != slow.digest
 
 
 def test_too_little_memory_is_refused_before_anyone_changes():

@@ -8,7 +8,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.copy_placement import place_copies
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.topology import parse_slots
-from ntp_plugin.planning.transfers import optimizer_blocks
+from ntp_plugin.planning.transfers import Change, optimizer_blocks, plan_block_deals
 from tests.unit import properties
 from tests.unit.strategies import make_job, situations
 
@@ -37,6 +37,38 @@ def test_optimizer_blocks_stay_whole_even_and_in_place(elements, replicas, data)
     assert max(held.values()) - min(held.values()) <= 1
     nominal = sp.even_cut(((0, elements),), replicas)
     assert all(blocks.kept[replica] == nominal[replica] for replica in held)
+
+
+@given(situations())
+def test_every_shard_of_a_replica_that_is_dropped_or_comes_back_changes_hands_once(situation):
+    nominal, lost_before, lost = situation
+    before, after = nominal.standing(lost_before), nominal.standing(lost)
+    try:
+        copies = place_copies(nominal.topology, CopyPolicy(), before.lost_nodes)
+    except Refused:
+        return
+    change = Change(before=before, after=after, units=nominal.units, state=nominal.state, copies=copies)
+    gone, back = after.dropped - before.dropped, before.dropped - after.dropped
+    try:
+        deals = plan_block_deals(change)
+    except StateLost:
+        homes = [nominal.topology.node_of(slot) for slot in lost - lost_before if slot.replica in gone]
+        assert any({home, *copies.holders(home)} <= set(after.lost_nodes) for home in homes)
+        return
+    expected = {slot for replica in gone for slot in living_slots(before, replica)}
+    expected |= {slot for replica in back for slot in living_slots(after, replica)}
+    assert sorted(blocks.slot for blocks in deals) == (sorted(expected) if nominal.state.distributed_optimizer else [])
+    for blocks in deals:
+        assert (blocks.source is None) == (blocks.slot.replica in back)
+        assert blocks.source is None or blocks.source not in lost
+        assert blocks.source in (None, blocks.slot) or blocks.slot in lost
+
+
+def living_slots(standing, replica):
+    topology = standing.topology
+    return [
+        slot for stage in range(topology.pp) for slot in topology.group(replica, stage) if slot not in standing.lost
+    ]
 
 
 def nominal_job(dp=2, **tables):
@@ -74,12 +106,12 @@ def test_a_lost_optimizer_shard_comes_from_the_far_copy_and_weights_from_a_peer(
         ({"state": {"distributed_optimizer": True}, "ntp": {"copies": {"count": 0}}}, "r1.s0.t2", "", "copies are off"),
         ({"ntp": {"copies": {"count": 0}}}, "r0,r1.s0.t2", "r0", "copies are off"),
         ({}, "r0.s0.t1,r1.s0.t1", "", "its copies hold no weights"),
+        ({"state": {"distributed_optimizer": True}, "ntp": {"copies": {"count": 0}}}, "r0", "", "copies are off"),
+        ({"state": {"distributed_optimizer": True}, "dp": 4}, "r0,r1", "", "the hosts of its copies are lost as well"),
     ],
 )
 def test_state_that_nobody_holds_is_named_with_the_way_out(job, words, before, reason):
-    with pytest.raises(
-        StateLost, match=rf"r\d\.s0\.t\d \(from its \w+ units on\) is held by no living slot, and {reason}.*checkpoint"
-    ):
+    with pytest.raises(StateLost, match=rf"r\d\.s0\.t\d is held by no living slot, and {reason}.*checkpoint"):
         plan(nominal_job(**job), words, before)
 
 
