@@ -1,11 +1,16 @@
 """Every exception that a user can meet, in one tree.
 
     NtpError                      something that we noticed, with what to do about it
-    └── UserError (ValueError)    what was asked for cannot be done as it stands
-        ├── ConfigError           a key, a flag or a file is wrong
-        └── Refused               well-formed, but impossible
-            ├── BelowMinimum      no replica is left that may train
-            └── StateLost         no living holder and no copy of some piece of state
+    ├── UserError (ValueError)    what was asked for cannot be done as it stands
+    │   ├── ConfigError           a key, a flag or a file is wrong
+    │   └── Refused               well-formed, but impossible
+    │       ├── BelowMinimum      no replica is left that may train
+    │       └── StateLost         no living holder and no copy of some piece of state
+    ├── PeerLost                  a collective was left because the membership changes; recovery follows
+    └── AgreementError            the members could not come to one mind
+        ├── Excluded              the others went on without this process: it must end
+        ├── PlansDiffer           members made different plans of the same facts
+        └── NoAgreement           some members did not report in time
 
 A message says what happened, where, and the numbers; `way_out` says what to do. Programming mistakes are
 assertions and are not in this tree.
@@ -39,3 +44,23 @@ class BelowMinimum(Refused):
 
 class StateLost(Refused):
     """Some piece of training state has no living holder and no copy."""
+
+
+class PeerLost(NtpError):
+    """A collective was left because the membership changes; recovery follows."""
+
+
+class AgreementError(NtpError):
+    """The members could not come to one mind."""
+
+
+class Excluded(AgreementError):
+    """The others went on without this process: it must end."""
+
+
+class PlansDiffer(AgreementError):
+    """Members made different plans of the same facts, so nobody acts."""
+
+
+class NoAgreement(AgreementError):
+    """Some members did not report in time."""

@@ -1,0 +1,110 @@
+"""The protocol of `membership.py` on a live store: one call takes a member from a broken epoch to the next.
+
+The loop looks, advances, writes, and sleeps a millisecond where nothing changed. Its time limit bounds a whole
+agreement; a member that is merely slow is left to the detector, which puts it into `lost`.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+
+from ntp_plugin.comm import membership
+from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
+from ntp_plugin.comm.store import KeyStore
+from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer
+
+POLL_S = 0.001
+"""A check of some keys takes 20 us on loopback, so that a thousand a second are 2 % of a core."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What all members of the view know alike."""
+
+    view: View
+    reports: Mapping[int, Report]
+    decision: Decision
+
+
+class Agreement:
+    """This process in the protocol, from epoch to epoch."""
+
+    def __init__(self, store: KeyStore, member: Member) -> None:
+        self._store = store
+        self.member = member
+
+    @classmethod
+    def founding(cls, store: KeyStore, view: View, seat: Seat) -> "Agreement":
+        """A member of the first view, which runs from the start."""
+        return cls(store, Member(seat=seat, view=view, phase=Phase.RUNNING))
+
+    @classmethod
+    def joining(cls, store: KeyStore, first: View, seat: Seat) -> "Agreement":
+        """A newcomer: it creates the view that it is in, after whichever is the newest when it gets to write."""
+        while True:
+            newest = membership.newest_view(store.read, first)
+            wanted = membership.with_newcomers(newest, [seat])
+            if store.create(membership.view_key(wanted.epoch), wanted.encode()) == wanted.encode():
+                return cls(store, Member(seat=seat, view=wanted, phase=Phase.REPORTING))
+
+    def newer_view_exists(self) -> bool:
+        """Whether this member must agree again before it trains on."""
+        return self._store.present([membership.view_key(self.member.view.epoch + 1)])
+
+    def run(
+        self,
+        *,
+        lost: Callable[[], frozenset[int]],
+        report: Callable[[View], Report],
+        plan: Callable[[Agreed], str],
+        timeout_s: float,
+    ) -> Agreed:
+        """Until the newest view has agreed. `report` and `plan` may be called again, for each view on the way."""
+        deadline = time.monotonic() + timeout_s
+        agreed, digest, told = None, None, Report(applied=0, oldest=0)
+        while True:
+            before = self.member
+            if before.phase is Phase.REPORTING:
+                agreed, digest, told = None, None, report(before.view)
+            elif before.phase is Phase.PLANNING and agreed is None:
+                agreed = self._gather(before.view)
+                digest = plan(agreed)
+            self.member, write = membership.advance(before, self._store.read, lost=lost(), report=told, digest=digest)
+            if write is not None:
+                self._store.create(write.key, write.value)
+            elif self.member == before:
+                self._wait(deadline, timeout_s)
+            if self.member.phase is Phase.EXCLUDED:
+                seat, epoch = self.member.seat, self.member.view.epoch
+                raise Excluded(
+                    f"slot {seat.slot} ({seat.occupant}) is not in epoch {epoch}: the others went on without it",
+                    way_out="this process ends; a new one may join in its slot",
+                )
+            if self.member.phase is Phase.RUNNING and agreed is not None:
+                self._compare_plans(agreed.view)
+                return agreed
+
+    def _gather(self, view: View) -> Agreed:
+        reports = membership.read_reports(view, self._store.read)
+        return Agreed(view=view, reports=reports, decision=membership.decide(reports))
+
+    def _compare_plans(self, view: View) -> None:
+        digests = {slot: self._store.read(membership.entry_key(view.epoch, slot)) for slot in view.slots}
+        if len(set(digests.values())) > 1:
+            raise PlansDiffer(
+                f"the members of epoch {view.epoch} made different plans: "
+                + ", ".join(f"slot {slot} {digest}" for slot, digest in digests.items()),
+                way_out="run the same versions and the same configuration everywhere",
+            )
+
+    def _wait(self, deadline: float, timeout_s: float) -> None:
+        if time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            return
+        awaited = membership.awaited_keys(self.member)
+        missing = [key for key in awaited if not self._store.present([key])]
+        epoch = self.member.view.epoch
+        raise NoAgreement(
+            f"epoch {epoch} did not agree within {timeout_s} s; missing: {', '.join(missing) or 'nothing'}",
+            way_out="look at the processes of these slots; restart from the last checkpoint",
+        )

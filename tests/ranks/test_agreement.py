@@ -1,0 +1,155 @@
+"""Agreement on a real TCPStore: members in threads, dying in every phase, joining, and wrongly suspected."""
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ntp_plugin.comm.agreement import Agreement
+from ntp_plugin.comm.membership import Report, Seat, View
+from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer, StateLost
+
+RUNS = itertools.count()
+PATIENCE_S = 20.0
+
+
+class Dead(BaseException):
+    """What ends a thread that plays a killed process."""
+
+
+@pytest.fixture(scope="module")
+def connections():
+    """A server and a connection for each slot, opened once: a connect may stall for seconds on a name look-up."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    clients = [dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60)) for _ in range(6)]
+    return server, clients
+
+
+class Stage:
+    """Members of one run: who is dead (as a detector sees it), and a fresh corner of the store."""
+
+    def __init__(self, connections, slots):
+        self.connections, self.run = connections, next(RUNS)
+        self.dead: set[int] = set()
+        self.expected: tuple[int, ...] | None = None
+        """Members go on until these are in; None: until they have agreed once."""
+        self.first = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"first{slot}") for slot in range(slots)))
+
+    def play(
+        self, slot, *, dies="", doubts=frozenset(), joins=False, digest="the plan", applied=5, timeout_s=PATIENCE_S
+    ):
+        """One process: agree until nothing is newer; dies in the callback that `dies` names."""
+        store = TorchStore(dist.PrefixStore(f"run{self.run}", self.connections[1][slot]))
+
+        def report(view):
+            self.die(slot, dies == "report")
+            return Report(applied=applied, oldest=applied, newcomer=joins)
+
+        def plan(agreed):
+            self.die(slot, dies == "plan")
+            return digest
+
+        def lost():
+            return frozenset(self.dead - {slot}) | doubts
+
+        if joins:
+            agreement = Agreement.joining(store, self.first, Seat(slot=slot, occupant=f"next{slot}"))
+        else:
+            agreement = Agreement.founding(store, self.first, self.first.seats[slot])
+            self.die(slot, dies == "before")
+        while True:
+            agreed = agreement.run(lost=lost, report=report, plan=plan, timeout_s=timeout_s)
+            self.die(slot, dies == "after")
+            if self.expected is None or agreed.view.slots == self.expected:
+                return agreed
+            # A job would train here, until a newer view calls it back or it notices a loss itself.
+            while not agreement.newer_view_exists() and not lost() & set(agreed.view.slots):
+                time.sleep(0.001)
+
+    def die(self, slot, now):
+        if now:
+            self.dead.add(slot)
+            raise Dead
+
+    def all_play(self, roles):
+        """Every role at once; returns slot -> what came of it, an `Agreed` or an exception."""
+        with ThreadPoolExecutor(len(roles)) as pool:
+            started = {slot: pool.submit(self.play, slot, **role) for slot, role in roles.items()}
+            return {slot: run.exception() or run.result() for slot, run in started.items()}
+
+
+@given(
+    st.dictionaries(st.integers(0, 4), st.sampled_from(["before", "report", "plan", "after"]), min_size=1, max_size=4),
+)
+@settings(max_examples=100)
+def test_survivors_agree_whichever_members_die_in_whichever_phases(connections, deaths):
+    stage = Stage(connections, 6)
+    stage.dead.add(5)  # the loss that starts it all
+    survivors = tuple(slot for slot in range(5) if slot not in deaths)
+    stage.expected = survivors
+    results = stage.all_play({slot: {"dies": deaths.get(slot, "")} for slot in range(5)})
+    assert all(isinstance(results[slot], Dead) for slot in deaths)
+    assert {results[slot].view.slots for slot in survivors} == {survivors}
+    assert len({results[slot].view for slot in survivors}) == 1
+    assert len({results[slot].decision for slot in survivors}) == 1
+
+
+def test_a_newcomer_takes_a_dead_slot_and_stands_where_the_others_stand(connections):
+    stage = Stage(connections, 3)
+    stage.dead.add(1)
+    shrunk = stage.all_play({0: {}, 2: {}})
+    assert shrunk[0].view.slots == (0, 2)
+    stage.dead.clear()
+    grown = stage.all_play({0: {}, 1: {"joins": True, "applied": 0}, 2: {}})
+    assert {agreed.view.slots for agreed in grown.values()} == {(0, 1, 2)}
+    assert grown[1].decision.step == 5
+    assert grown[1].view.newcomers == (1,)
+
+
+def test_a_member_that_was_wrongly_suspected_is_fenced(connections):
+    stage = Stage(connections, 3)
+    results = stage.all_play({0: {"doubts": frozenset({2})}, 1: {}, 2: {}})
+    assert isinstance(results[2], Excluded)
+    assert "slot 2 (first2) is not in epoch 1" in str(results[2])
+    assert results[0].view == results[1].view
+
+
+def test_two_newcomers_at_once_are_both_in(connections):
+    stage = Stage(connections, 4)
+    stage.dead |= {2, 3}
+    stage.all_play({0: {}, 1: {}})
+    stage.dead.clear()
+    stage.expected = (0, 1, 2, 3)
+    grown = stage.all_play({0: {}, 1: {}, 2: {"joins": True, "applied": 0}, 3: {"joins": True, "applied": 0}})
+    assert {agreed.view.slots for agreed in grown.values()} == {stage.expected}
+    assert {agreed.decision.step for agreed in grown.values()} == {5}
+
+
+def test_different_plans_stop_everybody(connections):
+    stage = Stage(connections, 3)
+    stage.dead.add(2)
+    results = stage.all_play({0: {}, 1: {"digest": "another plan"}})
+    assert all(isinstance(result, PlansDiffer) for result in results.values())
+    assert "slot 0 the plan, slot 1 another plan" in str(results[0])
+
+
+def test_newcomers_alone_say_that_no_state_is_left(connections):
+    stage = Stage(connections, 1)
+    results = stage.all_play({0: {"joins": True, "applied": 0}})
+    assert isinstance(results[0], StateLost)
+
+
+def test_a_silent_member_that_nobody_suspects_is_named_at_the_time_limit(connections):
+    stage = Stage(connections, 3)
+    stage.dead.add(2)
+    before = time.monotonic()
+    results = stage.all_play({0: {"timeout_s": 0.3}})
+    assert isinstance(results[0], NoAgreement)
+    assert "missing: report/1/1" in str(results[0])
+    assert time.monotonic() - before < 5

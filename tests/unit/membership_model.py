@@ -1,0 +1,247 @@
+"""Every interleaving of a few members, explored: the real `advance` and `decide` on a store of a dict.
+
+One transition is one atomic step of one member, or one event: a death, a suspicion (of a dead slot, or a false one), a
+process that joins a free slot. Training is modelled as far as agreement depends on it: a member contributes its
+gradients for step s, holds the reduced ones once all members of its view have contributed (`prepared`: it enters the
+vote), and applies once all members of its view have entered the vote. What a member has sent into a collective stays
+sent when it leaves; what a dead member sent before it died counts too.
+"""
+
+import dataclasses
+from collections import deque
+
+from ntp_plugin.comm import membership
+from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    member: Member
+    applied: int
+    kept: int
+    """How many steps back it can return: 0 where an update is made in place."""
+    prepared: bool = False
+    newcomer: bool = False
+    alive: bool = True
+    plan: Decision | None = None
+
+    def report(self) -> Report:
+        return Report(
+            applied=self.applied,
+            oldest=max(0, self.applied - self.kept),
+            prepared=self.prepared,
+            vote=vote_on(self.applied),
+            newcomer=self.newcomer,
+        )
+
+
+def vote_on(step):
+    return step % 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    processes: tuple[Process, ...]
+    store: frozenset = frozenset()
+    sent: frozenset = frozenset()
+    """("gradients" | "vote", epoch, step, slot) for everything that went into a collective."""
+    stood: frozenset = frozenset()
+    """(epoch, step) for every decision that was acted on."""
+    kills: int
+    doubts: int
+    joins: int
+
+
+class Violation(AssertionError):
+    pass
+
+
+def start(slots, *, kept=0, kills=1, doubts=0, joins=0):
+    seats = tuple(Seat(slot=slot, occupant=f"first{slot}") for slot in range(slots))
+    view = View(epoch=0, seats=seats)
+    processes = tuple(
+        Process(member=Member(seat=seat, view=view, phase=Phase.RUNNING), applied=0, kept=kept) for seat in seats
+    )
+    return State(processes=processes, kills=kills, doubts=doubts, joins=joins)
+
+
+def explore(initial, *, last_step=2, limit=2_000_000):
+    """Visit every reachable state once; raises `Violation` with the trace to a bad one. Returns how many there are."""
+    came_from, waiting = {initial: None}, deque([initial])
+    while waiting:
+        state = waiting.popleft()
+        try:
+            reached = list(transitions(state, last_step))
+            check_rest(state, reached)
+            for _, following in reached:
+                check(following)
+        except Violation as bad:
+            raise Violation(f"{bad}; after: {' '.join(trace(came_from, state))}") from None
+        for name, following in reached:
+            if following not in came_from:
+                came_from[following] = (state, name)
+                waiting.append(following)
+        assert len(came_from) < limit, "the model is larger than it was meant to be"
+    return len(came_from)
+
+
+def trace(came_from, state):
+    names = []
+    while came_from[state]:
+        state, name = came_from[state]
+        names.append(name)
+    return reversed(names)
+
+
+# ---------------------------------------------------------------- what may happen
+
+
+def transitions(state, last_step):
+    store = dict(state.store)
+    living = [process for process in state.processes if process.alive]
+    dead_or_replaced = {process.member.seat for process in state.processes if not process.alive}
+    for index, process in enumerate(state.processes):
+        if not process.alive:
+            continue
+        slot = process.member.seat.slot
+        if state.kills and len(living) > 1:
+            dead = dataclasses.replace(process, alive=False)
+            yield f"kill{slot}", replace(state, index, dead, kills=state.kills - 1)
+        if process.member.phase is Phase.EXCLUDED:
+            continue
+        yield from agreement_steps(state, store, index, process, dead_or_replaced)
+        yield from training_steps(state, index, process, last_step)
+    if state.joins:
+        yield from joining_steps(state, store)
+
+
+def agreement_steps(state, store, index, process, dead):
+    slot, others = process.member.seat.slot, [s for s in process.member.view.seats if s != process.member.seat]
+    gone = frozenset(seat.slot for seat in others if seat in dead)
+    doubts = [(f"step{slot}", frozenset(), 0)]
+    doubts += [(f"notice{slot}", gone, 0)] if gone else []
+    if state.doubts:
+        doubts += [(f"doubt{slot}-{seat.slot}", frozenset({seat.slot}), 1) for seat in others if seat.slot not in gone]
+    for name, lost, price in doubts:
+        member, write = membership.advance(
+            process.member, store.get, lost=lost, report=process.report(), digest=repr(process.plan)
+        )
+        following = state
+        if write is not None and write.key not in store:
+            following = dataclasses.replace(following, store=following.store | {(write.key, write.value)})
+        if member != process.member:
+            following = enter(following, store, index, dataclasses.replace(process, member=member))
+        if following != state:
+            yield name, dataclasses.replace(following, doubts=following.doubts - price)
+
+
+def enter(state, store, index, process):
+    """A member plans when it has gathered the reports, and stands on the decided step when it comes back to RUNNING."""
+    if process.member.phase is Phase.PLANNING:
+        try:
+            plan = membership.decide(membership.read_reports(process.member.view, store.get))
+        except membership.StateLost as error:
+            if process.newcomer:
+                return replace(state, index, dataclasses.replace(process, alive=False))  # it ends, and says why
+            raise Violation(str(error)) from None
+        return replace(state, index, dataclasses.replace(process, plan=plan))
+    if process.member.phase is Phase.RUNNING:
+        check_plan(store, process)
+        state = dataclasses.replace(state, stood=state.stood | {(process.member.view.epoch, process.plan.step)})
+        process = dataclasses.replace(process, applied=process.plan.step, prepared=False, newcomer=False, plan=None)
+    return replace(state, index, process)
+
+
+def check_plan(store, process):
+    view, plan = process.member.view, process.plan
+    if (
+        len(
+            {
+                store[membership.entry_key(view.epoch, slot)]
+                for slot in view.slots
+                if membership.entry_key(view.epoch, slot) in store
+            }
+        )
+        > 1
+    ):
+        raise Violation(f"the members of epoch {view.epoch} made different plans")
+    newest = max(r.applied for r in membership.read_reports(view, store.get).values() if not r.newcomer)
+    if plan.step < newest:
+        raise Violation(f"step {newest} was applied, and epoch {view.epoch} goes back to {plan.step}")
+    if plan.vote != vote_on(plan.step):
+        raise Violation(f"the vote on step {plan.step} is told wrongly")
+    reachable = process.applied + process.prepared
+    if not process.newcomer and not process.applied - process.kept <= plan.step <= reachable:
+        raise Violation(f"slot {process.member.seat.slot} cannot stand on step {plan.step}")
+
+
+def training_steps(state, index, process, last_step):
+    member, step = process.member, process.applied + 1
+    if member.phase is not Phase.RUNNING or step > last_step:
+        return
+    slot, epoch = member.seat.slot, member.view.epoch
+
+    def all_sent(what):
+        return all((what, epoch, step, other) in state.sent for other in member.view.slots)
+
+    if ("gradients", epoch, step, slot) not in state.sent:
+        yield f"backward{slot}", dataclasses.replace(state, sent=state.sent | {("gradients", epoch, step, slot)})
+    elif not process.prepared:
+        if all_sent("gradients"):
+            voting = dataclasses.replace(state, sent=state.sent | {("vote", epoch, step, slot)})
+            yield f"vote{slot}", replace(voting, index, dataclasses.replace(process, prepared=True))
+    elif all_sent("vote"):
+        yield f"apply{slot}", replace(state, index, dataclasses.replace(process, applied=step, prepared=False))
+
+
+def joining_steps(state, store):
+    view = membership.newest_view(
+        store.get,
+        View(
+            epoch=0, seats=tuple(p.member.seat for p in state.processes if p.member.seat.occupant.startswith("first"))
+        ),
+    )
+    for index, process in enumerate(state.processes):
+        slot = process.member.seat.slot
+        if slot in view.slots or (process.alive and process.member.phase is not Phase.EXCLUDED):
+            continue
+        seat = Seat(slot=slot, occupant=f"next{state.joins}-{slot}")
+        entering = membership.with_newcomers(view, [seat])
+        member = Member(seat=seat, view=entering, phase=Phase.REPORTING)
+        newcomer = Process(member=member, applied=0, kept=process.kept, newcomer=True)
+        joined = dataclasses.replace(
+            state, store=state.store | {(membership.view_key(entering.epoch), entering.encode())}, joins=state.joins - 1
+        )
+        yield f"join{slot}", replace(joined, index, newcomer)
+
+
+def replace(state, index, process, **changed):
+    processes = (*state.processes[:index], process, *state.processes[index + 1 :])
+    return dataclasses.replace(state, processes=processes, **changed)
+
+
+# ---------------------------------------------------------------- what must hold
+
+
+def check(state):
+    epochs = [epoch for epoch, _ in state.stood]
+    if len(epochs) != len(set(epochs)):
+        raise Violation(f"one epoch stood on two steps: {sorted(state.stood)}")
+    running = [p for p in state.processes if p.alive and p.member.phase is Phase.RUNNING]
+    for process in running:
+        together = [p.applied for p in running if p.member.view == process.member.view]
+        if max(together) - min(together) > 1:
+            raise Violation(f"members of epoch {process.member.view.epoch} are {together} steps apart")
+
+
+def check_rest(state, reached):
+    """When nothing but deaths, doubts and joins can happen, everybody who is not fenced runs in the newest view."""
+    if any(not name.startswith(("kill", "doubt", "join")) for name, _ in reached):
+        return
+    going_on = [p for p in state.processes if p.alive and p.member.phase is not Phase.EXCLUDED]
+    if any(p.member.phase is not Phase.RUNNING for p in going_on):
+        raise Violation(
+            "somebody waits for ever: " + ", ".join(f"{p.member.seat.slot} {p.member.phase.value}" for p in going_on)
+        )
+    if len({p.member.view for p in going_on}) > 1:
+        raise Violation("two views run side by side at rest")
