@@ -16,6 +16,8 @@ A message says what happened, where, and the numbers; `way_out` says what to do.
 assertions and are not in this tree.
 """
 
+from collections.abc import Callable
+
 
 class NtpError(Exception):
     """A failure that is explained: `what` happened and the `way_out`."""
@@ -24,6 +26,14 @@ class NtpError(Exception):
         super().__init__(f"{what}. Way out: {way_out}." if way_out else f"{what}.")
         self.what = what
         self.way_out = way_out
+
+    def __reduce__(self) -> tuple[Callable[..., "NtpError"], tuple[type["NtpError"], str, str]]:
+        return _rebuilt, (type(self), self.what, self.way_out)
+
+
+def _rebuilt(kind: type[NtpError], what: str, way_out: str) -> NtpError:
+    """An error that came from another process."""
+    return kind(what, way_out=way_out)
 
 
 class UserError(NtpError, ValueError):

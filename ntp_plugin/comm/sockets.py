@@ -1,0 +1,61 @@
+"""The sockets that a process group opened, found again, and shut from outside.
+
+Gloo's `abort()` does nothing, and a collective whose peer is gone would wait for its full time limit. What does end it
+is that its sockets break. A socket is remembered by descriptor *and* inode, so that a descriptor that was closed and
+used again by somebody else is never touched.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+type SocketAction = Callable[[socket.socket], object]
+type SocketId = tuple[int, str]
+"""A descriptor, and what it must still point to ("socket:[inode]")."""
+
+
+def open_sockets() -> frozenset[SocketId]:
+    """All sockets of this process."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        descriptor = int(path.name)
+        inode = _inode(descriptor)
+        if inode.startswith("socket:"):
+            found.add((descriptor, inode))
+    return frozenset(found)
+
+
+def connected_since(before: frozenset[SocketId]) -> frozenset[SocketId]:
+    """The sockets with a peer that were opened since `before`; listeners are left out."""
+    return frozenset(found for found in open_sockets() - before if _with_socket(found, socket.socket.getpeername))
+
+
+def shut(sockets: Iterable[SocketId]) -> int:
+    """Break both directions of those that are still open; returns how many. Their owner closes them."""
+    return sum(_with_socket(found, lambda open_: open_.shutdown(socket.SHUT_RDWR)) for found in sockets)
+
+
+def _with_socket(found: SocketId, act: SocketAction) -> bool:
+    """Act on a duplicate of the descriptor, if it is still the same socket; whether that went well."""
+    descriptor, inode = found
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return False
+    if _inode(duplicate) != inode:
+        os.close(duplicate)
+        return False
+    with socket.socket(fileno=duplicate) as open_:
+        try:
+            act(open_)
+        except OSError:  # not connected, or no longer
+            return False
+    return True
+
+
+def _inode(descriptor: int) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:
+        return ""

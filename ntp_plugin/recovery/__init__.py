@@ -1,0 +1,5 @@
+"""From a death to the next step.
+
+trainer.py   what an adapter provides
+driver.py    the walk itself
+"""

@@ -1,0 +1,25 @@
+"""What an adapter provides, so that the driver can take its job through a recovery.
+
+The driver knows epochs, members and groups; the trainer knows steps, state and batches. The trainer keeps three
+promises. Before it enters the vote on a step it holds the reduced gradients (`prepared`), and until the vote it has
+applied nothing. What it reports is true at that moment, and does not change until `stand_on`. `stand_on` leaves it
+either on the decided step, with the state that every other member has, or with an exception.
+"""
+
+from typing import Protocol
+
+from ntp_plugin.comm.agreement import Agreed
+from ntp_plugin.comm.membership import Report
+
+
+class Trainer(Protocol):
+    """One job, as the driver sees it."""
+
+    def report(self) -> Report:
+        """Where this member stands; the driver adds the offer."""
+
+    def plan(self, agreed: Agreed) -> str:
+        """Decide what this member will do in the new view; returns a digest that is equal on all members."""
+
+    def stand_on(self, agreed: Agreed) -> None:
+        """Carry the plan out in the new groups: move state, verify it, stand on the decided step."""

@@ -1,0 +1,118 @@
+"""A small job on the plain adapter that tests play: a float64 MLP on numbered samples, some of whose ranks die."""
+
+import dataclasses
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.comm.agreement import Agreement
+from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.plain.data_parallel import DataParallel
+from ntp_plugin.recovery.driver import Driver
+
+STEPS, PER_RANK = 20, 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    losses: dict[int, float]
+    weights: list[torch.Tensor]
+    members: tuple[int, ...]
+    attempts: dict[int, int]
+    """Step -> the epoch in which the gradient that was applied had been reduced."""
+    done_at: dict[int, float]
+    """Step -> when it was applied, on the monotonic clock."""
+
+
+def loss_of(model):
+    def loss(step, samples):
+        total = torch.zeros((), dtype=torch.float64)
+        for sample in samples:
+            numbers = torch.Generator().manual_seed(1000 * step + sample)
+            x = torch.randn(8, dtype=torch.float64, generator=numbers)
+            total = total + (model(x) - x.sin().sum()).square().sum()
+        return total
+
+    return loss
+
+
+def play(rank, steps=STEPS):
+    """Train; `rank.reached` is told of every moment at which a test may strike."""
+    torch.manual_seed(0 if not rank.joining else 99)  # a newcomer's own weights must not matter
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    size = len(rank.first.seats)
+    store, watched, rendezvous = rank.membership_store(), rank.membership_store(), rank.connect("c10d")
+
+    groups = ElasticGroups(rank.slot, joining=rank.joining)
+    groups.attach()
+    dist.init_process_group("gloo", store=rendezvous, rank=rank.slot, world_size=size, timeout=timedelta(seconds=60))
+    job = DataParallel(
+        model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=PER_RANK, newcomer=rank.joining
+    )
+    agreement = (
+        Agreement.joining(store, rank.first, rank.seat)
+        if rank.joining
+        else Agreement.founding(store, rank.first, rank.seat)
+    )
+    driver = Driver(agreement=agreement, watched=watched, groups=groups, trainer=job)
+    attempts = record_samples(job, groups, rank)
+    strike(job, driver, rank)
+    driver.start()
+    losses, done_at = {}, {}
+    while job.applied < steps:
+        loss = driver.carry_through(job.step)
+        losses[job.applied], done_at[job.applied] = loss, time.monotonic()
+        rank.reached("between", job.applied)
+    driver.stop()
+    outcome = Outcome(
+        losses=losses,
+        weights=[parameter.detach().clone() for parameter in model.parameters()],
+        members=job.members,
+        attempts={step: attempts[step] for step in range(1, steps + 1) if step in attempts},
+        done_at=done_at,
+    )
+    groups.detach()
+    return outcome
+
+
+def record_samples(job, groups, rank):
+    """Write down which samples go into which reduction, where a kill cannot take it back."""
+    attempts, reduce = {}, job._reduce
+
+    def recorded(total):
+        step = job.applied + 1
+        rank.write([[step, groups.epoch, sample] for sample in job.my_samples()])
+        result = reduce(total)
+        attempts[step] = groups.epoch
+        return result
+
+    job._reduce = recorded
+    return attempts
+
+
+def strike(job, driver, rank):
+    """Tell the rank of moments inside a step, and inside the recovery that leads to an epoch."""
+    for name, moment in (("_accumulate", "backward"), ("_reduce", "reduce"), ("_vote", "vote"), ("_apply", "apply")):
+        setattr(job, name, _told(getattr(job, name), moment, rank, lambda: job.applied + 1))
+    walk = (
+        (driver, "_report", "report"),
+        (job, "plan", "plan"),
+        (driver, "_regroup", "regroup"),
+        (job, "stand_on", "stand on"),
+    )
+    for owner, name, moment in walk:
+        setattr(owner, name, _told(getattr(owner, name), moment, rank, lambda: driver._agreement.member.view.epoch))
+
+
+def _told(function, moment, rank, number):
+    def told(*args):
+        at = number()
+        rank.reached(moment, at)
+        result = function(*args)
+        rank.reached(f"after {moment}", at)
+        return result
+
+    return told
