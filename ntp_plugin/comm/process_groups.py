@@ -182,6 +182,10 @@ class ElasticGroups:
             if self._broken_for <= epoch:
                 self._waits.end_break_out()
 
+    def moved(self) -> tuple[int, bool]:
+        """How often this process entered and left a wait for others, and whether it stands in one."""
+        return self._waits.moved()
+
     def rank_of(self, slot: int) -> int:
         """The global rank of a slot in this epoch."""
         return self.members.index(slot)

@@ -47,6 +47,8 @@ class BreakableWaits:
         self._original: Callable[..., bool] | None = None
         self._give_up_at: float | None = None
         self._lock = threading.Lock()
+        self._moves = 0
+        self._waiting = 0
 
     def attach(self) -> None:
         """Replace `Work.wait`."""
@@ -82,6 +84,10 @@ class BreakableWaits:
                     del self._works[oldest]
         return collective
 
+    def moved(self) -> tuple[int, bool]:
+        """How many waits were entered and left, and whether one is going on: what a heart tells."""
+        return self._moves, self._waiting > 0
+
     def begin_break_out(self) -> None:
         """From now on waits leave operations that gloo does not end within the grace."""
         self._give_up_at = time.monotonic() + GRACE_S
@@ -96,12 +102,15 @@ class BreakableWaits:
             known = self._works.pop(id(work), None)
         if known is None or known.work is not work:
             return self._original(work)
+        self._moves, self._waiting = self._moves + 1, self._waiting + 1
         try:
             return self._wait_sliced(work, known.until) if known.collective else self._wait_beside(work)
         except RuntimeError as error:
             if self._give_up_at is None:
                 raise
             raise PeerLost("an operation broke because the membership changes") from error
+        finally:
+            self._moves, self._waiting = self._moves + 1, self._waiting - 1
 
     def _wait_sliced(self, work: Work, until: float) -> bool:
         assert self._original is not None, "waits are attached"

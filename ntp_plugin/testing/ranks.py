@@ -10,13 +10,14 @@ test says that it is left on purpose.
 """
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,15 +27,18 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ntp_plugin.comm import membership
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.launch.heartbeat import Heart, HeartbeatFile
+from ntp_plugin.launch.supervisor import Supervisor
+from ntp_plugin.recovery.detector import Thresholds, Verdict
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
 _CONTEXT.set_forkserver_preload(["ntp_plugin.testing.ranks", "ntp_plugin.comm.process_groups", "torch._dynamo"])
 _STORE_TIMEOUT = timedelta(seconds=120)
 _MEMBERSHIP = "ntp/membership"
+_SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +48,8 @@ class Fault:
     slot: int
     moment: str
     step: int
-    by: signal.Signals = signal.SIGKILL
+    by: signal.Signals | None = signal.SIGKILL
+    """The signal; None: it hangs, with its heart beating."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +60,8 @@ class Rank:
     seat: Seat
     port: int
     faults: tuple[Fault, ...]
-    record: str
+    folder: str
+    beat_s: float
 
     @property
     def slot(self) -> int:
@@ -74,16 +80,24 @@ class Rank:
         """A connection for agreement, or for waiting for the next view."""
         return TorchStore(self.connect(_MEMBERSHIP))
 
+    def heart(self, moved: Callable[[], tuple[int, bool]]) -> Heart:
+        """What tells the supervisor that this rank lives; start it when the groups are attached."""
+        file = HeartbeatFile(Path(self.folder) / "heartbeats", len(self.first.seats))
+        return Heart(file, self.slot, every_s=self.beat_s, moved=moved)
+
     def write(self, rows: Sequence[Any]) -> None:
         """Add rows to the record that all ranks share; what is written stays, whatever happens to this process."""
-        with Path(self.record).open("ab", buffering=0) as record:
+        with (Path(self.folder) / "record").open("ab", buffering=0) as record:
             record.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
     def reached(self, moment: str, step: int) -> None:
         """Say where this rank is; if a fault was planned for it here, it strikes."""
         for fault in self.faults:
             if (fault.slot, fault.moment, fault.step) == (self.slot, moment, step) and not self.joining:
-                os.kill(os.getpid(), fault.by)
+                if fault.by is not None:
+                    os.kill(os.getpid(), fault.by)
+                while fault.by is None:
+                    time.sleep(3600)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -91,31 +105,41 @@ class _Running:
     process: Any
     results: connection.Connection
     seat: Seat
-    left_on_purpose: bool = False
 
 
 class Ranks:
     """So many ranks that play a function; a context manager."""
 
-    def __init__(self, count: int, play: Callable[[Rank], Any], *, faults: Sequence[Fault] = ()) -> None:
+    def __init__(
+        self,
+        count: int,
+        play: Callable[[Rank], Any],
+        *,
+        faults: Sequence[Fault] = (),
+        thresholds: Thresholds | None = None,
+    ) -> None:
         self._server = TCPStore("127.0.0.1", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
-        self._store = TorchStore(
-            PrefixStore(_MEMBERSHIP, TCPStore("127.0.0.1", self._server.port, None, False, _STORE_TIMEOUT))
-        )
+        client = TCPStore("127.0.0.1", self._server.port, None, False, _STORE_TIMEOUT)
         self.first = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"{slot}/0") for slot in range(count)))
-        self._play, self._faults = play, tuple(faults)
+        self._play, self._faults, self._thresholds = play, tuple(faults), thresholds or Thresholds()
+        self._folder = Path(tempfile.mkdtemp(prefix="ntp-ranks-", dir=_SHARED_MEMORY))
+        self._heartbeats = HeartbeatFile(self._folder / "heartbeats", count)
+        self._supervisor = Supervisor(
+            TorchStore(PrefixStore(_MEMBERSHIP, client)),
+            self.first,
+            self._heartbeats,
+            thresholds=self._thresholds,
+            told=self._told,
+        )
         self._running: dict[int, _Running] = {}
+        self._former: list[_Running] = []
         self._births = 0
-        self._lock = threading.Lock()
-        self._wake, self._waker = os.pipe()
-        handle, self._record = tempfile.mkstemp(prefix="ntp-record-")
-        os.close(handle)
-        self._ending = False
+        self.verdicts: dict[int, Verdict] = {}
+        """Slot -> what the supervisor said of its last process that was lost."""
+        self.deaths: dict[int, float] = {}
+        """Slot -> when it said so, on the monotonic clock."""
         self.rows: list[Any] = []
         """What the ranks wrote down, once all are ended."""
-        self.deaths: dict[int, float] = {}
-        """Slot -> when its process was seen to end, on the monotonic clock."""
-        self._supervisor = threading.Thread(target=self._supervise, name="ntp-supervisor")
 
     def __enter__(self) -> "Ranks":
         for seat in self.first.seats:
@@ -124,20 +148,19 @@ class Ranks:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        self._ending = True
-        os.write(self._waker, b"x")
-        self._supervisor.join()
-        os.close(self._wake)
-        os.close(self._waker)
-        left = [running for running in self._running.values() if running.process.is_alive()]
+        self._supervisor.stop()
+        everybody = [*self._running.values(), *self._former]
+        left = [running for running in everybody if running.process.is_alive()]
         for running in left:
             running.process.kill()
-        for running in self._running.values():
+        for running in everybody:
             running.process.join()
             running.results.close()
-        self.rows = [json.loads(line) for line in Path(self._record).read_text().splitlines()]
-        Path(self._record).unlink()
-        forgotten = [running.seat.slot for running in left if not running.left_on_purpose]
+        record = self._folder / "record"
+        self.rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+        self._heartbeats.close()
+        shutil.rmtree(self._folder)
+        forgotten = [running.seat.slot for running in left]
         assert kind is not None or not forgotten, f"slots {forgotten} were still running at the end"
 
     # ------------------------------------------------ what a test does to them
@@ -147,28 +170,32 @@ class Ranks:
         return self._signal(slot, signal.SIGKILL)
 
     def freeze(self, slot: int) -> float:
-        """SIGSTOP. Nobody notices by itself: see `declare_lost`."""
-        self._running[slot].left_on_purpose = True
+        """SIGSTOP."""
         return self._signal(slot, signal.SIGSTOP)
 
     def thaw(self, slot: int) -> float:
         """SIGCONT."""
         return self._signal(slot, signal.SIGCONT)
 
-    def declare_lost(self, slot: int) -> None:
-        """Create the view without a slot, as a detector would."""
-        self._publish_lost(slot)
-
     def start_again(self, slot: int) -> None:
         """A new process for the slot; it joins by itself. A frozen one that had the slot stays as it is."""
         self._births += 1
+        self.deaths.pop(slot, None)
         self._start(Seat(slot=slot, occupant=f"{slot}/{self._births}"))
 
-    def wait(self, timeout_s: float) -> dict[int, Any]:
+    def wait_for_death(self, slot: int, timeout_s: float = 30.0) -> float:
+        """Until the newest process of a slot is seen to have ended; returns when that was."""
+        deadline = time.monotonic() + timeout_s
+        while slot not in self.deaths:
+            assert time.monotonic() < deadline, f"slot {slot} is alive after {timeout_s} s"
+            time.sleep(0.001)
+        return self.deaths[slot]
+
+    def wait(self, timeout_s: float, *, but: Sequence[int] = ()) -> dict[int, Any]:
         """Slot -> what its newest process returned; those that were killed are absent. Raises what a rank raised."""
         deadline, results = time.monotonic() + timeout_s, {}
         for slot, running in sorted(self._running.items()):
-            if running.left_on_purpose:
+            if slot in but:
                 continue
             try:
                 if not running.results.poll(max(0.0, deadline - time.monotonic())):
@@ -186,50 +213,39 @@ class Ranks:
 
     def _start(self, seat: Seat) -> None:
         receiving, sending = _CONTEXT.Pipe(duplex=False)
-        rank = Rank(first=self.first, seat=seat, port=self._server.port, faults=self._faults, record=self._record)
+        rank = Rank(
+            first=self.first,
+            seat=seat,
+            port=self._server.port,
+            faults=self._faults,
+            folder=str(self._folder),
+            beat_s=self._thresholds.beat_s,
+        )
         process = _CONTEXT.Process(target=_run, args=(self._play, rank, sending), name=f"rank{seat.slot}")
         process.start()
+        assert process.pid is not None
         sending.close()
-        with self._lock:
-            old = self._running.get(seat.slot)
-            if old is not None and old.process.is_alive():
-                self._running[-1 - self._births] = old
-            elif old is not None:
-                old.results.close()
-            self._running[seat.slot] = _Running(process=process, results=receiving, seat=seat)
-        os.write(self._waker, b"x")
+        old = self._running.get(seat.slot)
+        if old is not None:
+            self._former.append(old)
+        self._running[seat.slot] = _Running(process=process, results=receiving, seat=seat)
+        self._supervisor.watch(seat, process.pid, functools.partial(_exit_code, process))
 
-    def _supervise(self) -> None:
-        seen: set[int] = set()
-        while not self._ending:
-            with self._lock:
-                living = {r.process.sentinel: r for r in self._running.values() if r.process.pid not in seen}
-            ended = connection.wait([*living, self._wake])
-            if self._wake in ended:
-                os.read(self._wake, 4096)
-            for sentinel in ended:
-                running = living.get(sentinel)
-                if running is None:
-                    continue
-                seen.add(running.process.pid)
-                self.deaths[running.seat.slot] = time.monotonic()
-                running.process.join()
-                if running.process.exitcode:
-                    self._publish_lost(running.seat.slot, running.seat)
-
-    def _publish_lost(self, slot: int, seat: Seat | None = None) -> None:
-        while True:
-            view = membership.newest_view(self._store.read, self.first)
-            if slot not in view.slots or (seat is not None and seat not in view.seats):
-                return
-            following = membership.without(view, [slot])
-            if self._store.create(membership.view_key(following.epoch), following.encode()) == following.encode():
-                return
+    def _told(self, seat: Seat, verdict: Verdict) -> None:
+        if verdict.kind in ("hung", "silent"):  # it would never find out by itself that it is out
+            self.kill(seat.slot)
+        self.verdicts[seat.slot] = verdict
+        self.deaths[seat.slot] = time.monotonic()
 
     def _signal(self, slot: int, number: signal.Signals) -> float:
         now = time.monotonic()
         os.kill(self._running[slot].process.pid, number)
         return now
+
+
+def _exit_code(process: Any) -> int:
+    process.join()
+    return int(process.exitcode)
 
 
 def _run(play: Callable[[Rank], Any], rank: Rank, results: connection.Connection) -> None:

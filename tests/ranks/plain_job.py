@@ -38,8 +38,11 @@ def loss_of(model):
     return loss
 
 
-def play(rank, steps=STEPS):
-    """Train; `rank.reached` is told of every moment at which a test may strike."""
+def play(rank, steps=STEPS, hold_at=()):
+    """Train; `rank.reached` is told of every moment at which a test may strike.
+
+    After each step in `hold_at` the ranks wait until all slots are members again: newcomers surely get in there.
+    """
     torch.manual_seed(0 if not rank.joining else 99)  # a newcomer's own weights must not matter
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
@@ -60,13 +63,19 @@ def play(rank, steps=STEPS):
     driver = Driver(agreement=agreement, watched=watched, groups=groups, trainer=job)
     attempts = record_samples(job, groups, rank)
     strike(job, driver, rank)
+    heart = rank.heart(groups.moved)
+    heart.start()
     driver.start()
     losses, done_at = {}, {}
     while job.applied < steps:
         loss = driver.carry_through(job.step)
         losses[job.applied], done_at[job.applied] = loss, time.monotonic()
         rank.reached("between", job.applied)
+        while job.applied in hold_at and len(job.members) < size:
+            time.sleep(0.001)
+            driver.carry_through(groups.check)
     driver.stop()
+    heart.stop()
     outcome = Outcome(
         losses=losses,
         weights=[parameter.detach().clone() for parameter in model.parameters()],

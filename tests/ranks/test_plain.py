@@ -1,11 +1,14 @@
 """Real ranks are killed; the job goes on and computes what it would have computed."""
 
 import functools
+import signal
 
 import pytest
 import torch
 
+from ntp_plugin.errors import Excluded
 from ntp_plugin.plain.data_parallel import DataParallel
+from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.testing.ranks import Fault, Ranks
 from tests.ranks.plain_job import PER_RANK, STEPS, play
 
@@ -71,6 +74,46 @@ def test_two_at_once_and_then_one_after_the_other_until_one_is_left():
     assert outcomes.keys() == {3}
     assert_same_training(outcomes, 4)
     assert_every_sample_once(outcomes, ranks.rows, 4)
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_a_killed_rank_comes_back_and_trains_on_with_the_others_state(slot):
+    fault = Fault(slot=slot, moment="vote", step=5)
+    with Ranks(4, functools.partial(play, hold_at=(10,)), faults=[fault]) as ranks:
+        ranks.wait_for_death(slot)
+        ranks.start_again(slot)
+        outcomes = ranks.wait(60)
+    assert outcomes.keys() == {0, 1, 2, 3}
+    assert {outcome.members for outcome in outcomes.values()} == {(0, 1, 2, 3)}
+    assert 6 <= min(outcomes[slot].losses) <= 11, (
+        "it joined after its death, and before the others went on from the hold"
+    )
+    assert_same_training(outcomes, 4)
+    assert_every_sample_once(outcomes, ranks.rows, 4)
+
+
+def test_a_frozen_rank_is_left_behind_and_fenced_when_it_thaws():
+    fault = Fault(slot=1, moment="reduce", step=7, by=signal.SIGSTOP)
+    with Ranks(4, play, faults=[fault]) as ranks:
+        outcomes = ranks.wait(60, but=[1])
+        assert ranks.verdicts[1].kind == "frozen"
+        ranks.thaw(1)
+        with pytest.raises(Excluded, match=r"slot 1 \(1/0\) is not in epoch 1: the others went on without it"):
+            ranks.wait(30, but=[0, 2, 3])
+    assert_same_training(outcomes, 4)
+    assert_every_sample_once(outcomes, ranks.rows, 4)
+
+
+@pytest.mark.parametrize("moment", ["between", "backward", "after vote"])
+def test_a_hung_rank_with_a_beating_heart_is_left_behind(moment):
+    """The others wait in a collective for it; a job with two replicas would wait for ever."""
+    fault = Fault(slot=1, moment=moment, step=7, by=None)
+    with Ranks(2, play, faults=[fault], thresholds=Thresholds(hung_s=0.5)) as ranks:
+        outcomes = ranks.wait(60)
+    assert outcomes.keys() == {0}
+    assert ranks.verdicts[1].kind == "hung"
+    assert_same_training(outcomes, 2)
+    assert_every_sample_once(outcomes, ranks.rows, 2)
 
 
 def test_the_twin_notices_a_wrong_gradient():

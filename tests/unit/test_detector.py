@@ -1,0 +1,79 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ntp_plugin.recovery.detector import Pulse, Thresholds, heard, verdicts
+
+LIMITS = Thresholds()
+
+
+def beating(at, *, moves=5, waiting=False, moved_at=None, **more):
+    moved_at = at if moved_at is None else moved_at
+    return Pulse(started_at=0.0, beat_at=at, moves=moves, moved_at=moved_at, waiting=waiting, **more)
+
+
+def kinds(pulses, now):
+    return {verdict.slot: verdict.kind for verdict in verdicts(pulses, LIMITS, now=now)}
+
+
+def test_an_ended_process_is_gone_at_once_unless_it_is_done():
+    pulses = {0: beating(10.0), 1: beating(10.0, ended=-9), 2: beating(10.0, ended=0)}
+    assert kinds(pulses, now=10.0) == {1: "ended"}
+
+
+@pytest.mark.parametrize(
+    ("silence", "stopped", "kind"),
+    [(0.29, True, None), (0.31, True, "frozen"), (4.9, False, None), (5.1, False, "silent")],
+)
+def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
+    found = kinds({0: beating(10.0, stopped=stopped), 1: beating(10.0 + silence)}, now=10.0 + silence)
+    assert found == ({0: kind} if kind else {})
+
+
+def test_a_stopped_process_that_beats_is_left_alone():
+    assert kinds({0: beating(10.0, stopped=True)}, now=10.1) == {}
+
+
+def test_the_one_that_all_others_wait_for_is_hung():
+    pulses = {slot: beating(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
+    found = verdicts(pulses, LIMITS, now=100.0)
+    assert [(verdict.slot, verdict.kind) for verdict in found] == [(2, "hung")]
+    assert found[0].reason == "it has not moved for 40.0 s while 3 others wait (limit 30.0 s)"
+
+
+def test_a_deadlock_of_the_job_has_no_culprit():
+    assert kinds({slot: beating(100.0, waiting=True, moved_at=60.0) for slot in range(4)}, now=100.0) == {}
+
+
+def test_a_long_computation_of_all_is_no_hang():
+    assert kinds({slot: beating(100.0, waiting=False, moved_at=60.0) for slot in range(4)}, now=100.0) == {}
+
+
+def test_while_somebody_moves_nobody_is_hung():
+    pulses = {slot: beating(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
+    pulses[3] = beating(100.0, waiting=True, moved_at=99.0)
+    assert kinds(pulses, now=100.0) == {}
+
+
+def test_those_who_wait_for_a_dead_rank_are_not_hung():
+    pulses = {0: beating(100.0, waiting=True, moved_at=60.0), 1: beating(60.0, moved_at=60.0)}
+    assert kinds(pulses, now=100.0) == {1: "silent"}
+
+
+def test_a_rank_that_has_never_beaten_is_starting():
+    assert kinds({0: Pulse(started_at=0.0)}, now=599.0) == {}
+    assert kinds({0: Pulse(started_at=0.0)}, now=601.0) == {0: "silent"}
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 0.25), st.booleans(), st.booleans()), min_size=1, max_size=60))
+def test_a_rank_that_beats_often_enough_is_never_gone(beats):
+    """Whatever it does in between, and whatever the system says of its process."""
+    now, pulse = 0.0, Pulse(started_at=0.0)
+    for pause, moves, stopped in beats:
+        now += pause
+        found = verdicts({0: pulse, 1: beating(now, waiting=False)}, LIMITS, now=now)
+        assert not found
+        pulse = heard(pulse, now=now, moves=pulse.moves + moves, waiting=False)
+        pulse = dataclasses.replace(pulse, stopped=stopped)
