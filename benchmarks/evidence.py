@@ -40,9 +40,15 @@ def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]
     for name in rows[0]:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in row.values()))
+        table.add_row(*(_cell(value) for value in row.values()))
     console.print(table)
     for name, value in more.items():
         console.print(f"{name}: {value}")
     console.print(f"{topic}: {'holds' if holds else 'DOES NOT HOLD'} ({path})")
     return 0 if holds else 1
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -17,15 +17,23 @@ assertions and are not in this tree.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 
 class NtpError(Exception):
-    """A failure that is explained: `what` happened and the `way_out`."""
+    """A failure that is explained: `what` happened and the `way_out`. A process that ends by it has the `exit_code`."""
+
+    exit_code: ClassVar[int] = 1
 
     def __init__(self, what: str, *, way_out: str = "") -> None:
         super().__init__(f"{what}. Way out: {way_out}." if way_out else f"{what}.")
         self.what = what
         self.way_out = way_out
+
+    @classmethod
+    def codes(cls) -> set[int]:
+        """The exit codes of all errors of ours."""
+        return {cls.exit_code}.union(*(kind.codes() for kind in cls.__subclasses__()))
 
     def __reduce__(self) -> tuple[Callable[..., "NtpError"], tuple[type["NtpError"], str, str]]:
         return _rebuilt, (type(self), self.what, self.way_out)
@@ -37,7 +45,9 @@ def _rebuilt(kind: type[NtpError], what: str, way_out: str) -> NtpError:
 
 
 class UserError(NtpError, ValueError):
-    """What the user asked for cannot be done as it stands; commands end with exit code 2."""
+    """What the user asked for cannot be done as it stands."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -51,9 +61,13 @@ class Refused(UserError):
 class BelowMinimum(Refused):
     """No replica is left that may train."""
 
+    exit_code = 3
+
 
 class StateLost(Refused):
     """Some piece of training state has no living holder and no copy."""
+
+    exit_code = 4
 
 
 class PeerLost(NtpError):
@@ -66,6 +80,8 @@ class AgreementError(NtpError):
 
 class Excluded(AgreementError):
     """The others went on without this process: it must end."""
+
+    exit_code = 5
 
 
 class PlansDiffer(AgreementError):

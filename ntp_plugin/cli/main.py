@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ntp_plugin import __version__
-from ntp_plugin.cli import plan
+from ntp_plugin.cli import plan, run
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import NtpError
 
@@ -21,8 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ntp_plugin {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_command(commands)
+    commands.add_parser("run", help="run a job as torchrun does, but let the others go on when a worker dies")
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        parsed, unknown = parser.parse_known_args(argv)
+        if words[:1] == ["run"]:  # the rest is torchrun's, and must not be looked at by our parser
+            return run.run(words[1:])
+        parsed, unknown = parser.parse_known_args(words)
         parsed.parser.refuse_unknown(unknown)
         code: int = parsed.run(parsed)
         sys.stdout.flush()

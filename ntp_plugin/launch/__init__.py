@@ -1,7 +1,5 @@
 """Who looks after the ranks of a host.
 
-    heartbeat.py    the file in shared memory through which ranks tell that they live and move
-    supervisor.py   watches processes and heartbeats, and publishes who is gone
-
-`ntp run`, which starts the ranks, is not built yet.
+supervisor.py   watches processes and heartbeats, and publishes who is gone
+agent.py        `ntp run`: torchrun's agent, but a dead worker does not end its siblings
 """

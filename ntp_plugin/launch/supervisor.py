@@ -16,8 +16,8 @@ from pathlib import Path
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import KeyStore
-from ntp_plugin.launch.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict, heard, verdicts
+from ntp_plugin.recovery.heartbeat import HeartbeatFile
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -1,5 +1,8 @@
 """From a death to the next step.
 
-trainer.py   what an adapter provides
-driver.py    the walk itself
+detector.py    PURE: who is gone, from signals to verdicts
+trainer.py     what an adapter provides
+driver.py      the walk itself
+heartbeat.py   how a rank tells its host's supervisor that it lives and moves
+place.py       where a process stands in its job, from its environment
 """

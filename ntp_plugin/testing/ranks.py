@@ -10,7 +10,6 @@ test says that it is left on purpose.
 """
 
 import dataclasses
-import functools
 import json
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,9 +29,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import TorchStore
-from ntp_plugin.launch.heartbeat import Heart, HeartbeatFile
 from ntp_plugin.launch.supervisor import Supervisor
 from ntp_plugin.recovery.detector import Thresholds, Verdict
+from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
@@ -105,6 +105,13 @@ class _Running:
     process: Any
     results: connection.Connection
     seat: Seat
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def exit_code(self) -> int:
+        """Wait for the end. One thread at a time: the exit code comes through a pipe, and can be read once."""
+        with self.lock:
+            self.process.join()
+            return int(self.process.exitcode)
 
 
 class Ranks:
@@ -154,7 +161,7 @@ class Ranks:
         for running in left:
             running.process.kill()
         for running in everybody:
-            running.process.join()
+            running.exit_code()
             running.results.close()
         record = self._folder / "record"
         self.rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
@@ -166,8 +173,10 @@ class Ranks:
     # ------------------------------------------------ what a test does to them
 
     def kill(self, slot: int) -> float:
-        """SIGKILL; returns when, on the monotonic clock."""
-        return self._signal(slot, signal.SIGKILL)
+        """SIGKILL, and wait for the end; returns when it was sent, on the monotonic clock."""
+        sent = self._signal(slot, signal.SIGKILL)
+        self._running[slot].exit_code()
+        return sent
 
     def freeze(self, slot: int) -> float:
         """SIGSTOP."""
@@ -191,6 +200,16 @@ class Ranks:
             time.sleep(0.001)
         return self.deaths[slot]
 
+    def wait_for_rows(self, count: int, first: Any, timeout_s: float = 30.0) -> None:
+        """Until the ranks have written so many rows that begin with `first`."""
+        deadline, record = time.monotonic() + timeout_s, self._folder / "record"
+        while True:
+            lines = record.read_bytes().splitlines() if record.exists() else []
+            if sum(json.loads(line)[0] == first for line in lines) >= count:
+                return
+            assert time.monotonic() < deadline, f"{count} rows of {first!r} were not written within {timeout_s} s"
+            time.sleep(0.002)
+
     def wait(self, timeout_s: float, *, but: Sequence[int] = ()) -> dict[int, Any]:
         """Slot -> what its newest process returned; those that were killed are absent. Raises what a rank raised."""
         deadline, results = time.monotonic() + timeout_s, {}
@@ -206,7 +225,7 @@ class Ranks:
             if isinstance(outcome, BaseException):
                 raise outcome
             results[slot] = outcome
-            running.process.join()
+            running.exit_code()
         return results
 
     # ------------------------------------------------ supervision
@@ -228,8 +247,8 @@ class Ranks:
         old = self._running.get(seat.slot)
         if old is not None:
             self._former.append(old)
-        self._running[seat.slot] = _Running(process=process, results=receiving, seat=seat)
-        self._supervisor.watch(seat, process.pid, functools.partial(_exit_code, process))
+        running = self._running[seat.slot] = _Running(process=process, results=receiving, seat=seat)
+        self._supervisor.watch(seat, process.pid, running.exit_code)
 
     def _told(self, seat: Seat, verdict: Verdict) -> None:
         if verdict.kind in ("hung", "silent"):  # it would never find out by itself that it is out
@@ -241,11 +260,6 @@ class Ranks:
         now = time.monotonic()
         os.kill(self._running[slot].process.pid, number)
         return now
-
-
-def _exit_code(process: Any) -> int:
-    process.join()
-    return int(process.exitcode)
 
 
 def _run(play: Callable[[Rank], Any], rank: Rank, results: connection.Connection) -> None:

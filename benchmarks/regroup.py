@@ -1,0 +1,244 @@
+"""From a fault to the first good collective, in real processes: what `make show-regroup` measures.
+
+    python -m benchmarks.regroup            8 ranks, every fault in every operation, 20 trials each, and torchrun beside
+    SCALE=ci python -m benchmarks.regroup   the slice for CI
+    SCALE=full ...                          4, 8 and 16 ranks
+
+Each trial starts its ranks, lets them loop over one operation in the world or in TP, DP and PP groups, strikes one of
+them at a random moment, and waits until every survivor has made a good collective in every group of its own, by the
+handles that it had from the start. The time is that of the last survivor. A survivor that is not back within ten
+seconds, or gets a wrong sum or a wrong size, is counted as stuck.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import evidence
+from benchmarks.torchrun_restart import restart_seconds
+from ntp_plugin.comm.agreement import Agreed, Agreement
+from ntp_plugin.comm.membership import Report
+from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.testing.ranks import Fault, Rank, Ranks
+
+SEED = 2510_00606
+THRESHOLDS = Thresholds(hung_s=0.5)
+PATIENCE_S = 10.0
+WORLD_AND_TP_DP_PP = 4
+
+FAULTS = ["sigkill", "sigstop", "hang"]
+REACH_S = {"sigkill": 0.3, "sigstop": THRESHOLDS.frozen_s + 0.2, "hang": THRESHOLDS.hung_s + 0.2}
+"""What the median has to reach; for SIGKILL it is 0.1 s on an idle machine, and eight ranks load two cores."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    fault: str
+    operation: str
+    ranks: int
+    trials: int
+
+
+def groups_of(ranks: int) -> list[list[int]]:
+    """TP pairs; DP strides in each half; PP pairs across the halves. The same list for every rank."""
+    half = ranks // 2
+    tp = [[slot, slot + 1] for slot in range(0, ranks, 2)]
+    dp = [list(range(start + parity, start + half, 2)) for start in (0, half) for parity in (0, 1)]
+    pp = [[slot, slot + half] for slot in range(half)]
+    return [*tp, *(group for group in dp if group), *pp]
+
+
+class Stateless:
+    """A trainer with nothing to train: what remains is the recovery itself."""
+
+    def report(self) -> Report:
+        return Report(applied=0, oldest=0)
+
+    def plan(self, agreed: Agreed) -> str:
+        return str(agreed.view.epoch)
+
+    def stand_on(self, agreed: Agreed) -> None:
+        pass
+
+
+class Looper:
+    """One rank that loops over one operation, in the world or in its own TP, DP and PP groups."""
+
+    def __init__(self, rank: Rank) -> None:
+        size = len(rank.first.seats)
+        store, watched, rendezvous = rank.membership_store(), rank.membership_store(), rank.connect("c10d")
+        self.groups = ElasticGroups(rank.slot)
+        self.groups.attach()
+        dist.init_process_group("gloo", store=rendezvous, rank=rank.slot, world_size=size, timeout=timedelta(minutes=1))
+        self.own: list[tuple[dist.ProcessGroup, list[int]]] = []
+        for slots in groups_of(size):
+            handle = dist.new_group(slots)
+            if not isinstance(handle, int):
+                self.own.append((handle, slots))
+        agreement = Agreement.founding(store, rank.first, rank.seat)
+        self.driver = Driver(agreement=agreement, watched=watched, groups=self.groups, trainer=Stateless())
+        self._heart = rank.heart(self.groups.moved)
+        self._heart.start()
+        self.driver.start()
+
+    def end(self) -> None:
+        self.driver.stop()
+        self._heart.stop()
+        self.groups.detach()
+
+    def check_all(self) -> list[str]:
+        """One all-reduce in every group; what is wrong with it."""
+        wrong = []
+        for handle, slots in [(dist.group.WORLD, list(self.groups.members)), *self.own]:
+            expected = [slot for slot in self.groups.members if slot in slots]
+            total = torch.full((1,), float(self.groups.slot))
+            dist.all_reduce(total, group=handle)
+            if (int(total), dist.get_world_size(handle)) != (sum(expected), len(expected)):
+                wrong.append(f"{expected}: sum {int(total)}, size {dist.get_world_size(handle)}")
+        return wrong
+
+    def reduce_small(self) -> None:
+        dist.all_reduce(torch.ones(1024))
+
+    def reduce_large(self) -> None:
+        dist.all_reduce(torch.ones(4_000_000))
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def pass_round(self) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if size > 1:
+            sent, got = torch.ones(1024), torch.empty(1024)
+            works = [dist.isend(sent, (rank + 1) % size), dist.irecv(got, (rank - 1) % size)]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+    def reduce_subgroups(self) -> None:
+        for handle, _ in self.own:
+            dist.all_reduce(torch.ones(64), group=handle)
+
+    def compute_between(self) -> None:
+        time.sleep(0.05)
+        dist.all_reduce(torch.ones(8))
+
+
+OPERATIONS = {
+    "all-reduce small": Looper.reduce_small,
+    "all-reduce large": Looper.reduce_large,
+    "barrier": Looper.barrier,
+    "p2p": Looper.pass_round,
+    "subgroup": Looper.reduce_subgroups,
+    "out of collective": Looper.compute_between,
+    "during recovery": Looper.reduce_small,
+}
+
+
+def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
+    """Loop until as many losses were survived; when good collectives were done in all groups, and what was wrong."""
+    looper = Looper(rank)
+    operate = functools.partial(OPERATIONS[operation], looper)
+    looper.driver.carry_through(looper.check_all)
+    rank.write([["ready", rank.slot]])
+    count = 0
+    while len(rank.first.seats) - len(looper.groups.members) < losses:
+        count += 1
+        if any(fault.slot == rank.slot and fault.step == count for fault in rank.faults):
+            rank.write([["struck", time.monotonic()]])
+        rank.reached("loop", count)
+        looper.driver.carry_through(operate)
+    wrong = looper.driver.carry_through(looper.check_all)
+    done = time.monotonic()
+    looper.end()
+    return {"done": done, "wrong": wrong}
+
+
+def trial(case: Case, chance: random.Random) -> tuple[float | None, str]:
+    """Seconds from the fault to the last survivor's good collectives, or None and why."""
+    losses = 2 if case.operation == "during recovery" else 1
+    victim, second = chance.sample(range(case.ranks), 2)
+    faults = [Fault(slot=victim, moment="loop", step=chance.randrange(5, 40), by=None)] if case.fault == "hang" else []
+    player = functools.partial(play, operation=case.operation, losses=losses)
+    try:
+        with Ranks(case.ranks, player, faults=faults, thresholds=THRESHOLDS) as ranks:
+            ranks.wait_for_rows(case.ranks, "ready")
+            struck = 0.0
+            if case.fault != "hang":
+                time.sleep(chance.uniform(0.02, 0.2))
+                struck = ranks.kill(victim) if case.fault == "sigkill" else ranks.freeze(victim)
+            if losses == 2:
+                ranks.wait_for_death(victim, PATIENCE_S)
+                struck = ranks.kill(second)
+            away = [victim, second][:losses]
+            outcomes = ranks.wait(PATIENCE_S, but=away)
+            if case.fault == "sigstop":
+                ranks.kill(victim)
+    except (AssertionError, RuntimeError, TimeoutError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    if case.fault == "hang" and losses == 1:
+        struck = next(row[1] for row in ranks.rows if row[0] == "struck")
+    wrong = [text for outcome in outcomes.values() for text in outcome["wrong"]]
+    if wrong or len(outcomes) != case.ranks - losses:
+        return None, "; ".join(wrong) or f"{len(outcomes)} survivors of {case.ranks - losses}"
+    return max(outcome["done"] for outcome in outcomes.values()) - struck, ""
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One row."""
+    chance = random.Random(f"{SEED} {case}")
+    results = [trial(case, chance) for _ in range(case.trials)]
+    seconds = sorted(taken for taken, _ in results if taken is not None)
+    for _, why in results:
+        if why:
+            print(f"stuck: {case}: {why}", file=sys.stderr)
+    return {
+        "fault": case.fault,
+        "operation": case.operation,
+        "ranks": case.ranks,
+        "groups": WORLD_AND_TP_DP_PP,
+        "trials": case.trials,
+        "p50_s": statistics.median(seconds) if seconds else math.inf,
+        "p99_s": seconds[min(len(seconds) - 1, math.ceil(0.99 * len(seconds)) - 1)] if seconds else math.inf,
+        "stuck": len(results) - len(seconds),
+    }
+
+
+def cases(scale: str) -> list[Case]:
+    sizes, trials = {"ci": ([4], 2), "": ([8], 20), "full": ([4, 8, 16], 20)}[scale]
+    return [
+        Case(fault=fault, operation=operation, ranks=ranks, trials=trials)
+        for ranks in sizes
+        for fault in FAULTS
+        for operation in OPERATIONS
+    ]
+
+
+def main(scale: str) -> int:
+    rows: Sequence[dict[str, Any]] = [measure(case) for case in cases(scale)]
+    ranks = max(row["ranks"] for row in rows)
+    restart = restart_seconds(ranks, trials=1 if scale == "ci" else 5)
+    holds = all(not row["stuck"] and row["p50_s"] <= reach(row) for row in rows)
+    return evidence.show("regroup", holds=holds, seed=SEED, rows=rows, torchrun_s=restart, scale=scale or "default")
+
+
+def reach(row: dict[str, Any]) -> float:
+    """What the median has to reach; a second death in the edit of the groups is noticed after the edit's time limit."""
+    return REACH_S[row["fault"]] + (2.0 if row["operation"] == "during recovery" else 0.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ.get("SCALE", "")))

@@ -1,0 +1,64 @@
+"""Where a process stands in its job, as `ntp run` tells it through its environment."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ntp_plugin.comm.membership import Seat, View
+from ntp_plugin.errors import ConfigError
+
+MEMBERSHIP = "ntp/membership"
+"""The corner of the store in which agreement happens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a process stands in its job: read once, at start."""
+
+    slot: int
+    slots: int
+    occupant: str
+    store_host: str
+    store_port: int
+    heartbeats: Path
+    beat_s: float
+
+    @property
+    def seat(self) -> Seat:
+        return Seat(slot=self.slot, occupant=self.occupant)
+
+    @property
+    def first_view(self) -> View:
+        """Everybody, as the job was started."""
+        return first_view(self.slots)
+
+    @property
+    def joining(self) -> bool:
+        """Whether this process takes the place of one that was lost."""
+        return self.seat not in self.first_view.seats
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> "Place":
+        """From the environment that `ntp run` made."""
+        if "NTP_HEARTBEATS" not in environment:
+            raise ConfigError("this process was not started by `ntp run`", way_out="ntp run takes torchrun's flags")
+        return cls(
+            slot=int(environment["RANK"]),
+            slots=int(environment["WORLD_SIZE"]),
+            occupant=environment.get("NTP_OCCUPANT", founding_occupant(int(environment["RANK"]))),
+            store_host=environment["MASTER_ADDR"],
+            store_port=int(environment["MASTER_PORT"]),
+            heartbeats=Path(environment["NTP_HEARTBEATS"]),
+            beat_s=float(environment["NTP_BEAT_S"]),
+        )
+
+
+def founding_occupant(slot: int) -> str:
+    """The process that has a slot from the start."""
+    return f"{slot}/0"
+
+
+def first_view(slots: int) -> View:
+    """Everybody, as a job of so many slots is started."""
+    return View(epoch=0, seats=tuple(Seat(slot=slot, occupant=founding_occupant(slot)) for slot in range(slots)))
