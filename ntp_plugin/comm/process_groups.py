@@ -72,6 +72,9 @@ class ElasticGroups:
         self.slot = slot
         self.epoch = 0
         self.members: tuple[int, ...] = ()
+        self.replaced = 0
+        """Inner backends that were replaced because they held a lost operation. torch keeps each old one, with its
+        three threads and four descriptors, until its group is destroyed."""
         self._joining = joining
         self._broken_for = 0
         self._groups: list[_Group] = []
@@ -191,6 +194,7 @@ class ElasticGroups:
         return self.members.index(slot)
 
     def _make_fresh(self, group: _Group) -> None:
+        self.replaced += 1
         group.generation += 1
         handle, name = group.handle, group.handle.group_name
         rank, size = group.members.index(self.slot), len(group.members)
