@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test check bench-planning show-planning clean
+.PHONY: demo test check bench-planning show-planning show-regroup soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -24,6 +24,12 @@ bench-planning: $(READY)
 
 show-planning: $(READY)
 	$(PY) -m benchmarks.planning --show
+
+show-regroup: $(READY)  # SCALE=ci for a minute's slice, SCALE=full for 4, 8 and 16 ranks
+	$(PY) -m benchmarks.regroup
+
+soak-cycles: $(READY)
+	CYCLES=500 $(PY) -m pytest tests/ranks/test_endurance.py -k leave_nothing_behind
 
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

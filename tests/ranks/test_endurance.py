@@ -72,16 +72,15 @@ def test_deaths_and_returns_leave_nothing_behind():
 
 
 def test_no_rank_is_suspected_on_a_machine_that_is_far_too_busy():
-    """Eight ranks and six processes that only burn time share the cores; no threshold is stretched for it."""
-    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
+    """Four ranks and three busy processes to a core; no threshold is stretched for it."""
+    cores = os.cpu_count() or 1
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * cores)]
     try:
-        with Ranks(8, functools.partial(play, steps=60)) as ranks:
+        with Ranks(4 * cores, functools.partial(play, steps=60)) as ranks:
             outcomes = ranks.wait(240)
     finally:
         for burner in burners:
             burner.kill()
             burner.wait()
-    assert len(outcomes) == 8
+    assert len(outcomes) == 4 * cores
     assert not ranks.verdicts
-    started = min(time for outcome in outcomes.values() for time in outcome.done_at.values())
-    assert max(time for outcome in outcomes.values() for time in outcome.done_at.values()) - started > 2

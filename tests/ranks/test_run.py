@@ -54,7 +54,7 @@ def test_a_killed_worker_is_started_anew_and_the_result_is_that_of_an_undisturbe
     loss, weights, members = last_line(said)
     assert members == "(0, 1, 2)"
 
-    job = Job(tmp_path, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="60", PAUSE_S="0.3")
+    job = Job(tmp_path, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="60", PAUSE_S="0.5")
     os.kill(int(job.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
     code, said = job.end()
     assert code == 0
