@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,11 +26,10 @@ import torch.distributed as dist
 
 from benchmarks import evidence
 from benchmarks.torchrun_restart import restart_seconds
-from ntp_plugin.comm.agreement import Agreed, Agreement
+from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
-from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.recovery.detector import Thresholds
-from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.testing.ranks import Fault, Rank, Ranks
 
 SEED = 2510_00606
@@ -85,27 +83,19 @@ class Looper:
     """One rank that loops over one operation, in the world or in its own TP, DP and PP groups."""
 
     def __init__(self, rank: Rank) -> None:
-        size = len(rank.first.seats)
-        store, watched, rendezvous = rank.membership_store(), rank.membership_store(), rank.connect("c10d")
-        self.groups = ElasticGroups(rank.slot)
-        self.groups.attach()
-        dist.init_process_group("gloo", store=rendezvous, rank=rank.slot, world_size=size, timeout=timedelta(minutes=1))
+        self._rank = ElasticRank(rank.place)
+        self.groups = self._rank.groups
         self.own: list[tuple[dist.ProcessGroup, list[int]]] = []
-        for slots in groups_of(size):
+        for slots in groups_of(len(rank.first.seats)):
             handle = dist.new_group(slots)
             if not isinstance(handle, int):
                 self.own.append((handle, slots))
-        agreement = Agreement.founding(store, rank.first, rank.seat)
         self.trainer = Stateless(self)
-        self.driver = Driver(agreement=agreement, watched=watched, groups=self.groups, trainer=self.trainer)
-        self._heart = rank.heart(self.groups.moved)
-        self._heart.start()
-        self.driver.start()
+        self.driver = self._rank.drive(self.trainer)
+        self._rank.start()
 
     def end(self) -> None:
-        self.driver.stop()
-        self._heart.stop()
-        self.groups.detach()
+        self._rank.leave()
 
     def check_all(self) -> list[str]:
         """One all-reduce in every group; what is wrong with it."""

@@ -31,13 +31,13 @@ from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.launch.supervisor import Supervisor
 from ntp_plugin.recovery.detector import Thresholds, Verdict
-from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
+from ntp_plugin.recovery.heartbeat import HeartbeatFile
+from ntp_plugin.recovery.place import MEMBERSHIP, Place, first_view
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
-_CONTEXT.set_forkserver_preload(["ntp_plugin.testing.ranks", "ntp_plugin.comm.process_groups", "torch._dynamo"])
+_CONTEXT.set_forkserver_preload(["ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo"])
 _STORE_TIMEOUT = timedelta(seconds=120)
-_MEMBERSHIP = "ntp/membership"
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
@@ -71,19 +71,17 @@ class Rank:
     def joining(self) -> bool:
         return self.seat not in self.first.seats
 
-    def connect(self, prefix: str) -> Any:
-        """A connection of its own to the store; open all of them at start."""
-        client = TCPStore("127.0.0.1", self.port, None, False, _STORE_TIMEOUT)
-        return PrefixStore(prefix, client)
-
-    def membership_store(self) -> TorchStore:
-        """A connection for agreement, or for waiting for the next view."""
-        return TorchStore(self.connect(_MEMBERSHIP))
-
-    def heart(self, moved: Callable[[], tuple[int, bool]]) -> Heart:
-        """What tells the supervisor that this rank lives; start it when the groups are attached."""
-        file = HeartbeatFile(Path(self.folder) / "heartbeats", len(self.first.seats))
-        return Heart(file, self.slot, every_s=self.beat_s, moved=moved)
+    @property
+    def place(self) -> Place:
+        return Place(
+            slot=self.slot,
+            slots=len(self.first.seats),
+            occupant=self.seat.occupant,
+            store_host="127.0.0.1",
+            store_port=self.port,
+            heartbeats=Path(self.folder) / "heartbeats",
+            beat_s=self.beat_s,
+        )
 
     def write(self, rows: Sequence[Any]) -> None:
         """Add rows to the record that all ranks share; what is written stays, whatever happens to this process."""
@@ -127,12 +125,12 @@ class Ranks:
     ) -> None:
         self._server = TCPStore("127.0.0.1", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
         client = TCPStore("127.0.0.1", self._server.port, None, False, _STORE_TIMEOUT)
-        self.first = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"{slot}/0") for slot in range(count)))
+        self.first = first_view(count)
         self._play, self._faults, self._thresholds = play, tuple(faults), thresholds or Thresholds()
         self._folder = Path(tempfile.mkdtemp(prefix="ntp-ranks-", dir=_SHARED_MEMORY))
         self._heartbeats = HeartbeatFile(self._folder / "heartbeats", count)
         self._supervisor = Supervisor(
-            TorchStore(PrefixStore(_MEMBERSHIP, client)),
+            TorchStore(PrefixStore(MEMBERSHIP, client)),
             self.first,
             self._heartbeats,
             thresholds=self._thresholds,
@@ -222,10 +220,10 @@ class Ranks:
                 outcome = pickle.loads(running.results.recv_bytes())
             except EOFError:
                 continue
+            running.exit_code()  # it has sent its last word, and ends
             if isinstance(outcome, BaseException):
                 raise outcome
             results[slot] = outcome
-            running.exit_code()
         return results
 
     # ------------------------------------------------ supervision

@@ -2,15 +2,11 @@
 
 import dataclasses
 import time
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
-from ntp_plugin.comm.agreement import Agreement
-from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.plain.data_parallel import DataParallel
-from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.recovery.rank import ElasticRank
 
 STEPS, PER_RANK = 20, 4
 
@@ -47,25 +43,15 @@ def play(rank, steps=STEPS, hold_at=()):
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
     size = len(rank.first.seats)
-    store, watched, rendezvous = rank.membership_store(), rank.membership_store(), rank.connect("c10d")
-
-    groups = ElasticGroups(rank.slot, joining=rank.joining)
-    groups.attach()
-    dist.init_process_group("gloo", store=rendezvous, rank=rank.slot, world_size=size, timeout=timedelta(seconds=60))
+    elastic = ElasticRank(rank.place)
+    groups = elastic.groups
     job = DataParallel(
         model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=PER_RANK, newcomer=rank.joining
     )
-    agreement = (
-        Agreement.joining(store, rank.first, rank.seat)
-        if rank.joining
-        else Agreement.founding(store, rank.first, rank.seat)
-    )
-    driver = Driver(agreement=agreement, watched=watched, groups=groups, trainer=job)
+    driver = elastic.drive(job)
     attempts = record_samples(job, groups, rank)
     strike(job, driver, rank)
-    heart = rank.heart(groups.moved)
-    heart.start()
-    driver.start()
+    elastic.start()
     losses, done_at = {}, {}
     while job.applied < steps:
         loss = driver.carry_through(job.step)
@@ -74,8 +60,6 @@ def play(rank, steps=STEPS, hold_at=()):
         while job.applied in hold_at and len(job.members) < size:
             time.sleep(0.001)
             driver.carry_through(groups.check)
-    driver.stop()
-    heart.stop()
     outcome = Outcome(
         losses=losses,
         weights=[parameter.detach().clone() for parameter in model.parameters()],
@@ -83,7 +67,7 @@ def play(rank, steps=STEPS, hold_at=()):
         attempts={step: attempts[step] for step in range(1, steps + 1) if step in attempts},
         done_at=done_at,
     )
-    groups.detach()
+    elastic.leave()
     return outcome
 
 

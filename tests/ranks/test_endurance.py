@@ -4,16 +4,12 @@ import functools
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from ntp_plugin.comm.agreement import Agreement
-from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.plain.data_parallel import DataParallel
-from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.testing.ranks import Ranks
 from tests.ranks.plain_job import loss_of, play
 
@@ -27,15 +23,11 @@ def train_for_ever(rank):
     model = torch.nn.Linear(8, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     size = len(rank.first.seats)
-    store, watched, rendezvous = rank.membership_store(), rank.membership_store(), rank.connect("c10d")
-    groups = ElasticGroups(rank.slot, joining=rank.joining)
-    groups.attach()
-    dist.init_process_group("gloo", store=rendezvous, rank=rank.slot, world_size=size, timeout=timedelta(seconds=60))
+    elastic = ElasticRank(rank.place)
+    groups = elastic.groups
     job = DataParallel(model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=1, newcomer=rank.joining)
-    joined = Agreement.joining if rank.joining else Agreement.founding
-    driver = Driver(agreement=joined(store, rank.first, rank.seat), watched=watched, groups=groups, trainer=job)
-    rank.heart(groups.moved).start()
-    driver.start()
+    driver = elastic.drive(job)
+    elastic.start()
     told = -1
     while True:
         driver.carry_through(job.step)

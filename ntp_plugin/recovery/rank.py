@@ -1,0 +1,60 @@
+"""This process in its job: connections opened, groups attached, a driver for its trainer, and a heart.
+
+rank = ElasticRank(Place.read())
+driver = rank.drive(trainer)        # the trainer may need rank.groups
+rank.start()
+... driver.carry_through(step) ...
+rank.leave()
+"""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from ntp_plugin.comm.agreement import Agreement
+from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
+from ntp_plugin.recovery.place import MEMBERSHIP, Place
+from ntp_plugin.recovery.trainer import Trainer
+
+
+class ElasticRank:
+    """What every elastic process has, whatever it trains."""
+
+    def __init__(self, place: Place, *, timeout: timedelta = timedelta(minutes=30)) -> None:
+        """`timeout` is torch's own, of the world and of groups made from it."""
+        self.place = place
+        # One connection for each use, all opened now and none while recovering.
+        stores = [TCPStore(place.store_host, place.store_port, None, False) for _ in range(3)]
+        self._agreeing, self._watched = (TorchStore(PrefixStore(MEMBERSHIP, store)) for store in stores[:2])
+        self.groups = ElasticGroups(place.slot, joining=place.joining)
+        self.groups.attach()
+        rendezvous = PrefixStore("ntp/c10d", stores[2])
+        dist.init_process_group("gloo", store=rendezvous, rank=place.slot, world_size=place.slots, timeout=timeout)
+        heartbeats = HeartbeatFile(place.heartbeats, place.slots)
+        self._heart = Heart(heartbeats, place.slot, every_s=place.beat_s, moved=self.groups.moved)
+        self._driver: Driver | None = None
+
+    def drive(self, trainer: Trainer) -> Driver:
+        """The driver for a trainer; a newcomer announces itself here, so do it when all is ready."""
+        place = self.place
+        joined = Agreement.joining if place.joining else Agreement.founding
+        agreement = joined(self._agreeing, place.first_view, place.seat)
+        self._driver = Driver(agreement=agreement, watched=self._watched, groups=self.groups, trainer=trainer)
+        return self._driver
+
+    def start(self) -> None:
+        """Begin to beat and to watch; a newcomer comes in."""
+        assert self._driver is not None, "there is a trainer to drive"
+        self._heart.start()
+        self._driver.start()
+
+    def leave(self) -> None:
+        """End the threads, and leave torch as it was."""
+        if self._driver is not None:
+            self._driver.stop()
+        self._heart.stop()
+        self.groups.detach()
