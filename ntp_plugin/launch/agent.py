@@ -96,7 +96,8 @@ class TolerantAgent(LocalElasticAgent):
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
             )
-        TolerantAgent.worst_code = max((code for code in codes if code in NtpError.codes()), default=1)
+        ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed
+        TolerantAgent.worst_code = max((code for code in codes if code in ours), default=1)
         failures = {
             worker.global_rank: ProcessFailure(
                 local_rank=worker.local_rank,
