@@ -5,5 +5,7 @@ store.py            the small store that the protocol needs, on torch's TCPStore
 agreement.py        the protocol on a live store
 sockets.py          the sockets that a group opened, found again and shut from outside
 waits.py            waits that a break-out can end
+helpers.py          threads that wait in the place of the main thread, and may be left behind
+meeting_store.py    the store through which a group's members find each other
 process_groups.py   groups that are edited in place
 """

@@ -12,7 +12,8 @@ and holds those of them that are in the view. `torch`'s own table of ranks is me
 
 Gloo can lose a send or receive that stands in a broken connection: nobody ever ends it, and it keeps one of the
 group's two worker threads until its time limit. A group with such an operation gets a fresh inner backend before the
-edit; its peers see only another handle.
+edit; its peers see only another handle. So does a group whose edit was left behind: a member that waits for the
+connection of a peer that has just died would wait for five time limits, and nothing in gloo can end that.
 
 Not built yet: NCCL behind the same interface, and device meshes.
 """
@@ -29,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ReconfigureOptions, Work
 
+from ntp_plugin.comm.meeting_store import MeetingStore
 from ntp_plugin.comm.sockets import SocketId, connected_since, open_sockets, shut
 from ntp_plugin.comm.waits import GRACE_S, BreakableWaits
 from ntp_plugin.errors import PeerLost, Refused
@@ -59,9 +61,11 @@ class _Group:
     sockets: frozenset[SocketId]
     running: dict[int, Work] = dataclasses.field(default_factory=dict)
     generation: int = 0
+    half_edited: bool = False
+    """An edit was left behind, and a thread may still be in it."""
 
     def busy(self) -> bool:
-        return any(not work.is_completed() for work in list(self.running.values()))
+        return self.half_edited or any(not work.is_completed() for work in list(self.running.values()))
 
 
 class ElasticGroups:
@@ -81,6 +85,8 @@ class ElasticGroups:
         self._waits = BreakableWaits()
         self._lock = threading.Lock()
         self._make_group: Any = None
+        self._meeting: MeetingStore | None = None
+        """Kept, because torch's side of a store does not keep Python's."""
 
     # ------------------------------------------------ seeing groups being made
 
@@ -101,11 +107,15 @@ class ElasticGroups:
         self._groups.clear()
         self._waits.detach()
 
-    def _make_and_remember(self, size: int, rank: int | None, ranks: list[int], *args: Any, **options: Any) -> Any:
+    def _make_and_remember(
+        self, size: int, rank: int | None, ranks: list[int], kind: Any, store: Any, *args: Any, **options: Any
+    ) -> Any:
         if self._joining:  # a newcomer's groups stay unconnected until it is regrouped with the others
             options["enable_reconfigure"] = True
         before = open_sockets()
-        handle, store = self._make_group(size, rank, ranks, *args, **options)
+        if not ranks:  # the world; torch makes the stores of all other groups from its store
+            store = self._meeting = MeetingStore(store, self.check)
+        handle, store = self._make_group(size, rank, ranks, kind, store, *args, **options)
         if handle is not dist.GroupMember.NON_GROUP_MEMBER:
             if not ranks:
                 self.members = tuple(range(size))
@@ -171,19 +181,22 @@ class ElasticGroups:
         ranks = {slot: rank for rank, slot in enumerate(members)}
         with self._lock:
             self.epoch, self.members = epoch, members
-        for group in self._groups:
-            group.members = tuple(slot for slot in group.slots if slot in ranks)
-            before = open_sockets()
-            options = ReconfigureOptions()
-            options.uuid = epoch
-            options.handles = [offers[slot][group.handle.group_name] for slot in group.members]
-            options.timeout = timedelta(seconds=timeout_s)
-            group.backend.reconfigure(options)
-            group.sockets = connected_since(before)
-            c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
-        with self._lock:
             if self._broken_for <= epoch:
                 self._waits.end_break_out()
+        for group in self._groups:
+            group.members = tuple(slot for slot in group.slots if slot in ranks)
+            handles = [offers[slot][group.handle.group_name] for slot in group.members]
+            self._edit(group, handles, timeout_s)
+            c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
+
+    def _edit(self, group: _Group, handles: list[str], timeout_s: float) -> None:
+        options = ReconfigureOptions()
+        options.uuid, options.handles, options.timeout = self.epoch, handles, timedelta(seconds=timeout_s)
+        before = open_sockets()
+        group.half_edited = True
+        self._waits.beside(lambda: group.backend.reconfigure(options))
+        group.half_edited = False
+        group.sockets = connected_since(before)
 
     def moved(self) -> tuple[int, bool]:
         """How often this process entered and left a wait for others, and whether it stands in one."""
@@ -208,4 +221,4 @@ class ElasticGroups:
         handle._set_default_backend(kind)
         handle._set_group_name(name)
         handle._set_group_desc(description)
-        group.backend = backend
+        group.backend, group.half_edited = backend, False
