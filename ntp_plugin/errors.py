@@ -6,6 +6,7 @@
     │   └── Refused               well-formed, but impossible
     │       ├── BelowMinimum      no replica is left that may train
     │       └── StateLost         no living holder and no copy of some piece of state
+    ├── StoreLost                 the job's store does not answer
     ├── PeerLost                  a collective was left because the membership changes; recovery follows
     └── AgreementError            the members could not come to one mind
         ├── Excluded              the others went on without this process: it must end
@@ -68,6 +69,12 @@ class StateLost(Refused):
     """Some piece of training state has no living holder and no copy."""
 
     exit_code = 4
+
+
+class StoreLost(NtpError):
+    """The job's store does not answer: its host is lost, or this one is cut off."""
+
+    exit_code = 6
 
 
 class PeerLost(NtpError):

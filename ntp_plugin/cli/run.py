@@ -3,9 +3,12 @@
 Everything that is not a flag of ours goes to torchrun as it is.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.recovery.detector import Thresholds
 
 
 def run(words: Sequence[str]) -> int:
@@ -19,7 +22,43 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--ntp-respawn", type=int, default=0, metavar="N", help="how many lost workers to start anew, in all"
     )
+    parser.add_argument(
+        "--ntp-spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many processes to keep warm, with their imports done; raises --ntp-respawn to at least N",
+    )
+    parser.add_argument(
+        "--ntp-thresholds",
+        default="",
+        metavar="NAME=S,...",
+        help=f"when a rank or a host is taken for lost, in seconds (defaults: {_defaults()})",
+    )
     said, rest = parser.parse_known_args(list(words))
+    for flag in ("respawn", "spares"):
+        if (number := getattr(said, f"ntp_{flag}")) < 0:
+            raise ConfigError(f"--ntp-{flag} = {number} must be 0 or more")
+    thresholds = _thresholds(said.ntp_thresholds)
     from ntp_plugin.launch import agent  # noqa: PLC0415  (brings torch, which no other command needs)
 
-    return agent.run(rest, agent.RunPolicy(respawn=said.ntp_respawn))
+    respawn = max(said.ntp_respawn, said.ntp_spares)
+    return agent.run(rest, agent.RunPolicy(respawn=respawn, spares=said.ntp_spares, thresholds=thresholds))
+
+
+def _defaults() -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in dataclasses.asdict(Thresholds()).items())
+
+
+def _thresholds(words: str) -> Thresholds:
+    known = dataclasses.asdict(Thresholds())
+    given: dict[str, float] = {}
+    for word in filter(None, words.split(",")):
+        name, _, value = word.partition("=")
+        if name not in known:
+            raise ConfigError(f"--ntp-thresholds: {name} is not known", way_out=f"known are {', '.join(known)}")
+        try:
+            given[name] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--ntp-thresholds: {name} = {value!r} is not a number of seconds") from error
+    return Thresholds(**given)

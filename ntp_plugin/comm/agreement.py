@@ -6,7 +6,7 @@ agreement; a member that is merely slow is left to the detector, which puts it i
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
@@ -24,6 +24,17 @@ class Agreed:
     view: View
     reports: Mapping[int, Report]
     decision: Decision
+
+
+def publish_lost(store: KeyStore, since: View, seats: Collection[Seat]) -> View:
+    """Make sure that none of the seats is in the newest view, which follows `since`; returns it."""
+    while True:
+        view = membership.newest_view(store.read, since)
+        lost = [seat.slot for seat in view.seats if seat in seats]
+        if not lost:
+            return view
+        following = membership.without(view, lost)
+        store.create(membership.view_key(following.epoch), following.encode())
 
 
 class Agreement:

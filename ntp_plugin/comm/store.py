@@ -4,11 +4,16 @@ Connections are opened at start and never while recovering: opening one takes a 
 seconds just when names are in trouble. A store object is one connection and serves one thread.
 """
 
-from collections.abc import Sequence
-from datetime import timedelta
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
+
+from ntp_plugin.errors import StoreLost
 
 
 class KeyStore(Protocol):
@@ -25,22 +30,44 @@ class KeyStore(Protocol):
 
 
 class TorchStore:
-    """A `KeyStore` on one connection of a torch store."""
+    """A `KeyStore` on one connection of a torch store; raises `StoreLost` when the connection breaks."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def read(self, key: str) -> str | None:
-        if not self._store.check([key]):
-            return None
-        return str(self._store.get(key).decode())
+        with _answered():
+            return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def create(self, key: str, value: str) -> str:
-        return str(self._store.compare_set(key, "", value).decode())
+        with _answered():
+            return str(self._store.compare_set(key, "", value).decode())
 
     def present(self, keys: Sequence[str]) -> bool:
-        return bool(self._store.check(list(keys)))
+        with _answered():
+            return bool(self._store.check(list(keys)))
 
-    def wait(self, key: str, timeout_s: float) -> None:
-        """Block this connection until the key is created; raises torch's error at the timeout."""
-        self._store.wait([key], timedelta(seconds=timeout_s))
+    def count(self, key: str, more: int = 0) -> int:
+        """Add to a counter, which begins at 0, and return it: for beats, the one thing that is not written once."""
+        with _answered():
+            return int(self._store.add(key, more))
+
+
+@contextlib.contextmanager
+def _answered() -> Iterator[None]:
+    try:
+        yield
+    except DistError as error:
+        reason = str(error).splitlines()[0]
+        raise StoreLost(
+            f"the job's store does not answer ({reason})",
+            way_out="restart the job from its last checkpoint; `ntp store` keeps a store outside of the nodes",
+        ) from error
+
+
+def serve(host: str, port: int) -> TCPStore:
+    """A store that lives as long as the object, and listens on this address alone."""
+    listener = socket.create_server((host, port), backlog=4096)
+    here = listener.getsockname()
+    # torch takes the listening socket over, and closes it.
+    return TCPStore(host, here[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach())

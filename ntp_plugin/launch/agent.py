@@ -1,11 +1,12 @@
 """`ntp run`: torchrun's agent, but a dead worker does not end its siblings.
 
 Rendezvous, environment, logs and signals are torchrun's own. Different is what happens when a worker ends: torchrun
-stops all workers and starts them anew; this agent lets the others go on, tells them through the next view, and starts
-a new process in the dead slot as long as `respawn` allows. The job is done when the last worker has ended well; it has
-failed when none did.
+stops all workers of all hosts and starts them anew; this agent lets the others go on, tells them through the next view,
+and puts a new process, or a warm spare, into the dead slot as long as `respawn` allows. The job is done when a worker
+has ended well and all have ended; it has failed when none did.
 
-Not built yet: warm spares, and a store that outlives the first host.
+The store of the rendezvous is the job's one meeting place, and whoever does not reach it ends its workers: so there are
+never two parts of a job that both go on.
 """
 
 import dataclasses
@@ -14,13 +15,15 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed.launcher.api as launcher
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
@@ -28,11 +31,16 @@ from torch.distributed.run import main as torchrun
 
 from ntp_plugin.comm.membership import Seat
 from ntp_plugin.comm.store import TorchStore
-from ntp_plugin.errors import ConfigError, Excluded, NtpError
-from ntp_plugin.launch.supervisor import Supervisor
+from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
+from ntp_plugin.launch import tenancy
+from ntp_plugin.launch.hosts import Hosts
+from ntp_plugin.launch.probes import Door, own_address
+from ntp_plugin.launch.spares import Spares
+from ntp_plugin.launch.supervisor import LOOK_S, LOOK_S_PER_HOST, Supervisor
+from ntp_plugin.launch.tenancy import JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
-from ntp_plugin.recovery.place import MEMBERSHIP, first_view, founding_occupant
+from ntp_plugin.recovery.place import corner, first_view, founding_occupant
 
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -42,6 +50,7 @@ class RunPolicy:
     """What `ntp run` is told beyond torchrun's flags."""
 
     respawn: int = 0
+    spares: int = 0
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
 
 
@@ -52,50 +61,156 @@ class TolerantAgent(LocalElasticAgent):
     worst_code: ClassVar[int] = 0
     """Of all workers that ended badly: the highest exit code that is ours, else 1."""
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if not worker_group.spec.rdzv_handler.use_agent_store:
+    _tenancy: Tenancy
+    _job: TorchStore
+    _supervisor: Supervisor | None = None
+
+    # ------------------------------------------------ coming into the job
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        spec = worker_group.spec
+        self._refuse(worker_group)
+        # torch asks whether machines wait to come in, and would start all workers anew; ours come in by `tenancy`.
+        spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
+        shared = getattr(spec.rdzv_handler, "_store", None)
+        if isinstance(shared, TCPStore):
+            self._open(shared.host, shared.port, spec.rdzv_handler.get_run_id())
+            name = f"{socket.gethostname()}/{uuid.uuid4()}"
+            thresholds, workers = self.policy.thresholds, spec.local_world_size
+            joined = tenancy.join(self._job, name=name, workers=workers, thresholds=thresholds, said=_say)
+            if joined is not None:
+                self._take_place(worker_group, joined)
+                return
+        super()._rendezvous(worker_group)
+        if isinstance(shared, TCPStore):
+            self._send_workers_to_the_store(worker_group)
+        else:
+            address, port = str(worker_group.master_addr), int(worker_group.master_port or 0)
+            self._open(address, port, spec.rdzv_handler.get_run_id())
+        first = worker_group.workers[0]
+        self._tenancy = tenancy.found(
+            self._job,
+            host=int(worker_group.group_rank or 0),
+            hosts=int(worker_group.group_world_size or 1),
+            workers=spec.local_world_size,
+            slots=first.world_size,
+            first_slot=first.global_rank,
+        )
+
+    def _refuse(self, worker_group: WorkerGroup) -> None:
+        spec = worker_group.spec
+        if not spec.rdzv_handler.use_agent_store:
             raise ConfigError(
                 "with this rendezvous the store lives in rank 0, and dies with it",
                 way_out="use --standalone, or --rdzv-backend c10d with --rdzv-endpoint",
             )
-        if worker_group.spec.max_restarts:
+        if spec.max_restarts:
             raise ConfigError(
-                f"--max-restarts = {worker_group.spec.max_restarts} would start all workers anew after a failure",
+                f"--max-restarts = {spec.max_restarts} would start all workers anew after a failure",
                 way_out="leave it out; --ntp-respawn starts single workers anew",
             )
-        slots = worker_group.workers[0].world_size
+
+    def _open(self, host: str, port: int, run_id: str) -> None:
+        """The job's corner of the store, on a connection of its own."""
+        self._store_address = host, port
+        self._corner = PrefixStore(corner(run_id), TCPStore(host, port, None, False))
+        self._job = TorchStore(self._corner)
+
+    def _send_workers_to_the_store(self, worker_group: Any) -> None:
+        """Instead of another store, which torch starts on the first host and which would be lost with it."""
+        worker_group.master_addr, worker_group.master_port = self._store_address
+
+    def _take_place(self, worker_group: Any, joined: Tenancy) -> None:
+        """Be a host of a job that runs already: what torch's rendezvous would have said."""
+        self._tenancy, slots = joined, joined.slots
+        worker_group.store = self._corner
+        worker_group.group_rank, worker_group.group_world_size = joined.host, joined.hosts
+        self._send_workers_to_the_store(worker_group)
+        worker_group.workers = [
+            Worker(
+                local_rank=local,
+                global_rank=joined.first_slot + local,
+                role_rank=joined.first_slot + local,
+                world_size=slots,
+                role_world_size=slots,
+            )
+            for local in range(joined.workers)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        place = self._tenancy
         self._folder = Path(tempfile.mkdtemp(prefix="ntp-run-", dir=_SHARED_MEMORY))
-        self._heartbeats = HeartbeatFile(self._folder / "heartbeats", slots)
+        self._heartbeats = HeartbeatFile(self._folder / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
         os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.beat_s)
-        client = TCPStore(str(worker_group.master_addr), int(worker_group.master_port or 0), None, False)
+        if place.tenant:
+            os.environ["NTP_TENANT"] = str(place.tenant)
         self._supervisor = Supervisor(
-            TorchStore(PrefixStore(MEMBERSHIP, client)),
-            first_view(slots),
+            self._job,
+            first_view(place.slots),
             self._heartbeats,
             thresholds=self.policy.thresholds,
             told=self._told,
+            hosts=self._hosts() if place.hosts > 1 else None,
+            look_s=max(LOOK_S, place.hosts * LOOK_S_PER_HOST),
         )
         self._births = 0
         self._lost: set[int] = set()
         self._lock = threading.Lock()
+        self._finished = False
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for worker in worker_group.workers:
-            self._watch(worker.global_rank, worker.local_rank, founding_occupant(worker.global_rank))
+            self._watch(worker.global_rank, worker.local_rank, founding_occupant(worker.global_rank, place.tenant))
+        context: Any = self._pcontext
+        self._spares = (
+            Spares(context.entrypoint, context.args[0], most=self.policy.spares) if self.policy.spares else None
+        )
+        if self._spares is not None:
+            self._spares.fill(self.policy.respawn)
         self._supervisor.start()
         return pids
 
+    def _hosts(self) -> Hosts:
+        place = self._tenancy
+        return Hosts(
+            self._job,
+            host=place.host,
+            tenant=place.tenant,
+            hosts=place.hosts,
+            slots=place.slots,
+            door=Door(own_address(self._store_address)),
+            thresholds=self.policy.thresholds,
+        )
+
+    # ------------------------------------------------ while it runs
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Never asks `self._pcontext.wait()`, which would close all workers as soon as one has failed."""
+        assert self._supervisor is not None, "there are workers"
+        trouble, told = self._trouble(), self._supervisor.has_told_all()
+        if trouble is not None and not self._finished:
+            # Everything that torch would still say to the store would wait for it.
+            worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
+            raise trouble
         self._respawn(worker_group)
         codes = [handler.proc.poll() for handler in self._handlers().values()]
-        if any(code is None for code in codes):
+        if any(code is None for code in codes) or not told:
+            return RunResult(state=WorkerState.HEALTHY)
+        if not self._finished:
+            self._finished = True
+            self._supervisor.finish(done=0 in codes)
+        # A store that is gone now has left with its host, because all was over.
+        over = self._supervisor.over if trouble is None else 0 in codes
+        if over is None:  # other hosts go on: this one keeps the store, and its slots may come back
             return RunResult(state=WorkerState.HEALTHY)
         self._end_supervision()
-        if 0 in codes:
+        if over:
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
             )
+        return self._failure(worker_group, codes)
+
+    def _failure(self, worker_group: WorkerGroup, codes: Sequence[int]) -> RunResult:
         ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed
         TolerantAgent.worst_code = max((code for code in codes if code in ours), default=1)
         failures = {
@@ -109,9 +224,37 @@ class TolerantAgent(LocalElasticAgent):
         }
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
+    def _trouble(self) -> NtpError | None:
+        """Why this host is no part of the job any more."""
+        assert self._supervisor is not None, "there are workers"
+        silence = time.monotonic() - self._supervisor.answered_at
+        if self._supervisor.trouble is not None or silence <= self.policy.thresholds.store_s:
+            return self._supervisor.trouble
+        host, port = self._store_address
+        return StoreLost(
+            f"the job's store at {host}:{port} has not answered for {silence:.1f} s: this host is cut off, or the"
+            " store's host is lost",
+            way_out="if other hosts go on, start the same command here again; else restart from the last checkpoint",
+        )
+
+    def _exit_barrier(self) -> None:
+        """Nothing to wait for: the workers of all hosts have ended."""
+
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._end_supervision()
         super()._shutdown(*args, **options)
+
+    def _end_supervision(self) -> None:
+        if self._supervisor is None:
+            return
+        stuck = time.monotonic() - self._supervisor.answered_at > self.policy.thresholds.host_s
+        self._supervisor.stop(wait=not stuck)
+        self._supervisor = None
+        if self._spares is not None:
+            self._spares.close()
+        if not stuck:
+            self._heartbeats.close()
+        shutil.rmtree(self._folder)
 
     # ------------------------------------------------ one worker
 
@@ -120,12 +263,13 @@ class TolerantAgent(LocalElasticAgent):
         return handlers
 
     def _watch(self, slot: int, local_rank: int, occupant: str) -> None:
+        assert self._supervisor is not None, "there are workers"
         process = self._handlers()[local_rank].proc
         self._supervisor.watch(Seat(slot=slot, occupant=occupant), process.pid, process.wait)
 
     def _told(self, seat: Seat, verdict: Verdict) -> None:
         """On the supervisor's thread: one line, and an end for a process that would not notice by itself."""
-        print(f"ntp run: slot {seat.slot} is lost: {verdict.reason}", flush=True)
+        _say(f"slot {seat.slot} is lost: {verdict.reason}")
         with self._lock:
             self._lost.add(seat.slot)
 
@@ -136,33 +280,36 @@ class TolerantAgent(LocalElasticAgent):
             if worker.global_rank not in lost:
                 continue
             old = self._handlers()[worker.local_rank].proc
-            if old.poll() is None:  # frozen, silent or hung: it is out, and must not come back
+            if old.poll() is None:  # frozen, silent, hung or cut off: it is out, and must not come back
                 old.kill()
                 old.wait()
-            if self._births < self.policy.respawn and old.returncode != Excluded.exit_code:
+            if self._births < self.policy.respawn and not self._finished:
                 self._births += 1
                 self._start_anew(worker.global_rank, worker.local_rank)
 
     def _start_anew(self, slot: int, local_rank: int) -> None:
         context: Any = self._pcontext
-        occupant = f"{slot}/{self._births}@{socket.gethostname()}"
-        handler = get_subprocess_handler(
-            entrypoint=context.entrypoint,
-            args=context.args[local_rank],
-            env=context.envs[local_rank] | {"NTP_OCCUPANT": occupant},
-            stdout=context.stdouts[local_rank],
-            stderr=context.stderrs[local_rank],
-            local_rank_id=local_rank,
-        )
+        occupant = f"{slot}/{self._births}@{self._tenancy.host}.{self._tenancy.tenant}"
+        environment = context.envs[local_rank] | {"NTP_OCCUPANT": occupant}
+        stdout, stderr = context.stdouts[local_rank], context.stderrs[local_rank]
+        handler: Any = self._spares.take() if self._spares is not None else None
+        how = "comes back in a warm spare" if handler is not None else "starts anew"
+        if handler is not None:
+            handler.become(environment, stdout, stderr)
+        else:
+            handler = get_subprocess_handler(
+                entrypoint=context.entrypoint,
+                args=context.args[local_rank],
+                env=environment,
+                stdout=stdout,
+                stderr=stderr,
+                local_rank_id=local_rank,
+            )
         context.subprocess_handlers[local_rank] = handler
         self._watch(slot, local_rank, occupant)
-        print(f"ntp run: slot {slot} starts anew (pid {handler.proc.pid})", flush=True)
-
-    def _end_supervision(self) -> None:
-        if hasattr(self, "_supervisor") and self._folder.exists():
-            self._supervisor.stop()
-            self._heartbeats.close()
-            shutil.rmtree(self._folder)
+        _say(f"slot {slot} {how} (pid {handler.proc.pid})")
+        if self._spares is not None:
+            self._spares.fill(self.policy.respawn - self._births)
 
 
 def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
@@ -172,7 +319,17 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     try:
         torchrun(list(torchrun_arguments))
     except ChildFailedError:
-        print("ntp run: no worker ended well", flush=True)
+        _say("no worker ended well")
         return TolerantAgent.worst_code
-    print("ntp run: done", flush=True)
+    except JobIsDone:
+        _say("the job is done, and did not need this machine")
+        return 0
+    except (StoreLost, Excluded) as error:
+        _say(str(error))
+        return error.exit_code
+    _say("done")
     return 0
+
+
+def _say(what: str) -> None:
+    print(f"ntp run: {what}", flush=True)

@@ -1,8 +1,10 @@
-"""Watches the processes and heartbeats of a host, and publishes who is gone.
+"""Watches the processes and heartbeats of a host, publishes who is gone, and tells the host's ranks of new epochs.
 
-A process that ends is seen at once, through its pidfd. Beats are looked at every `beat_s`. What the detector finds is
-published as the next view, which is the one signal that every survivor waits for; whoever publishes first wins, and a
-supervisor that finds a rank out already does nothing.
+A process that ends is seen at once, through its pidfd. Beats are looked at every `LOOK_S`, and so is the job's store:
+one look serves all ranks of the host, who read the newest epoch in shared memory. What the detector finds is published
+as the next view, which is the one signal that every survivor waits for; whoever publishes first wins.
+
+On a job of one host the supervisor judges hangs alone; else it takes the word of all `Hosts`.
 """
 
 import dataclasses
@@ -10,14 +12,22 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 from ntp_plugin.comm import membership
+from ntp_plugin.comm.agreement import publish_lost
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import KeyStore
-from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict, heard, verdicts
+from ntp_plugin.errors import NtpError
+from ntp_plugin.launch.hosts import Hosts
+from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict, gone, heard, judge, standstill
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
+
+LOOK_S = 0.005
+"""Between two looks at beats and at the store; a host looks less often in a job of many."""
+LOOK_S_PER_HOST = 0.000004
+"""A store that answers 250,000 looks a second is not what a job waits for."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -28,6 +38,8 @@ class _Ward:
     exit_code: Callable[[], int]
     pulse: Pulse
     beats: int
+    been_in: bool = False
+    """It has been in a view: a newcomer is not, until it announces itself."""
 
 
 class Supervisor:
@@ -41,10 +53,21 @@ class Supervisor:
         *,
         thresholds: Thresholds,
         told: Callable[[Seat, Verdict], None],
+        hosts: Hosts | None = None,
+        look_s: float = LOOK_S,
     ) -> None:
-        """`told` hears of every verdict, once, on the supervisor's thread."""
-        self._store, self._first, self._heartbeats = store, first, heartbeats
-        self._thresholds, self._told = thresholds, told
+        """`told` hears on the supervisor's thread of everybody whom it finds gone, and of its own whom others do."""
+        self._store, self._heartbeats, self._hosts = store, heartbeats, hosts
+        self._thresholds, self._told, self._look_s = thresholds, told, look_s
+        self.view = first
+        """The newest that it has seen."""
+        self.answered_at = time.monotonic()
+        """When the store last answered."""
+        self.trouble: NtpError | None = None
+        """Why it watches no longer: the store is lost, or this host's place was taken."""
+        self.over: bool | None = None
+        """Whether the job was done, once it is over on all hosts."""
+        self._outcome: bool | None = None
         self._wards: dict[int, _Ward] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -71,39 +94,51 @@ class Supervisor:
         """Begin to watch."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; the processes are left as they are."""
+    def has_told_all(self) -> bool:
+        """Whether everybody who has ended badly was told of, so that nobody is still to be replaced."""
+        with self._lock:
+            return all(ward.exit_code() == 0 for ward in self._wards.values() if _has_ended(ward.pidfd))
+
+    def finish(self, *, done: bool) -> None:
+        """The workers of this host have all ended, one of them well where it is `done`; `over` follows."""
+        self._outcome = done
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread; the processes are left as they are. A thread that a dead store holds is not waited for."""
         self._stopping.set()
+        if not wait:
+            return
         self._thread.join()
         for ward in self._wards.values():
             os.close(ward.pidfd)
         self._wards.clear()
+        if self._hosts is not None:
+            self._hosts.close()
 
-    def publish_lost(self, seat: Seat) -> None:
-        """Create the next view without a seat, unless it is out already."""
-        while True:
-            view = membership.newest_view(self._store.read, self._first)
-            if seat not in view.seats:
-                return
-            following = membership.without(view, [seat.slot])
-            if self._store.create(membership.view_key(following.epoch), following.encode()) == following.encode():
-                return
+    # ------------------------------------------------ one look
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            with self._lock:
-                wards = dict(self._wards)
-            poll = select.poll()
-            by_pidfd = {ward.pidfd: ward for ward in wards.values() if ward.pulse.ended is None}
-            for pidfd in by_pidfd:
-                poll.register(pidfd, select.POLLIN)
-            for pidfd, _ in poll.poll(self._thresholds.beat_s * 1000):
-                ward = by_pidfd[pidfd]
-                ward.pulse = dataclasses.replace(ward.pulse, ended=ward.exit_code())
-            now = time.monotonic()
-            for slot, ward in wards.items():
-                self._listen(slot, ward, now)
-            self._judge(wards, now)
+        try:
+            while not self._stopping.is_set():
+                with self._lock:
+                    wards = dict(self._wards)
+                self._wait_for_ends(wards)
+                now = time.monotonic()
+                for slot, ward in wards.items():
+                    self._listen(slot, ward, now)
+                self._look(wards, now)
+                self._conclude()
+        except NtpError as error:
+            self.trouble = error
+
+    def _wait_for_ends(self, wards: Mapping[int, _Ward]) -> None:
+        poll = select.poll()
+        by_pidfd = {ward.pidfd: ward for ward in wards.values() if ward.pulse.ended is None}
+        for pidfd in by_pidfd:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(self._look_s * 1000):
+            ward = by_pidfd[pidfd]
+            ward.pulse = dataclasses.replace(ward.pulse, ended=ward.exit_code())
 
     def _listen(self, slot: int, ward: _Ward, now: float) -> None:
         beat = self._heartbeats.read(slot)
@@ -114,18 +149,61 @@ class Supervisor:
         stopped = silence > self._thresholds.frozen_s and ward.pulse.ended is None and _is_stopped(ward.pid)
         ward.pulse = dataclasses.replace(ward.pulse, stopped=stopped)
 
-    def _judge(self, wards: dict[int, _Ward], now: float) -> None:
-        pulses = {slot: ward.pulse for slot, ward in wards.items()}
-        for verdict in verdicts(pulses, self._thresholds, now=now):
-            ward = wards[verdict.slot]
-            self.publish_lost(ward.seat)
-            with self._lock:
-                gone = self._wards.get(verdict.slot) is ward
-                if gone:
-                    del self._wards[verdict.slot]
-            if gone:
-                os.close(ward.pidfd)
-                self._told(ward.seat, verdict)
+    def _look(self, wards: Mapping[int, _Ward], now: float) -> None:
+        """Judge, publish, and tell: the ranks of the newest epoch, and `told` of who is out."""
+        found = self._judge({slot: ward.pulse for slot, ward in wards.items()}, now)
+        before = self.view
+        self._publish({ward.seat for slot, ward in wards.items() if slot in found}, found.keys() - wards.keys())
+        for slot, ward in wards.items():
+            inside = ward.seat in self.view.seats
+            if slot in found or (ward.been_in and not inside):
+                self._let_go(ward, found.get(slot) or _left_behind(slot))
+            ward.been_in = ward.been_in or inside
+        for seat in set(before.seats) - set(self.view.seats):
+            if seat.slot in found and seat.slot not in wards:
+                self._told(seat, found[seat.slot])
+
+    def _judge(self, pulses: Mapping[int, Pulse], now: float) -> dict[int, Verdict]:
+        found = gone(pulses, self._thresholds, now=now)
+        still = standstill(pulses, self._thresholds, now=now)
+        if self._hosts is not None:
+            found += self._hosts.tick(self.view, still, now=now)
+        elif not found:  # else those who wait for a dead rank would seem to wait for a hung one
+            found = judge({0: still}, {0: pulses}, self._thresholds)
+        return {verdict.slot: verdict for verdict in found}
+
+    def _publish(self, mine: set[Seat], elsewhere: Set[int]) -> None:
+        """Look for the newest view; where somebody of it is lost, make the one without them."""
+        lost = mine | {seat for seat in self.view.seats if seat.slot in elsewhere}
+        if lost:
+            self.view = publish_lost(self._store, self.view, lost)
+        else:
+            self.view = membership.newest_view(self._store.read, self.view)
+        self.answered_at = time.monotonic()
+        self._heartbeats.tell_epoch(self.view.epoch)
+
+    def _conclude(self) -> None:
+        if self._outcome is not None and self._hosts is not None:
+            self.over = self._hosts.conclude(self.view, done=self._outcome)
+        else:
+            self.over = self._outcome
+
+    def _let_go(self, ward: _Ward, why: Verdict) -> None:
+        with self._lock:
+            watched = self._wards.get(ward.seat.slot) is ward
+            if watched:
+                del self._wards[ward.seat.slot]
+        if watched:
+            os.close(ward.pidfd)
+            self._told(ward.seat, why)
+
+
+def _has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def _left_behind(slot: int) -> Verdict:
+    return Verdict(slot=slot, kind="left behind", reason="the others went on without it")
 
 
 def _is_stopped(pid: int) -> bool:

@@ -11,10 +11,15 @@ Four things tell that a rank is gone, and each has its own proof:
               Whoever stands in a collective waits for others and is innocent; the one they wait for is not.
 
 A rank that has never beaten is starting, and is given `start_s`.
+
+The first three are judged by the rank's own host. A hang takes everybody's word: each host tells its `Standstill`,
+and `judge` looks at all of them. If everybody waits, and some hosts cannot reach each other, links are cut; then the
+largest part that is whole goes on, and the others are out, so that there are never two parts that both go on.
 """
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ntp_plugin.errors import ConfigError
 
@@ -33,6 +38,12 @@ class Thresholds:
     """Longer than the longest pause of a healthy step between two collectives, a checkpoint on one rank say."""
     start_s: float = 600.0
     """From the start of a process to its first beat: imports and file systems of large clusters take minutes."""
+    host_beat_s: float = 0.25
+    """Between two beats of a host's supervisor on the job's store."""
+    host_s: float = 3.0
+    """Twelve beats of a host missed: it is dead or cut off from the store. A packet that is lost twice comes in one."""
+    store_s: float = 10.0
+    """A host that has no answer from the store for so long ends its workers: the others have gone on without it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.beat_s < self.frozen_s / 3:
@@ -44,6 +55,13 @@ class Thresholds:
             raise ConfigError(
                 f"silent_s = {self.silent_s} must lie between frozen_s = {self.frozen_s} and start_s = {self.start_s}"
             )
+        if not 0 < self.host_beat_s < self.host_s / 3:
+            raise ConfigError(
+                f"host_beat_s = {self.host_beat_s} must be above 0 and below a third of host_s = {self.host_s}",
+                way_out="three missed beats are the least that means anything",
+            )
+        if self.store_s <= self.host_s:
+            raise ConfigError(f"store_s = {self.store_s} must be above host_s = {self.host_s}")
         if self.hung_s <= self.frozen_s:
             raise ConfigError(f"hung_s = {self.hung_s} must be above frozen_s = {self.frozen_s}")
 
@@ -82,13 +100,77 @@ def heard(pulse: Pulse, *, now: float, moves: int, waiting: bool) -> Pulse:
     )
 
 
-def verdicts(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[Verdict]:
-    """Everybody who is gone by now, ascending by slot."""
-    living = {slot: pulse for slot, pulse in pulses.items() if pulse.ended is None}
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Standstill:
+    """A host on which no rank has moved for `hung_s`."""
+
+    waiting: int
+    """How many of its ranks stand in a collective."""
+    idle: Mapping[int, float]
+    """Slot -> for how long it has neither moved nor waited."""
+    unreachable: tuple[int, ...] = ()
+    """Hosts that this one cannot connect to."""
+
+
+def gone(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[Verdict]:
+    """The ranks of a host that are gone by their own proof, ascending by slot."""
     found = [_judge_alone(slot, pulse, thresholds, now) for slot, pulse in sorted(pulses.items())]
-    gone = [verdict for verdict in found if verdict is not None]
-    # Only when nobody is gone in a plainer way: whoever waits for a dead rank seems to wait for a hung one.
-    return gone or _judge_together(living, thresholds, now)
+    return [verdict for verdict in found if verdict is not None]
+
+
+def standstill(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> Standstill | None:
+    """What a host tells of its ranks; None while one of them moves or starts."""
+    living = {slot: pulse for slot, pulse in sorted(pulses.items()) if pulse.ended is None}
+    still = {slot: now - pulse.moved_at for slot, pulse in living.items() if pulse.moved_at is not None}
+    if len(still) < len(living) or any(since <= thresholds.hung_s for since in still.values()):
+        return None
+    idle = {slot: since for slot, since in still.items() if not living[slot].waiting}
+    return Standstill(waiting=len(still) - len(idle), idle=idle)
+
+
+def judge(
+    told: Mapping[int, Standstill | None], slots: Mapping[int, Collection[int]], thresholds: Thresholds
+) -> list[Verdict]:
+    """Who holds all others up, from what each host told, and the slots of each host.
+
+    Nobody does where somebody moves, where nobody waits (a long computation), or where all wait and all hosts reach
+    each other (a deadlock of the job).
+    """
+    known = {host: still for host, still in told.items() if still is not None}
+    waiting = sum(still.waiting for still in known.values())
+    if len(known) < len(told) or not waiting:
+        return []
+    broken = {host: still.unreachable for host, still in known.items()}
+    if cut := cut_off(broken):
+        why = f"its host is cut off from others, while {waiting} wait (limit {thresholds.hung_s} s)"
+        return [Verdict(slot=slot, kind="cut off", reason=why) for host in cut for slot in sorted(slots[host])]
+    idle = {slot: since for still in known.values() for slot, since in still.idle.items()}
+    return [
+        Verdict(
+            slot=slot,
+            kind="hung",
+            reason=f"it has not moved for {since:.1f} s while {waiting} others wait (limit {thresholds.hung_s} s)",
+        )
+        for slot, since in sorted(idle.items())
+    ]
+
+
+def cut_off(unreachable: Mapping[int, Collection[int]]) -> tuple[int, ...]:
+    """The hosts to leave out so that all others reach each other: always the one with the most broken links first.
+
+    When a network falls into two parts, each host of the smaller part has more broken links, so the larger goes on; of
+    two equal parts it is the one with the lowest host.
+    """
+    broken = {
+        frozenset((host, other)) for host, others in unreachable.items() for other in others if other in unreachable
+    }
+    out = []
+    while broken:
+        links = collections.Counter(host for link in broken for host in link)
+        worst = max(links, key=lambda host: (links[host], host))
+        out.append(worst)
+        broken = {link for link in broken if worst not in link}
+    return tuple(sorted(out))
 
 
 def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) -> Verdict | None:
@@ -107,15 +189,3 @@ def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) ->
         reason = f"no beat in {silence:.1f} s (limit {thresholds.silent_s} s)"
         return Verdict(slot=slot, kind="silent", reason=reason)
     return None
-
-
-def _judge_together(living: Mapping[int, Pulse], thresholds: Thresholds, now: float) -> list[Verdict]:
-    """The ranks that all others wait for; none where everybody waits (a deadlock of the job) or nobody does."""
-    limit = thresholds.hung_s
-    still = {slot: now - pulse.moved_at for slot, pulse in living.items() if pulse.moved_at is not None}
-    idle = [slot for slot, since in sorted(still.items()) if since > limit and not living[slot].waiting]
-    waiting = [slot for slot, since in still.items() if since > limit and living[slot].waiting]
-    if not waiting or len(idle) + len(waiting) < len(living):
-        return []
-    told = f"while {len(waiting)} others wait (limit {limit} s)"
-    return [Verdict(slot=slot, kind="hung", reason=f"it has not moved for {still[slot]:.1f} s {told}") for slot in idle]

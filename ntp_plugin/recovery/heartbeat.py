@@ -1,7 +1,8 @@
-"""How ranks of a host tell their supervisor that they live and move: a file in shared memory, a record for each slot.
+"""What the supervisor of a host and its ranks tell each other, through a file in shared memory.
 
-A rank writes its own record only, and the supervisor reads; nobody waits for anybody. When a beat came is told by the
-supervisor's clock alone, as the moment at which it saw the count change.
+A rank writes its own record, that it lives and moves; the supervisor writes the newest epoch that it has seen in the
+job's store, so that one look at the store serves all ranks of a host. Nobody waits for anybody. When a beat came is
+told by the supervisor's clock alone, as the moment at which it saw the count change.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+_EPOCH = struct.Struct("=Q")
 _RECORD = struct.Struct("=QQB7x")
 
 
@@ -25,23 +27,32 @@ class Beat:
 
 
 class HeartbeatFile:
-    """The records of all slots of a host."""
+    """The newest epoch, and the records of all slots of the job; those of other hosts stay empty."""
 
     def __init__(self, path: Path, slots: int) -> None:
         self.path = path
         with path.open("a+b") as file:
-            file.truncate(_RECORD.size * slots)
-            self._memory = mmap.mmap(file.fileno(), _RECORD.size * slots)
+            size = _EPOCH.size + _RECORD.size * slots
+            file.truncate(size)
+            self._memory = mmap.mmap(file.fileno(), size)
 
     def close(self) -> None:
         """Let go of the memory; the file stays until its owner removes it."""
         self._memory.close()
 
+    def tell_epoch(self, epoch: int) -> None:
+        _EPOCH.pack_into(self._memory, 0, epoch)
+
+    def newest_epoch(self) -> int:
+        epoch: int = _EPOCH.unpack_from(self._memory, 0)[0]
+        return epoch
+
     def write(self, slot: int, beat: Beat) -> None:
-        _RECORD.pack_into(self._memory, slot * _RECORD.size, beat.count, beat.moves, beat.waiting)
+        at = _EPOCH.size + slot * _RECORD.size
+        _RECORD.pack_into(self._memory, at, beat.count, beat.moves, beat.waiting)
 
     def read(self, slot: int) -> Beat:
-        count, moves, waiting = _RECORD.unpack_from(self._memory, slot * _RECORD.size)
+        count, moves, waiting = _RECORD.unpack_from(self._memory, _EPOCH.size + slot * _RECORD.size)
         return Beat(count=count, moves=moves, waiting=bool(waiting))
 
 

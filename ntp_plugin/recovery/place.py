@@ -8,8 +8,10 @@ from pathlib import Path
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.errors import ConfigError
 
-MEMBERSHIP = "ntp/membership"
-"""The corner of the store in which agreement happens."""
+
+def corner(run_id: str) -> str:
+    """The corner of the store that belongs to a job, so that several jobs can share one."""
+    return f"ntp/{run_id}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +23,7 @@ class Place:
     occupant: str
     store_host: str
     store_port: int
+    corner: str
     heartbeats: Path
     beat_s: float
 
@@ -43,20 +46,22 @@ class Place:
         """From the environment that `ntp run` made."""
         if "NTP_HEARTBEATS" not in environment:
             raise ConfigError("this process was not started by `ntp run`", way_out="ntp run takes torchrun's flags")
+        tenant = int(environment.get("NTP_TENANT", "0"))
         return cls(
             slot=int(environment["RANK"]),
             slots=int(environment["WORLD_SIZE"]),
-            occupant=environment.get("NTP_OCCUPANT", founding_occupant(int(environment["RANK"]))),
+            occupant=environment.get("NTP_OCCUPANT") or founding_occupant(int(environment["RANK"]), tenant),
             store_host=environment["MASTER_ADDR"],
             store_port=int(environment["MASTER_PORT"]),
+            corner=corner(environment["TORCHELASTIC_RUN_ID"]),
             heartbeats=Path(environment["NTP_HEARTBEATS"]),
             beat_s=float(environment["NTP_BEAT_S"]),
         )
 
 
-def founding_occupant(slot: int) -> str:
-    """The process that has a slot from the start."""
-    return f"{slot}/0"
+def founding_occupant(slot: int, tenant: int = 0) -> str:
+    """The process that has a slot from its host's start; a machine that takes a host's place is the next tenant."""
+    return f"{slot}/0" + f"@{tenant}" * bool(tenant)
 
 
 def first_view(slots: int) -> View:

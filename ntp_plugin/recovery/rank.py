@@ -17,7 +17,7 @@ from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.recovery.driver import Driver
 from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
-from ntp_plugin.recovery.place import MEMBERSHIP, Place
+from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.trainer import Trainer
 
 
@@ -28,14 +28,14 @@ class ElasticRank:
         """`timeout` is torch's own, of the world and of groups made from it."""
         self.place = place
         # One connection for each use, all opened now and none while recovering.
-        stores = [TCPStore(place.store_host, place.store_port, None, False) for _ in range(3)]
-        self._agreeing, self._watched = (TorchStore(PrefixStore(MEMBERSHIP, store)) for store in stores[:2])
+        agreeing, meeting = (TCPStore(place.store_host, place.store_port, None, False) for _ in range(2))
+        self._agreeing = TorchStore(PrefixStore(place.corner, agreeing))
         self.groups = ElasticGroups(place.slot, joining=place.joining)
         self.groups.attach()
-        rendezvous = PrefixStore("ntp/c10d", stores[2])
+        rendezvous = PrefixStore(f"{place.corner}/c10d", meeting)
         dist.init_process_group("gloo", store=rendezvous, rank=place.slot, world_size=place.slots, timeout=timeout)
-        heartbeats = HeartbeatFile(place.heartbeats, place.slots)
-        self._heart = Heart(heartbeats, place.slot, every_s=place.beat_s, moved=self.groups.moved)
+        self._heartbeats = HeartbeatFile(place.heartbeats, place.slots)
+        self._heart = Heart(self._heartbeats, place.slot, every_s=place.beat_s, moved=self.groups.moved)
         self._driver: Driver | None = None
 
     def drive(self, trainer: Trainer) -> Driver:
@@ -43,7 +43,8 @@ class ElasticRank:
         place = self.place
         joined = Agreement.joining if place.joining else Agreement.founding
         agreement = joined(self._agreeing, place.first_view, place.seat)
-        self._driver = Driver(agreement=agreement, watched=self._watched, groups=self.groups, trainer=trainer)
+        newest = self._heartbeats.newest_epoch
+        self._driver = Driver(agreement=agreement, newest_epoch=newest, groups=self.groups, trainer=trainer)
         return self._driver
 
     def start(self) -> None:

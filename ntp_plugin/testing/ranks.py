@@ -32,11 +32,12 @@ from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.launch.supervisor import Supervisor
 from ntp_plugin.recovery.detector import Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
-from ntp_plugin.recovery.place import MEMBERSHIP, Place, first_view
+from ntp_plugin.recovery.place import Place, corner, first_view
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
 _CONTEXT.set_forkserver_preload(["ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo"])
+_CORNER = corner("rehearsal")
 _STORE_TIMEOUT = timedelta(seconds=120)
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -79,6 +80,7 @@ class Rank:
             occupant=self.seat.occupant,
             store_host="127.0.0.1",
             store_port=self.port,
+            corner=_CORNER,
             heartbeats=Path(self.folder) / "heartbeats",
             beat_s=self.beat_s,
         )
@@ -130,7 +132,7 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="ntp-ranks-", dir=_SHARED_MEMORY))
         self._heartbeats = HeartbeatFile(self._folder / "heartbeats", count)
         self._supervisor = Supervisor(
-            TorchStore(PrefixStore(MEMBERSHIP, client)),
+            TorchStore(PrefixStore(_CORNER, client)),
             self.first,
             self._heartbeats,
             thresholds=self._thresholds,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntp_plugin.recovery.detector import Pulse, Thresholds, heard, verdicts
+from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, cut_off, gone, heard, judge, standstill
 
 LIMITS = Thresholds()
 
@@ -12,6 +12,11 @@ LIMITS = Thresholds()
 def beating(at, *, moves=5, waiting=False, moved_at=None, **more):
     moved_at = at if moved_at is None else moved_at
     return Pulse(started_at=0.0, beat_at=at, moves=moves, moved_at=moved_at, waiting=waiting, **more)
+
+
+def verdicts(pulses, limits, *, now):
+    """What the supervisor of a job on one host finds."""
+    return gone(pulses, limits, now=now) or judge({0: standstill(pulses, limits, now=now)}, {0: pulses}, limits)
 
 
 def kinds(pulses, now):
@@ -77,3 +82,49 @@ def test_a_rank_that_beats_often_enough_is_never_gone(beats):
         assert not found
         pulse = heard(pulse, now=now, moves=pulse.moves + moves, waiting=False)
         pulse = dataclasses.replace(pulse, stopped=stopped)
+
+
+# ---------------------------------------------------------------- several hosts
+
+
+STILL = Standstill(waiting=4, idle={})
+SLOTS = {host: range(4 * host, 4 * host + 4) for host in range(4)}
+
+
+def test_a_hang_takes_the_word_of_every_host():
+    idle = Standstill(waiting=3, idle={5: 31.0})
+    assert [verdict.slot for verdict in judge({0: STILL, 1: idle, 2: STILL}, SLOTS, LIMITS)] == [5]
+    assert judge({0: STILL, 1: idle, 2: None}, SLOTS, LIMITS) == []
+    assert judge({0: STILL, 1: STILL, 2: STILL}, SLOTS, LIMITS) == []
+
+
+def test_a_host_with_one_hung_rank_is_found_by_the_others_word():
+    assert [verdict.slot for verdict in judge({0: STILL, 1: Standstill(waiting=0, idle={4: 31.0})}, SLOTS, LIMITS)] == [
+        4
+    ]
+
+
+def test_the_smaller_part_of_a_cut_network_is_out():
+    told = {0: dataclasses.replace(STILL, unreachable=(1, 2, 3)), 1: STILL, 2: STILL, 3: STILL}
+    found = judge(told, SLOTS, LIMITS)
+    assert [(verdict.slot, verdict.kind) for verdict in found] == [(slot, "cut off") for slot in range(4)]
+
+
+@given(st.integers(1, 12), st.data())
+def test_those_who_stay_all_reach_each_other_and_are_the_larger_part(hosts, data):
+    part = data.draw(st.sets(st.integers(0, hosts - 1)))
+    rest = set(range(hosts)) - part
+    unreachable = {host: sorted(rest if host in part else part) for host in range(hosts)}
+    stay = set(range(hosts)) - set(cut_off(unreachable))
+    assert stay in (part, rest) or not part or not rest
+    assert len(stay) == max(len(part), len(rest))
+
+
+@given(st.integers(2, 8), st.data())
+def test_whatever_is_broken_nobody_who_stays_misses_another(hosts, data):
+    pairs = [(a, b) for a in range(hosts) for b in range(a)]
+    broken = data.draw(st.lists(st.sampled_from(pairs), unique=True))
+    unreachable = {host: [b for a, b in broken if a == host] for host in range(hosts)}
+    stay = set(range(hosts)) - set(cut_off(unreachable))
+    assert stay
+    assert not [pair for pair in broken if set(pair) <= stay]

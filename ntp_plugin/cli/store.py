@@ -1,0 +1,36 @@
+"""`ntp store`: a job's store outside of its nodes, so that no node's loss takes it away."""
+
+import argparse
+import signal
+from typing import Any
+
+from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.errors import ConfigError
+
+
+def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
+    """Add `store` to the commands of `ntp`."""
+    parser = commands.add_parser(
+        "store",
+        help="keep a job's store on a machine outside of its nodes",
+        description="Keep a job's store until Ctrl-C. Give every node --rdzv-endpoint=HOST:PORT --rdzv-conf is_host=0.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=29400, help="0 takes a free one (default: %(default)s)")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(said: Any) -> int:
+    """Serve until a signal comes."""
+    from ntp_plugin.comm.store import serve  # noqa: PLC0415  (brings torch, which no other command needs)
+
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    try:
+        server = serve(said.host, said.port)
+    except (OSError, OverflowError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"cannot listen on {said.host}:{said.port} ({reason})") from error
+    print(f"ntp store: {said.host}:{server.port}", flush=True)
+    signal.sigwait(ends)
+    return 0

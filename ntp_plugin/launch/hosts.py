@@ -1,0 +1,184 @@
+"""The hosts of a job, as each of them sees the others through the job's store.
+
+    beat/N            a counter that host N raises
+    tenant/N/K        who is host N for the K-th time: a machine that takes the place of a lost one is the next tenant
+    door/N/K          where that tenant can be knocked at
+    finished/N/K      all its workers have ended
+    done              one of them, on any host, has ended well
+    round/E/R         the R-th question of epoch E: how does everybody stand?
+    standstill/E/R/N  what host N says to it
+
+A host watches the beats of the next few hosts that have members in the view, so that a beat is read by a few and not by
+all. Where nothing moves on a host for `hung_s`, it asks the question; every host answers with its standstill and with
+the hosts that it cannot reach; whoever asked judges.
+"""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping, Sequence
+
+from ntp_plugin.comm.membership import View
+from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.errors import Excluded
+from ntp_plugin.launch.probes import Address, Door, unreachable
+from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, Verdict, heard, judge
+
+WATCHED = 8
+"""A rack that dies with fewer hosts than this in a row is noticed at once by the host before it."""
+KNOCK_S = 1.0
+ROUND_S = 5.0
+"""An answer takes a knock and two beats; a host that has not answered by then is being missed by those who watch it."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Round:
+    number: int
+    asked_by_me: bool
+    opened_at: float
+    knocked: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    """Filled by the thread that knocks."""
+    answered: bool = False
+
+
+class Hosts:
+    """This host among the others; `tick` is called again and again by the supervisor's thread."""
+
+    def __init__(
+        self, store: TorchStore, *, host: int, tenant: int, hosts: int, slots: int, door: Door, thresholds: Thresholds
+    ) -> None:
+        self._store, self.host, self._tenant, self._thresholds = store, host, tenant, thresholds
+        self._slots = {other: range(other * slots // hosts, (other + 1) * slots // hosts) for other in range(hosts)}
+        self._door = door
+        self._pulses: dict[int, Pulse] = {}
+        self._beat_at = 0.0
+        self._epoch = 0
+        self._rounds = 0
+        self._round: _Round | None = None
+        self._quiet_until = 0.0
+        self._leaving = False
+        store.create(f"door/{host}/{tenant}", json.dumps(door.address))
+
+    def close(self) -> None:
+        """Nobody can knock here any more."""
+        self._door.close()
+
+    # ------------------------------------------------ what the supervisor asks
+
+    def tick(self, view: View, still: Standstill | None, *, now: float) -> list[Verdict]:
+        """Beat, look at the others, and answer or ask; returns who is lost because of its host, or hangs."""
+        if now - self._beat_at < self._thresholds.host_beat_s:
+            return []
+        self._beat_at = now
+        if not self._leaving:  # else another machine may take the place
+            self._store.count(f"beat/{self.host}", 1)
+            if self._store.present([f"tenant/{self.host}/{self._tenant + 1}"]):
+                raise Excluded(f"another machine has taken the place of this one as host {self.host}")
+        return self._watch(view, now) or self._take_part(view, still, now)
+
+    def conclude(self, view: View, *, done: bool) -> bool | None:
+        """All workers of this host have ended; whether the job is done, or None while a member may run elsewhere."""
+        self._leaving = True
+        if done:
+            self._store.create("done", "yes")
+        self._store.create(f"finished/{self.host}/{self._tenant}", "yes")
+        if not all(self._store.present([f"finished/{host}/{self._tenant_of(host)}"]) for host in self._in(view)):
+            return None
+        return self._store.present(["done"])
+
+    # ------------------------------------------------ beats
+
+    def _in(self, view: View) -> list[int]:
+        members = set(view.slots)
+        return [host for host, slots in self._slots.items() if members & set(slots)]
+
+    def _watch(self, view: View, now: float) -> list[Verdict]:
+        found = []
+        for host in successors(self._in(view), self.host, WATCHED):
+            pulse, count = self._pulses.get(host, Pulse(started_at=now)), self._store.count(f"beat/{host}")
+            if count != pulse.moves:
+                pulse = heard(pulse, now=now, moves=count, waiting=False)
+            self._pulses[host] = pulse
+            silence = now - (pulse.beat_at or pulse.started_at)
+            limit = self._thresholds.host_s if pulse.beat_at else self._thresholds.start_s
+            if silence > limit:
+                reason = f"no beat of its host {host} in {silence:.1f} s (limit {limit} s)"
+                found += self._verdicts(view, host, reason)
+        return found
+
+    def _verdicts(self, view: View, host: int, reason: str) -> list[Verdict]:
+        return [Verdict(slot=slot, kind="host", reason=reason) for slot in view.slots if slot in self._slots[host]]
+
+    # ------------------------------------------------ how does everybody stand?
+
+    def _take_part(self, view: View, still: Standstill | None, now: float) -> list[Verdict]:
+        if view.epoch != self._epoch:
+            self._epoch, self._rounds, self._round = view.epoch, 0, None
+        if self._round is None:
+            self._round = self._opened(view, still, now)
+            if self._round is None:
+                return []
+        current = self._round
+        if current.knocked and not current.answered:
+            self._answer(current, still)
+        found = self._gather(current, view) if current.asked_by_me and current.answered else None
+        if found is not None or (current.answered and (not current.asked_by_me or now - current.opened_at > ROUND_S)):
+            self._round, self._quiet_until = None, now + self._thresholds.hung_s / 2
+        return found or []
+
+    def _opened(self, view: View, still: Standstill | None, now: float) -> _Round | None:
+        key = f"round/{self._epoch}/{self._rounds}"
+        asking = still is not None and now > self._quiet_until
+        if not (self._store.present([key]) or asking):
+            return None
+        asked_by = self._store.create(key, str(self.host)) if asking else ""
+        opened = _Round(number=self._rounds, asked_by_me=asked_by == str(self.host), opened_at=now)
+        self._rounds += 1
+        doors = {host: self._door_of(host) for host in self._in(view) if host != self.host}
+        threading.Thread(target=_knock, args=(doors, opened.knocked), name="ntp-knock", daemon=True).start()
+        return opened
+
+    def _answer(self, current: _Round, still: Standstill | None) -> None:
+        told = [still.waiting, list(still.idle.items()), current.knocked[0]] if still is not None else None
+        self._store.create(f"standstill/{self._epoch}/{current.number}/{self.host}", json.dumps(told))
+        current.answered = True
+
+    def _gather(self, current: _Round, view: View) -> list[Verdict] | None:
+        told: dict[int, Standstill | None] = {}
+        for host in self._in(view):
+            text = self._store.read(f"standstill/{self._epoch}/{current.number}/{host}")
+            if text is None:
+                return None
+            told[host] = _standstill(json.loads(text))
+        slots = {host: set(view.slots) & set(self._slots[host]) for host in told}
+        return judge(told, slots, self._thresholds)
+
+    # ------------------------------------------------ tenants
+
+    def _tenant_of(self, host: int) -> int:
+        tenant = 0
+        while self._store.present([f"tenant/{host}/{tenant + 1}"]):
+            tenant += 1
+        return tenant
+
+    def _door_of(self, host: int) -> Address:
+        address, port = json.loads(self._store.read(f"door/{host}/{self._tenant_of(host)}") or '["", 0]')
+        return address, port
+
+
+def successors(hosts: Sequence[int], of: int, most: int) -> list[int]:
+    """The hosts that come after one in the ring of them all."""
+    others = sorted(host for host in hosts if host != of)
+    after = [host for host in others if host > of]
+    return [*after, *(host for host in others if host < of)][:most]
+
+
+def _standstill(told: list[object] | None) -> Standstill | None:
+    if told is None:
+        return None
+    waiting, idle, missed = told
+    return Standstill(waiting=waiting, idle=dict(idle), unreachable=tuple(missed))  # type: ignore[arg-type,call-overload]
+
+
+def _knock(doors: Mapping[int, Address], result: list[tuple[int, ...]]) -> None:
+    result.append(unreachable(doors, timeout_s=KNOCK_S))

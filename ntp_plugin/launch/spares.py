@@ -1,0 +1,100 @@
+"""Warm spares: processes that have done their imports, and wait to be told which worker to be.
+
+A spare runs this file as its script, with the worker's own command line behind it. It imports what takes long, reads
+one line, which is the environment that `ntp run` gives a worker, and then runs the worker's script as if it had been
+started with it.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ntp_plugin.errors import Refused
+
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "ntp_plugin.plain.job")
+"""What a spare imports; NTP_PRELOAD names more, separated by commas."""
+
+
+class Spare:
+    """A process in waiting; afterwards it stands where torch's agent keeps its handler of a worker."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.proc = subprocess.Popen(
+            [sys.executable, "-u", "-m", __name__, *arguments], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def become(self, environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> None:
+        """Be that worker from now on."""
+        assert self.proc.stdin is not None
+        self.proc.stdin.write(json.dumps([dict(environment), stdout, stderr]).encode() + b"\n")
+        self.proc.stdin.close()
+
+    def close(self, death_sig: Any = None) -> None:
+        """End it as torch ends a worker."""
+        self.proc.send_signal(death_sig or 15)
+
+
+class Spares:
+    """So many processes in waiting, as long as the budget for new workers lasts."""
+
+    def __init__(self, entrypoint: str, arguments: Sequence[str], *, most: int) -> None:
+        if entrypoint != sys.executable:
+            raise Refused(
+                f"--ntp-spares needs a Python script, and the job runs {entrypoint}", way_out="leave out --no-python"
+            )
+        self._arguments = [argument for argument in arguments if argument != "-u"]
+        self._most = most
+        self._waiting: list[Spare] = []
+
+    def fill(self, budget: int) -> None:
+        """Start as many as are missing, but no more than may still be used."""
+        self._waiting = [spare for spare in self._waiting if spare.proc.poll() is None]
+        while len(self._waiting) < min(self._most, budget):
+            self._waiting.append(Spare(self._arguments))
+
+    def take(self) -> Spare | None:
+        """One that lives, if there is one."""
+        while self._waiting:
+            spare = self._waiting.pop(0)
+            if spare.proc.poll() is None:
+                return spare
+        return None
+
+    def close(self) -> None:
+        """End those that were not used."""
+        for spare in self._waiting:
+            spare.proc.kill()
+            spare.proc.wait()
+        self._waiting.clear()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """What runs in the spare."""
+    for name in (*PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))):
+        importlib.import_module(name)
+    line = sys.stdin.buffer.readline()
+    if not line:  # the job is over, and this one was not needed
+        return
+    environment, stdout, stderr = json.loads(line)
+    os.environ.update(environment)
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
+        if path:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
