@@ -10,9 +10,7 @@ where all are made, and can then
 Slots are for life; ranks are dense and change with every view. A group is remembered by the slots that it was made of,
 and holds those of them that are in the view. `torch`'s own table of ranks is mended after each edit.
 
-Gloo can lose a send or receive that stands in a broken connection: nobody ever ends it, and it keeps one of the
-group's two worker threads until its time limit. A group with such an operation gets a fresh inner backend before the
-edit; its peers see only another handle.
+What a backend needs for that is its own file's matter (`gloo_backend.py`).
 
 Not built yet: NCCL behind the same interface, and device meshes.
 """
@@ -27,16 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import ReconfigureOptions, Work
 
-from ntp_plugin.comm.sockets import SocketId, connected_since, open_sockets, shut
+from ntp_plugin.comm.gloo_backend import GlooBackend
+from ntp_plugin.comm.sockets import connected_since, open_sockets
 from ntp_plugin.comm.waits import GRACE_S, BreakableWaits
 from ntp_plugin.errors import PeerLost, Refused
 
 _HOOK = 0x4E5450
-_CPU = torch.device("cpu")
-_FIRST_FRESH_TYPE = 16
-"""Backend types that torch has no name for: `setBackend` takes a second backend of a known type for the first."""
 
 
 def require_reconfigure() -> None:
@@ -51,17 +46,10 @@ def require_reconfigure() -> None:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Group:
     handle: dist.ProcessGroup
-    backend: Any
+    backend: GlooBackend
     slots: tuple[int, ...]
     members: tuple[int, ...]
-    store: Any
     timeout: timedelta
-    sockets: frozenset[SocketId]
-    running: dict[int, Work] = dataclasses.field(default_factory=dict)
-    generation: int = 0
-
-    def busy(self) -> bool:
-        return any(not work.is_completed() for work in list(self.running.values()))
 
 
 class ElasticGroups:
@@ -110,15 +98,9 @@ class ElasticGroups:
             if not ranks:
                 self.members = tuple(range(size))
             slots = tuple(self.members[other] for other in ranks) if ranks else self.members
-            group = _Group(
-                handle=handle,
-                backend=handle._get_backend(_CPU),
-                slots=slots,
-                members=slots,
-                store=store,
-                timeout=options["timeout"],
-                sockets=connected_since(before),
-            )
+            timeout = options["timeout"]
+            backend = GlooBackend(handle, store, timeout, connected_since(before))
+            group = _Group(handle=handle, backend=backend, slots=slots, members=slots, timeout=timeout)
             self._watch_works(group)
             self._groups.append(group)
         return handle, store
@@ -128,9 +110,7 @@ class ElasticGroups:
             if operation.work is None:
                 return
             if self._waits.register(operation.name.name, operation.work, group.timeout):
-                group.running[operation.op_id] = operation.work
-            if len(group.running) > 64:
-                group.running = {key: work for key, work in group.running.items() if not work.is_completed()}
+                group.backend.keep(operation.op_id, operation.work)
 
         group.handle.register_post_hook(_HOOK, started)
 
@@ -147,7 +127,7 @@ class ElasticGroups:
                 return 0
             self._broken_for = epoch
             self._waits.begin_break_out()
-            return sum(shut(group.sockets) for group in self._groups)
+            return sum(group.backend.break_out() for group in self._groups)
 
     def check(self) -> None:
         """Raise where a break-out is under way: for loops that enter no collective."""
@@ -157,13 +137,11 @@ class ElasticGroups:
     def offer(self) -> dict[str, str]:
         """Group name -> how others reach this process in it. Groups that hold a lost operation are made fresh first."""
         deadline = time.monotonic() + GRACE_S
-        while any(group.busy() for group in self._groups) and time.monotonic() < deadline:
+        while any(group.backend.busy() for group in self._groups) and time.monotonic() < deadline:
             time.sleep(0.002)
         for group in self._groups:
-            if group.busy():
-                self._make_fresh(group)
-            group.running.clear()
-        return {group.handle.group_name: group.backend.get_reconfigure_handle() for group in self._groups}
+            self.replaced += group.backend.ready(group.members.index(self.slot), group.members)
+        return {group.handle.group_name: group.backend.reach() for group in self._groups}
 
     def regroup(self, epoch: int, offers: Mapping[int, Mapping[str, str]], *, timeout_s: float) -> None:
         """Edit all groups to the slots of `offers`; every member calls this with the same offers."""
@@ -173,13 +151,8 @@ class ElasticGroups:
             self.epoch, self.members = epoch, members
         for group in self._groups:
             group.members = tuple(slot for slot in group.slots if slot in ranks)
-            before = open_sockets()
-            options = ReconfigureOptions()
-            options.uuid = epoch
-            options.handles = [offers[slot][group.handle.group_name] for slot in group.members]
-            options.timeout = timedelta(seconds=timeout_s)
-            group.backend.reconfigure(options)
-            group.sockets = connected_since(before)
+            handles = [offers[slot][group.handle.group_name] for slot in group.members]
+            group.backend.edit(epoch, handles, timeout_s)
             c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
         with self._lock:
             if self._broken_for <= epoch:
@@ -192,20 +165,3 @@ class ElasticGroups:
     def rank_of(self, slot: int) -> int:
         """The global rank of a slot in this epoch."""
         return self.members.index(slot)
-
-    def _make_fresh(self, group: _Group) -> None:
-        self.replaced += 1
-        group.generation += 1
-        handle, name = group.handle, group.handle.group_name
-        rank, size = group.members.index(self.slot), len(group.members)
-        inner_store = c10d.PrefixStore("cpu/", group.store)
-        backend = c10d.ProcessGroupGloo(inner_store, rank, size, group.timeout, enable_reconfigure=True)
-        backend.options.global_ranks_in_group = list(group.members)
-        backend.options.group_name = name
-        kind = dist.ProcessGroup.BackendType(_FIRST_FRESH_TYPE + group.generation)
-        description = handle.group_desc
-        handle._register_backend(_CPU, kind, backend)
-        handle._set_default_backend(kind)
-        handle._set_group_name(name)
-        handle._set_group_desc(description)
-        group.backend = backend
