@@ -5,6 +5,9 @@ store.py            the small store that the protocol needs, on torch's TCPStore
 agreement.py        the protocol on a live store
 sockets.py          the sockets that a group opened, found again and shut from outside
 waits.py            waits that a break-out can end
+group_backend.py    what differs between gloo and NCCL
 gloo_backend.py     gloo's part in a group
+nccl_backend.py     NCCL's part in a group
+nccl_requirements.py  the versions and the environment that NCCL's part needs
 process_groups.py   groups that are edited in place
 """

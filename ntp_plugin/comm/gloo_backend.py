@@ -24,9 +24,18 @@ _FIRST_FRESH_TYPE = 16
 class GlooBackend:
     """The gloo backend of one group, and what must be remembered of it."""
 
-    def __init__(self, handle: dist.ProcessGroup, store: Any, timeout: timedelta, sockets: frozenset[SocketId]) -> None:
+    def __init__(
+        self,
+        handle: dist.ProcessGroup,
+        store: Any,
+        timeout: timedelta,
+        sockets: frozenset[SocketId],
+        *,
+        default: bool = True,
+    ) -> None:
+        """`default`: the group's rank, size and barrier are this backend's."""
         self._handle, self._store, self._timeout = handle, store, timeout
-        self._sockets = sockets
+        self._sockets, self._default = sockets, default
         self._backend: Any = handle._get_backend(_CPU)
         self._running: dict[int, Work] = {}
         self._generation = 0
@@ -65,6 +74,10 @@ class GlooBackend:
         self._backend.reconfigure(options)
         self._sockets = connected_since(before)
 
+    def failed(self) -> bool:
+        """Never: waits on gloo's operations raise."""
+        return False
+
     def _make_fresh(self, rank: int, members: Sequence[int]) -> None:
         self._generation += 1
         handle, name = self._handle, self._handle.group_name
@@ -75,7 +88,8 @@ class GlooBackend:
         kind = dist.ProcessGroup.BackendType(_FIRST_FRESH_TYPE + self._generation)
         description = handle.group_desc
         handle._register_backend(_CPU, kind, backend)
-        handle._set_default_backend(kind)
+        if self._default:
+            handle._set_default_backend(kind)
         handle._set_group_name(name)
         handle._set_group_desc(description)
         self._backend = backend
