@@ -10,4 +10,5 @@ gloo_backend.py     gloo's part in a group
 nccl_backend.py     NCCL's part in a group
 nccl_requirements.py  the versions and the environment that NCCL's part needs
 process_groups.py   groups that are edited in place
+device_meshes.py    torch's device meshes, which follow the groups
 """

@@ -12,8 +12,7 @@ and holds those of them that are in the view. `torch`'s own table of ranks is me
 
 A group has a backend for each kind of device, at most one of gloo and one of NCCL, and all are edited. What a backend
 needs for that is its own file's matter (`gloo_backend.py`, `nccl_backend.py`); `GroupBackend` is what they share.
-
-Not built yet: device meshes.
+Device meshes are mended in `device_meshes.py`.
 """
 
 import dataclasses
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ntp_plugin.comm.device_meshes import DeviceMeshes
 from ntp_plugin.comm.gloo_backend import GlooBackend
 from ntp_plugin.comm.group_backend import GroupBackend
 from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
@@ -87,6 +87,7 @@ class ElasticGroups:
         self._broken_for = 0
         self._groups: list[_Group] = []
         self._waits = BreakableWaits()
+        self._meshes = DeviceMeshes(slot)
         self._lock = threading.Lock()
         self._make_group: Any = None
         self._device: torch.device | None = None
@@ -97,6 +98,7 @@ class ElasticGroups:
         """See every group that is made from now on; call it before `init_process_group`."""
         assert self._make_group is None, "groups are attached once"
         self._waits.attach()
+        self._meshes.attach()
         self._make_group = c10d._new_process_group_helper
         c10d._new_process_group_helper = self._make_and_remember  # type: ignore[assignment]
 
@@ -112,6 +114,7 @@ class ElasticGroups:
                 group.handle.unregister_pre_hook(_HOOK)
         self._groups.clear()
         self._waits.detach()
+        self._meshes.detach()
 
     def _make_and_remember(
         self, size: int, rank: int | None, ranks: list[int], backend: Any, *args: Any, **options: Any
@@ -129,6 +132,7 @@ class ElasticGroups:
             return handle, store
         if not ranks:
             self.members = tuple(range(size))
+            self._meshes.tell(self.members)
         slots = tuple(self.members[other] for other in ranks) if ranks else self.members
         timeout, nccl = options["timeout"], None
         if "nccl" in kinds and self._device is not None:
@@ -229,6 +233,7 @@ class ElasticGroups:
                 handles = [offers[slot][f"{kind}/{group.handle.group_name}"] for slot in group.members]
                 backend.edit(epoch, handles, timeout_s)
             c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
+        self._meshes.tell(members)
         with self._lock:
             if self._broken_for <= epoch:
                 self._waits.end_break_out()
