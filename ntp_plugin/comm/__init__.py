@@ -5,6 +5,8 @@ store.py            the small store that the protocol needs, on torch's TCPStore
 agreement.py        the protocol on a live store
 sockets.py          the sockets that a group opened, found again and shut from outside
 waits.py            waits that a break-out can end
+helpers.py          threads that wait in the place of the main thread, and may be left behind
+meeting_store.py    the store through which a group's members find each other
 group_backend.py    what differs between gloo and NCCL
 gloo_backend.py     gloo's part in a group
 nccl_backend.py     NCCL's part in a group

@@ -51,6 +51,11 @@ class Agreement:
         """Whether this member must agree again before it trains on."""
         return self._store.present([membership.view_key(self.member.view.epoch + 1)])
 
+    def ask_again(self) -> None:
+        """Call for a new epoch with the same members: this one could not begin."""
+        following = membership.without(self.member.view, [])
+        self._store.create(membership.view_key(following.epoch), following.encode())
+
     def run(
         self,
         *,

@@ -2,7 +2,9 @@
 
 Gloo's `abort()` does nothing, so its sockets are shut instead. And gloo can lose a send or receive that stands in a
 broken connection: nobody ever ends it, and it keeps one of the backend's two worker threads until its time limit. A
-backend with such an operation is replaced by a fresh one before the edit; its peers see only another handle.
+backend with such an operation is replaced by a fresh one before the edit; its peers see only another handle. So is one
+whose edit was left behind: a member that waits for the connection of a peer that has just died would wait for five time
+limits, and nothing in gloo can end that.
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ReconfigureOptions, Work
 
 from ntp_plugin.comm.sockets import SocketId, connected_since, open_sockets, shut
+from ntp_plugin.comm.waits import BreakableWaits
 
 _CPU = torch.device("cpu")
 _FIRST_FRESH_TYPE = 16
@@ -31,14 +34,17 @@ class GlooBackend:
         timeout: timedelta,
         sockets: frozenset[SocketId],
         *,
+        waits: BreakableWaits,
         default: bool = True,
     ) -> None:
         """`default`: the group's rank, size and barrier are this backend's."""
         self._handle, self._store, self._timeout = handle, store, timeout
-        self._sockets, self._default = sockets, default
+        self._sockets, self._waits, self._default = sockets, waits, default
         self._backend: Any = handle._get_backend(_CPU)
         self._running: dict[int, Work] = {}
         self._generation = 0
+        self._half_edited = False
+        """An edit was left behind, and a thread may still be in it."""
 
     def keep(self, operation: int, work: Work) -> None:
         """Remember a collective: while it runs it holds a worker thread."""
@@ -47,8 +53,8 @@ class GlooBackend:
             self._running = {key: work for key, work in self._running.items() if not work.is_completed()}
 
     def busy(self) -> bool:
-        """Whether some operation still holds a thread."""
-        return any(not work.is_completed() for work in list(self._running.values()))
+        """Whether some operation, or an edit, still holds a thread."""
+        return self._half_edited or any(not work.is_completed() for work in list(self._running.values()))
 
     def break_out(self) -> int:
         """Break all connections; from any thread. Returns how many there were."""
@@ -68,10 +74,12 @@ class GlooBackend:
 
     def edit(self, uuid: int, handles: list[str], timeout_s: float) -> None:
         """Connect anew, to these and no others."""
-        before = open_sockets()
         options = ReconfigureOptions()
         options.uuid, options.handles, options.timeout = uuid, handles, timedelta(seconds=timeout_s)
-        self._backend.reconfigure(options)
+        before = open_sockets()
+        self._half_edited = True
+        self._waits.beside(lambda: self._backend.reconfigure(options))
+        self._half_edited = False
         self._sockets = connected_since(before)
 
     def failed(self) -> bool:
@@ -92,4 +100,4 @@ class GlooBackend:
             handle._set_default_backend(kind)
         handle._set_group_name(name)
         handle._set_group_desc(description)
-        self._backend = backend
+        self._backend, self._half_edited = backend, False

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, ReconfigureOptions
 
 _CUDA = torch.device("cuda")
-CONNECT_S = 60.0
-"""An edit has so long at least: a communicator over many hosts takes seconds to make, and who waits in it cannot be
-broken out."""
+CONNECT_S = 30.0
+"""An edit has so long at least: a communicator over many hosts takes seconds to make. Who waits for an id in it is
+freed by the store; who waits for the others to connect is not, and no second edit may begin beside the first."""
 
 
 def device_of(asked: torch.device | None, environment: Mapping[str, str] = os.environ) -> torch.device:

@@ -29,6 +29,7 @@ import torch.distributed.distributed_c10d as c10d
 from ntp_plugin.comm.device_meshes import DeviceMeshes
 from ntp_plugin.comm.gloo_backend import GlooBackend
 from ntp_plugin.comm.group_backend import GroupBackend
+from ntp_plugin.comm.meeting_store import MeetingStore
 from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
 from ntp_plugin.comm.nccl_requirements import require_nccl
 from ntp_plugin.comm.sockets import connected_since, open_sockets
@@ -91,6 +92,8 @@ class ElasticGroups:
         self._lock = threading.Lock()
         self._make_group: Any = None
         self._device: torch.device | None = None
+        self._meeting: MeetingStore | None = None
+        """Kept, because torch's side of a store does not keep Python's."""
 
     # ------------------------------------------------ seeing groups being made
 
@@ -117,7 +120,7 @@ class ElasticGroups:
         self._meshes.detach()
 
     def _make_and_remember(
-        self, size: int, rank: int | None, ranks: list[int], backend: Any, *args: Any, **options: Any
+        self, size: int, rank: int | None, ranks: list[int], backend: Any, store: Any, *args: Any, **options: Any
     ) -> Any:
         kinds = kinds_of(backend)
         if self._joining or "nccl" in kinds:  # unconnected until an edit; a newcomer's is with all the others
@@ -127,7 +130,9 @@ class ElasticGroups:
             self._device = self._device or device_of(options.get("device_id"))
             options["device_id"] = None  # with it torch would split groups off the world, which needs all ranks of it
         before = open_sockets()
-        handle, store = self._make_group(size, rank, ranks, backend, *args, **options)
+        if not ranks:  # the world; torch makes the stores of all other groups from its store
+            store = self._meeting = MeetingStore(store, self.check)
+        handle, store = self._make_group(size, rank, ranks, backend, store, *args, **options)
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
             return handle, store
         if not ranks:
@@ -139,7 +144,7 @@ class ElasticGroups:
             nccl = NcclBackend(handle, self._device)
         gloo = None
         if "gloo" in kinds:
-            gloo = GlooBackend(handle, store, timeout, connected_since(before), default=nccl is None)
+            gloo = GlooBackend(handle, store, timeout, connected_since(before), waits=self._waits, default=nccl is None)
         group = _Group(handle=handle, slots=slots, members=slots, gloo=gloo, nccl=nccl)
         self._watch_works(group, timeout)
         if nccl is not None and not self._joining:
@@ -227,6 +232,8 @@ class ElasticGroups:
         ranks = {slot: rank for rank, slot in enumerate(members)}
         with self._lock:
             self.epoch, self.members = epoch, members
+            if self._broken_for <= epoch:
+                self._waits.end_break_out()
         for group in self._groups:
             group.members = tuple(slot for slot in group.slots if slot in ranks)
             for kind, backend in group.backends().items():
@@ -235,9 +242,7 @@ class ElasticGroups:
             c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
         self._meshes.tell(members)
         with self._lock:
-            if self._broken_for <= epoch:
-                self._waits.end_break_out()
-            else:  # it found the old communicators: gloo's waits leave by themselves, but a device must be told again
+            if self._broken_for > epoch:  # it found the old communicators: gloo's waits leave by themselves
                 for group in self._groups:
                     if group.nccl is not None:
                         group.nccl.break_out()

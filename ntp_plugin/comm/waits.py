@@ -10,15 +10,16 @@ only works of registered groups are treated. A work is recognised by identity, a
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import Work
 
+from ntp_plugin.comm.helpers import Helpers
 from ntp_plugin.errors import PeerLost
 
 SLICE_S = 0.02
@@ -43,7 +44,7 @@ class BreakableWaits:
 
     def __init__(self) -> None:
         self._works: dict[int, _Known] = {}
-        self._helpers: concurrent.futures.ThreadPoolExecutor | None = None
+        self._helpers = Helpers()
         self._original: Callable[..., bool] | None = None
         self._give_up_at: float | None = None
         self._lock = threading.Lock()
@@ -69,9 +70,7 @@ class BreakableWaits:
         Work.wait = self._original  # type: ignore[method-assign]
         self._original = None
         self._works.clear()
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=False)
-            self._helpers = None
+        self._helpers.close()
 
     def register(self, operation: str, work: Work, timeout: timedelta) -> bool:
         """Treat waits on this work from now on; whether it is a collective."""
@@ -96,21 +95,30 @@ class BreakableWaits:
         """The groups are whole again."""
         self._give_up_at = None
 
+    def beside[Result](self, call: Callable[[], Result]) -> Result:
+        """Call on a helper thread; raises `PeerLost` where a break-out finds the call lost, and leaves it behind."""
+        calling = self._helpers.submit(call)
+        with self._standing():
+            while not concurrent.futures.wait([calling], SLICE_S).done:
+                self._leave_if_lost()
+            return calling.result()
+
     def _wait(self, work: Work) -> bool:
         assert self._original is not None, "waits are attached"
         with self._lock:
             known = self._works.pop(id(work), None)
         if known is None or known.work is not work:
             return self._original(work)
-        self._moves, self._waiting = self._moves + 1, self._waiting + 1
+        original = self._original
         try:
-            return self._wait_sliced(work, known.until) if known.collective else self._wait_beside(work)
+            if known.collective:
+                with self._standing():
+                    return self._wait_sliced(work, known.until)
+            return self.beside(lambda: original(work))
         except RuntimeError as error:
             if self._give_up_at is None:
                 raise
             raise PeerLost("an operation broke because the membership changes") from error
-        finally:
-            self._moves, self._waiting = self._moves + 1, self._waiting - 1
 
     def _wait_sliced(self, work: Work, until: float) -> bool:
         assert self._original is not None, "waits are attached"
@@ -124,16 +132,14 @@ class BreakableWaits:
                 self._leave_if_lost()
         return self._original(work)
 
-    def _wait_beside(self, work: Work) -> bool:
-        if self._helpers is None:
-            self._helpers = concurrent.futures.ThreadPoolExecutor(16, thread_name_prefix="ntp-p2p")
-        waiting: concurrent.futures.Future[Any] = self._helpers.submit(self._original, work)  # type: ignore[arg-type]
-        while True:
-            try:
-                return bool(waiting.result(SLICE_S))
-            except concurrent.futures.TimeoutError:
-                if not waiting.done():
-                    self._leave_if_lost()
+    @contextlib.contextmanager
+    def _standing(self) -> Iterator[None]:
+        """What a heart is told: that this process waits for others."""
+        self._moves, self._waiting = self._moves + 1, self._waiting + 1
+        try:
+            yield
+        finally:
+            self._moves, self._waiting = self._moves + 1, self._waiting - 1
 
     def _leave_if_lost(self) -> None:
         if self._give_up_at is not None and time.monotonic() > self._give_up_at:

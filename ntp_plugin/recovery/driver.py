@@ -27,8 +27,11 @@ class Patience:
     """Between two looks at the store for a newer view: a look takes 20 us."""
     agree_s: float = 60.0
     """For a whole agreement, frozen members being put out by the detector included."""
-    regroup_s: float = 2.0
-    """For the edit of all groups: a member that dies in it is noticed after so long at the latest."""
+    regroup_s: float = 5.0
+    """For a member to come into the edit of a group; gloo then gives its connections five times as long. A death ends
+    the edit at once, so that this is only for trouble that nobody detects."""
+    regroup_again: int = 3
+    """So often an edit that failed while nobody was lost is tried again, in an epoch of its own."""
     publish_s: float = 2.0
     """From a broken connection to the view that says who is lost; a job's own error is held back as long."""
 
@@ -80,10 +83,21 @@ class Driver:
     # ------------------------------------------------ the walk
 
     def _walk(self) -> None:
+        failures = 0
         while True:
             agreed = self._agree()
             try:
                 self._regroup(agreed)
+            except PeerLost:
+                continue
+            except RuntimeError:
+                failures += 1
+                if not self._a_loss_follows():
+                    if failures > self._patience.regroup_again:
+                        raise
+                    self._agreement.ask_again()
+                continue
+            try:
                 self._trainer.stand_on(agreed)
                 return
             except PeerLost:

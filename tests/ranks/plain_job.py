@@ -94,6 +94,7 @@ def strike(job, driver, rank):
         (driver, "_report", "report"),
         (job, "plan", "plan"),
         (driver, "_regroup", "regroup"),
+        (driver._groups._meeting, "set", "address"),
         (job, "stand_on", "stand on"),
     )
     for owner, name, moment in walk:

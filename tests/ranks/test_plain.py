@@ -43,7 +43,10 @@ def assert_every_sample_once(outcomes, rows, ranks):
 
 
 MOMENTS = ["between", "backward", "reduce", "after reduce", "vote", "after vote", "apply", "after apply"]
-PHASES = ["report", "after report", "plan", "after plan", "regroup", "after regroup", "stand on", "after stand on"]
+PHASES = [
+    *("report", "after report", "plan", "after plan", "regroup", "address", "after address", "after regroup"),
+    *("stand on", "after stand on"),
+]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
