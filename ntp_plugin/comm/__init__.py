@@ -7,5 +7,10 @@ sockets.py          the sockets that a group opened, found again and shut from o
 waits.py            waits that a break-out can end
 helpers.py          threads that wait in the place of the main thread, and may be left behind
 meeting_store.py    the store through which a group's members find each other
+group_backend.py    what differs between gloo and NCCL
+gloo_backend.py     gloo's part in a group
+nccl_backend.py     NCCL's part in a group
+nccl_requirements.py  the versions and the environment that NCCL's part needs
 process_groups.py   groups that are edited in place
+device_meshes.py    torch's device meshes, which follow the groups
 """

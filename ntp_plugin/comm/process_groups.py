@@ -10,12 +10,9 @@ where all are made, and can then
 Slots are for life; ranks are dense and change with every view. A group is remembered by the slots that it was made of,
 and holds those of them that are in the view. `torch`'s own table of ranks is mended after each edit.
 
-Gloo can lose a send or receive that stands in a broken connection: nobody ever ends it, and it keeps one of the
-group's two worker threads until its time limit. A group with such an operation gets a fresh inner backend before the
-edit; its peers see only another handle. So does a group whose edit was left behind: a member that waits for the
-connection of a peer that has just died would wait for five time limits, and nothing in gloo can end that.
-
-Not built yet: NCCL behind the same interface, and device meshes.
+A group has a backend for each kind of device, at most one of gloo and one of NCCL, and all are edited. What a backend
+needs for that is its own file's matter (`gloo_backend.py`, `nccl_backend.py`); `GroupBackend` is what they share.
+Device meshes are mended in `device_meshes.py`.
 """
 
 import dataclasses
@@ -28,17 +25,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import ReconfigureOptions, Work
 
+from ntp_plugin.comm.device_meshes import DeviceMeshes
+from ntp_plugin.comm.gloo_backend import GlooBackend
+from ntp_plugin.comm.group_backend import GroupBackend
 from ntp_plugin.comm.meeting_store import MeetingStore
-from ntp_plugin.comm.sockets import SocketId, connected_since, open_sockets, shut
+from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
+from ntp_plugin.comm.nccl_requirements import require_nccl
+from ntp_plugin.comm.sockets import connected_since, open_sockets
 from ntp_plugin.comm.waits import GRACE_S, BreakableWaits
 from ntp_plugin.errors import PeerLost, Refused
 
 _HOOK = 0x4E5450
-_CPU = torch.device("cpu")
-_FIRST_FRESH_TYPE = 16
-"""Backend types that torch has no name for: `setBackend` takes a second backend of a known type for the first."""
 
 
 def require_reconfigure() -> None:
@@ -53,19 +51,26 @@ def require_reconfigure() -> None:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Group:
     handle: dist.ProcessGroup
-    backend: Any
     slots: tuple[int, ...]
     members: tuple[int, ...]
-    store: Any
-    timeout: timedelta
-    sockets: frozenset[SocketId]
-    running: dict[int, Work] = dataclasses.field(default_factory=dict)
-    generation: int = 0
-    half_edited: bool = False
-    """An edit was left behind, and a thread may still be in it."""
+    gloo: GlooBackend | None
+    nccl: NcclBackend | None
 
-    def busy(self) -> bool:
-        return self.half_edited or any(not work.is_completed() for work in list(self.running.values()))
+    def backends(self) -> dict[str, GroupBackend]:
+        both: dict[str, GroupBackend | None] = {"gloo": self.gloo, "nccl": self.nccl}
+        return {kind: backend for kind, backend in both.items() if backend is not None}
+
+
+def kinds_of(backend: Any) -> frozenset[str]:
+    """Which of gloo and NCCL serve a group that torch is asked to make with this backend; none else can be edited."""
+    names = {str(name) for name in c10d.BackendConfig(c10d.Backend(str(backend))).get_device_backend_map().values()}
+    unknown = names - {"gloo", "nccl", "nccl2"}
+    if unknown:
+        raise Refused(
+            f"a process group of backend {', '.join(sorted(unknown))} cannot be edited when a rank is lost",
+            way_out="use gloo, nccl, or cpu:gloo,cuda:nccl",
+        )
+    return frozenset(name.removesuffix("2") for name in names)
 
 
 class ElasticGroups:
@@ -83,8 +88,10 @@ class ElasticGroups:
         self._broken_for = 0
         self._groups: list[_Group] = []
         self._waits = BreakableWaits()
+        self._meshes = DeviceMeshes(slot)
         self._lock = threading.Lock()
         self._make_group: Any = None
+        self._device: torch.device | None = None
         self._meeting: MeetingStore | None = None
         """Kept, because torch's side of a store does not keep Python's."""
 
@@ -94,6 +101,7 @@ class ElasticGroups:
         """See every group that is made from now on; call it before `init_process_group`."""
         assert self._make_group is None, "groups are attached once"
         self._waits.attach()
+        self._meshes.attach()
         self._make_group = c10d._new_process_group_helper
         c10d._new_process_group_helper = self._make_and_remember  # type: ignore[assignment]
 
@@ -103,45 +111,74 @@ class ElasticGroups:
         c10d._new_process_group_helper = self._make_group
         self._make_group = None
         for group in self._groups:
-            group.handle.unregister_post_hook(_HOOK)
+            if group.gloo is not None:
+                group.handle.unregister_post_hook(_HOOK)
+            if group.gloo is not None and group.nccl is not None:
+                group.handle.unregister_pre_hook(_HOOK)
         self._groups.clear()
         self._waits.detach()
+        self._meshes.detach()
 
     def _make_and_remember(
-        self, size: int, rank: int | None, ranks: list[int], kind: Any, store: Any, *args: Any, **options: Any
+        self, size: int, rank: int | None, ranks: list[int], backend: Any, store: Any, *args: Any, **options: Any
     ) -> Any:
-        if self._joining:  # a newcomer's groups stay unconnected until it is regrouped with the others
+        kinds = kinds_of(backend)
+        if self._joining or "nccl" in kinds:  # unconnected until an edit; a newcomer's is with all the others
             options["enable_reconfigure"] = True
+        if "nccl" in kinds:
+            require_nccl()
+            self._device = self._device or device_of(options.get("device_id"))
+            options["device_id"] = None  # with it torch would split groups off the world, which needs all ranks of it
         before = open_sockets()
         if not ranks:  # the world; torch makes the stores of all other groups from its store
             store = self._meeting = MeetingStore(store, self.check)
-        handle, store = self._make_group(size, rank, ranks, kind, store, *args, **options)
-        if handle is not dist.GroupMember.NON_GROUP_MEMBER:
-            if not ranks:
-                self.members = tuple(range(size))
-            slots = tuple(self.members[other] for other in ranks) if ranks else self.members
-            group = _Group(
-                handle=handle,
-                backend=handle._get_backend(_CPU),
-                slots=slots,
-                members=slots,
-                store=store,
-                timeout=options["timeout"],
-                sockets=connected_since(before),
-            )
-            self._watch_works(group)
-            self._groups.append(group)
+        handle, store = self._make_group(size, rank, ranks, backend, store, *args, **options)
+        if handle is dist.GroupMember.NON_GROUP_MEMBER:
+            return handle, store
+        if not ranks:
+            self.members = tuple(range(size))
+            self._meshes.tell(self.members)
+        slots = tuple(self.members[other] for other in ranks) if ranks else self.members
+        timeout, nccl = options["timeout"], None
+        if "nccl" in kinds and self._device is not None:
+            nccl = NcclBackend(handle, self._device)
+        gloo = None
+        if "gloo" in kinds:
+            gloo = GlooBackend(handle, store, timeout, connected_since(before), waits=self._waits, default=nccl is None)
+        group = _Group(handle=handle, slots=slots, members=slots, gloo=gloo, nccl=nccl)
+        self._watch_works(group, timeout)
+        if nccl is not None and not self._joining:
+            self._connect(group, store, timeout)
+        self._groups.append(group)
         return handle, store
 
-    def _watch_works(self, group: _Group) -> None:
-        def started(operation: Any) -> None:
-            if operation.work is None:
-                return
-            if self._waits.register(operation.name.name, operation.work, group.timeout):
-                group.running[operation.op_id] = operation.work
-            if len(group.running) > 64:
-                group.running = {key: work for key, work in group.running.items() if not work.is_completed()}
+    def _connect(self, group: _Group, store: Any, timeout: timedelta) -> None:
+        """The first edit of a group that was made unconnected; its members meet in its store."""
+        rank, size = group.members.index(self.slot), len(group.members)
+        for kind, backend in group.backends().items():
+            store.set(f"ntp/{kind}/{rank}", backend.reach())
+            handles = [store.get(f"ntp/{kind}/{other}").decode() for other in range(size)]
+            backend.edit(self.epoch, handles, timeout.total_seconds())
 
+    def _watch_works(self, group: _Group, timeout: timedelta) -> None:
+        """See gloo's works. On NCCL's nobody waits on the host."""
+        gloo, elsewhere = group.gloo, set[int]()
+        if gloo is None:
+            return
+
+        def starting(operation: Any) -> None:
+            tensors = [*operation.input_tensors, *operation.output_tensors]
+            if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):  # a barrier is NCCL's
+                elsewhere.add(operation.op_id)
+
+        def started(operation: Any) -> None:
+            if operation.op_id in elsewhere:
+                elsewhere.remove(operation.op_id)
+            elif operation.work is not None and self._waits.register(operation.name.name, operation.work, timeout):
+                gloo.keep(operation.op_id, operation.work)
+
+        if group.nccl is not None:
+            group.handle.register_pre_hook(_HOOK, starting)
         group.handle.register_post_hook(_HOOK, started)
 
     # ------------------------------------------------ leaving, and coming together again
@@ -157,23 +194,37 @@ class ElasticGroups:
                 return 0
             self._broken_for = epoch
             self._waits.begin_break_out()
-            return sum(shut(group.sockets) for group in self._groups)
+            return sum(backend.break_out() for backend in self._backends())
 
     def check(self) -> None:
         """Raise where a break-out is under way: for loops that enter no collective."""
         if self._broken_for > self.epoch:
             raise PeerLost(f"the membership changes to epoch {self._broken_for}")
 
+    def confirm(self) -> None:
+        """Raise unless all that was started so far came through, on the device as well; with gloo alone it always has.
+
+        NCCL breaks off without a word to who waits for the device. So call this before the vote, so that nobody calls
+        himself prepared who holds rubbish, and again between the vote and what rests on it.
+        """
+        failed = [backend.failed() for backend in self._backends()]
+        if any(failed):
+            self.check()
+            raise RuntimeError(
+                f"NCCL broke off in {sum(failed)} of {len(failed)} backends, and nobody is known to be lost"
+            )
+
     def offer(self) -> dict[str, str]:
-        """Group name -> how others reach this process in it. Groups that hold a lost operation are made fresh first."""
+        """Backend and group -> how others reach this process in it. Gloo that holds a lost operation is made fresh."""
         deadline = time.monotonic() + GRACE_S
-        while any(group.busy() for group in self._groups) and time.monotonic() < deadline:
+        while any(backend.busy() for backend in self._backends()) and time.monotonic() < deadline:
             time.sleep(0.002)
+        offer = {}
         for group in self._groups:
-            if group.busy():
-                self._make_fresh(group)
-            group.running.clear()
-        return {group.handle.group_name: group.backend.get_reconfigure_handle() for group in self._groups}
+            for kind, backend in group.backends().items():
+                self.replaced += backend.ready(group.members.index(self.slot), group.members)
+                offer[f"{kind}/{group.handle.group_name}"] = backend.reach()
+        return offer
 
     def regroup(self, epoch: int, offers: Mapping[int, Mapping[str, str]], *, timeout_s: float) -> None:
         """Edit all groups to the slots of `offers`; every member calls this with the same offers."""
@@ -185,40 +236,24 @@ class ElasticGroups:
                 self._waits.end_break_out()
         for group in self._groups:
             group.members = tuple(slot for slot in group.slots if slot in ranks)
-            handles = [offers[slot][group.handle.group_name] for slot in group.members]
-            self._edit(group, handles, timeout_s)
+            for kind, backend in group.backends().items():
+                handles = [offers[slot][f"{kind}/{group.handle.group_name}"] for slot in group.members]
+                backend.edit(epoch, handles, timeout_s)
             c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
-
-    def _edit(self, group: _Group, handles: list[str], timeout_s: float) -> None:
-        options = ReconfigureOptions()
-        options.uuid, options.handles, options.timeout = self.epoch, handles, timedelta(seconds=timeout_s)
-        before = open_sockets()
-        group.half_edited = True
-        self._waits.beside(lambda: group.backend.reconfigure(options))
-        group.half_edited = False
-        group.sockets = connected_since(before)
+        self._meshes.tell(members)
+        with self._lock:
+            if self._broken_for > epoch:  # it found the old communicators: gloo's waits leave by themselves
+                for group in self._groups:
+                    if group.nccl is not None:
+                        group.nccl.break_out()
 
     def moved(self) -> tuple[int, bool]:
         """How often this process entered and left a wait for others, and whether it stands in one."""
         return self._waits.moved()
 
+    def _backends(self) -> list[GroupBackend]:
+        return [backend for group in list(self._groups) for backend in group.backends().values()]
+
     def rank_of(self, slot: int) -> int:
         """The global rank of a slot in this epoch."""
         return self.members.index(slot)
-
-    def _make_fresh(self, group: _Group) -> None:
-        self.replaced += 1
-        group.generation += 1
-        handle, name = group.handle, group.handle.group_name
-        rank, size = group.members.index(self.slot), len(group.members)
-        inner_store = c10d.PrefixStore("cpu/", group.store)
-        backend = c10d.ProcessGroupGloo(inner_store, rank, size, group.timeout, enable_reconfigure=True)
-        backend.options.global_ranks_in_group = list(group.members)
-        backend.options.group_name = name
-        kind = dist.ProcessGroup.BackendType(_FIRST_FRESH_TYPE + group.generation)
-        description = handle.group_desc
-        handle._register_backend(_CPU, kind, backend)
-        handle._set_default_backend(kind)
-        handle._set_group_name(name)
-        handle._set_group_desc(description)
-        group.backend, group.half_edited = backend, False

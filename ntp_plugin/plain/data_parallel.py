@@ -66,8 +66,10 @@ class DataParallel:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(count)
+        self._groups.confirm()
         self._prepared = True
         self._vote()
+        self._groups.confirm()
         self._apply()
         return told / count
 

@@ -24,8 +24,8 @@ from ntp_plugin.recovery.trainer import Trainer
 class ElasticRank:
     """What every elastic process has, whatever it trains."""
 
-    def __init__(self, place: Place, *, timeout: timedelta = timedelta(minutes=30)) -> None:
-        """`timeout` is torch's own, of the world and of groups made from it."""
+    def __init__(self, place: Place, *, backend: str = "gloo", timeout: timedelta = timedelta(minutes=30)) -> None:
+        """`backend` and `timeout` are torch's own, of the world and of groups made from it."""
         self.place = place
         # One connection for each use, all opened now and none while recovering.
         agreeing, meeting = (TCPStore(place.store_host, place.store_port, None, False) for _ in range(2))
@@ -33,7 +33,7 @@ class ElasticRank:
         self.groups = ElasticGroups(place.slot, joining=place.joining)
         self.groups.attach()
         rendezvous = PrefixStore(f"{place.corner}/c10d", meeting)
-        dist.init_process_group("gloo", store=rendezvous, rank=place.slot, world_size=place.slots, timeout=timeout)
+        dist.init_process_group(backend, store=rendezvous, rank=place.slot, world_size=place.slots, timeout=timeout)
         self._heartbeats = HeartbeatFile(place.heartbeats, place.slots)
         self._heart = Heart(self._heartbeats, place.slot, every_s=place.beat_s, moved=self.groups.moved)
         self._driver: Driver | None = None

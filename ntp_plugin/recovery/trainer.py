@@ -2,8 +2,9 @@
 
 The driver knows epochs, members and groups; the trainer knows steps, state and batches. The trainer keeps three
 promises. Before it enters the vote on a step it holds the reduced gradients (`prepared`), and until the vote it has
-applied nothing. What it reports is true at that moment, and does not change until `stand_on`. `stand_on` leaves it
-either on the decided step, with the state that every other member has, or with an exception.
+applied nothing; on a device it asks `groups.confirm()` before both. What it reports is true at that moment, and does
+not change until `stand_on`. `stand_on` leaves it either on the decided step, with the state that every other member
+has, or with an exception.
 """
 
 from typing import Protocol

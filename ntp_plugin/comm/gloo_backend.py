@@ -1,0 +1,103 @@
+"""Gloo's part in a process group.
+
+Gloo's `abort()` does nothing, so its sockets are shut instead. And gloo can lose a send or receive that stands in a
+broken connection: nobody ever ends it, and it keeps one of the backend's two worker threads until its time limit. A
+backend with such an operation is replaced by a fresh one before the edit; its peers see only another handle. So is one
+whose edit was left behind: a member that waits for the connection of a peer that has just died would wait for five time
+limits, and nothing in gloo can end that.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import ReconfigureOptions, Work
+
+from ntp_plugin.comm.sockets import SocketId, connected_since, open_sockets, shut
+from ntp_plugin.comm.waits import BreakableWaits
+
+_CPU = torch.device("cpu")
+_FIRST_FRESH_TYPE = 16
+"""Backend types that torch has no name for: `setBackend` takes a second backend of a known type for the first."""
+
+
+class GlooBackend:
+    """The gloo backend of one group, and what must be remembered of it."""
+
+    def __init__(
+        self,
+        handle: dist.ProcessGroup,
+        store: Any,
+        timeout: timedelta,
+        sockets: frozenset[SocketId],
+        *,
+        waits: BreakableWaits,
+        default: bool = True,
+    ) -> None:
+        """`default`: the group's rank, size and barrier are this backend's."""
+        self._handle, self._store, self._timeout = handle, store, timeout
+        self._sockets, self._waits, self._default = sockets, waits, default
+        self._backend: Any = handle._get_backend(_CPU)
+        self._running: dict[int, Work] = {}
+        self._generation = 0
+        self._half_edited = False
+        """An edit was left behind, and a thread may still be in it."""
+
+    def keep(self, operation: int, work: Work) -> None:
+        """Remember a collective: while it runs it holds a worker thread."""
+        self._running[operation] = work
+        if len(self._running) > 64:
+            self._running = {key: work for key, work in self._running.items() if not work.is_completed()}
+
+    def busy(self) -> bool:
+        """Whether some operation, or an edit, still holds a thread."""
+        return self._half_edited or any(not work.is_completed() for work in list(self._running.values()))
+
+    def break_out(self) -> int:
+        """Break all connections; from any thread. Returns how many there were."""
+        return shut(self._sockets)
+
+    def ready(self, rank: int, members: Sequence[int]) -> bool:
+        """Replace this backend if it is still busy; whether that was so."""
+        replaced = self.busy()
+        if replaced:
+            self._make_fresh(rank, members)
+        self._running.clear()
+        return replaced
+
+    def reach(self) -> str:
+        """How others reach this process in the next epoch."""
+        return str(self._backend.get_reconfigure_handle())
+
+    def edit(self, uuid: int, handles: list[str], timeout_s: float) -> None:
+        """Connect anew, to these and no others."""
+        options = ReconfigureOptions()
+        options.uuid, options.handles, options.timeout = uuid, handles, timedelta(seconds=timeout_s)
+        before = open_sockets()
+        self._half_edited = True
+        self._waits.beside(lambda: self._backend.reconfigure(options))
+        self._half_edited = False
+        self._sockets = connected_since(before)
+
+    def failed(self) -> bool:
+        """Never: waits on gloo's operations raise."""
+        return False
+
+    def _make_fresh(self, rank: int, members: Sequence[int]) -> None:
+        self._generation += 1
+        handle, name = self._handle, self._handle.group_name
+        inner_store = c10d.PrefixStore("cpu/", self._store)
+        backend = c10d.ProcessGroupGloo(inner_store, rank, len(members), self._timeout, enable_reconfigure=True)
+        backend.options.global_ranks_in_group = list(members)
+        backend.options.group_name = name
+        kind = dist.ProcessGroup.BackendType(_FIRST_FRESH_TYPE + self._generation)
+        description = handle.group_desc
+        handle._register_backend(_CPU, kind, backend)
+        if self._default:
+            handle._set_default_backend(kind)
+        handle._set_group_name(name)
+        handle._set_group_desc(description)
+        self._backend, self._half_edited = backend, False

@@ -1,0 +1,80 @@
+"""NCCL groups through a loss and a return, on real GPUs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.comm.membership import Report
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.testing.ranks import Ranks
+
+SIZE = min(4, torch.cuda.device_count())
+
+pytestmark = pytest.mark.skipif(SIZE < 2, reason=f"needs two GPUs, and there are {SIZE}")
+
+
+class Stateless:
+    """A trainer with nothing to train."""
+
+    def report(self):
+        return Report(applied=0, oldest=0)
+
+    def plan(self, agreed):
+        return str(agreed.view.epoch)
+
+    def stand_on(self, agreed):
+        pass
+
+
+def play(rank):
+    """All-reduce on the device and on the host until the world was whole, smaller, and whole again."""
+    torch.cuda.set_device(rank.slot)
+    elastic = ElasticRank(rank.place, backend="cpu:gloo,cuda:nccl")
+    groups = elastic.groups
+    all_but_first = dist.new_group(list(range(1, SIZE)))
+    driver = elastic.drive(Stateless())
+    elastic.start()
+
+    def reduce_everywhere():
+        sums = []
+        for device, group in (("cuda", None), ("cuda", all_but_first), ("cpu", None)):
+            if isinstance(group, dist.ProcessGroup) or group is None:
+                total = torch.full((1 << 20,), float(rank.slot), device=device)
+                dist.all_reduce(total, group=group)
+                sums.append(float(total[-1]))
+        groups.confirm()
+        return len(groups.members), sums
+
+    seen = {}
+
+    def reduce_until(size):
+        while True:
+            members, sums = driver.carry_through(reduce_everywhere)
+            seen.setdefault(members, sums)
+            assert seen[members] == sums
+            if members == size:
+                return
+
+    if not rank.joining:
+        reduce_until(SIZE)
+        rank.write([["ready", rank.slot]])
+        reduce_until(SIZE - 1)
+        rank.write([["fewer", rank.slot]])
+    reduce_until(SIZE)
+    elastic.leave()
+    return seen
+
+
+def test_a_rank_dies_and_comes_back():
+    victim = SIZE - 1
+    with Ranks(SIZE, play) as ranks:
+        ranks.wait_for_rows(SIZE, "ready", 120)
+        ranks.kill(victim)
+        ranks.wait_for_rows(SIZE - 1, "fewer", 120)
+        ranks.start_again(victim)
+        outcomes = ranks.wait(180)
+    assert len(outcomes) == SIZE
+    for slot, seen in outcomes.items():
+        groups = 2 if slot == 0 else 3
+        assert seen[SIZE] == [sum(range(SIZE))] * groups
+        assert slot == victim or seen[SIZE - 1] == [sum(range(victim))] * groups

@@ -1,0 +1,147 @@
+"""Device meshes through a loss and a return: a one-dimensional one, and a grid of two by two and what is cut of it."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ntp_plugin.comm.membership import Report
+from ntp_plugin.errors import Refused
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.testing.ranks import Ranks
+
+SIZE = 4
+
+
+class Stateless:
+    """A trainer with nothing to train."""
+
+    def report(self):
+        return Report(applied=0, oldest=0)
+
+    def plan(self, agreed):
+        return str(agreed.view.epoch)
+
+    def stand_on(self, agreed):
+        pass
+
+
+def look(meshes):
+    """All that a mesh says of itself, with the sum of the slots that each of its groups reaches."""
+    return {name: look_at(mesh) for name, mesh in meshes.items()}
+
+
+def look_at(mesh):
+    def told(ask):
+        try:
+            answer = ask()
+        except Refused:
+            return "refused"
+        return answer.tolist() if isinstance(answer, torch.Tensor) else answer
+
+    sums = []
+    for dimension in range(mesh.ndim):
+        total = torch.tensor([float(SLOT)])
+        dist.all_reduce(total, group=mesh.get_group(dimension))
+        sums.append(int(total))
+    return {
+        "mesh": told(lambda: mesh.mesh),
+        "shape": told(lambda: mesh.shape),
+        "coordinate": told(lambda: list(mesh.get_coordinate())),
+        "size": mesh.size(),
+        "sizes": [mesh.size(dimension) for dimension in range(mesh.ndim)],
+        "group sizes": [group.size() for group in mesh.get_all_groups()],
+        "rank": mesh.get_rank(),
+        "local ranks": [mesh.get_local_rank(dimension) for dimension in range(mesh.ndim)],
+        "sums": sums,
+        "hash": hash(mesh),
+    }
+
+
+def play(rank):
+    """Look at all meshes as they are made, without the lost one, and when all are back."""
+    global SLOT  # noqa: PLW0603
+    SLOT = rank.slot
+    elastic = ElasticRank(rank.place)
+    line = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("world",))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    meshes = {"line": line, "grid": grid, "tp": grid["tp"], "dp": grid["dp"]}
+    meshes["of group"] = DeviceMesh.from_group(grid.get_group("tp"), "cpu")
+    driver = elastic.drive(Stateless())
+    elastic.start()
+    looks = []
+
+    def look_when(size):
+        while len(elastic.groups.members) != size:
+            time.sleep(0.001)
+            driver.carry_through(elastic.groups.check)
+        late = {"late tp": grid["tp"], "late dp": grid["dp"]}
+        looks.append(driver.carry_through(lambda: look(meshes | late)))
+
+    if not rank.joining:
+        look_when(SIZE)
+        rank.write([["ready", rank.slot]])
+        look_when(SIZE - 1)
+        with pytest.raises(Refused, match="flattened"):
+            grid._flatten("all")
+        rank.write([["looked", rank.slot]])
+    look_when(SIZE)
+    elastic.leave()
+    return looks
+
+
+@pytest.fixture(scope="module")
+def looks():
+    """Slot 2 dies and comes back."""
+    with Ranks(SIZE, play) as ranks:
+        ranks.wait_for_rows(SIZE, "ready")
+        ranks.kill(2)
+        ranks.wait_for_rows(SIZE - 1, "looked")
+        ranks.start_again(2)
+        return ranks.wait(60)
+
+
+def test_a_line_is_as_long_as_it_has_members(looks):
+    for slot, rank in ((0, 0), (1, 1), (3, 2)):
+        line = looks[slot][1]["line"]
+        assert line["mesh"] == [0, 1, 2]
+        assert (line["shape"], line["size"], line["sizes"], line["group sizes"]) == ((3,), 3, [3], [3])
+        assert (line["rank"], line["local ranks"], line["coordinate"]) == (rank, [rank], [rank])
+        assert line["sums"] == [4]
+
+
+def test_an_uneven_grid_says_what_it_can_and_refuses_the_rest(looks):
+    told = {slot: looks[slot][1]["grid"] for slot in (0, 1, 3)}
+    for grid in told.values():
+        assert [grid[name] for name in ("mesh", "shape", "coordinate")] == ["refused"] * 3
+        assert grid["size"] == 3
+        assert grid["sizes"] == grid["group sizes"]
+    assert [told[slot]["sizes"] for slot in (0, 1, 3)] == [[1, 2], [2, 2], [2, 1]]
+    assert [told[slot]["local ranks"] for slot in (0, 1, 3)] == [[0, 0], [0, 1], [1, 0]]
+    assert [told[slot]["sums"] for slot in (0, 1, 3)] == [[0, 1], [4, 1], [4, 3]]
+
+
+@pytest.mark.parametrize("prefix", ["", "late "])
+def test_slices_of_it_are_lines(looks, prefix):
+    """Those that were cut before the loss, and those that are cut after it."""
+    tp = [looks[slot][1][f"{prefix}tp"] for slot in (0, 1, 3)]
+    dp = [looks[slot][1][f"{prefix}dp"] for slot in (0, 1, 3)]
+    assert [mesh["mesh"] for mesh in tp] == [[0, 1], [0, 1], [2]]
+    assert [mesh["mesh"] for mesh in dp] == [[0], [1, 2], [1, 2]]
+    for mesh in (*tp, *dp):
+        assert mesh["sizes"] == mesh["group sizes"] == [len(mesh["mesh"])]
+        assert mesh["mesh"][mesh["local ranks"][0]] == mesh["rank"]
+        assert mesh["coordinate"] == mesh["local ranks"]
+
+
+def test_a_mesh_made_of_a_group_follows_it(looks):
+    assert [looks[slot][1]["of group"]["mesh"] for slot in (0, 1, 3)] == [[0, 1], [0, 1], [2]]
+
+
+def test_all_are_as_at_first_when_it_is_back(looks):
+    for slot in (0, 1, 3):
+        assert looks[slot][2] == looks[slot][0]
+    assert looks[2][-1]["grid"]["mesh"] == [[0, 1], [2, 3]]
+    assert looks[2][-1]["line"]["coordinate"] == [2]

@@ -1,0 +1,74 @@
+"""What must hold before NCCL groups are made; none of it takes a GPU."""
+
+import pytest
+import torch.distributed as dist
+
+from ntp_plugin.comm.nccl_requirements import SETTINGS, prepare_environment, require_nccl, require_versions
+from ntp_plugin.comm.process_groups import kinds_of
+from ntp_plugin.errors import Refused
+
+GOOD = {"built": (2, 30, 7), "loaded": (2, 30, 7)}
+
+
+def test_what_nobody_asked_for_is_set():
+    environment = {}
+    prepare_environment(environment)
+    assert environment == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_FR_DUMP_ON_TIMEOUT": "0"}
+
+
+def test_what_the_agent_sets_for_everybody_is_replaced():
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    prepare_environment(environment)
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(setting.name, value) for setting in SETTINGS for value in setting.refused]
+)
+def test_what_somebody_set_against_it_is_refused(name, value):
+    with pytest.raises(Refused, match=f"{name}={value}.*Way out: unset {name}") as refusal:
+        prepare_environment({name: value})
+    assert refusal.value.exit_code == 2
+
+
+def test_what_does_no_harm_is_left_alone():
+    kept = {"TORCH_DIST_USE_NCCL2": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_FR_DUMP_ON_TIMEOUT": "1"}
+    environment = dict(kept)
+    prepare_environment(environment)
+    assert environment == kept | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+@pytest.mark.parametrize("version", ["2.15.0", "2.15.0+cu132", "2.15.0a0+git1234", "2.16.1", "3.0.0"])
+def test_a_new_torch_will_do(version):
+    require_versions(version, GOOD)
+
+
+@pytest.mark.parametrize("version", ["2.14.1", "2.9.0+cu128", "1.13"])
+def test_an_old_torch_is_refused(version):
+    with pytest.raises(Refused, match=r"needs torch 2\.15 or newer, and this is torch " + version.replace("+", r"\+")):
+        require_versions(version, GOOD)
+
+
+@pytest.mark.parametrize("which", GOOD)
+def test_an_old_nccl_is_refused(which):
+    with pytest.raises(Refused, match=rf"NCCL 2\.28 or newer \(ncclCommRevoke\), and {which} is NCCL 2\.27\.9"):
+        require_versions("2.15.0", GOOD | {which: (2, 27, 9)})
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+def test_this_torch_will_do(monkeypatch):
+    for setting in SETTINGS:
+        monkeypatch.setenv(setting.name, setting.value or "INFO")
+    require_nccl()
+
+
+def test_a_group_that_cannot_be_edited_is_refused_when_it_is_made():
+    assert kinds_of("gloo") == {"gloo"}
+    with pytest.raises(Refused, match="backend fake cannot be edited"):
+        kinds_of("cpu:fake")
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+def test_a_group_may_have_both():
+    assert kinds_of("nccl") == kinds_of("cuda:nccl2") == {"nccl"}
+    assert kinds_of("cpu:gloo,cuda:nccl") == {"gloo", "nccl"}
