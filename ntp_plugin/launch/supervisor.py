@@ -99,11 +99,14 @@ class Supervisor:
                 poll.register(pidfd, select.POLLIN)
             for pidfd, _ in poll.poll(self._thresholds.beat_s * 1000):
                 ward = by_pidfd[pidfd]
-                ward.pulse = dataclasses.replace(ward.pulse, ended=ward.exit_code())
+                ward.pulse = dataclasses.replace(ward.pulse, ended=ward.exit_code(), over=self._is_over())
             now = time.monotonic()
             for slot, ward in wards.items():
                 self._listen(slot, ward, now)
             self._judge(wards, now)
+
+    def _is_over(self) -> bool:
+        return not membership.newest_view(self._store.read, self._first).seats
 
     def _listen(self, slot: int, ward: _Ward, now: float) -> None:
         beat = self._heartbeats.read(slot)

@@ -77,6 +77,11 @@ class Driver:
                     raise
                 self._walk()
 
+    def finish(self) -> None:
+        """Wait until all members are done, through whatever losses: who just ends is missed by the others, and lost."""
+        while not self._agreement.everybody_is_done():
+            self._walk()
+
     # ------------------------------------------------ the walk
 
     def _walk(self) -> None:
@@ -110,9 +115,10 @@ class Driver:
     def _watch(self) -> None:
         epoch = self._agreement.member.view.epoch
         while not self._stopping.wait(self._patience.watch_s):
-            while self._watched.present([membership.view_key(epoch + 1)]):
+            while (text := self._watched.read(membership.view_key(epoch + 1))) is not None:
                 epoch += 1
-                self._groups.break_out(epoch)
+                if View.decode(text).seats:  # after the end of the job the groups are the user's
+                    self._groups.break_out(epoch)
 
     def _a_loss_follows(self) -> bool:
         """Whether an error is followed by a newer view: connections break a moment before their loss is published.

@@ -67,6 +67,7 @@ def play(rank, steps=STEPS, hold_at=()):
         attempts={step: attempts[step] for step in range(1, steps + 1) if step in attempts},
         done_at=done_at,
     )
+    driver.finish()
     elastic.leave()
     return outcome
 
