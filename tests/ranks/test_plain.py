@@ -44,6 +44,19 @@ def test_a_second_death_in_every_phase_of_the_recovery(phase):
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
+@pytest.mark.parametrize(
+    ("second", "third"),
+    [*zip(IN_A_RECOVERY, IN_A_RECOVERY, strict=True), *zip(IN_A_RECOVERY, IN_A_RECOVERY[::-1], strict=True)],
+)
+def test_a_third_death_in_every_phase_of_the_second_recovery(second, third):
+    """The epoch says which recovery is meant: each death but the first strikes in the recovery from the one before."""
+    faults = [kill(1, during="reduce", step=7), kill(3, during=second, epoch=1), kill(0, during=third, epoch=2)]
+    with Ranks(4, play, faults=faults, moments=MOMENTS) as ranks:
+        outcomes = ranks.wait(60)
+    assert {slot: outcome.members for slot, outcome in outcomes.items()} == {2: (2,)}
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+
+
 def test_two_at_once_and_then_one_after_the_other_until_one_is_left():
     faults = [kill(slot, during="vote", step=step) for slot, step in ((0, 3), (2, 3), (1, 9))]
     with Ranks(4, play, faults=faults) as ranks:
