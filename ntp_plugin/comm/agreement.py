@@ -54,6 +54,11 @@ class Agreement:
         """A newcomer: it creates the view that it is in, after whichever is the newest when it gets to write."""
         while True:
             newest = membership.newest_view(store.read, first)
+            if not newest.seats:
+                raise Excluded(
+                    f"slot {seat.slot} ({seat.occupant}) comes too late: the job was over with epoch {newest.epoch}",
+                    way_out="this process ends; there is nothing left to do",
+                )
             wanted = membership.with_newcomers(newest, [seat])
             if store.create(membership.view_key(wanted.epoch), wanted.encode()) == wanted.encode():
                 return cls(store, Member(seat=seat, view=wanted, phase=Phase.REPORTING))
@@ -66,6 +71,19 @@ class Agreement:
         """Call for a new epoch with the same members: this one could not begin."""
         following = membership.without(self.member.view, [])
         self._store.create(membership.view_key(following.epoch), following.encode())
+
+    def everybody_is_done(self) -> bool:
+        """Say that this member is done, and wait for the others; False where a newer view must agree first."""
+        view = self.member.view
+        keys = [membership.done_key(view.epoch, slot) for slot in view.slots]
+        following = membership.view_key(view.epoch + 1)
+        self._store.create(membership.done_key(view.epoch, self.member.seat.slot), "done")
+        while (text := self._store.read(following)) is None:
+            if self._store.present(keys):
+                self._store.create(following, membership.the_end(view).encode())
+            else:
+                time.sleep(POLL_S)
+        return not View.decode(text).seats
 
     def run(
         self,

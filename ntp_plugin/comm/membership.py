@@ -5,11 +5,15 @@ Every key is created by whoever comes first and never changes, so reading late i
     view/E          who is in from epoch E on. Made from view/E-1 by whoever noticed a loss, or by a newcomer
     report/E/SLOT   where that member stands: what it applied, what it holds reduced gradients for
     entry/E/SLOT    the digest of the plan that it made of all reports of epoch E
+    done/E/SLOT     that member has nothing left to do; once all of epoch E have said so, the job ends
 
 A member walks  RUNNING -> REPORTING -> GATHERING -> PLANNING -> ENTERING -> RUNNING,  and from any of these back to
 REPORTING when a newer view exists: a second and third loss need no rule of their own. A member that is not in the
 newest view is EXCLUDED and must end: that is how a rank that was frozen and thawed, or cut off, is fenced. Who sits in
 a slot is told apart by its `occupant`, so that the old process of a slot that was given to another is fenced as well.
+
+The job ends with a view that nobody is in. It is the next view or a loss is, never both, so that nobody leaves while
+somebody else still needs its report.
 
 Decisions need no message: reports are written once and everybody reads all of them before deciding.
 
@@ -147,6 +151,11 @@ def entry_key(epoch: int, slot: int) -> str:
     return f"entry/{epoch}/{slot}"
 
 
+def done_key(epoch: int, slot: int) -> str:
+    """Where a member says that it has nothing left to do."""
+    return f"done/{epoch}/{slot}"
+
+
 AWAITED = {Phase.GATHERING: report_key, Phase.ENTERING: entry_key}
 """The phases that wait for a key of every member."""
 
@@ -169,6 +178,11 @@ def with_newcomers(view: View, seats: Sequence[Seat]) -> View:
     taken = {seat.slot for seat in seats}
     staying = [seat for seat in view.seats if seat.slot not in taken]
     return View(epoch=view.epoch + 1, seats=tuple(sorted((*staying, *seats))), newcomers=tuple(sorted(taken)))
+
+
+def the_end(view: View) -> View:
+    """The view after `view`, which nobody is in: the job is over."""
+    return View(epoch=view.epoch + 1, seats=())
 
 
 def advance(

@@ -198,17 +198,22 @@ class TolerantAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if not self._finished:
             self._finished = True
-            self._supervisor.finish(done=0 in codes)
+            self._supervisor.finish()
         # A store that is gone now has left with its host, because all was over.
-        over = self._supervisor.over if trouble is None else 0 in codes
-        if over is None:  # other hosts go on: this one keeps the store, and its slots may come back
+        if trouble is None and not self._supervisor.over:
             return RunResult(state=WorkerState.HEALTHY)
+        done = 0 in codes or (trouble is None and self._was_done_by_others())
         self._end_supervision()
-        if over:
+        if done:
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
             )
         return self._failure(worker_group, codes)
+
+    def _was_done_by_others(self) -> bool:
+        assert self._supervisor is not None, "there are workers"
+        mine = range(self._tenancy.first_slot, self._tenancy.first_slot + self._tenancy.workers)
+        return not set(self._supervisor.last.slots) & set(mine) and self._supervisor.job_is_done()
 
     def _failure(self, worker_group: WorkerGroup, codes: Sequence[int]) -> RunResult:
         ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed

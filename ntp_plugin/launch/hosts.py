@@ -3,8 +3,7 @@
     beat/N            a counter that host N raises
     tenant/N/K        who is host N for the K-th time: a machine that takes the place of a lost one is the next tenant
     door/N/K          where that tenant can be knocked at
-    finished/N/K      all its workers have ended
-    done              one of them, on any host, has ended well
+    ended/N/K         all its workers have ended
     round/E/R         the R-th question of epoch E: how does everybody stand?
     standstill/E/R/N  what host N says to it
 
@@ -76,15 +75,11 @@ class Hosts:
                 raise Excluded(f"another machine has taken the place of this one as host {self.host}")
         return self._watch(view, now) or self._take_part(view, still, now)
 
-    def conclude(self, view: View, *, done: bool) -> bool | None:
-        """All workers of this host have ended; whether the job is done, or None while a member may run elsewhere."""
+    def all_ended(self, view: View) -> bool:
+        """All workers of this host have ended; whether those of all hosts in the view have."""
         self._leaving = True
-        if done:
-            self._store.create("done", "yes")
-        self._store.create(f"finished/{self.host}/{self._tenant}", "yes")
-        if not all(self._store.present([f"finished/{host}/{self._tenant_of(host)}"]) for host in self._in(view)):
-            return None
-        return self._store.present(["done"])
+        self._store.create(f"ended/{self.host}/{self._tenant}", "yes")
+        return all(self._store.present([f"ended/{host}/{self._tenant_of(host)}"]) for host in self._in(view))
 
     # ------------------------------------------------ beats
 

@@ -21,7 +21,7 @@ from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import NtpError
 from ntp_plugin.launch.hosts import Hosts
-from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict, gone, heard, judge, standstill
+from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict, gone, heard, is_done, judge, standstill
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 
 LOOK_S = 0.005
@@ -65,9 +65,11 @@ class Supervisor:
         """When the store last answered."""
         self.trouble: NtpError | None = None
         """Why it watches no longer: the store is lost, or this host's place was taken."""
-        self.over: bool | None = None
-        """Whether the job was done, once it is over on all hosts."""
-        self._outcome: bool | None = None
+        self.last = first
+        """The newest view that somebody was in."""
+        self.over = False
+        """The workers of all hosts have ended."""
+        self._ended = False
         self._wards: dict[int, _Ward] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -95,13 +97,17 @@ class Supervisor:
         self._thread.start()
 
     def has_told_all(self) -> bool:
-        """Whether everybody who has ended badly was told of, so that nobody is still to be replaced."""
+        """Whether everybody who has ended too early was told of, so that nobody is still to be replaced."""
         with self._lock:
-            return all(ward.exit_code() == 0 for ward in self._wards.values() if _has_ended(ward.pidfd))
+            return all(is_done(ward.pulse) or not _has_ended(ward.pidfd) for ward in self._wards.values())
 
-    def finish(self, *, done: bool) -> None:
-        """The workers of this host have all ended, one of them well where it is `done`; `over` follows."""
-        self._outcome = done
+    def finish(self) -> None:
+        """The workers of this host have all ended; `over` follows."""
+        self._ended = True
+
+    def job_is_done(self) -> bool:
+        """Whether all who were in the job to its last have said that they are done."""
+        return self._store.present([membership.done_key(self.last.epoch, slot) for slot in self.last.slots])
 
     def stop(self, *, wait: bool = True) -> None:
         """End the thread; the processes are left as they are. A thread that a dead store holds is not waited for."""
@@ -138,7 +144,8 @@ class Supervisor:
             poll.register(pidfd, select.POLLIN)
         for pidfd, _ in poll.poll(self._look_s * 1000):
             ward = by_pidfd[pidfd]
-            ward.pulse = dataclasses.replace(ward.pulse, ended=ward.exit_code())
+            over = not membership.newest_view(self._store.read, self.view).seats
+            ward.pulse = dataclasses.replace(ward.pulse, ended=ward.exit_code(), over=over)
 
     def _listen(self, slot: int, ward: _Ward, now: float) -> None:
         beat = self._heartbeats.read(slot)
@@ -156,7 +163,7 @@ class Supervisor:
         self._publish({ward.seat for slot, ward in wards.items() if slot in found}, found.keys() - wards.keys())
         for slot, ward in wards.items():
             inside = ward.seat in self.view.seats
-            if slot in found or (ward.been_in and not inside):
+            if slot in found or (ward.been_in and not inside and self.view.seats):
                 self._let_go(ward, found.get(slot) or _left_behind(slot))
             ward.been_in = ward.been_in or inside
         for seat in set(before.seats) - set(self.view.seats):
@@ -164,6 +171,8 @@ class Supervisor:
                 self._told(seat, found[seat.slot])
 
     def _judge(self, pulses: Mapping[int, Pulse], now: float) -> dict[int, Verdict]:
+        if not self.view.seats:  # the job is over, and whoever still runs is on the way out
+            return {}
         found = gone(pulses, self._thresholds, now=now)
         still = standstill(pulses, self._thresholds, now=now)
         if self._hosts is not None:
@@ -180,13 +189,13 @@ class Supervisor:
         else:
             self.view = membership.newest_view(self._store.read, self.view)
         self.answered_at = time.monotonic()
-        self._heartbeats.tell_epoch(self.view.epoch)
+        if self.view.seats:  # after the end of the job nobody is to be broken out
+            self.last = self.view
+            self._heartbeats.tell_epoch(self.view.epoch)
 
     def _conclude(self) -> None:
-        if self._outcome is not None and self._hosts is not None:
-            self.over = self._hosts.conclude(self.view, done=self._outcome)
-        else:
-            self.over = self._outcome
+        if self._ended:
+            self.over = self._hosts is None or self._hosts.all_ended(self.view)
 
     def _let_go(self, ward: _Ward, why: Verdict) -> None:
         with self._lock:

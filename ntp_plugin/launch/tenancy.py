@@ -2,7 +2,6 @@
 
     founded       [hosts, workers of each], once the rendezvous of all hosts is through
     tenant/N/K    the machine that takes host N's place for the K-th time
-    done          the job has come to its end
 
 A machine that comes when the job has been founded waits for a host without members and takes its place: the same
 command line makes a spare host, or brings a repaired one back.
@@ -71,9 +70,8 @@ def join(
             f"the job runs {each} workers on each host, and this one was to run {workers}",
             way_out=f"use --nproc-per-node={each}",
         )
-    view, waited = first_view(hosts * each), False
-    while not store.present(["done"]):
-        view = membership.newest_view(store.read, view)
+    view, waited = membership.newest_view(store.read, first_view(hosts * each)), False
+    while view.seats:
         vacant = _vacant(store, view, hosts, each, thresholds)
         for host in vacant:
             tenant = _next_tenant(store, host)
@@ -84,6 +82,7 @@ def join(
             said(f"all {hosts} hosts of the job are there; this machine waits as a spare")
             waited = True
         time.sleep(LOOK_S)
+        view = membership.newest_view(store.read, view)
     raise JobIsDone
 
 

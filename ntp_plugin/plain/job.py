@@ -67,10 +67,11 @@ def elastic_job(
         micro_batch=micro_batch,
         newcomer=place.joining,
     )
-    driver = rank.drive(trainer)
     try:
+        driver = rank.drive(trainer)
         rank.start()
         yield ElasticJob(trainer, driver)
+        driver.finish()
     except NtpError as error:
         print(f"ntp: slot {place.slot}: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

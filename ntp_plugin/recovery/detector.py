@@ -2,7 +2,7 @@
 
 Four things tell that a rank is gone, and each has its own proof:
 
-    ended     its process ended. Certain at once.
+    ended     its process ended before the job was over, with whatever code. Certain at once.
     frozen    its heart has not beaten for `frozen_s`, and the system says that the process is stopped. A rank that is
               only starved of CPU is runnable or sleeping, not stopped, so that load alone never makes this verdict.
     silent    its heart has not beaten for `silent_s`, whatever the system says: the Python lock is held, the host is
@@ -80,7 +80,9 @@ class Pulse:
     stopped: bool = False
     """The system says that the process is stopped."""
     ended: int | None = None
-    """Its exit code, once it has ended; 0 is a rank that is done."""
+    """Its exit code, once it has ended."""
+    over: bool = False
+    """It ended after all members had said that they are done: nobody misses it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,10 +175,17 @@ def cut_off(unreachable: Mapping[int, Collection[int]]) -> tuple[int, ...]:
     return tuple(sorted(out))
 
 
+def is_done(pulse: Pulse) -> bool:
+    """Whether its process has ended and nobody misses it: the job is over, or it never was of those that beat."""
+    return pulse.ended is not None and (pulse.over or (pulse.ended == 0 and pulse.beat_at is None))
+
+
 def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) -> Verdict | None:
+    if is_done(pulse):
+        return None
     if pulse.ended is not None:
-        reason = f"its process ended with code {pulse.ended}"
-        return Verdict(slot=slot, kind="ended", reason=reason) if pulse.ended else None
+        reason = f"its process ended with code {pulse.ended}" + ("" if pulse.ended else " before the job was over")
+        return Verdict(slot=slot, kind="ended", reason=reason)
     if pulse.beat_at is None:
         silence, limit = now - pulse.started_at, thresholds.start_s
         reason = f"no beat in {silence:.1f} s since its start (limit {limit} s)"

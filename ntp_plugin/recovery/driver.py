@@ -79,6 +79,11 @@ class Driver:
                     raise
                 self._walk()
 
+    def finish(self) -> None:
+        """Wait until all members are done, through whatever losses: who just ends is missed by the others, and lost."""
+        while not self._agreement.everybody_is_done():
+            self._walk()
+
     # ------------------------------------------------ the walk
 
     def _walk(self) -> None:

@@ -4,6 +4,7 @@ rank = ElasticRank(Place.read())
 driver = rank.drive(trainer)        # the trainer may need rank.groups
 rank.start()
 ... driver.carry_through(step) ...
+driver.finish()                     # with the others: a process that ends without it is lost, whatever its code
 rank.leave()
 """
 

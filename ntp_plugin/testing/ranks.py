@@ -2,11 +2,11 @@
 
 Ranks are forked from a server that has imported torch once, so that one starts in some ten milliseconds. What they run
 is a module-level function `play(rank)`; what it returns comes back pickled. The supervisor sees a process end at once
-and creates the view without it, which is the one signal that everybody waits for. A process that returned is done and
-not lost.
+and creates the view without it, which is the one signal that everybody waits for. A process that ends, with whatever
+code, is lost unless all had said that they were done (`Driver.finish`).
 
-`Ranks` ends what it started, by process, and nothing else; leaving it with a rank still running is an error unless the
-test says that it is left on purpose.
+`Ranks` ends what it started, by process, and nothing else. Leaving it is an error where a rank is still running, where
+a fault was planned and never struck, and where anything is left behind (`leaks.py`).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -29,10 +29,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.supervisor import Supervisor
 from ntp_plugin.recovery.detector import Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import Place, corner, first_view
+from ntp_plugin.testing.faults import Fault
+from ntp_plugin.testing.leaks import Before, end_what_they_started, left_behind
+
+__all__ = ["Fault", "Rank", "Ranks"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
@@ -40,17 +45,6 @@ _CONTEXT.set_forkserver_preload(["ntp_plugin.testing.ranks", "ntp_plugin.recover
 _CORNER = corner("rehearsal")
 _STORE_TIMEOUT = timedelta(seconds=120)
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """What happens to a slot when it gets to a moment: by default it is killed right there, by its own hand."""
-
-    slot: int
-    moment: str
-    step: int
-    by: signal.Signals | None = signal.SIGKILL
-    """The signal; None: it hangs, with its heart beating."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +84,13 @@ class Rank:
         with (Path(self.folder) / "record").open("ab", buffering=0) as record:
             record.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
-    def reached(self, moment: str, step: int) -> None:
+    def reached(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
         """Say where this rank is; if a fault was planned for it here, it strikes."""
-        for fault in self.faults:
-            if (fault.slot, fault.moment, fault.step) == (self.slot, moment, step) and not self.joining:
-                if fault.by is not None:
-                    os.kill(os.getpid(), fault.by)
-                while fault.by is None:
-                    time.sleep(3600)
+        for index, fault in enumerate(self.faults):
+            if not self.joining and fault.is_for(self.slot, moment, step, epoch):
+                with (Path(self.folder) / "struck").open("ab", buffering=0) as struck:
+                    struck.write(b"%d\n" % index)
+                fault.strike()
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -123,8 +116,12 @@ class Ranks:
         play: Callable[[Rank], Any],
         *,
         faults: Sequence[Fault] = (),
+        moments: Collection[str] | None = None,
         thresholds: Thresholds | None = None,
     ) -> None:
+        """`moments` are all that `play` tells of; without them a fault in an unknown one is found at the end only."""
+        _refuse_impossible(faults, count, moments)
+        self._before = Before.look()
         self._server = TCPStore("127.0.0.1", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
         client = TCPStore("127.0.0.1", self._server.port, None, False, _STORE_TIMEOUT)
         self.first = first_view(count)
@@ -165,10 +162,20 @@ class Ranks:
             running.results.close()
         record = self._folder / "record"
         self.rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+        struck = self._folder / "struck"
+        indices = {int(line) for line in struck.read_text().splitlines()} if struck.exists() else set()
         self._heartbeats.close()
         shutil.rmtree(self._folder)
-        forgotten = [running.seat.slot for running in left]
-        assert kind is not None or not forgotten, f"slots {forgotten} were still running at the end"
+        del self._supervisor, self._server  # their connections close with them
+        started = [running.process.pid for running in everybody]
+        found = left_behind(self._before, started, self._folder)
+        end_what_they_started(started)
+        if kind is None:
+            forgotten = [running.seat.slot for running in left]
+            assert not forgotten, f"slots {forgotten} were still running at the end"
+            missed = [str(fault) for i, fault in enumerate(self._faults) if i not in indices and not fault.may_miss]
+            assert not missed, f"planned, and never struck: {'; '.join(missed)}"
+            assert not found, f"left behind: {', '.join(found)}"
 
     # ------------------------------------------------ what a test does to them
 
@@ -262,9 +269,18 @@ class Ranks:
         return now
 
 
+def _refuse_impossible(faults: Sequence[Fault], count: int, moments: Collection[str] | None) -> None:
+    for fault in faults:
+        if fault.slot not in range(count):
+            raise ConfigError(f"{fault}: there are {count} slots, from 0 on")
+        if moments is not None and fault.moment not in moments:
+            raise ConfigError(f"{fault}: there is no such moment", way_out=f"one of {', '.join(moments)}")
+
+
 def _run(play: Callable[[Rank], Any], rank: Rank, results: connection.Connection) -> None:
     import torch  # noqa: PLC0415  (the fork server has it already)
 
+    os.setpgid(0, 0)  # so that whatever it starts is found at the end
     torch.set_num_threads(1)
     try:
         outcome: Any = play(rank)

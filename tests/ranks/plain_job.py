@@ -4,20 +4,36 @@ import dataclasses
 import time
 
 import torch
+import torch.distributed as dist
 
 from ntp_plugin.plain.data_parallel import DataParallel
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.testing.twin import Trained
 
 STEPS, PER_RANK = 20, 4
+_HOOK = 0x7E57
+
+
+IN_A_STEP = ["between", "backward", "reduce", "after reduce", "vote", "after vote", "apply", "after apply"]
+IN_A_COLLECTIVE = ["all_reduce"]
+IN_A_RECOVERY = [
+    "report",
+    "after report",
+    "plan",
+    "after plan",
+    "regroup",
+    "address",
+    "after address",
+    "after regroup",
+    "stand on",
+    "after stand on",
+]
+MOMENTS = [*IN_A_STEP, "after backward", *IN_A_COLLECTIVE, *IN_A_RECOVERY]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    losses: dict[int, float]
-    weights: list[torch.Tensor]
+class Outcome(Trained):
     members: tuple[int, ...]
-    attempts: dict[int, int]
-    """Step -> the epoch in which the gradient that was applied had been reduced."""
     done_at: dict[int, float]
     """Step -> when it was applied, on the monotonic clock."""
 
@@ -67,6 +83,7 @@ def play(rank, steps=STEPS, hold_at=()):
         attempts={step: attempts[step] for step in range(1, steps + 1) if step in attempts},
         done_at=done_at,
     )
+    driver.finish()
     elastic.leave()
     return outcome
 
@@ -89,7 +106,7 @@ def record_samples(job, groups, rank):
 def strike(job, driver, rank):
     """Tell the rank of moments inside a step, and inside the recovery that leads to an epoch."""
     for name, moment in (("_accumulate", "backward"), ("_reduce", "reduce"), ("_vote", "vote"), ("_apply", "apply")):
-        setattr(job, name, _told(getattr(job, name), moment, rank, lambda: job.applied + 1))
+        setattr(job, name, _told(getattr(job, name), moment, rank, lambda: {"step": job.applied + 1}))
     walk = (
         (driver, "_report", "report"),
         (job, "plan", "plan"),
@@ -98,15 +115,23 @@ def strike(job, driver, rank):
         (job, "stand_on", "stand on"),
     )
     for owner, name, moment in walk:
-        setattr(owner, name, _told(getattr(owner, name), moment, rank, lambda: driver._agreement.member.view.epoch))
+        epoch = lambda: {"epoch": driver._agreement.member.view.epoch}  # noqa: E731
+        setattr(owner, name, _told(getattr(owner, name), moment, rank, epoch))
+    dist.group.WORLD.register_post_hook(_HOOK, lambda started: _tell_of_collective(started, rank, job))
+
+
+def _tell_of_collective(started, rank, job):
+    """The operation is on its way, and nobody has waited for it yet."""
+    if started.name.name == "ALLREDUCE":
+        rank.reached("all_reduce", job.applied + 1)
 
 
 def _told(function, moment, rank, number):
     def told(*args):
         at = number()
-        rank.reached(moment, at)
+        rank.reached(moment, **at)
         result = function(*args)
-        rank.reached(f"after {moment}", at)
+        rank.reached(f"after {moment}", **at)
         return result
 
     return told

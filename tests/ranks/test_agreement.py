@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.comm.agreement import Agreement
-from ntp_plugin.comm.membership import Report, Seat, View
+from ntp_plugin.comm.membership import Report, Seat, View, view_key, without
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer, StateLost
 
@@ -153,3 +153,30 @@ def test_a_silent_member_that_nobody_suspects_is_named_at_the_time_limit(connect
     assert isinstance(results[0], NoAgreement)
     assert "missing: report/1/1" in str(results[0])
     assert time.monotonic() - before < 5
+
+
+@pytest.fixture
+def two_members(connections):
+    stage = Stage(connections, 2)
+    stores = [TorchStore(dist.PrefixStore(f"run{stage.run}", connections[1][slot])) for slot in range(3)]
+    return stage, stores, [Agreement.founding(stores[slot], stage.first, stage.first.seats[slot]) for slot in range(2)]
+
+
+def test_the_job_is_over_for_all_at_once(two_members):
+    stage, stores, members = two_members
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(members[0].everybody_is_done)
+        stores[2].wait("done/0/0", PATIENCE_S)
+        assert not waiting.done()
+        assert pool.submit(members[1].everybody_is_done).result()
+        assert waiting.result()
+    with pytest.raises(Excluded, match=r"slot 1 \(1/1\) comes too late: the job was over with epoch 1"):
+        Agreement.joining(stores[2], stage.first, Seat(slot=1, occupant="1/1"))
+
+
+def test_a_loss_and_the_end_of_the_job_are_never_both(two_members):
+    """Whichever view came first is the next: nobody leaves while another needs its report."""
+    stage, stores, members = two_members
+    stores[2].create(view_key(1), without(stage.first, [1]).encode())
+    stores[2].create("done/0/1", "done")
+    assert not members[0].everybody_is_done()

@@ -1,16 +1,16 @@
 """Real ranks are killed; the job goes on and computes what it would have computed."""
 
 import functools
-import signal
 
 import pytest
-import torch
 
 from ntp_plugin.errors import Excluded
 from ntp_plugin.plain.data_parallel import DataParallel
 from ntp_plugin.recovery.detector import Thresholds
-from ntp_plugin.testing.ranks import Fault, Ranks
-from tests.ranks.plain_job import PER_RANK, STEPS, play
+from ntp_plugin.testing.faults import fail, freeze, hang, hold_lock, kill, leave, segfault, slow
+from ntp_plugin.testing.ranks import Ranks
+from ntp_plugin.testing.twin import assert_every_sample_once, assert_same_training
+from tests.ranks.plain_job import IN_A_COLLECTIVE, IN_A_RECOVERY, IN_A_STEP, MOMENTS, PER_RANK, STEPS, play
 
 
 @functools.cache
@@ -20,68 +20,54 @@ def twin(ranks):
         return running.wait(60)
 
 
-def assert_same_training(outcomes, ranks):
-    """Losses and weights agree with the twin up to the changed order of sums, and bit for bit among the survivors."""
-    reference, first = twin(ranks)[0], next(iter(outcomes.values()))
-    for outcome in outcomes.values():
-        for weight, same, expected in zip(outcome.weights, first.weights, reference.weights, strict=True):
-            assert torch.equal(weight, same)
-            torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
-        for step, loss in outcome.losses.items():
-            assert loss == pytest.approx(reference.losses[step], rel=1e-12)
-
-
-def assert_every_sample_once(outcomes, rows, ranks):
-    """What was reduced in the attempts that were applied is the whole global batch of every step, nothing twice."""
-    attempts = {}
-    for outcome in outcomes.values():
-        for step, epoch in outcome.attempts.items():
-            assert attempts.setdefault(step, epoch) == epoch, "all members applied the same attempt"
-    for step in range(1, STEPS + 1):
-        used = sorted(sample for at, epoch, sample in rows if at == step and epoch == attempts[step])
-        assert used == list(range(PER_RANK * ranks))
-
-
-MOMENTS = ["between", "backward", "reduce", "after reduce", "vote", "after vote", "apply", "after apply"]
-PHASES = [
-    *("report", "after report", "plan", "after plan", "regroup", "address", "after address", "after regroup"),
-    *("stand on", "after stand on"),
-]
+def assert_nothing_but_who_computes(outcomes, rows, ranks):
+    assert_same_training(outcomes, twin(ranks)[0], rtol=1e-12)
+    assert_every_sample_once(outcomes.values(), rows, steps=STEPS, batch=PER_RANK * ranks)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [*IN_A_STEP, *IN_A_COLLECTIVE])
 def test_a_killed_rank_changes_nothing_but_who_computes(moment, victim):
-    with Ranks(4, play, faults=[Fault(slot=victim, moment=moment, step=7)]) as ranks:
+    with Ranks(4, play, faults=[kill(victim, during=moment, step=7)]) as ranks:
         outcomes = ranks.wait(60)
     assert outcomes.keys() == set(range(4)) - {victim}
     assert {outcome.members for outcome in outcomes.values()} == {tuple(sorted(outcomes))}
-    assert_same_training(outcomes, 4)
-    assert_every_sample_once(outcomes, ranks.rows, 4)
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", IN_A_RECOVERY)
 def test_a_second_death_in_every_phase_of_the_recovery(phase):
-    faults = [Fault(slot=1, moment="reduce", step=7), Fault(slot=3, moment=phase, step=1)]
+    faults = [kill(1, during="reduce", step=7), kill(3, during=phase, epoch=1)]
     with Ranks(4, play, faults=faults) as ranks:
         outcomes = ranks.wait(60)
     assert outcomes.keys() == {0, 2}
-    assert_same_training(outcomes, 4)
-    assert_every_sample_once(outcomes, ranks.rows, 4)
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+
+
+@pytest.mark.parametrize(
+    ("second", "third"),
+    [*zip(IN_A_RECOVERY, IN_A_RECOVERY, strict=True), *zip(IN_A_RECOVERY, IN_A_RECOVERY[::-1], strict=True)],
+)
+def test_a_third_death_in_every_phase_of_the_second_recovery(second, third):
+    """The epoch says which recovery is meant: each death but the first strikes in the recovery from the one before."""
+    faults = [kill(1, during="reduce", step=7), kill(3, during=second, epoch=1), kill(0, during=third, epoch=2)]
+    with Ranks(4, play, faults=faults, moments=MOMENTS) as ranks:
+        outcomes = ranks.wait(60)
+    assert {slot: outcome.members for slot, outcome in outcomes.items()} == {2: (2,)}
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
 def test_two_at_once_and_then_one_after_the_other_until_one_is_left():
-    faults = [Fault(slot=slot, moment="vote", step=step) for slot, step in ((0, 3), (2, 3), (1, 9))]
+    faults = [kill(slot, during="vote", step=step) for slot, step in ((0, 3), (2, 3), (1, 9))]
     with Ranks(4, play, faults=faults) as ranks:
         outcomes = ranks.wait(60)
     assert outcomes.keys() == {3}
-    assert_same_training(outcomes, 4)
-    assert_every_sample_once(outcomes, ranks.rows, 4)
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
 @pytest.mark.parametrize("slot", [0, 2])
 def test_a_killed_rank_comes_back_and_trains_on_with_the_others_state(slot):
-    fault = Fault(slot=slot, moment="vote", step=5)
+    fault = kill(slot, during="vote", step=5)
     with Ranks(4, functools.partial(play, hold_at=(10,)), faults=[fault]) as ranks:
         ranks.wait_for_death(slot)
         ranks.start_again(slot)
@@ -91,42 +77,39 @@ def test_a_killed_rank_comes_back_and_trains_on_with_the_others_state(slot):
     assert 6 <= min(outcomes[slot].losses) <= 11, (
         "it joined after its death, and before the others went on from the hold"
     )
-    assert_same_training(outcomes, 4)
-    assert_every_sample_once(outcomes, ranks.rows, 4)
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
 def test_a_frozen_rank_is_left_behind_and_fenced_when_it_thaws():
-    fault = Fault(slot=1, moment="reduce", step=7, by=signal.SIGSTOP)
+    fault = freeze(1, during="reduce", step=7)
     with Ranks(4, play, faults=[fault]) as ranks:
         outcomes = ranks.wait(60, but=[1])
         assert ranks.verdicts[1].kind == "frozen"
         ranks.thaw(1)
-        with pytest.raises(Excluded, match=r"slot 1 \(1/0\) is not in epoch 1: the others went on without it"):
+        with pytest.raises(Excluded, match=r"slot 1 \(1/0\) is not in epoch \d: the others went on without it"):
             ranks.wait(30, but=[0, 2, 3])
-    assert_same_training(outcomes, 4)
-    assert_every_sample_once(outcomes, ranks.rows, 4)
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
 @pytest.mark.parametrize("moment", ["between", "backward", "after vote"])
 def test_a_hung_rank_with_a_beating_heart_is_left_behind(moment):
     """The others wait in a collective for it; a job with two replicas would wait for ever."""
-    fault = Fault(slot=1, moment=moment, step=7, by=None)
+    fault = hang(1, during=moment, step=7)
     with Ranks(2, play, faults=[fault], thresholds=Thresholds(hung_s=0.5)) as ranks:
         outcomes = ranks.wait(60)
     assert outcomes.keys() == {0}
     assert ranks.verdicts[1].kind == "hung"
-    assert_same_training(outcomes, 2)
-    assert_every_sample_once(outcomes, ranks.rows, 2)
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 2)
 
 
 def test_the_twin_notices_a_wrong_gradient():
     """A negative control: one rank forgets a sample, and weights no longer agree."""
     with Ranks(4, play_forgetful) as ranks:
         outcomes = ranks.wait(60)
-    with pytest.raises(AssertionError):
-        assert_same_training(outcomes, 4)
-    with pytest.raises(AssertionError):
-        assert_every_sample_once(outcomes, ranks.rows, 4)
+    with pytest.raises(AssertionError, match="weight 0 of slot 0"):
+        assert_same_training(outcomes, twin(4)[0], rtol=1e-12)
+    with pytest.raises(AssertionError, match="step 1 of 16 samples used"):
+        assert_every_sample_once(outcomes.values(), ranks.rows, steps=STEPS, batch=PER_RANK * 4)
 
 
 def play_forgetful(rank):
@@ -137,3 +120,65 @@ def play_forgetful(rank):
 
     DataParallel.my_samples = forgetful
     return play(rank)
+
+
+# ---------------------------------------------------------------- other ways to be lost
+
+
+def struck(fault, ranks=3, **options):
+    """Outcomes, rows and the verdict on the struck slot of a job with one fault."""
+    with Ranks(ranks, play, faults=[fault], moments=MOMENTS, **options) as running:
+        outcomes = running.wait(60, but=[fault.slot])
+    assert_nothing_but_who_computes(outcomes, running.rows, ranks)
+    return outcomes, running.verdicts.get(fault.slot)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (segfault(1, during="vote", step=7), "its process ended with code -11"),
+        (leave(1, 7, during="reduce", step=7), "its process ended with code 7"),
+        (leave(1, during="reduce", step=7), "its process ended with code 0 before the job was over"),
+        (leave(1, during="between", step=STEPS), "its process ended with code 0 before the job was over"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_ends_before_the_job_is_lost_whatever_its_code(fault, reason):
+    outcomes, verdict = struck(fault)
+    assert outcomes.keys() == {0, 2}
+    assert (verdict.kind, verdict.reason) == ("ended", reason)
+
+
+def test_a_rank_that_holds_the_python_lock_is_silent():
+    outcomes, verdict = struck(hold_lock(1, during="backward", step=7), thresholds=Thresholds(silent_s=1.0))
+    assert outcomes.keys() == {0, 2}
+    assert verdict.kind == "silent"
+
+
+def test_a_slow_rank_is_waited_for():
+    """It stands still for ten times as long as a stopped one may, in every step of the second half."""
+    slowly = slow(1, 0.3, during="backward", from_step=STEPS // 2)
+    with Ranks(3, play, faults=[slowly], moments=MOMENTS, thresholds=Thresholds(hung_s=1.0)) as ranks:
+        outcomes = ranks.wait(60)
+    assert outcomes.keys() == {0, 1, 2}
+    assert not ranks.verdicts
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 3)
+    taken = [outcomes[0].done_at[step] - outcomes[0].done_at[step - 1] for step in range(STEPS // 2 + 1, STEPS + 1)]
+    assert min(taken) >= 0.29, "the others waited for it"
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad sample"), RuntimeError("out of memory")], ids=repr)
+def test_the_error_of_a_rank_is_its_own_and_the_others_go_on(error):
+    with Ranks(3, play, faults=[fail(1, error, during="backward", step=7)], moments=MOMENTS) as ranks:
+        outcomes = ranks.wait(60, but=[1])
+        with pytest.raises(type(error), match=str(error)):
+            ranks.wait(30, but=[0, 2])
+    assert outcomes.keys() == {0, 2}
+    assert ranks.verdicts[1].reason == "its process ended with code 1"
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 3)
+
+
+def test_a_death_while_others_have_nothing_left_to_do():
+    """Whoever was done first is still there to report."""
+    outcomes, _ = struck(kill(1, during="after vote", step=STEPS))
+    assert outcomes.keys() == {0, 2}

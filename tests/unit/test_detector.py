@@ -23,9 +23,10 @@ def kinds(pulses, now):
     return {verdict.slot: verdict.kind for verdict in verdicts(pulses, LIMITS, now=now)}
 
 
-def test_an_ended_process_is_gone_at_once_unless_it_is_done():
+def test_an_ended_process_is_gone_at_once_unless_the_job_is_over():
     pulses = {0: beating(10.0), 1: beating(10.0, ended=-9), 2: beating(10.0, ended=0)}
-    assert kinds(pulses, now=10.0) == {1: "ended"}
+    assert kinds(pulses, now=10.0) == {1: "ended", 2: "ended"}
+    assert kinds({0: beating(10.0, ended=0, over=True)}, now=10.0) == {}
 
 
 @pytest.mark.parametrize(

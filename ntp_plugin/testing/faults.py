@@ -1,0 +1,123 @@
+"""What can happen to a rank, and when: `kill(3, during="reduce", step=5)`.
+
+A moment is a name that the played function tells of (`Rank.reached`), with the step it is in, or, inside a recovery,
+with the epoch that the recovery leads to. A fault strikes by the rank's own hand, right there.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from typing import Required, TypedDict, Unpack
+
+
+class When(TypedDict, total=False):
+    """The moment, its step or epoch, and whether the test may end without having come there."""
+
+    during: Required[str]
+    step: int
+    epoch: int
+    may_miss: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What happens to a slot's first process when it gets to a moment."""
+
+    slot: int
+    moment: str
+    step: int | None = None
+    epoch: int | None = None
+    by: Callable[[], object] | None
+    """None: it hangs, with its heart beating."""
+    lasting: bool = False
+    """It strikes at every step from this one on."""
+    may_miss: bool = False
+    """It is no error when it never strikes."""
+
+    def is_for(self, slot: int, moment: str, step: int | None, epoch: int | None) -> bool:
+        """Whether it strikes this slot here."""
+        if (self.slot, self.moment, self.epoch) != (slot, moment, epoch):
+            return False
+        if self.lasting and self.step is not None and step is not None:
+            return step >= self.step
+        return self.step == step
+
+    def strike(self) -> None:
+        """Let it happen; most never return."""
+        if self.by is not None:
+            self.by()
+        while self.by is None:
+            time.sleep(3600)
+
+    def __str__(self) -> str:
+        at = f"step {self.step}" if self.epoch is None else f"epoch {self.epoch}"
+        return f"slot {self.slot} during {self.moment!r} of {at}"
+
+
+def kill(slot: int, **when: Unpack[When]) -> Fault:
+    """SIGKILL."""
+    return _fault(slot, functools.partial(_signal_self, signal.SIGKILL), when)
+
+
+def freeze(slot: int, **when: Unpack[When]) -> Fault:
+    """SIGSTOP: nothing of it runs, until `Ranks.thaw`."""
+    return _fault(slot, functools.partial(_signal_self, signal.SIGSTOP), when)
+
+
+def hang(slot: int, **when: Unpack[When]) -> Fault:
+    """Its main thread stands still, and its heart beats on."""
+    return _fault(slot, None, when)
+
+
+def hold_lock(slot: int, **when: Unpack[When]) -> Fault:
+    """It stands still in C code that holds the Python lock, so that no thread of it runs."""
+    return _fault(slot, _hold_lock, when)
+
+
+def segfault(slot: int, **when: Unpack[When]) -> Fault:
+    """It reads where there is no memory."""
+    return _fault(slot, _read_address_0, when)
+
+
+def leave(slot: int, code: int = 0, **when: Unpack[When]) -> Fault:
+    """Its process ends with a code, without a word to anybody."""
+    return _fault(slot, functools.partial(os._exit, code), when)
+
+
+def fail(slot: int, error: Exception, **when: Unpack[When]) -> Fault:
+    """It raises an exception there."""
+    return _fault(slot, functools.partial(_raise, error), when)
+
+
+def slow(slot: int, seconds: float, *, during: str, from_step: int = 1) -> Fault:
+    """It takes so many seconds longer, in every step from one on."""
+    by = functools.partial(time.sleep, seconds)
+    return Fault(slot=slot, moment=during, step=from_step, by=by, lasting=True)
+
+
+def _fault(slot: int, by: Callable[[], object] | None, when: When) -> Fault:
+    step, epoch = when.get("step"), when.get("epoch")
+    assert (step is None) != (epoch is None), "a moment is of a step, or of the recovery that leads to an epoch"
+    return Fault(slot=slot, moment=when["during"], step=step, epoch=epoch, by=by, may_miss=when.get("may_miss", False))
+
+
+def _signal_self(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _hold_lock() -> None:
+    ctypes.PyDLL(None).pause()  # unlike CDLL, it calls without giving the lock back
+
+
+def _read_address_0() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)
+
+
+def _raise(error: Exception) -> None:
+    raise error

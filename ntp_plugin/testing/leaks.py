@@ -1,0 +1,49 @@
+"""What a rehearsal must not leave behind: processes, threads of ours, sockets, files in shared memory."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from ntp_plugin.comm.sockets import SocketId, open_sockets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Before:
+    """What this process had when it began."""
+
+    threads: frozenset[threading.Thread]
+    sockets: frozenset[SocketId]
+
+    @classmethod
+    def look(cls) -> "Before":
+        return cls(threads=frozenset(threading.enumerate()), sockets=open_sockets())
+
+
+def left_behind(before: Before, process_groups: Sequence[int], folder: Path) -> list[str]:
+    """All that is there and should not be, in words."""
+    threads = [thread.name for thread in threading.enumerate() if thread not in before.threads]
+    return [
+        *(f"a process that rank process {group} started" for group in process_groups if _has_members(group)),
+        *(f"thread {name}" for name in threads if name.startswith("ntp-")),
+        *(f"{socket} as descriptor {descriptor}" for descriptor, socket in sorted(open_sockets() - before.sockets)),
+        *([f"folder {folder}"] if folder.exists() else []),
+    ]
+
+
+def end_what_they_started(process_groups: Sequence[int]) -> None:
+    """SIGKILL for processes of ranks that have ended themselves."""
+    for group in process_groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _has_members(process_group: int) -> bool:
+    try:
+        os.killpg(process_group, 0)
+    except ProcessLookupError:
+        return False
+    return True

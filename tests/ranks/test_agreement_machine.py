@@ -1,0 +1,347 @@
+"""Agreement on a real TCPStore, one step of one member at a time: hypothesis drives, and invariants look after each.
+
+What `tests/unit` explores exhaustively is not repeated: there a step is atomic, here a member looks at the store over
+its own connection, and what it writes may come later, after anything that others do. So does a frozen member: when it
+thaws, it writes what it had made up its mind to write before.
+"""
+
+import itertools
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import Phase as Stage
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ntp_plugin.comm import membership
+from ntp_plugin.comm.agreement import Agreed, Agreement
+from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View
+from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.launch.supervisor import Supervisor
+from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.recovery.place import first_view
+from tests.unit.membership_model import Violation, vote_on
+from tests.unit.test_membership import ask_for_the_most, report_like_others_do, run_in_a_stale_view
+
+RUNS = itertools.count()
+MOST_PROCESSES, LAST_STEP = 6, 3
+ANYBODY = st.integers(0, MOST_PROCESSES - 1)
+
+
+@pytest.fixture(scope="module")
+def connections():
+    """One for each process, one for the supervisor, one for whoever checks."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    clients = [
+        dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60)) for _ in range(MOST_PROCESSES + 2)
+    ]
+    return server, clients
+
+
+class Process:
+    """A member with its training state, as far as agreement depends on it; `late` is a write that is still to come."""
+
+    def __init__(self, store, member, *, newcomer=False):
+        self.store, self.member, self.newcomer = store, member, newcomer
+        self.applied, self.prepared, self.plan, self.late = 0, False, None, None
+        self.alive, self.frozen = True, False
+
+    @property
+    def seat(self):
+        return self.member.seat
+
+    @property
+    def acts(self):
+        return self.alive and not self.frozen and self.member.phase is not Phase.EXCLUDED
+
+    def report(self):
+        step = self.applied
+        return Report(applied=step, oldest=step, prepared=self.prepared, vote=vote_on(step), newcomer=self.newcomer)
+
+
+class Racing(TorchStore):
+    """Lets others get in between a newcomer's look and its first write."""
+
+    def __init__(self, store, meanwhile):
+        super().__init__(store)
+        self._meanwhile = meanwhile
+
+    def create(self, key, value):
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().create(key, value)
+
+
+class AgreementMachine(RuleBasedStateMachine):
+    clients: list
+
+    @initialize(slots=st.integers(2, 4), moves=st.integers(0, 16))
+    def found(self, slots, moves):
+        self.corner = f"machine{next(RUNS)}"
+        self.first = first_view(slots)
+        self.views = {0: self.first}
+        self.agreed: dict[int, Agreed] = {}
+        self.sent = set()
+        self.checker = self.connect(MOST_PROCESSES)
+        self.supervisor = Supervisor(
+            self.connect(MOST_PROCESSES + 1), self.first, None, thresholds=Thresholds(), told=lambda *_: None
+        )
+        self.processes = []
+        for index, seat in enumerate(self.first.seats):
+            member = Member(seat=seat, view=self.first, phase=Phase.RUNNING)
+            self.processes.append(Process(self.connect(index), member))
+        self.train(range(moves))
+
+    def connect(self, index, kind=TorchStore, *more):
+        return kind(dist.PrefixStore(self.corner, self.clients[index]), *more)
+
+    def pick(self, index, *, acting=False):
+        among = [process for process in self.processes if process.acts] if acting else self.processes
+        return among[index % len(among)]
+
+    # ------------------------------------------------ what members do
+
+    @precondition(lambda self: any(process.acts for process in self.processes))
+    @rule(index=ANYBODY, times=st.integers(1, 6), doubted=st.none() | ANYBODY, late=st.booleans())
+    def step(self, index, times, doubted, late):
+        """Some steps in the agreement, with a suspicion, false or not; or up to a write, which stays behind."""
+        process = self.pick(index, acting=True)
+        lost = frozenset() if doubted is None else frozenset({self.pick(doubted).seat.slot}) - {process.seat.slot}
+        for _ in range(times):
+            self.advance(process, lost, late=late)
+            if process.late is not None:
+                break
+
+    def advance(self, process, lost=frozenset(), *, late=False):
+        self.catch_up(process)
+        if not process.acts:
+            return
+        before = process.member
+        if before.phase is Phase.PLANNING and process.plan is None and not self.make_plan(process):
+            return
+        digest = None if process.plan is None else repr(process.plan.decision)
+        process.member, process.late = membership.advance(
+            before, process.store.read, lost=lost, report=process.report(), digest=digest
+        )
+        if process.member.view.epoch > before.view.epoch:
+            process.plan = None
+        if not late:
+            self.catch_up(process)
+        if before.phase is Phase.ENTERING and process.member.phase is Phase.RUNNING:
+            self.stand(process)
+
+    def catch_up(self, process):
+        """The write that was still to come."""
+        if not process.acts or process.late is None:
+            return
+        write, process.late = process.late, None
+        existed = self.checker.present([write.key])
+        process.store.create(write.key, write.value)
+        if existed:
+            return
+        kind, epoch, *_ = write.key.split("/")
+        since = int(epoch) - (kind == "view")
+        self.one_view_for_each_epoch()
+        if process.seat not in self.views[since].seats:
+            raise Violation(f"{process.seat} wrote {write.key} without being in epoch {since}")
+
+    def make_plan(self, process):
+        """Whether there is one: newcomers alone end, and say why."""
+        view = process.member.view
+        reports = membership.read_reports(view, process.store.read)
+        process.alive = any(not report.newcomer for report in reports.values())
+        try:
+            if process.alive:
+                process.plan = Agreed(view=view, reports=reports, decision=membership.decide(reports))
+        except membership.StateLost as error:
+            raise Violation(str(error)) from None
+        return process.alive
+
+    def stand(self, process):
+        view, agreed, plan = process.member.view, process.plan, process.plan.decision
+        if self.agreed.setdefault(view.epoch, agreed) != agreed:
+            raise Violation(f"epoch {view.epoch} knows {self.agreed[view.epoch]} and {agreed}")
+        told = {self.checker.read(membership.entry_key(view.epoch, slot)) for slot in view.slots}
+        if told != {repr(plan)}:
+            raise Violation(f"the members of epoch {view.epoch} made different plans: {told}")
+        if not process.newcomer and not process.applied <= plan.step <= process.applied + process.prepared:
+            raise Violation(f"slot {process.seat.slot} is at {process.applied} and cannot stand on {plan.step}")
+        survivors = [p for p in self.processes if p.alive and not p.newcomer and p.seat in view.seats]
+        if any(p.applied > plan.step for p in survivors):
+            raise Violation(f"epoch {view.epoch} goes back to step {plan.step}, and a survivor has applied more")
+        if plan.vote != vote_on(plan.step):
+            raise Violation(f"the vote on step {plan.step} is told wrongly")
+        process.applied, process.prepared, process.newcomer, process.plan = plan.step, False, False, None
+
+    @precondition(lambda self: any(process.acts for process in self.processes))
+    @rule(order=st.lists(ANYBODY, min_size=1, max_size=12))
+    def train(self, order):
+        """Members contribute to the next step, enter its vote and apply it, as far as the others let them."""
+        for index in order:
+            process = self.pick(index, acting=True)
+            view, step = process.member.view, process.applied + 1
+            if process.member.phase is not Phase.RUNNING or step > LAST_STEP:
+                continue
+            here, mine = (view.epoch, step), process.seat.slot
+            if not process.prepared:
+                self.sent.add(("gradients", *here, mine))
+                if all(("gradients", *here, slot) in self.sent for slot in view.slots):
+                    self.sent.add(("vote", *here, mine))
+                    process.prepared = True
+            elif all(("vote", *here, slot) in self.sent for slot in view.slots):
+                process.applied, process.prepared = step, False
+
+    # ------------------------------------------------ what happens to them
+
+    @precondition(lambda self: sum(process.acts for process in self.processes) > 1)
+    @rule(index=ANYBODY, published=st.booleans())
+    def die(self, index, published):
+        """In whatever phase it is; what it had not written yet is never written."""
+        process = self.pick(index)
+        process.alive = False
+        if published:
+            self.supervisor.publish_lost(process.seat)
+
+    @rule(index=ANYBODY)
+    def publish(self, index):
+        """A supervisor tells of a loss: of a dead or a frozen process, or of one that it is wrong about."""
+        if sum(process.acts for process in self.processes) > 2 or not self.pick(index).acts:
+            self.supervisor.publish_lost(self.pick(index).seat)
+
+    @precondition(lambda self: sum(process.acts for process in self.processes) > 1)
+    @rule(index=ANYBODY)
+    def freeze(self, index):
+        self.pick(index).frozen = True
+
+    @precondition(lambda self: any(process.frozen for process in self.processes))
+    @rule(index=ANYBODY)
+    def thaw(self, index):
+        frozen = [process for process in self.processes if process.frozen]
+        frozen[index % len(frozen)].frozen = False
+
+    @precondition(lambda self: len(self.processes) < MOST_PROCESSES)
+    @rule(index=ANYBODY, raced=st.none() | ANYBODY)
+    def join(self, index, raced):
+        """A new process for a slot whose old one is dead, or out; somebody else's loss may come in between."""
+        old = self.pick(index)
+        rivals = [p for p in self.processes if p.seat.slot == old.seat.slot and p is not old]
+        if any(p.alive and p.seat in self.newest().seats for p in (old, *rivals)):
+            return
+        seat = Seat(slot=old.seat.slot, occupant=f"{old.seat.slot}/{len(self.processes)}")
+        meanwhile = None if raced is None else lambda: self.supervisor.publish_lost(self.pick(raced).seat)
+        store = self.connect(len(self.processes), Racing, meanwhile)
+        member = Agreement.joining(store, self.first, seat).member
+        self.processes.append(Process(store, member, newcomer=True))
+
+    # ------------------------------------------------ what must hold
+
+    def newest(self):
+        self.one_view_for_each_epoch()
+        return max(self.views.values(), key=lambda view: view.epoch)
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "processes"):
+            self.one_view_for_each_epoch()
+            self.members_of_an_epoch_are_of_one_mind()
+
+    def one_view_for_each_epoch(self):
+        while (text := self.checker.read(membership.view_key(len(self.views)))) is not None:
+            epoch, view = len(self.views), View.decode(text)
+            if view.epoch != epoch:
+                raise Violation(f"the view of epoch {view.epoch} stands at {epoch}")
+            self.views[epoch] = view
+
+    def members_of_an_epoch_are_of_one_mind(self):
+        for process in self.processes:
+            view = process.member.view
+            if process.alive and self.views[view.epoch] != view:
+                raise Violation(
+                    f"{process.seat} takes epoch {view.epoch} for {view}, which is {self.views[view.epoch]}"
+                )
+            running = [
+                p.applied
+                for p in self.processes
+                if p.alive and (p.member.view, p.member.phase) == (view, Phase.RUNNING)
+            ]
+            if running and max(running) - min(running) > 1:
+                raise Violation(f"members of epoch {view.epoch} run {running} steps apart")
+
+    def teardown(self):
+        """Faults stop: everybody alive who is not out comes to run in the newest view, in so many steps."""
+        if not hasattr(self, "processes"):
+            return
+        for process in self.processes:
+            process.frozen = False
+            if not process.alive:
+                self.supervisor.publish_lost(process.seat)
+        # In a round everybody takes a step. Late writes may make a view of their own, and each view takes six steps.
+        for _ in range(6 * (len(self.processes) + 1)):
+            before = [(process.member, process.alive) for process in self.processes]
+            for process in self.processes:
+                self.advance(process)
+                if not process.alive:
+                    self.supervisor.publish_lost(process.seat)
+            if before == [(process.member, process.alive) for process in self.processes]:
+                break
+        going_on = [process for process in self.processes if process.acts]
+        self.holds()
+        beyond = [
+            epoch for epoch in range(1, 4) if self.checker.present([membership.view_key(len(self.views) + epoch)])
+        ]
+        if beyond:
+            raise Violation(f"a view was made beyond the gap after epoch {len(self.views) - 1}")
+        for epoch, view in list(self.views.items())[1:]:
+            if View.decode(self.checker.read(membership.view_key(epoch))) != view:
+                raise Violation(f"the view of epoch {epoch} has changed")
+        resting = {(process.member.view, process.member.phase) for process in going_on}
+        if going_on and resting != {(self.newest(), Phase.RUNNING)}:
+            raise Violation(f"at rest in epoch {self.newest().epoch}: {[p.member for p in going_on]}")
+
+
+def look(machine_settings):
+    run_state_machine_as_test(AgreementMachine, settings=machine_settings)
+
+
+def test_no_run_on_the_real_store_breaks_the_agreement(connections, monkeypatch):
+    monkeypatch.setattr(AgreementMachine, "clients", connections[1], raising=False)
+    look(settings(max_examples=150, stateful_step_count=40))
+
+
+def overwrite(_sound):
+    """Whoever comes last wins."""
+
+    def broken(store, key, value):
+        store._store.set(key, value)
+        return value
+
+    return "create", broken
+
+
+PLANTED = [
+    (membership, report_like_others_do),
+    (membership, ask_for_the_most),
+    (membership, run_in_a_stale_view),
+    (TorchStore, overwrite),
+]
+
+
+@pytest.mark.parametrize(("owner", "planted"), PLANTED, ids=[planted.__name__ for _, planted in PLANTED])
+def test_a_planted_bug_is_found(connections, monkeypatch, owner, planted):
+    monkeypatch.setattr(AgreementMachine, "clients", connections[1], raising=False)
+    name = planted(None)[0]
+    monkeypatch.setattr(owner, name, planted(getattr(owner, name))[1])
+    with pytest.raises(Violation):
+        look(
+            settings(max_examples=400, stateful_step_count=40, derandomize=True, database=None, phases=[Stage.generate])
+        )
