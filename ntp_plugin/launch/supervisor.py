@@ -106,7 +106,7 @@ class Supervisor:
             self._judge(wards, now)
 
     def _is_over(self) -> bool:
-        return not membership.newest_view(self._store.read, self._first).seats
+        return membership.newest_view(self._store.read, self._first).over
 
     def _listen(self, slot: int, ward: _Ward, now: float) -> None:
         beat = self._heartbeats.read(slot)

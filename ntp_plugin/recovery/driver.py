@@ -117,7 +117,7 @@ class Driver:
         while not self._stopping.wait(self._patience.watch_s):
             while (text := self._watched.read(membership.view_key(epoch + 1))) is not None:
                 epoch += 1
-                if View.decode(text).seats:  # after the end of the job the groups are the user's
+                if not View.decode(text).over:  # after the end of the job the groups are the user's
                     self._groups.break_out(epoch)
 
     def _a_loss_follows(self) -> bool:
