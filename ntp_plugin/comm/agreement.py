@@ -54,7 +54,7 @@ class Agreement:
         """A newcomer: it creates the view that it is in, after whichever is the newest when it gets to write."""
         while True:
             newest = membership.newest_view(store.read, first)
-            if not newest.seats:
+            if newest.over:
                 raise Excluded(
                     f"slot {seat.slot} ({seat.occupant}) comes too late: the job was over with epoch {newest.epoch}",
                     way_out="this process ends; there is nothing left to do",
@@ -83,7 +83,7 @@ class Agreement:
                 self._store.create(following, membership.the_end(view).encode())
             else:
                 time.sleep(POLL_S)
-        return not View.decode(text).seats
+        return View.decode(text).over
 
     def run(
         self,

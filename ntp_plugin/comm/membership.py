@@ -12,8 +12,8 @@ REPORTING when a newer view exists: a second and third loss need no rule of thei
 newest view is EXCLUDED and must end: that is how a rank that was frozen and thawed, or cut off, is fenced. Who sits in
 a slot is told apart by its `occupant`, so that the old process of a slot that was given to another is fenced as well.
 
-The job ends with a view that nobody is in. It is the next view or a loss is, never both, so that nobody leaves while
-somebody else still needs its report.
+The job ends with a view that says so, and that nobody is in. It is the next view or a loss is, never both, so that
+nobody leaves while somebody else still needs its report.
 
 Decisions need no message: reports are written once and everybody reads all of them before deciding.
 
@@ -52,6 +52,8 @@ class View:
     epoch: int
     seats: tuple[Seat, ...]
     newcomers: tuple[int, ...] = ()
+    over: bool = False
+    """All members said that they were done; where all were lost, nobody is in either."""
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -59,15 +61,16 @@ class View:
 
     def encode(self) -> str:
         seats = [[seat.slot, seat.occupant] for seat in self.seats]
-        return json.dumps([self.epoch, seats, self.newcomers])
+        return json.dumps([self.epoch, seats, self.newcomers, self.over])
 
     @classmethod
     def decode(cls, text: str) -> "View":
-        epoch, seats, newcomers = json.loads(text)
+        epoch, seats, newcomers, over = json.loads(text)
         return cls(
             epoch=epoch,
             seats=tuple(Seat(slot=slot, occupant=occupant) for slot, occupant in seats),
             newcomers=tuple(newcomers),
+            over=over,
         )
 
 
@@ -182,7 +185,7 @@ def with_newcomers(view: View, seats: Sequence[Seat]) -> View:
 
 def the_end(view: View) -> View:
     """The view after `view`, which nobody is in: the job is over."""
-    return View(epoch=view.epoch + 1, seats=())
+    return View(epoch=view.epoch + 1, seats=(), over=True)
 
 
 def advance(

@@ -213,7 +213,7 @@ class TolerantAgent(LocalElasticAgent):
     def _was_done_by_others(self) -> bool:
         assert self._supervisor is not None, "there are workers"
         mine = range(self._tenancy.first_slot, self._tenancy.first_slot + self._tenancy.workers)
-        return not set(self._supervisor.last.slots) & set(mine) and self._supervisor.job_is_done()
+        return self._supervisor.view.over and not set(self._supervisor.last.slots) & set(mine)
 
     def _failure(self, worker_group: WorkerGroup, codes: Sequence[int]) -> RunResult:
         ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed

@@ -105,10 +105,6 @@ class Supervisor:
         """The workers of this host have all ended; `over` follows."""
         self._ended = True
 
-    def job_is_done(self) -> bool:
-        """Whether all who were in the job to its last have said that they are done."""
-        return self._store.present([membership.done_key(self.last.epoch, slot) for slot in self.last.slots])
-
     def stop(self, *, wait: bool = True) -> None:
         """End the thread; the processes are left as they are. A thread that a dead store holds is not waited for."""
         self._stopping.set()
@@ -144,7 +140,7 @@ class Supervisor:
             poll.register(pidfd, select.POLLIN)
         for pidfd, _ in poll.poll(self._look_s * 1000):
             ward = by_pidfd[pidfd]
-            over = not membership.newest_view(self._store.read, self.view).seats
+            over = membership.newest_view(self._store.read, self.view).over
             ward.pulse = dataclasses.replace(ward.pulse, ended=ward.exit_code(), over=over)
 
     def _listen(self, slot: int, ward: _Ward, now: float) -> None:
@@ -163,7 +159,7 @@ class Supervisor:
         self._publish({ward.seat for slot, ward in wards.items() if slot in found}, found.keys() - wards.keys())
         for slot, ward in wards.items():
             inside = ward.seat in self.view.seats
-            if slot in found or (ward.been_in and not inside and self.view.seats):
+            if slot in found or (ward.been_in and not inside and not self.view.over):
                 self._let_go(ward, found.get(slot) or _left_behind(slot))
             ward.been_in = ward.been_in or inside
         for seat in set(before.seats) - set(self.view.seats):
@@ -171,7 +167,7 @@ class Supervisor:
                 self._told(seat, found[seat.slot])
 
     def _judge(self, pulses: Mapping[int, Pulse], now: float) -> dict[int, Verdict]:
-        if not self.view.seats:  # the job is over, and whoever still runs is on the way out
+        if self.view.over:  # the job is over, and whoever still runs is on the way out
             return {}
         found = gone(pulses, self._thresholds, now=now)
         still = standstill(pulses, self._thresholds, now=now)
@@ -189,8 +185,9 @@ class Supervisor:
         else:
             self.view = membership.newest_view(self._store.read, self.view)
         self.answered_at = time.monotonic()
-        if self.view.seats:  # after the end of the job nobody is to be broken out
+        if self.view.seats:
             self.last = self.view
+        if not self.view.over:  # after the end of the job nobody is to be broken out
             self._heartbeats.tell_epoch(self.view.epoch)
 
     def _conclude(self) -> None:

@@ -71,7 +71,7 @@ def join(
             way_out=f"use --nproc-per-node={each}",
         )
     view, waited = membership.newest_view(store.read, first_view(hosts * each)), False
-    while view.seats:
+    while not view.over:
         vacant = _vacant(store, view, hosts, each, thresholds)
         for host in vacant:
             tenant = _next_tenant(store, host)

@@ -180,3 +180,12 @@ def test_a_loss_and_the_end_of_the_job_are_never_both(two_members):
     stores[2].create(view_key(1), without(stage.first, [1]).encode())
     stores[2].create("done/0/1", "done")
     assert not members[0].everybody_is_done()
+
+
+def test_a_job_whose_members_were_all_lost_is_not_over(two_members):
+    """A newcomer there has to say that no state is left, and not that all is well."""
+    stage, stores, _ = two_members
+    view = without(stage.first, [0, 1])
+    stores[2].create(view_key(1), view.encode())
+    assert not view.seats
+    assert Agreement.joining(stores[2], stage.first, Seat(slot=1, occupant="1/1")).member.view.slots == (1,)

@@ -315,7 +315,7 @@ def look(machine_settings):
 
 def test_no_run_on_the_real_store_breaks_the_agreement(connections, monkeypatch):
     monkeypatch.setattr(AgreementMachine, "clients", connections[1], raising=False)
-    look(settings(max_examples=150, stateful_step_count=40))
+    look(settings(max_examples=100, stateful_step_count=40))
 
 
 def overwrite(_sound):
@@ -343,5 +343,7 @@ def test_a_planted_bug_is_found(connections, monkeypatch, owner, planted):
     monkeypatch.setattr(owner, name, planted(getattr(owner, name))[1])
     with pytest.raises(Violation):
         look(
-            settings(max_examples=400, stateful_step_count=40, derandomize=True, database=None, phases=[Stage.generate])
+            settings(
+                max_examples=2000, stateful_step_count=40, derandomize=True, database=None, phases=[Stage.generate]
+            )
         )
