@@ -6,6 +6,7 @@ where all are made, and can then
     break_out   end whatever this process waits for in any group
     offer       say how others reach this process in the next epoch
     regroup     edit all groups at once to the members of a view
+    make_lanes  make groups that live until the next regroup
 
 Slots are for life; ranks are dense and change with every view. A group is remembered by the slots that it was made of,
 and holds those of them that are in the view. `torch`'s own table of ranks is mended after each edit.
@@ -14,13 +15,18 @@ Gloo can lose a send or receive that stands in a broken connection: nobody ever 
 group's two worker threads until its time limit. A group with such an operation gets a fresh inner backend before the
 edit; its peers see only another handle.
 
+Lanes change with every view, so they are not edited but made anew: unconnected, then connected by handles that are
+exchanged over the world. So no store is asked, in which a death would be waited for until the time limit, and no
+counter of groups has to be the same in a newcomer. The next regroup destroys them; one that holds a lost operation is
+put aside until the operation has ended, because gloo would wait for it right there.
+
 Not built yet: NCCL behind the same interface, and device meshes.
 """
 
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -78,6 +84,8 @@ class ElasticGroups:
         self._joining = joining
         self._broken_for = 0
         self._groups: list[_Group] = []
+        self._lanes: list[_Group] = []
+        self._put_aside: list[_Group] = []
         self._waits = BreakableWaits()
         self._lock = threading.Lock()
         self._make_group: Any = None
@@ -96,9 +104,10 @@ class ElasticGroups:
         assert self._make_group is not None, "groups are attached"
         c10d._new_process_group_helper = self._make_group
         self._make_group = None
-        for group in self._groups:
+        for group in (*self._groups, *self._lanes):
             group.handle.unregister_post_hook(_HOOK)
         self._groups.clear()
+        self._lanes.clear()
         self._waits.detach()
 
     def _make_and_remember(self, size: int, rank: int | None, ranks: list[int], *args: Any, **options: Any) -> Any:
@@ -147,7 +156,7 @@ class ElasticGroups:
                 return 0
             self._broken_for = epoch
             self._waits.begin_break_out()
-            return sum(shut(group.sockets) for group in self._groups)
+            return sum(shut(group.sockets) for group in (*self._groups, *self._lanes))
 
     def check(self) -> None:
         """Raise where a break-out is under way: for loops that enter no collective."""
@@ -157,8 +166,9 @@ class ElasticGroups:
     def offer(self) -> dict[str, str]:
         """Group name -> how others reach this process in it. Groups that hold a lost operation are made fresh first."""
         deadline = time.monotonic() + GRACE_S
-        while any(group.busy() for group in self._groups) and time.monotonic() < deadline:
+        while any(group.busy() for group in (*self._groups, *self._lanes)) and time.monotonic() < deadline:
             time.sleep(0.002)
+        self._drop_lanes()
         for group in self._groups:
             if group.busy():
                 self._make_fresh(group)
@@ -173,17 +183,66 @@ class ElasticGroups:
             self.epoch, self.members = epoch, members
         for group in self._groups:
             group.members = tuple(slot for slot in group.slots if slot in ranks)
-            before = open_sockets()
-            options = ReconfigureOptions()
-            options.uuid = epoch
-            options.handles = [offers[slot][group.handle.group_name] for slot in group.members]
-            options.timeout = timedelta(seconds=timeout_s)
-            group.backend.reconfigure(options)
-            group.sockets = connected_since(before)
+            handles = [offers[slot][group.handle.group_name] for slot in group.members]
+            self._edit(group, handles, timeout_s)
             c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
         with self._lock:
             if self._broken_for <= epoch:
                 self._waits.end_break_out()
+
+    def _edit(self, group: _Group, handles: list[str], timeout_s: float) -> None:
+        options = ReconfigureOptions()
+        options.uuid, options.handles, options.timeout = self.epoch, handles, timedelta(seconds=timeout_s)
+        before = open_sockets()
+        group.backend.reconfigure(options)
+        group.sockets = connected_since(before)
+
+    # ------------------------------------------------ groups for one epoch
+
+    def make_lanes(self, slots_of: Sequence[tuple[int, ...]], *, timeout_s: float) -> list[dist.ProcessGroup | None]:
+        """A group for each tuple of slots, None where this slot is not in it or alone; all end at the next regroup.
+
+        Every member of the world calls this with the same tuples; the order of a tuple is the order of its ranks.
+        """
+        self._drop_lanes()
+        wanted = [(index, slots) for index, slots in enumerate(slots_of) if self.slot in slots and len(slots) > 1]
+        lanes = {index: self._make_lane(index, slots) for index, slots in wanted}
+        told: list[dict[int, str]] = [{}] * len(self.members)
+        dist.all_gather_object(told, {index: lane.backend.get_reconfigure_handle() for index, lane in lanes.items()})
+        for index, lane in lanes.items():  # ascending everywhere: nobody waits for who waits for it
+            self._edit(lane, [told[self.rank_of(slot)][index] for slot in lane.slots], timeout_s)
+        return [lanes[index].handle if index in lanes else None for index in range(len(slots_of))]
+
+    def _make_lane(self, index: int, slots: tuple[int, ...]) -> _Group:
+        name = c10d.GroupName(f"ntp/lane/{self.epoch}/{index}/{'-'.join(map(str, slots))}")
+        world, ranks = self._groups[0], [self.rank_of(slot) for slot in slots]
+        handle, _ = c10d._new_process_group_helper(
+            len(slots),
+            slots.index(self.slot),
+            ranks,
+            "gloo",
+            c10d._get_default_store(),
+            group_name=name,
+            timeout=world.timeout,
+            enable_reconfigure=True,
+        )
+        assert isinstance(handle, dist.ProcessGroup), "this slot is in the lane"
+        c10d._world.pg_group_ranks[handle] = {rank: own for own, rank in enumerate(ranks)}
+        lane = self._groups.pop()
+        self._lanes.append(lane)
+        return lane
+
+    def _drop_lanes(self) -> None:
+        self._put_aside, lanes = [], [*self._put_aside, *self._lanes]
+        self._lanes = []
+        for lane in lanes:
+            if lane.busy():
+                self._put_aside.append(lane)
+                continue
+            lane.running.clear()
+            if lane.handle in c10d._world.pg_map:
+                lane.handle.unregister_post_hook(_HOOK)
+                dist.destroy_process_group(lane.handle)
 
     def moved(self) -> tuple[int, bool]:
         """How often this process entered and left a wait for others, and whether it stands in one."""
