@@ -85,6 +85,7 @@ class ElasticGroups:
         self._broken_for = 0
         self._groups: list[_Group] = []
         self._lanes: list[_Group] = []
+        self._lanes_made = 0
         self._put_aside: list[_Group] = []
         self._waits = BreakableWaits()
         self._lock = threading.Lock()
@@ -180,7 +181,7 @@ class ElasticGroups:
         members = tuple(sorted(offers))
         ranks = {slot: rank for rank, slot in enumerate(members)}
         with self._lock:
-            self.epoch, self.members = epoch, members
+            self.epoch, self.members, self._lanes_made = epoch, members, 0
         for group in self._groups:
             group.members = tuple(slot for slot in group.slots if slot in ranks)
             handles = [offers[slot][group.handle.group_name] for slot in group.members]
@@ -205,6 +206,7 @@ class ElasticGroups:
         Every member of the world calls this with the same tuples; the order of a tuple is the order of its ranks.
         """
         self._drop_lanes()
+        self._lanes_made += 1
         wanted = [(index, slots) for index, slots in enumerate(slots_of) if self.slot in slots and len(slots) > 1]
         lanes = {index: self._make_lane(index, slots) for index, slots in wanted}
         told: list[dict[int, str]] = [{}] * len(self.members)
@@ -214,7 +216,7 @@ class ElasticGroups:
         return [lanes[index].handle if index in lanes else None for index in range(len(slots_of))]
 
     def _make_lane(self, index: int, slots: tuple[int, ...]) -> _Group:
-        name = c10d.GroupName(f"ntp/lane/{self.epoch}/{index}/{'-'.join(map(str, slots))}")
+        name = c10d.GroupName(f"ntp/lane/{self.epoch}/{self._lanes_made}/{index}/{'-'.join(map(str, slots))}")
         world, ranks = self._groups[0], [self.rank_of(slot) for slot in slots]
         handle, _ = c10d._new_process_group_helper(
             len(slots),
