@@ -67,6 +67,7 @@ def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
     attempts = record_samples(job, elastic.groups, rank, speaks=lambda: job.counts)
     strike(job, driver, rank)
     strike_tensors(job, rank)
+    strike_lanes(elastic.groups, rank)
     elastic.start()
     losses = {}
     while job.applied < steps:
@@ -106,6 +107,27 @@ def strike_tensors(job, rank):
         rank.reached("after switch", count)
 
     state.build, state.switch = told_build, told_switch
+
+
+def strike_lanes(groups, rank):
+    """Tell the rank of the moments before and after its first lane of an epoch is connected."""
+    make, edit = groups.make_lanes, groups._edit
+    connected = 0
+
+    def told_make(*args, **options):
+        nonlocal connected
+        rank.reached("make lanes", groups.epoch)
+        connected = 0
+        return make(*args, **options)
+
+    def told_edit(group, *args):
+        nonlocal connected
+        edit(group, *args)
+        connected += 1
+        if group in groups._lanes and connected == 1:
+            rank.reached("first lane", groups.epoch)
+
+    groups.make_lanes, groups._edit = told_make, told_edit
 
 
 def tensors_of(job):

@@ -72,7 +72,7 @@ def test_a_lost_slot_changes_nothing_but_who_computes(moment, victim):
     assert outcomes.keys() == set(range(4)) - {victim}
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [*PHASES, "make lanes", "first lane"])
 def test_a_second_death_in_every_phase_of_the_recovery(phase):
     """Slot 2 is of the other replica and holds the units that slot 1 had not; the two replicas go on one slot wide."""
     outcomes = lose(Fault(slot=1, moment="reduce", step=5), Fault(slot=2, moment=phase, step=1))
