@@ -132,8 +132,8 @@ def test_a_narrow_replica_stands_idle_until_its_slot_comes_back():
 
 
 def test_the_last_holder_of_a_unit_is_lost():
-    """Slots 1 and 3 hold the same units; when both are gone nobody has them."""
-    faults = [Fault(slot=slot, moment="reduce", step=5) for slot in (1, 3)]
+    """Slots 1 and 3 hold the same units; 3 dies before it has handed over those of 1, and nobody has them."""
+    faults = [Fault(slot=1, moment="reduce", step=5), Fault(slot=3, moment="stand on", step=1)]
     said = r"state of r0\.s0\.t1 is held by no living slot.*units 6 to \d+ of hidden \(column\.weight.*last checkpoint"
     with pytest.raises(StateLost, match=said), Ranks(4, play, faults=faults) as ranks:
         ranks.wait(60)
