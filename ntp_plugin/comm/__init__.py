@@ -11,6 +11,7 @@ group_backend.py    what differs between gloo and NCCL
 gloo_backend.py     gloo's part in a group
 nccl_backend.py     NCCL's part in a group
 nccl_requirements.py  the versions and the environment that NCCL's part needs
-process_groups.py   groups that are edited in place
+process_groups.py   groups that are edited in place, and lanes that are made for one epoch
 device_meshes.py    torch's device meshes, which follow the groups
+transfer.py         tensors from slot to slot, as a plan says
 """

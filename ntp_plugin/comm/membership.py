@@ -79,7 +79,8 @@ class Report:
     """Where a member stands when it leaves the epoch before.
 
     `prepared`: it had entered the vote on step `applied + 1`. `vote` is how the vote on `applied` went. A newcomer
-    holds nothing yet and can stand anywhere. `offer` is what others need to reach it in the new epoch.
+    holds nothing yet and can stand anywhere. `offer` is what others need to reach it in the new epoch, and `held` what
+    state it has, in its trainer's words.
     """
 
     applied: int
@@ -88,6 +89,7 @@ class Report:
     vote: int = 0
     newcomer: bool = False
     offer: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    held: str = ""
 
     def encode(self) -> str:
         return json.dumps(dataclasses.astuple(self))

@@ -6,6 +6,7 @@ where all are made, and can then
     break_out   end whatever this process waits for in any group
     offer       say how others reach this process in the next epoch
     regroup     edit all groups at once to the members of a view
+    make_lanes  make groups that live until the next regroup
 
 Slots are for life; ranks are dense and change with every view. A group is remembered by the slots that it was made of,
 and holds those of them that are in the view. `torch`'s own table of ranks is mended after each edit.
@@ -13,12 +14,16 @@ and holds those of them that are in the view. `torch`'s own table of ranks is me
 A group has a backend for each kind of device, at most one of gloo and one of NCCL, and all are edited. What a backend
 needs for that is its own file's matter (`gloo_backend.py`, `nccl_backend.py`); `GroupBackend` is what they share.
 Device meshes are mended in `device_meshes.py`.
+
+Lanes change with every view, so they are not edited but made anew: unconnected, then connected by handles that are
+exchanged over the world. So no counter of groups has to be the same in a newcomer. The next regroup destroys them; one
+that holds a lost operation is put aside until the operation has ended, because gloo would wait for it right there.
 """
 
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +37,7 @@ from ntp_plugin.comm.group_backend import GroupBackend
 from ntp_plugin.comm.meeting_store import MeetingStore
 from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
 from ntp_plugin.comm.nccl_requirements import require_nccl
-from ntp_plugin.comm.sockets import connected_since, open_sockets
+from ntp_plugin.comm.sockets import SocketId, connected_since, open_sockets
 from ntp_plugin.comm.waits import GRACE_S, BreakableWaits
 from ntp_plugin.errors import PeerLost, Refused
 
@@ -55,6 +60,16 @@ class _Group:
     members: tuple[int, ...]
     gloo: GlooBackend | None
     nccl: NcclBackend | None
+
+    def forget_works(self) -> None:
+        """Take the hooks back that saw the group's works."""
+        if self.gloo is not None:
+            self.handle.unregister_post_hook(_HOOK)
+        if self.gloo is not None and self.nccl is not None:
+            self.handle.unregister_pre_hook(_HOOK)
+
+    def busy(self) -> bool:
+        return any(backend.busy() for backend in self.backends().values())
 
     def backends(self) -> dict[str, GroupBackend]:
         both: dict[str, GroupBackend | None] = {"gloo": self.gloo, "nccl": self.nccl}
@@ -87,11 +102,16 @@ class ElasticGroups:
         self._joining = joining
         self._broken_for = 0
         self._groups: list[_Group] = []
+        self._lanes: list[_Group] = []
+        self._lanes_made = 0
+        self._put_aside: list[_Group] = []
         self._waits = BreakableWaits()
         self._meshes = DeviceMeshes(slot)
         self._lock = threading.Lock()
         self._make_group: Any = None
         self._device: torch.device | None = None
+        self._of_world: tuple[Any, frozenset[str], timedelta] | None = None
+        """Its backend as torch was asked for it, the kinds of that, and its time limit: lanes are made alike."""
         self._meeting: MeetingStore | None = None
         """Kept, because torch's side of a store does not keep Python's."""
 
@@ -110,12 +130,10 @@ class ElasticGroups:
         assert self._make_group is not None, "groups are attached"
         c10d._new_process_group_helper = self._make_group
         self._make_group = None
-        for group in self._groups:
-            if group.gloo is not None:
-                group.handle.unregister_post_hook(_HOOK)
-            if group.gloo is not None and group.nccl is not None:
-                group.handle.unregister_pre_hook(_HOOK)
+        for group in (*self._groups, *self._lanes):
+            group.forget_works()
         self._groups.clear()
+        self._lanes.clear()
         self._waits.detach()
         self._meshes.detach()
 
@@ -136,21 +154,34 @@ class ElasticGroups:
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
             return handle, store
         if not ranks:
-            self.members = tuple(range(size))
+            self.members, self._of_world = tuple(range(size)), (backend, kinds, options["timeout"])
             self._meshes.tell(self.members)
         slots = tuple(self.members[other] for other in ranks) if ranks else self.members
-        timeout, nccl = options["timeout"], None
-        if "nccl" in kinds and self._device is not None:
-            nccl = NcclBackend(handle, self._device)
-        gloo = None
-        if "gloo" in kinds:
-            gloo = GlooBackend(handle, store, timeout, connected_since(before), waits=self._waits, default=nccl is None)
-        group = _Group(handle=handle, slots=slots, members=slots, gloo=gloo, nccl=nccl)
-        self._watch_works(group, timeout)
-        if nccl is not None and not self._joining:
-            self._connect(group, store, timeout)
+        group = self._remember(
+            handle, store, slots, kinds=kinds, sockets=connected_since(before), timeout=options["timeout"]
+        )
+        if group.nccl is not None and not self._joining:
+            self._connect(group, store, options["timeout"])
         self._groups.append(group)
         return handle, store
+
+    def _remember(
+        self,
+        handle: dist.ProcessGroup,
+        store: Any,
+        slots: tuple[int, ...],
+        *,
+        kinds: frozenset[str],
+        sockets: frozenset[SocketId],
+        timeout: timedelta,
+    ) -> _Group:
+        nccl = NcclBackend(handle, self._device) if "nccl" in kinds and self._device is not None else None
+        gloo = None
+        if "gloo" in kinds:
+            gloo = GlooBackend(handle, store, timeout, sockets, waits=self._waits, default=nccl is None)
+        group = _Group(handle=handle, slots=slots, members=slots, gloo=gloo, nccl=nccl)
+        self._watch_works(group, timeout)
+        return group
 
     def _connect(self, group: _Group, store: Any, timeout: timedelta) -> None:
         """The first edit of a group that was made unconnected; its members meet in its store."""
@@ -219,6 +250,7 @@ class ElasticGroups:
         deadline = time.monotonic() + GRACE_S
         while any(backend.busy() for backend in self._backends()) and time.monotonic() < deadline:
             time.sleep(0.002)
+        self._drop_lanes()
         offer = {}
         for group in self._groups:
             for kind, backend in group.backends().items():
@@ -231,7 +263,7 @@ class ElasticGroups:
         members = tuple(sorted(offers))
         ranks = {slot: rank for rank, slot in enumerate(members)}
         with self._lock:
-            self.epoch, self.members = epoch, members
+            self.epoch, self.members, self._lanes_made = epoch, members, 0
             if self._broken_for <= epoch:
                 self._waits.end_break_out()
         for group in self._groups:
@@ -247,12 +279,62 @@ class ElasticGroups:
                     if group.nccl is not None:
                         group.nccl.break_out()
 
+    # ------------------------------------------------ groups for one epoch
+
+    def make_lanes(self, slots_of: Sequence[tuple[int, ...]], *, timeout_s: float) -> list[dist.ProcessGroup | None]:
+        """A group for each tuple of slots, None where this slot is not in it or alone; all end at the next regroup.
+
+        Every member of the world calls this with the same tuples; the order of a tuple is the order of its ranks.
+        """
+        self._drop_lanes()
+        self._lanes_made += 1
+        wanted = [(index, slots) for index, slots in enumerate(slots_of) if self.slot in slots and len(slots) > 1]
+        lanes = {index: self._make_lane(index, slots) for index, slots in wanted}
+        self._lanes = list(lanes.values())
+        mine = {
+            (index, kind): backend.reach() for index, lane in lanes.items() for kind, backend in lane.backends().items()
+        }
+        told: list[dict[tuple[int, str], str]] = [{}] * len(self.members)
+        dist.all_gather_object(told, mine)
+        for index, lane in lanes.items():  # ascending everywhere: nobody waits for who waits for it
+            for kind, backend in lane.backends().items():
+                handles = [told[self.rank_of(slot)][index, kind] for slot in lane.slots]
+                backend.edit(self.epoch, handles, timeout_s)
+        return [lanes[index].handle if index in lanes else None for index in range(len(slots_of))]
+
+    def _make_lane(self, index: int, slots: tuple[int, ...]) -> _Group:
+        assert self._of_world is not None, "there is a world"
+        backend, kinds, timeout = self._of_world
+        # Gloo's members meet in the store under the name and the epoch, so no name may come twice in an epoch.
+        name = c10d.GroupName(f"ntp/lane/{self.epoch}/{self._lanes_made}/{index}/{'-'.join(map(str, slots))}")
+        ranks = [self.rank_of(slot) for slot in slots]
+        handle, store = self._make_group(
+            len(slots),
+            slots.index(self.slot),
+            ranks,
+            backend,
+            c10d._get_default_store(),
+            group_name=name,
+            timeout=timeout,
+            enable_reconfigure=True,
+        )
+        c10d._world.pg_group_ranks[handle] = {rank: own for own, rank in enumerate(ranks)}
+        return self._remember(handle, store, slots, kinds=kinds, sockets=frozenset(), timeout=timeout)
+
+    def _drop_lanes(self) -> None:
+        lanes, self._lanes = [*self._put_aside, *self._lanes], []
+        self._put_aside = [lane for lane in lanes if lane.busy()]
+        for lane in lanes:
+            if lane not in self._put_aside and lane.handle in c10d._world.pg_map:
+                lane.forget_works()
+                dist.destroy_process_group(lane.handle)
+
     def moved(self) -> tuple[int, bool]:
         """How often this process entered and left a wait for others, and whether it stands in one."""
         return self._waits.moved()
 
     def _backends(self) -> list[GroupBackend]:
-        return [backend for group in list(self._groups) for backend in group.backends().values()]
+        return [backend for group in (*self._groups, *self._lanes) for backend in group.backends().values()]
 
     def rank_of(self, slot: int) -> int:
         """The global rank of a slot in this epoch."""

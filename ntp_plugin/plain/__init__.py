@@ -1,8 +1,11 @@
-"""The adapter for an ordinary PyTorch loop: data parallel, every rank a replica.
+"""The adapters for an ordinary PyTorch loop: data parallel, every rank a replica, or tensor parallel as well.
 
-    data_parallel.py   a model and an optimizer that survive the death of ranks
+    data_parallel.py     a model and an optimizer that survive the death of ranks
+    tensor_parallel.py   the same for a model whose layers are cut over the ranks of a replica
+    parallel_layers.py   the layers for it, and a small model
+    job.py               how a script uses either
 
-`DataParallel` computes each step's gradient as (sum of the per-sample gradients of the global batch) / (number of
+Both compute each step's gradient as (sum of the per-sample gradients of the global batch) / (number of
 samples), whoever is there to compute it. The samples of a step are numbered, and dealt by `planning/batch_split.py`:
 each rank keeps its own, and a lost rank's go to the others.
 """

@@ -26,7 +26,7 @@ from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing, Topolog
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
 from ntp_plugin.planning.units import ModelUnits, transformer_units
 
-FORMAT = 1
+FORMAT = 2
 """Raised with every change to what a plan says, so that ranks with different versions do not act together."""
 
 
@@ -77,6 +77,7 @@ class RecoveryPlan:
     nominal: Nominal
     lost_before: tuple[Slot, ...]
     lost: tuple[Slot, ...]
+    empty: tuple[Slot, ...]
     hurt: tuple[int, ...]
     dropped: tuple[int, ...]
     idle: tuple[Slot, ...]
@@ -98,11 +99,14 @@ def plan_recovery(
     *,
     lost: frozenset[Slot],
     lost_before: frozenset[Slot] = frozenset(),
+    empty: frozenset[Slot] = frozenset(),
     owed: int = 0,
     measured: Mapping[int, Pace] | None = None,
 ) -> RecoveryPlan:
     """The plan for going from the losses `lost_before` to the losses `lost`.
 
+    In the `empty` slots new processes sit that hold nothing; those of them that are not in `lost_before` were taken
+    over before anybody could plan without them.
     `measured` gives the pace of replicas that were timed in the new layout; the others' follows from their widths.
     """
     topology, units, policy = nominal.topology, nominal.units, nominal.policy
@@ -120,11 +124,13 @@ def plan_recovery(
         state=nominal.state,
         copies=copies_before if policy.copies.count else None,
         protect_all=policy.copies.protect == "all",
+        empty=empty,
     )
     return RecoveryPlan(
         nominal=nominal,
         lost_before=tuple(sorted(lost_before)),
         lost=tuple(sorted(lost)),
+        empty=tuple(sorted(empty)),
         hurt=tuple(sorted(after.hurt_replicas)),
         dropped=tuple(sorted(after.dropped)),
         idle=tuple(after.idle()),

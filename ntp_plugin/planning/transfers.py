@@ -8,9 +8,10 @@ A slot needs the units of its new layout that it did not hold. Each comes, in th
     far copy    a living host that held a far copy of the lost slot's shard
     near copy   the lost slot's own host, if other slots of it live
 
-and nowhere else: never from a lost slot, nor from one whose replica did not train before. What has none of these is
-`StateLost`. Copies hold what data parallelism does not hold twice: a slot's part of a sharded optimizer, and
-everything of a slot that has no living peer, or everything if the policy says so.
+and nowhere else: never from a lost slot, nor from one whose replica did not train before, nor from an *empty* one, in
+which a new process sits that has nothing yet. What has none of these is `StateLost`. Copies hold what data parallelism
+does not hold twice: a slot's part of a sharded optimizer, and everything of a slot that has no living peer, or
+everything if the policy says so.
 
 What moves is `state` (weights with their optimizer state) or, with a sharded optimizer, `weights` alone and
 `optimizer` for the blocks that the lost slot held for its units. Block r of every lane belongs to replica r, whose
@@ -72,7 +73,10 @@ class BlockDeal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """From one standing to the next, and the copies made while the first one held (None: copies are off)."""
+    """From one standing to the next, and the copies made while the first one held (None: copies are off).
+
+    The `empty` slots stand afterwards, but hold nothing: whatever was in them before is lost.
+    """
 
     before: Standing
     after: Standing
@@ -80,6 +84,11 @@ class Change:
     state: State
     copies: Placement | None
     protect_all: bool = False
+    empty: frozenset[Slot] = frozenset()
+
+    def holds_nothing(self, slot: Slot) -> bool:
+        """Whether a slot that stood before cannot give what it had."""
+        return slot in self.after.lost or slot in self.empty
 
 
 def plan_transfers(change: Change) -> tuple[Transfer, ...]:
@@ -113,7 +122,7 @@ def plan_block_deals(change: Change) -> tuple[BlockDeal, ...]:
     for slot, elements in _slots_of(before, after.dropped - before.dropped, change.units):
         source = (slot, PEER) if slot not in after.lost else _copy_reader(change, slot)
         if source is None:
-            raise _state_lost(change, slot, "optimizer", copied=True)
+            raise _state_lost(change, slot, "optimizer", copied=True, units="its blocks of all tensors")
         size = -(-elements * change.state.optimizer_bytes // len(before.replicas))
         deals.append(BlockDeal(slot=slot, source=source[0], origin=source[1], size=size))
     for slot, elements in _slots_of(after, before.dropped - after.dropped, change.units):
@@ -159,6 +168,7 @@ def _changed_groups(change: Change) -> set[tuple[int, int]]:
     groups = {group for group in {*before.patterns, *after.patterns} if before.pattern(*group) != after.pattern(*group)}
     stages = range(after.topology.pp)
     groups |= {(replica, stage) for replica in before.dropped for stage in stages}
+    groups |= {(slot.replica, slot.stage) for slot in change.empty}
     return {group for group in groups if group[0] not in after.dropped}
 
 
@@ -169,14 +179,15 @@ def _needs(change: Change, replica: int, stage: int) -> Iterator[_Need]:
     sharded = change.state.distributed_optimizer
     what = "weights" if sharded else "state"
     for slot in after.topology.group(replica, stage):
-        if slot not in after.lost and (stale or slot in before.lost) and units.replicated_elements:
-            helper = None if stale else next((tp for tp in _survivors(after, old, replica, stage)), None)
+        arrives = stale or slot in before.lost or slot in change.empty
+        if slot not in after.lost and arrives and units.replicated_elements:
+            helper = None if stale else next((tp for tp in _survivors(change, old, replica, stage)), None)
             yield _Need(target=slot, what=what, family=REPLICATED, span=(0, 1), holder=helper)
     for family in units.families:
         for span, held_by, wanted_by in _moved_units(family, after.topology.tp, WHOLE if stale else old, new):
-            if held_by == wanted_by and not stale:
-                continue
             target, holder = Slot(replica=replica, stage=stage, tp=wanted_by), None if stale else held_by
+            if held_by == wanted_by and not stale and target not in change.empty:
+                continue
             yield _Need(target=target, what=what, family=family.name, span=span, holder=holder)
             if sharded and not stale:  # a stale replica gets its blocks by a block deal
                 yield _Need(target=target, what="optimizer", family=family.name, span=span, holder=holder)
@@ -188,9 +199,10 @@ def _moved_units(family: Family, tp: int, old: Pattern, new: Pattern) -> Iterato
         yield span, held_by, wanted_by
 
 
-def _survivors(after: Standing, old: Pattern, replica: int, stage: int) -> list[int]:
-    """TP slots of a group that had the pattern `old` and live on."""
-    return [tp for tp in range(after.topology.tp) if tp not in old and tp not in after.pattern(replica, stage)]
+def _survivors(change: Change, old: Pattern, replica: int, stage: int) -> list[int]:
+    """TP slots of a group that had the pattern `old` and still hold what they had."""
+    group = change.after.topology.group(replica, stage)
+    return [slot.tp for slot in group if slot.tp not in old and not change.holds_nothing(slot)]
 
 
 # ---------------------------------------------------------------- where it comes from
@@ -208,7 +220,7 @@ def _sources(change: Change, need: _Need) -> Iterator[_Source]:
     """Living sources that together give exactly the needed span."""
     if need.holder is not None:
         holder = dataclasses.replace(need.target, tp=need.holder)
-        if holder not in change.after.lost:
+        if not change.holds_nothing(holder):
             yield _Source(slot=holder, origin=DOMAIN, span=need.span)
             return
     missing: Spans = (need.span,)
@@ -230,7 +242,7 @@ def _peers(change: Change, need: _Need) -> Iterator[_Source]:
             continue
         for span, tp in _held_by(change, replica, need):
             slot = Slot(replica=replica, stage=target.stage, tp=tp)
-            if slot in after.lost:
+            if change.holds_nothing(slot):
                 continue
             for part in sp.intersection(missing, (span,)):
                 yield _Source(slot=slot, origin=PEER, span=part)
@@ -243,8 +255,7 @@ def _held_by(change: Change, replica: int, need: _Need) -> Iterator[tuple[Span, 
     """The parts of the needed span and their TP slots in another replica, as they were before."""
     tp, pattern = change.before.topology.tp, change.before.pattern(replica, need.target.stage)
     if need.family == REPLICATED:
-        lost = change.after.pattern(replica, need.target.stage)
-        yield from ((need.span, slot) for slot in range(tp) if slot not in pattern and slot not in lost)
+        yield from ((need.span, slot) for slot in range(tp) if slot not in pattern)
         return
     family = next(family for family in change.units.stages[need.target.stage].families if family.name == need.family)
     segments = lay_out(family, tp, pattern).segments
@@ -258,7 +269,7 @@ def _from_copy(change: Change, need: _Need, span: Span) -> _Source:
     of = need.target if need.holder is None else dataclasses.replace(need.target, tp=need.holder)
     found = _copy_reader(change, of) if copied and need.holder is not None else None
     if found is None:
-        raise _state_lost(change, of, need.what, copied=copied)
+        raise _state_lost(change, of, need.what, copied=copied, units=_told(change, need, span))
     return _Source(slot=found[0], origin=found[1], span=span, of=of)
 
 
@@ -282,7 +293,19 @@ def _reader(after: Standing, node: int, of: Slot) -> Slot | None:
     return next((slot for slot in [*slots[place : place + 1], *slots] if slot not in after.lost), None)
 
 
-def _state_lost(change: Change, slot: Slot, what: str, *, copied: bool) -> StateLost:
+def _told(change: Change, need: _Need, span: Span) -> str:
+    """The tensors and units of a need, in words."""
+    names = [
+        tensor.name
+        for tensor, _ in change.units.stages[need.target.stage].tensors
+        if tensor.family == ("" if need.family == REPLICATED else need.family)
+    ]
+    if need.family == REPLICATED:
+        return ", ".join(names)
+    return f"units {span[0]} to {span[1] - 1} of {need.family} ({', '.join(names)})"
+
+
+def _state_lost(change: Change, slot: Slot, what: str, *, copied: bool, units: str) -> StateLost:
     thing = {"optimizer": "optimizer state", "weights": "weights", "state": "state"}[what]
     if change.copies is None:
         reason, cure = "copies are off", "set copies.count to 1 or more before the next run"
@@ -294,7 +317,7 @@ def _state_lost(change: Change, slot: Slot, what: str, *, copied: bool) -> State
             "set copies.far to a wider domain before the next run",
         )
     return StateLost(
-        f"{thing} of {slot} is held by no living slot, and {reason}",
+        f"{thing} of {slot} is held by no living slot, and {reason}; gone are {units}",
         way_out=f"restart from the last checkpoint; {cure}",
     )
 

@@ -72,9 +72,10 @@ class Heart:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, if it was started."""
         self._stopping.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _beat(self) -> None:
         count = self._file.read(self._slot).count

@@ -88,13 +88,13 @@ def play(rank, steps=STEPS, hold_at=()):
     return outcome
 
 
-def record_samples(job, groups, rank):
-    """Write down which samples go into which reduction, where a kill cannot take it back."""
+def record_samples(job, groups, rank, speaks=lambda: True):
+    """Write down which samples go into which reduction, where a kill cannot take it back; one rank per replica."""
     attempts, reduce = {}, job._reduce
 
     def recorded(total):
         step = job.applied + 1
-        rank.write([[step, groups.epoch, sample] for sample in job.my_samples()])
+        rank.write([[step, groups.epoch, sample] for sample in job.my_samples() if speaks()])
         result = reduce(total)
         attempts[step] = groups.epoch
         return result

@@ -190,23 +190,26 @@ def far_copies_are_far(topology_, policy, lost_nodes):
 # ---------------------------------------------------------------- transfers
 
 
-def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=None):
+def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=None, empty=frozenset()):
     """Replay the plan on a world of (slot -> units): sources held what they give, targets end with their layout."""
     before, after = nominal.standing(lost_before), nominal.standing(lost)
-    change = transfers.Change(before=before, after=after, units=nominal.units, state=nominal.state, copies=copies)
+    change = transfers.Change(
+        before=before, after=after, units=nominal.units, state=nominal.state, copies=copies, empty=empty
+    )
     try:
         moves = transfers.plan_transfers(change)
     except transfers.StateLost:
-        assert _some_optimizer_shard_is_gone(before, after, copies), "state is called lost only where it is"
+        assert _some_optimizer_shard_is_gone(before, after, copies, empty), "state is called lost only where it is"
         return
     start, goal = _world(nominal, before), _world(nominal, after, without_blocks=before.dropped)
+    start |= {slot: set() for slot in empty}
     received = defaultdict(set)
     for move in moves:
         assert move.target not in lost, "nothing goes to a lost slot"
         assert move.source not in lost, "nothing comes from a lost slot"
         assert move.size > 0
         if move.of is None:
-            assert move.source not in lost_before, "nor from one that was lost before"
+            assert move.source not in lost_before | empty, "nor from one that was lost before, or holds nothing"
         else:
             home = nominal.topology.node_of(move.of)
             assert move.of in lost - lost_before, "copies serve for slots that are lost now"
@@ -223,12 +226,12 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
         assert received[slot] <= wanted, "and is sent nothing else"
 
 
-def _some_optimizer_shard_is_gone(before, after, copies):
+def _some_optimizer_shard_is_gone(before, after, copies, empty):
     """A slot whose replica trained and goes on is newly lost, and no host with its shard in memory lives."""
     topology_, lost_nodes = after.topology, set(after.lost_nodes)
     return any(
         copies is None or {topology_.node_of(slot), *copies.holders(topology_.node_of(slot))} <= lost_nodes
-        for slot in after.lost - before.lost
+        for slot in (after.lost | empty) - before.lost
         if slot.replica not in before.dropped | after.dropped
     )
 

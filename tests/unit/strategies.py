@@ -91,3 +91,12 @@ def situations(draw):
     nominal = Nominal.of(draw(jobs()))
     safe = frozenset({draw(st.integers(0, nominal.topology.dp - 1))})
     return nominal, draw(losses(nominal, safe)), draw(losses(nominal, safe))
+
+
+@st.composite
+def situations_with_newcomers(draw):
+    """The same without copies, and with slots that stand afterwards but hold nothing."""
+    nominal = Nominal.of(draw(jobs()))
+    safe = frozenset({draw(st.integers(0, nominal.topology.dp - 1))})
+    lost_before, lost, empty = (draw(losses(nominal, safe)) for _ in range(3))
+    return nominal, lost_before, lost, None, empty - lost

@@ -20,7 +20,7 @@ from ntp_plugin.planning import (
 )
 from ntp_plugin.planning import spans as sp
 from tests.unit import properties
-from tests.unit.strategies import families_with_patterns, situations
+from tests.unit.strategies import families_with_patterns, situations, situations_with_newcomers
 from tests.unit.test_batch_split import batches
 from tests.unit.test_copy_placement import clusters
 from tests.unit.test_lanes import hurt_jobs
@@ -150,6 +150,11 @@ def forget_who_came_back(sound):
     return lambda change: {group for group in sound(change) if group in change.after.patterns}
 
 
+def ask_the_empty(sound):
+    """A new process is taken for the one that had its slot."""
+    return lambda change, slot: slot in change.after.lost
+
+
 SOUND_LAY_OUT = shard_layout.lay_out
 LAYOUT, BATCH, COPIES = families_with_patterns(), batches(), clusters()
 MUTATIONS = [
@@ -183,6 +188,13 @@ MUTATIONS = [
         forget_who_came_back,
         properties.transfers_turn_one_layout_into_the_next,
         situations(),
+    ),
+    (
+        transfers.Change,
+        "holds_nothing",
+        ask_the_empty,
+        properties.transfers_turn_one_layout_into_the_next,
+        situations_with_newcomers(),
     ),
 ]
 

@@ -10,7 +10,7 @@ from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.topology import parse_slots
 from ntp_plugin.planning.transfers import Change, optimizer_blocks, plan_block_deals
 from tests.unit import properties
-from tests.unit.strategies import make_job, situations
+from tests.unit.strategies import make_job, situations, situations_with_newcomers
 
 
 @given(situations())
@@ -26,6 +26,11 @@ def test_the_same_with_copies_of_sharded_optimizer_state(situation):
     except Refused:
         return  # one host alone has nowhere to copy to
     properties.transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies)
+
+
+@given(situations_with_newcomers())
+def test_the_same_where_new_processes_sit_in_slots_that_stood(situation):
+    properties.transfers_turn_one_layout_into_the_next(*situation)
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.data())

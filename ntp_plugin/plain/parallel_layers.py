@@ -1,0 +1,164 @@
+"""Linear layers that are cut over the slots of a TP group, and what planning is told of them.
+
+    column = ColumnParallel(8, 32, group, family="hidden")     # each slot computes some of the 32 features
+    row = RowParallel(32, 1, group, family="hidden")           # and adds what these give to the sum
+
+The layers of one family are cut by the same units, one feature each. What is between them works feature by feature,
+every other module is replicated. A layer draws its weights whole and keeps its part, so that a seed gives the same
+model at every degree. How many features a slot has may change between two steps; the layers ask nothing but the shapes
+of their parameters, and the group.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.units import Family, ModelUnits, Run, StageUnits, Tensor
+
+_CUT = "ntp_cut"
+"""The attribute of a parameter that says how it is cut."""
+_ONE = (Run(start=0, unit_size=1),)
+
+
+class TensorParallelGroup:
+    """The group over which a replica's slots add up; the trainer puts the one of each epoch here."""
+
+    def __init__(self, slot: int, degree: int) -> None:
+        """`slot` is the place in the group as it was planned, of `degree` places."""
+        self.slot, self.degree = slot, degree
+        self.handle: dist.ProcessGroup | None = None
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """A new tensor with the sum over the group."""
+        if self.handle is None:
+            return values
+        values = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(values, group=self.handle)
+        return values
+
+
+class _EveryoneTakes(torch.autograd.Function):
+    """Forward nothing; backward the sum of what each slot's features say about the common input."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.sum(gradients[0]), None
+
+
+class _EveryoneAdds(torch.autograd.Function):
+    """Forward the sum of what each slot's features give; backward the common gradient to everyone."""
+
+    @staticmethod
+    def forward(_: Any, values: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
+        return group.sum(values)
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class ColumnParallel(torch.nn.Module):
+    """A linear layer of which each slot computes some output features."""
+
+    def __init__(self, inputs: int, outputs: int, group: TensorParallelGroup, *, family: str) -> None:
+        super().__init__()
+        whole = torch.nn.Linear(inputs, outputs)
+        start, stop = _part(outputs, group)
+        self.group = group
+        self.weight = _cut(whole.weight[start:stop], Tensor(name="", shape=(outputs, inputs), family=family, runs=_ONE))
+        self.bias = _cut(whole.bias[start:stop], Tensor(name="", shape=(outputs,), family=family, runs=_ONE))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return functional.linear(_EveryoneTakes.apply(values, self.group), self.weight, self.bias)
+
+
+class RowParallel(torch.nn.Module):
+    """A linear layer to which each slot brings some input features; the bias is added once, after the sum."""
+
+    def __init__(self, inputs: int, outputs: int, group: TensorParallelGroup, *, family: str) -> None:
+        super().__init__()
+        whole = torch.nn.Linear(inputs, outputs)
+        start, stop = _part(inputs, group)
+        described = Tensor(name="", shape=(outputs, inputs), family=family, dim=1, runs=_ONE)
+        self.group = group
+        self.weight = _cut(whole.weight[:, start:stop], described)
+        self.bias = torch.nn.Parameter(whole.bias.detach())
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = _EveryoneAdds.apply(functional.linear(values, self.weight), self.group)
+        return total + self.bias
+
+
+class TensorParallelMLP(torch.nn.Module):
+    """The smallest model that has everything: replicated in, column-parallel, gelu, row-parallel out."""
+
+    def __init__(self, inputs: int, width: int, hidden: int, outputs: int, group: TensorParallelGroup) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(inputs, width)
+        self.column = ColumnParallel(width, hidden, group, family="hidden")
+        self.row = RowParallel(hidden, outputs, group, family="hidden")
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.row(functional.gelu(self.column(self.enter(values))))
+        return out
+
+
+def _part(features: int, group: TensorParallelGroup) -> tuple[int, int]:
+    if features < group.degree:
+        raise Refused(
+            f"{features} features cannot be cut over {group.degree} slots", way_out=f"use {group.degree} or more"
+        )
+    ((start, stop),) = sp.even_cut(((0, features),), group.degree)[group.slot]
+    return start, stop
+
+
+def _cut(part: torch.Tensor, described: Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(part.detach().clone())
+    setattr(parameter, _CUT, described)
+    return parameter
+
+
+# ---------------------------------------------------------------- what planning is told
+
+
+def describe(parameters: Mapping[str, torch.nn.Parameter]) -> ModelUnits:
+    """The units of a model: its cut parameters by their families, all others replicated."""
+    tensors, families = [], dict[str, int]()
+    for name, parameter in parameters.items():
+        cut: Tensor | None = getattr(parameter, _CUT, None)
+        if cut is None and not parameter.dim():
+            raise Refused(f"{name} is a single number without a dimension", way_out="give it the shape (1,)")
+        if cut is None:
+            tensors.append(Tensor(name=name, shape=tuple(parameter.shape)))
+            continue
+        units = cut.shape[cut.dim]
+        if families.setdefault(cut.family, units) != units:
+            raise Refused(
+                f"{name} has {units} features, and others of its family {cut.family!r} have {families[cut.family]}",
+                way_out="give layers that are not cut together families of their own",
+            )
+        tensors.append(Tensor(name=name, shape=cut.shape, family=cut.family, dim=cut.dim, runs=cut.runs))
+    if not families:
+        raise Refused("no layer of the model is cut", way_out="use ColumnParallel and RowParallel, or elastic_job")
+    return ModelUnits(
+        stages=(
+            StageUnits(
+                families=tuple(Family(name=family, units=units) for family, units in families.items()),
+                tensors=tuple((tensor, 1) for tensor in tensors),
+                flops=tuple(
+                    2 * sum(tensor.elements_per_unit for tensor in tensors if tensor.family == family)
+                    for family in families
+                ),
+            ),
+        )
+    )

@@ -1,0 +1,235 @@
+"""A tensor-parallel model that survives the loss of any slot: data parallel x tensor parallel, live re-layout.
+
+When a slot is lost its replica goes on narrower: the other slots of the replica keep their units, and the lost one's
+are dealt to them. These units come with their optimizer state from whoever holds them in another replica. The replica
+gets fewer micro-batches, by its width. A replica without slots is dropped, and its samples go to the others. Who comes
+back gets exactly its own again. All of it is decided by `planning/`, from the reports of the members alone.
+
+A step is that of `data_parallel.py`, but for the sums: cut parameters are summed lane by lane, replicated ones over all
+(`training/gradient_lanes.py`). Every slot of a replica computes the same samples, and one of them counts their losses.
+
+The walk can be interrupted anywhere: see `training/relayout.py` for what holds the state together then.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.comm.agreement import Agreed
+from ntp_plugin.comm.membership import Report
+from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State
+from ntp_plugin.errors import Refused
+from ntp_plugin.plain.data_parallel import LossOfSamples
+from ntp_plugin.plain.parallel_layers import TensorParallelGroup, describe
+from ntp_plugin.planning.recovery_plan import Nominal
+from ntp_plugin.planning.topology import Topology
+from ntp_plugin.training.cuts import local_ranges
+from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice
+from ntp_plugin.training.relayout import ShardedState, relayout
+from ntp_plugin.training.relayout_plan import Held, plan_relayout
+
+_CONNECT_S = 5.0
+"""For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""
+
+
+class TensorParallel:
+    """A `Trainer`: each rank is a TP slot of a replica; ranks count slot by slot, replica by replica."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_of: LossOfSamples,
+        *,
+        groups: ElasticGroups,
+        within: TensorParallelGroup,
+        ranks: int,
+        per_replica: int,
+        micro_batch: int = 1,
+        min_width: int = 1,
+        newcomer: bool = False,
+    ) -> None:
+        """`per_replica` micro-batches are what every replica computes while nobody is lost."""
+        self.model, self.optimizer, self._loss_of = model, optimizer, loss_of
+        self._groups, self._within = groups, within
+        parameters = dict(model.named_parameters())
+        self._nominal = _nominal(
+            parameters,
+            tp=within.degree,
+            ranks=ranks,
+            per_replica=per_replica,
+            micro_batch=micro_batch,
+            min_width=min_width,
+        )
+        self.slot = self._nominal.topology.slot_of(groups.slot)
+        self.state = ShardedState(parameters, optimizer, newcomer=newcomer)
+        self.state.refuse_what_cannot_be_cut()
+        self._plan = plan_relayout(self._nominal, {rank: self._founding() for rank in range(ranks)}, 0)
+        self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
+        self._lanes: list[GradientLane] = []
+        self._lanes_of = -1
+        self.applied = 0
+        self._prepared, self._newcomer = False, newcomer
+
+    def _founding(self) -> Held:
+        return Held(versions=(0,) * len(self.state.parameters), built=None, lost={0: ()})
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The slots that train now."""
+        return tuple(self._nominal.topology.rank_of(slot) for slot in self._plan.training)
+
+    # ------------------------------------------------ a step
+
+    def step(self) -> float:
+        """Compute, reduce, vote and apply the next step; returns its mean loss over the global batch."""
+        self._connect()
+        number, samples = self.applied + 1, self.my_samples()
+        total = self._accumulate(number, samples)
+        batch = self._plan.goal.batch
+        count = batch.total * self._nominal.batch.micro_batch
+        told = self._reduce(total)
+        for parameter in self.state.parameters.values():
+            assert parameter.grad is not None, "every parameter was reduced"
+            parameter.grad.div_(count)
+        self._groups.confirm()
+        self._prepared = True
+        self._vote()
+        self._groups.confirm()
+        self._apply()
+        return told / count
+
+    def my_samples(self) -> list[int]:
+        """The samples of a step that this slot's replica computes, by their numbers in the global batch."""
+        shares = {share.replica: share for share in self._plan.goal.batch.shares}
+        if self.slot not in self._plan.training:
+            return []
+        share, size = shares[self.slot.replica], self._nominal.batch.micro_batch
+        runs = [(start * size, stop * size) for start, stop in (*share.kept, *share.dealt)]
+        return [sample for start, stop in runs for sample in range(start, stop)]
+
+    @property
+    def counts(self) -> bool:
+        """Whether this slot speaks for its replica in sums to which all of its slots would add the same."""
+        return self.slot in self._plan.training and self.slot == min(
+            slot for slot in self._plan.training if slot.replica == self.slot.replica
+        )
+
+    def _accumulate(self, number: int, samples: list[int]) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        size, total = self._nominal.batch.micro_batch, torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(samples), size):
+            loss = self._loss_of(number, samples[start : start + size])
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().double()
+        return total
+
+    def _reduce(self, total: torch.Tensor) -> float:
+        gradients = {}
+        for name, parameter in self.state.parameters.items():
+            if parameter.grad is None:  # who has no samples joins every collective
+                parameter.grad = torch.zeros_like(parameter)
+            gradients[name] = parameter.grad
+        under_way = GradientLanes(self._lanes, gradients)
+        if not self.counts:
+            total.zero_()
+        dist.all_reduce(total)
+        under_way.finish()
+        return float(total)
+
+    def _vote(self) -> None:
+        """Nothing to say but that everybody is here: who leaves this knows that all hold the reduced gradients."""
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
+
+    def _apply(self) -> None:
+        if self.slot in self._plan.training:
+            self.optimizer.step()
+        self.applied, self._prepared = self.applied + 1, False
+        if self.applied == 1:
+            self.state.refuse_what_cannot_be_cut()
+
+    # ------------------------------------------------ the groups of an epoch
+
+    def _connect(self) -> None:
+        """Make this epoch's groups unless they are made: everybody who trains, the TP groups, the lanes."""
+        if self._lanes_of == self._groups.epoch:
+            return
+        plan, rank_of = self._plan, self._nominal.topology.rank_of
+        replicas = [[slot for slot in plan.training if slot.replica == replica] for replica in plan.standing.replicas]
+        lanes = plan.goal.routes[0].lanes.lanes
+        members = [plan.training, *replicas, *(lane.members(plan.standing) for lane in lanes)]
+        self._lanes, self._within.handle = [], None  # the old groups end here
+        tuples = [tuple(rank_of(slot) for slot in slots) for slots in members]
+        handles = self._groups.make_lanes(tuples, timeout_s=_CONNECT_S)
+        here = [self.slot in slots for slots in members]
+        first = 1 + len(replicas)
+        self._within.handle = next((handles[at] for at in range(1, first) if here[at]), None)
+        if here[0]:
+            self._lanes.append(GradientLane(group=handles[0], slices=self._replicated(), counted=self.counts))
+        for at, lane in enumerate(lanes, start=first):
+            if here[at]:
+                self._lanes.append(GradientLane(group=handles[at], slices=self._slices(dict(lane.units))))
+        self._lanes_of = self._groups.epoch
+
+    def _replicated(self) -> tuple[Slice, ...]:
+        tensors = [tensor for tensor, _ in self._nominal.units.stages[0].tensors if not tensor.family]
+        return tuple(Slice(name=tensor.name, dim=0, ranges=((0, tensor.shape[0]),)) for tensor in tensors)
+
+    def _slices(self, units: Mapping[str, tuple[tuple[int, int], ...]]) -> tuple[Slice, ...]:
+        """Where the units of a lane stand in this slot's gradients."""
+        tensors = [tensor for tensor, _ in self._nominal.units.stages[0].tensors if tensor.family in units]
+        return tuple(
+            Slice(
+                name=tensor.name,
+                dim=tensor.dim,
+                ranges=local_ranges(tensor, self._plan.units_of(tensor, self.slot), units[tensor.family]),
+            )
+            for tensor in tensors
+        )
+
+    # ------------------------------------------------ a recovery
+
+    def report(self) -> Report:
+        """An update is made in place, so there is no way back."""
+        held = self.state.held(self._lost).encode()
+        return Report(
+            applied=self.applied, oldest=self.applied, prepared=self._prepared, newcomer=self._newcomer, held=held
+        )
+
+    def plan(self, agreed: Agreed) -> str:
+        """Who holds what, computes what and sends what, from what everybody reported."""
+        held = {rank: Held.decode(report.held) for rank, report in agreed.reports.items()}
+        self._next = plan_relayout(self._nominal, held, agreed.view.epoch)
+        return self._next.digest
+
+    def stand_on(self, agreed: Agreed) -> None:
+        """Roll forward, move what changes hands, and compare everything."""
+        if self._groups.slot in agreed.decision.roll_forward:
+            self._apply()
+        self._prepared, self._plan, self._lost = False, self._next, self._next.lost
+        relayout(self._plan, self.state, self._groups, step=agreed.decision.step)
+        self.applied, self._newcomer = agreed.decision.step, False
+
+
+def _nominal(
+    parameters: Mapping[str, torch.nn.Parameter],
+    *,
+    tp: int,
+    ranks: int,
+    per_replica: int,
+    micro_batch: int,
+    min_width: int,
+) -> Nominal:
+    if ranks % tp:
+        raise Refused(f"{ranks} ranks do not make whole replicas of {tp} slots", way_out=f"start a multiple of {tp}")
+    parameter_bytes = max(parameter.element_size() for parameter in parameters.values())
+    return Nominal(
+        topology=Topology(tp=tp, pp=1, dp=ranks // tp, gpus_per_node=tp, nodes_per_rack=1, racks_per_power_row=1),
+        units=describe(parameters),
+        batch=Batch(micro_batch=micro_batch, global_batch=micro_batch * per_replica * (ranks // tp)),
+        state=State(weight_bytes=parameter_bytes, gradient_bytes=parameter_bytes, optimizer_bytes=2 * parameter_bytes),
+        hardware=Hardware(),
+        policy=Policy(min_tp_width=min_width, route="direct", copies=CopyPolicy(count=0)),
+    )

@@ -1,0 +1,151 @@
+"""A small job on the tensor-parallel trainer that tests play: a float64 MLP, two replicas, some of whose slots die."""
+
+import dataclasses
+import time
+
+import torch
+
+from ntp_plugin.comm.gloo_backend import GlooBackend
+from ntp_plugin.plain.parallel_layers import TensorParallelGroup, TensorParallelMLP
+from ntp_plugin.plain.tensor_parallel import TensorParallel
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.training.cuts import local_ranges
+from tests.ranks.plain_job import record_samples, strike
+
+STEPS, PER_REPLICA, HIDDEN = 12, 6, 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    losses: dict[int, float]
+    units: dict[tuple[str, str, int], torch.Tensor]
+    """(tensor, entry, unit) -> its values; the unit of a replicated tensor is 0."""
+    shapes: dict[str, tuple[int, ...]]
+    holdings: dict[str, tuple]
+    """Tensor -> its units in storage order."""
+    members: tuple[int, ...]
+    attempts: dict[int, int]
+
+
+def loss_of(model):
+    def loss(step, samples):
+        total = torch.zeros((), dtype=torch.float64)
+        for sample in samples:
+            numbers = torch.Generator().manual_seed(1000 * step + sample)
+            x = torch.randn(8, dtype=torch.float64, generator=numbers)
+            total = total + (model(x) - x.sin().sum()).square().sum()
+        return total
+
+    return loss
+
+
+def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
+    """Train; `rank.reached` is told of every moment at which a test may strike.
+
+    After each step in `hold_at` the ranks wait until all slots are members again: newcomers surely get in there.
+    """
+    torch.manual_seed(0 if not rank.joining else 99)  # a newcomer's own weights must not matter
+    torch.set_default_dtype(torch.float64)
+    within = TensorParallelGroup(rank.slot % tp, tp)
+    model = TensorParallelMLP(8, 6, HIDDEN, 1, within)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    parameters = list(model.parameters())
+    size = len(rank.first.seats)
+    elastic = ElasticRank(rank.place)
+    job = TensorParallel(
+        model,
+        optimizer,
+        loss_of(model),
+        groups=elastic.groups,
+        within=within,
+        ranks=size,
+        per_replica=PER_REPLICA,
+        min_width=min_width,
+        newcomer=rank.joining,
+    )
+    driver = elastic.drive(job)
+    attempts = record_samples(job, elastic.groups, rank, speaks=lambda: job.counts)
+    strike(job, driver, rank)
+    strike_tensors(job, rank)
+    strike_lanes(elastic.groups, rank)
+    elastic.start()
+    losses = {}
+    while job.applied < steps:
+        loss = driver.carry_through(job.step)
+        losses[job.applied] = loss
+        rank.reached("between", job.applied)
+        while job.applied in hold_at and len(job.members) < size:
+            time.sleep(0.001)
+            driver.carry_through(elastic.groups.check)
+    assert all(mine is theirs for mine, theirs in zip(parameters, model.parameters(), strict=True))
+    outcome = Outcome(
+        losses=losses,
+        units=units(job),
+        shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        holdings={tensor.name: job._plan.units_of(tensor, job.slot) for tensor in tensors_of(job)},
+        members=job.members,
+        attempts={step: attempts[step] for step in range(1, steps + 1) if step in attempts},
+    )
+    driver.finish()
+    elastic.leave()
+    return outcome
+
+
+def strike_tensors(job, rank):
+    """Tell the rank of moments inside the first re-layout: its k-th tensor is built, compared, or switched to."""
+    state, count = job.state, 0
+    build, switch = state.build, state.switch
+
+    def told_build(*args):
+        nonlocal count
+        count += 1
+        rank.reached("build", count)
+        build(*args)
+
+    def told_switch():
+        rank.reached("switch", count)
+        switch()
+        rank.reached("after switch", count)
+
+    state.build, state.switch = told_build, told_switch
+
+
+def strike_lanes(groups, rank):
+    """Tell the rank of the moments before and after its first lane of an epoch is connected."""
+    make, edit = groups.make_lanes, GlooBackend.edit
+    connected = 0
+
+    def told_make(*args, **options):
+        nonlocal connected
+        rank.reached("make lanes", epoch=groups.epoch)
+        connected = 0
+        return make(*args, **options)
+
+    def told_edit(backend, *args):
+        nonlocal connected
+        edit(backend, *args)
+        connected += 1
+        if connected == 1 and backend in [lane.gloo for lane in groups._lanes]:
+            rank.reached("first lane", epoch=groups.epoch)
+
+    groups.make_lanes, GlooBackend.edit = told_make, told_edit
+
+
+def tensors_of(job):
+    return [tensor for tensor, _ in job._nominal.units.stages[0].tensors]
+
+
+def units(job):
+    """Everything that a slot holds, unit by unit."""
+    found = {}
+    for tensor in tensors_of(job):
+        held = job._plan.units_of(tensor, job.slot)
+        for entry, values in job.state.entries(tensor.name).items():
+            for start, stop in held:
+                for unit in range(start, stop):
+                    ranges = local_ranges(tensor, held, ((unit, unit + 1),))
+                    parts = [values.detach().narrow(tensor.dim, a, b - a) for a, b in ranges]
+                    found[tensor.name, entry, unit] = torch.cat(parts, tensor.dim).clone()
+    assert sp.size(held) or not found
+    return found

@@ -1,0 +1,43 @@
+"""Groups that live for one epoch: they connect, sum, and leave nothing behind."""
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.testing.ranks import Ranks
+from tests.ranks.test_endurance import held
+
+CYCLES, WARM_UP = 20, 3
+LANES = [(0, 1, 2), (2, 1), (0,), (1, 2), (0, 2)]
+
+
+def make_and_drop(rank):
+    """Make lanes again and again; returns the sums over the last ones, and what the process held after each cycle."""
+    elastic = ElasticRank(rank.place)
+    groups, seen = elastic.groups, []
+    for _ in range(CYCLES):
+        handles = groups.make_lanes(LANES, timeout_s=5.0)
+        sums = []
+        for handle in handles:
+            value = torch.tensor([10.0**rank.slot])
+            if handle is not None:
+                dist.all_reduce(value, group=handle)
+            sums.append(value.item() if handle is not None else None)
+        ranks = [dist.get_process_group_ranks(handle) if handle is not None else None for handle in handles]
+        del handle, handles
+        groups.offer()  # what a recovery begins with
+        seen.append(held(groups)[:2])
+    dist.barrier()
+    groups.detach()
+    return sums, ranks, seen
+
+
+def test_lanes_reduce_among_their_slots_and_leave_nothing_behind():
+    with Ranks(3, make_and_drop) as running:
+        outcomes = running.wait(60)
+    expected = [111.0, 110.0, None, 110.0, 101.0]
+    for slot, (sums, ranks, seen) in outcomes.items():
+        members = [slot in slots and len(slots) > 1 for slots in LANES]
+        assert sums == [value if here else None for value, here in zip(expected, members, strict=True)]
+        assert ranks == [list(slots) if here else None for slots, here in zip(LANES, members, strict=True)]
+        assert len(set(seen[WARM_UP:])) == 1, f"threads and descriptors of slot {slot} changed: {seen}"
