@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from benchmarks import evidence
 from benchmarks.torchrun_restart import restart_seconds
-from ntp_plugin.comm.agreement import Agreed
-from ntp_plugin.comm.membership import Report
 from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.testing.ranks import Fault, Rank, Ranks
+from ntp_plugin.testing.faults import hang
+from ntp_plugin.testing.ranks import Rank, Ranks
+from ntp_plugin.testing.stateless import Stateless
 
 SEED = 2510_00606
 THRESHOLDS = Thresholds(hung_s=0.5)
@@ -57,19 +57,6 @@ def groups_of(ranks: int) -> list[list[int]]:
     dp = [list(range(start + parity, start + half, 2)) for start in (0, half) for parity in (0, 1)]
     pp = [[slot, slot + half] for slot in range(half)]
     return [*tp, *(group for group in dp if group), *pp]
-
-
-class Stateless:
-    """A trainer with nothing to train: what remains is the recovery itself."""
-
-    def report(self) -> Report:
-        return Report(applied=0, oldest=0)
-
-    def plan(self, agreed: Agreed) -> str:
-        return str(agreed.view.epoch)
-
-    def stand_on(self, agreed: Agreed) -> None:
-        assert agreed.view.slots
 
 
 class Looper:
@@ -159,6 +146,7 @@ def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
         rank.reached("loop", count)
         wrong = looper.driver.carry_through(operate_or_check)
     done = time.monotonic()
+    looper.driver.finish()
     looper.end()
     return {"done": done, "wrong": wrong}
 
@@ -167,7 +155,7 @@ def trial(case: Case, chance: random.Random) -> tuple[float | None, str]:
     """Seconds from the fault to the last survivor's good collectives, or None and why."""
     losses = 2 if case.operation == "during recovery" else 1
     victim, second = chance.sample(range(case.ranks), 2)
-    faults = [Fault(slot=victim, moment="loop", step=chance.randrange(5, 40), by=None)] if case.fault == "hang" else []
+    faults = [hang(victim, during="loop", step=chance.randrange(5, 40))] if case.fault == "hang" else []
     player = functools.partial(play, operation=case.operation, losses=losses)
     try:
         with Ranks(case.ranks, player, faults=faults, thresholds=THRESHOLDS) as ranks:

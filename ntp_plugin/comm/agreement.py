@@ -6,13 +6,15 @@ agreement; a member that is merely slow is left to the detector, which puts it i
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer
 
+END_POLL_S = 0.02
+"""While others still train or write their last checkpoint nothing is in a hurry."""
 POLL_S = 0.001
 """A check of some keys takes 20 us on loopback, so that a thousand a second are 2 % of a core."""
 
@@ -69,7 +71,11 @@ class Agreement:
 
     def ask_again(self) -> None:
         """Call for a new epoch with the same members: this one could not begin."""
-        following = membership.without(self.member.view, [])
+        self.go_on_without([])
+
+    def go_on_without(self, slots: Iterable[int]) -> None:
+        """Call for a new epoch without some members."""
+        following = membership.without(self.member.view, slots)
         self._store.create(membership.view_key(following.epoch), following.encode())
 
     def everybody_is_done(self) -> bool:
@@ -82,7 +88,7 @@ class Agreement:
             if self._store.present(keys):
                 self._store.create(following, membership.the_end(view).encode())
             else:
-                time.sleep(POLL_S)
+                time.sleep(END_POLL_S)
         return View.decode(text).over
 
     def run(

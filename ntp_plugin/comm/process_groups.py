@@ -42,6 +42,8 @@ from ntp_plugin.comm.waits import GRACE_S, BreakableWaits
 from ntp_plugin.errors import PeerLost, Refused
 
 _HOOK = 0x4E5450
+_GROUPS_IN_AN_EPOCH = 10_000
+"""More than anybody makes between two changes of the membership."""
 
 
 def require_reconfigure() -> None:
@@ -251,6 +253,7 @@ class ElasticGroups:
         while any(backend.busy() for backend in self._backends()) and time.monotonic() < deadline:
             time.sleep(0.002)
         self._drop_lanes()
+        self._groups = [group for group in self._groups if group.handle in c10d._world.pg_map]  # others were destroyed
         offer = {}
         for group in self._groups:
             for kind, backend in group.backends().items():
@@ -258,12 +261,22 @@ class ElasticGroups:
                 offer[f"{kind}/{group.handle.group_name}"] = backend.reach()
         return offer
 
+    def unmatched(self, offers: Mapping[int, Mapping[str, str]]) -> dict[int, list[str]]:
+        """Slot -> this process' groups with it that it did not make: it ran other code before it came in."""
+        unmatched: dict[int, list[str]] = {}
+        for group in self._groups:
+            name = group.handle.group_name
+            for slot in offers.keys() & set(group.slots):
+                if not all(f"{kind}/{name}" in offers[slot] for kind in group.backends()):
+                    unmatched.setdefault(slot, []).append(name)
+        return unmatched
+
     def regroup(self, epoch: int, offers: Mapping[int, Mapping[str, str]], *, timeout_s: float) -> None:
         """Edit all groups to the slots of `offers`; every member calls this with the same offers."""
         members = tuple(sorted(offers))
         ranks = {slot: rank for rank, slot in enumerate(members)}
         with self._lock:
-            self.epoch, self.members, self._lanes_made = epoch, members, 0
+            self.epoch, self.members, self._lanes_made, self._joining = epoch, members, 0, False
             if self._broken_for <= epoch:
                 self._waits.end_break_out()
         for group in self._groups:
@@ -272,6 +285,8 @@ class ElasticGroups:
                 handles = [offers[slot][f"{kind}/{group.handle.group_name}"] for slot in group.members]
                 backend.edit(epoch, handles, timeout_s)
             c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
+        # Torch names groups by a counter, and a newcomer has not made those that others had dropped.
+        c10d._world.group_count = epoch * _GROUPS_IN_AN_EPOCH
         self._meshes.tell(members)
         with self._lock:
             if self._broken_for > epoch:  # it found the old communicators: gloo's waits leave by themselves

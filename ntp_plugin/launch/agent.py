@@ -2,8 +2,8 @@
 
 Rendezvous, environment, logs and signals are torchrun's own. Different is what happens when a worker ends: torchrun
 stops all workers of all hosts and starts them anew; this agent lets the others go on, tells them through the next view,
-and puts a new process, or a warm spare, into the dead slot as long as `respawn` allows. The job is done when a worker
-has ended well and all have ended; it has failed when none did.
+and puts a new process, or a warm spare, into the dead slot as long as `respawn` allows. The job is done when its
+members have said so together; workers that never beat, whose script knows nothing of us, must all end with 0.
 
 The store of the rendezvous is the job's one meeting place, and whoever does not reach it ends its workers: so there are
 never two parts of a job that both go on.
@@ -202,7 +202,7 @@ class TolerantAgent(LocalElasticAgent):
         # A store that is gone now has left with its host, because all was over.
         if trouble is None and not self._supervisor.over:
             return RunResult(state=WorkerState.HEALTHY)
-        done = 0 in codes or (trouble is None and self._was_done_by_others())
+        done = self._is_done(codes, store_left=trouble is not None)
         self._end_supervision()
         if done:
             return RunResult(
@@ -210,10 +210,14 @@ class TolerantAgent(LocalElasticAgent):
             )
         return self._failure(worker_group, codes)
 
-    def _was_done_by_others(self) -> bool:
+    def _is_done(self, codes: Sequence[int], *, store_left: bool) -> bool:
+        """Workers that beat say together that the job is over; of others nothing is known but how they ended."""
         assert self._supervisor is not None, "there are workers"
+        if not self._supervisor.has_heard_beats:
+            return not any(codes)
         mine = range(self._tenancy.first_slot, self._tenancy.first_slot + self._tenancy.workers)
-        return self._supervisor.view.over and not set(self._supervisor.last.slots) & set(mine)
+        were_in = set(self._supervisor.last.slots) & set(mine)
+        return (self._supervisor.view.over or store_left) and (0 in codes or not were_in)
 
     def _failure(self, worker_group: WorkerGroup, codes: Sequence[int]) -> RunResult:
         ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed

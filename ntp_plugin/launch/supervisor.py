@@ -67,6 +67,7 @@ class Supervisor:
         """Why it watches no longer: the store is lost, or this host's place was taken."""
         self.last = first
         """The newest view that somebody was in."""
+        self.has_heard_beats = False
         self.over = False
         """The workers of all hosts have ended."""
         self._ended = False
@@ -147,6 +148,7 @@ class Supervisor:
         beat = self._heartbeats.read(slot)
         if beat.count != ward.beats:
             ward.beats = beat.count
+            self.has_heard_beats = True
             ward.pulse = heard(ward.pulse, now=now, moves=beat.moves, waiting=beat.waiting)
         silence = now - (ward.pulse.beat_at or now)
         stopped = silence > self._thresholds.frozen_s and ward.pulse.ended is None and _is_stopped(ward.pid)

@@ -6,6 +6,7 @@ from the agreement.
 """
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreed, Agreement
 from ntp_plugin.comm.membership import Report, View
 from ntp_plugin.comm.process_groups import ElasticGroups
-from ntp_plugin.errors import PeerLost
+from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.recovery.trainer import Trainer
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +94,8 @@ class Driver:
         while True:
             agreed = self._agree()
             try:
+                if self._some_are_put_out(agreed):
+                    continue
                 self._regroup(agreed)
             except PeerLost:
                 continue
@@ -122,6 +127,22 @@ class Driver:
     def _regroup(self, agreed: Agreed) -> None:
         offers = {slot: report.offer for slot, report in agreed.reports.items()}
         self._groups.regroup(agreed.view.epoch, offers, timeout_s=self._patience.regroup_s)
+
+    def _some_are_put_out(self, agreed: Agreed) -> bool:
+        """Newcomers that did not make the groups that the others have with them: a job must not die of these."""
+        unmatched = self._groups.unmatched({slot: report.offer for slot, report in agreed.reports.items()})
+        if not unmatched:
+            return False
+        told = "; ".join(f"slot {slot} lacks {', '.join(names)}" for slot, names in sorted(unmatched.items()))
+        if not unmatched.keys() <= set(agreed.view.newcomers):
+            raise Refused(
+                f"this process made groups that others have not made: {told}",
+                way_out="make the same groups in the same order in every process before it starts to train, and"
+                " destroy those that are made later",
+            )
+        _LOG.warning("a newcomer did not make all groups, and is left out: %s", told)
+        self._agreement.go_on_without(unmatched)
+        return True
 
     # ------------------------------------------------ signals
 

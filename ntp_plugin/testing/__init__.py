@@ -1,7 +1,8 @@
 """Ranks that can be started, killed, frozen and started again, for tests and for rehearsals of a recipe.
 
-ranks.py    real processes with a real store, and a supervisor that publishes deaths
-faults.py   what can happen to a rank, and when
-twin.py     whether a job that lost ranks trained what its undisturbed twin trained
-leaks.py    what a rehearsal must not leave behind
+ranks.py      real processes with a real store, and a supervisor that publishes deaths
+faults.py     what can happen to a rank, and when
+twin.py       whether a job that lost ranks trained what its undisturbed twin trained
+stateless.py  a trainer with nothing to train
+leaks.py      what a rehearsal must not leave behind
 """

@@ -4,8 +4,8 @@
 
 While it runs, kill one of the four workers (their pids are printed): its replica goes on with one slot, which now holds
 all 32 hidden features, and with fewer samples; you see the members change. A few seconds later a new process takes the
-place, and gets exactly its 16 features back. The last line is that of an undisturbed run, but for the last digits. Kill
-slots 1 and 3 in one go, and it ends with code 4: nobody holds their features any more.
+place, and gets exactly its 16 features back (at once with --ntp-spares=1). The last line is that of an undisturbed run,
+but for the last digits. Kill slots 1 and 3 in one go, and it ends with code 4: nobody holds their features any more.
 """
 
 import os

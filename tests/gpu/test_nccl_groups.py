@@ -4,26 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.comm.membership import Report
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.testing.ranks import Ranks
+from ntp_plugin.testing.stateless import Stateless
 
 SIZE = min(4, torch.cuda.device_count())
 
 pytestmark = pytest.mark.skipif(SIZE < 2, reason=f"needs two GPUs, and there are {SIZE}")
-
-
-class Stateless:
-    """A trainer with nothing to train."""
-
-    def report(self):
-        return Report(applied=0, oldest=0)
-
-    def plan(self, agreed):
-        return str(agreed.view.epoch)
-
-    def stand_on(self, agreed):
-        pass
 
 
 def play(rank):

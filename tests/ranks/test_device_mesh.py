@@ -7,25 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ntp_plugin.comm.membership import Report
 from ntp_plugin.errors import Refused
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.testing.ranks import Ranks
+from ntp_plugin.testing.stateless import Stateless
 
 SIZE = 4
-
-
-class Stateless:
-    """A trainer with nothing to train."""
-
-    def report(self):
-        return Report(applied=0, oldest=0)
-
-    def plan(self, agreed):
-        return str(agreed.view.epoch)
-
-    def stand_on(self, agreed):
-        pass
 
 
 def look(meshes):

@@ -1,12 +1,12 @@
 """Jobs on several machines: one is lost, is cut off and comes back, or takes the store with it."""
 
 import functools
-import re
 import time
 
 import pytest
 
-from tests.ranks.machines import NTP, RECIPE, Command, Machines, can_make_namespaces
+from tests.ranks.command import NTP, RECIPES, Command, last_line
+from tests.ranks.machines import Machines, can_make_namespaces
 
 pytestmark = pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
 
@@ -30,23 +30,16 @@ class Job:
             *("--local-addr", self.machines.address(at), "--ntp-thresholds", LIMITS),
         ]
         environment = {"STEPS": str(self.steps), "PAUSE_S": str(self.pause_s)}
-        return self.machines.run(at, "run", *flags, str(RECIPE), name=name, **environment)
+        return self.machines.run(at, "run", *flags, str(RECIPES / "train.py"), name=name, **environment)
 
     def wait_until_it_trains(self):
         for agent in self.agents.values():
             agent.wait_for(r"slot \d+ is pid .*\n(.*\n)*slot \d+ is pid")
 
 
-def last_line(said):
-    """(loss, weights, members) of the recipe's last line."""
-    found = re.search(r"loss (\S+), weights (\S+), members (\(.*\))", said)
-    assert found, said
-    return float(found[1]), float(found[2]), found[3]
-
-
 @functools.cache
 def undisturbed(folder, ranks, steps):
-    flags = ["run", "--standalone", f"--nproc-per-node={ranks}", str(RECIPE)]
+    flags = ["run", "--standalone", f"--nproc-per-node={ranks}", str(RECIPES / "train.py")]
     calm = Command([*NTP, *flags], folder / f"calm{ranks}", STEPS=str(steps), PAUSE_S="0")
     code, said = calm.end()
     assert code == 0, said

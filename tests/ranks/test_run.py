@@ -10,65 +10,66 @@ from pathlib import Path
 
 import pytest
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "plain" / "train.py"
+from tests.ranks.command import NTP, RECIPES, Command, last_line
 
 
-class Job:
-    """A running `ntp run`; what it says is read line by line from a file."""
-
-    def __init__(self, folder, *flags, script=RECIPE, **environment):
-        self.log = folder / "log"
-        command = [sys.executable, "-m", "ntp_plugin.cli.main", "run", "--standalone", *flags, str(script)]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment | {"OMP_NUM_THREADS": "1"}
-            )
-
-    def wait_for(self, pattern, timeout_s=90.0):
-        deadline = time.monotonic() + timeout_s
-        while not (found := re.search(pattern, self.log.read_text())):
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, f"{pattern} was not said within {timeout_s} s: {self.log.read_text()}"
-            time.sleep(0.02)
-        return found
-
-    def end(self, timeout_s=90.0):
-        try:
-            code = self.process.wait(timeout_s)
-        finally:
-            self.process.kill()
-        return code, self.log.read_text()
-
-
-def last_line(said):
-    """(loss, weights, members) of the recipe's last line."""
-    loss, weights, members = re.search(r"loss (\S+), weights (\S+), members (\(.*\))", said).groups()
-    return float(loss), float(weights), members
+def job(folder, *flags, script=RECIPES / "train.py", **environment):
+    return Command([*NTP, "run", "--standalone", *flags, str(script)], folder / "log", **environment)
 
 
 def test_a_killed_worker_is_started_anew_and_the_result_is_that_of_an_undisturbed_run(tmp_path):
     (tmp_path / "calm").mkdir()
-    calm = Job(tmp_path / "calm", "--nproc-per-node=3", STEPS="60", PAUSE_S="0.01")
+    calm = job(tmp_path / "calm", "--nproc-per-node=3", STEPS="40", PAUSE_S="0.01")
     code, said = calm.end()
     assert code == 0
     loss, weights, members = last_line(said)
     assert members == "(0, 1, 2)"
 
-    job = Job(tmp_path, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="60", PAUSE_S="0.5")
-    os.kill(int(job.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
-    code, said = job.end()
+    running = job(tmp_path, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="40", PAUSE_S="0.5")
+    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
+    code, said = running.end()
     assert code == 0
     assert "ntp run: slot 1 is lost: its process ended with code -9\n" in said
     assert "ntp run: slot 1 starts anew" in said
     assert last_line(said) == (pytest.approx(loss, rel=1e-10), pytest.approx(weights, rel=1e-10), "(0, 1, 2)")
 
 
+def test_a_warm_spare_takes_the_place_at_once_in_a_tensor_parallel_job(tmp_path):
+    (tmp_path / "calm").mkdir()
+    script = RECIPES / "train_tp.py"
+    code, said = job(tmp_path / "calm", "--nproc-per-node=4", script=script, STEPS="40", PAUSE_S="0").end()
+    assert code == 0, said
+    loss = re.search(r"step 40: loss (\S+), members \(0, 1, 2, 3\)", said)[1]
+
+    running = job(tmp_path, "--nproc-per-node=4", "--ntp-spares=1", script=script, STEPS="40", PAUSE_S="0.4")
+    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
+    code, said = running.end()
+    assert code == 0, said
+    assert "slot 1 comes back in a warm spare" in said
+    assert float(re.search(r"step 40: loss (\S+), members \(0, 1, 2, 3\)", said)[1]) == pytest.approx(
+        float(loss), rel=1e-10
+    )
+
+
+def test_who_holds_what_nobody_else_does_takes_the_job_with_it(tmp_path):
+    """Slots 1 and 3 hold the same features of their replicas."""
+    running = job(tmp_path, "--nproc-per-node=4", script=RECIPES / "train_tp.py", STEPS="10000", PAUSE_S="0.05")
+    pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in (1, 3)]
+    running.wait_for("slot 0: step 1,")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    code, said = running.end()
+    assert code == 4, said
+    assert re.search(r"ntp: slot [02]: state of r0\.s0\.t1 is held by no living slot", said)
+    assert "restart from the last checkpoint" in said
+
+
 def test_ctrl_c_ends_everything_within_seconds(tmp_path):
-    job = Job(tmp_path, "--nproc-per-node=2", STEPS="100000")
-    pids = [int(job.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(2)]
+    running = job(tmp_path, "--nproc-per-node=2", STEPS="100000")
+    pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(2)]
     struck = time.monotonic()
-    job.process.send_signal(signal.SIGINT)
-    code, _ = job.end()
+    running.process.send_signal(signal.SIGINT)
+    code, _ = running.end()
     assert code != 0
     assert time.monotonic() - struck < 10
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -77,13 +78,15 @@ def test_ctrl_c_ends_everything_within_seconds(tmp_path):
 def test_a_job_whose_workers_all_fail_has_failed(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(7)")
-    code, said = Job(tmp_path, "--nproc-per-node=2", script=script).end()
+    code, said = job(tmp_path, "--nproc-per-node=2", script=script).end()
     assert code == 1
     assert "ntp run: no worker ended well" in said
 
 
 def test_a_script_of_ours_outside_of_ntp_run_says_so(tmp_path):
-    done = subprocess.run([sys.executable, str(RECIPE)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(RECIPES / "train.py")], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode != 0
     assert "this process was not started by `ntp run`" in done.stderr
 
@@ -96,6 +99,6 @@ def test_a_script_of_ours_outside_of_ntp_run_says_so(tmp_path):
     ],
 )
 def test_flags_that_make_no_sense_are_one_line_and_exit_code_2(tmp_path, flags, message):
-    code, said = Job(tmp_path, *flags).end()
+    code, said = job(tmp_path, *flags).end()
     assert code == 2
     assert [line for line in said.splitlines() if message in line]

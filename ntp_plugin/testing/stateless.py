@@ -1,0 +1,17 @@
+"""A trainer with nothing to train: what remains is the recovery itself."""
+
+from ntp_plugin.comm.agreement import Agreed
+from ntp_plugin.comm.membership import Report
+
+
+class Stateless:
+    """Stands anywhere."""
+
+    def report(self) -> Report:
+        return Report(applied=0, oldest=0)
+
+    def plan(self, agreed: Agreed) -> str:
+        return str(agreed.view.epoch)
+
+    def stand_on(self, agreed: Agreed) -> None:
+        assert agreed.view.slots

@@ -1,0 +1,79 @@
+"""Groups that the user's code makes after recoveries, when some processes are newer than others."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.errors import Excluded
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.testing.faults import kill
+from ntp_plugin.testing.ranks import Ranks
+from ntp_plugin.testing.stateless import Stateless
+
+
+def make_groups_when_all_are_there(rank):
+    elastic = ElasticRank(rank.place)
+    if not rank.joining:  # a newcomer's counters never see this one
+        dist.destroy_process_group(dist.new_group([0, 1, 2]))
+    driver = elastic.drive(Stateless())
+    elastic.start()
+
+    def make():
+        dist.barrier()
+        if elastic.groups.epoch == 0:
+            rank.reached("first", 1)
+        if len(elastic.groups.members) < 3 or elastic.groups.epoch == 0:
+            return None
+        made = [dist.new_group([0, 1, 2]), dist.new_group([0, 2])]
+        sums = []
+        for group in made:
+            value = torch.tensor([10.0**rank.slot])
+            if not isinstance(group, int):
+                dist.all_reduce(value, group=group)
+            sums.append(value.item())
+        return sums
+
+    while (sums := driver.carry_through(make)) is None:
+        pass
+    driver.finish()
+    elastic.leave()
+    return sums
+
+
+def test_groups_that_are_made_after_a_return_connect():
+    with Ranks(3, make_groups_when_all_are_there, faults=[kill(1, during="first", step=1)]) as ranks:
+        ranks.wait_for_death(1)
+        ranks.start_again(1)
+        outcomes = ranks.wait(60)
+    assert outcomes == {0: [111.0, 101.0], 1: [111.0, 10.0], 2: [111.0, 101.0]}
+
+
+def make_another_group_than_a_newcomer(rank):
+    elastic = ElasticRank(rank.place)
+    if not rank.joining:
+        dist.new_group([0, 1])
+    driver = elastic.drive(Stateless())
+    elastic.start()
+
+    def reduce():
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        rank.reached("first", 1)
+        return elastic.groups.epoch
+
+    while driver.carry_through(reduce) < 3:  # one loses slot 1, it comes in with two, and is left out with three
+        pass
+    driver.finish()
+    elastic.leave()
+    return elastic.groups.members
+
+
+def test_a_newcomer_that_made_other_groups_is_left_out_and_the_others_go_on():
+    faults = [kill(1, during="first", step=1)]
+    with Ranks(3, make_another_group_than_a_newcomer, faults=faults) as ranks:
+        ranks.wait_for_death(1)
+        ranks.start_again(1)
+        outcomes = ranks.wait(60, but=[1])
+        with pytest.raises(Excluded, match="slot 1"):
+            ranks.wait(30, but=[0, 2])
+    assert outcomes == {0: (0, 2), 2: (0, 2)}
