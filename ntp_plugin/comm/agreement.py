@@ -80,16 +80,14 @@ class Agreement:
 
     def everybody_is_done(self) -> bool:
         """Say that this member is done, and wait for the others; False where a newer view must agree first."""
-        view = self.member.view
-        keys = [membership.done_key(view.epoch, slot) for slot in view.slots]
-        following = membership.view_key(view.epoch + 1)
-        self._store.create(membership.done_key(view.epoch, self.member.seat.slot), "done")
-        while (text := self._store.read(following)) is None:
-            if self._store.present(keys):
-                self._store.create(following, membership.the_end(view).encode())
+        while True:
+            over, write = membership.finish(self.member, self._store.read)
+            if over is not None:
+                return over
+            if write is not None:
+                self._store.create(write.key, write.value)
             else:
                 time.sleep(END_POLL_S)
-        return View.decode(text).over
 
     def run(
         self,

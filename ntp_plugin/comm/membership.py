@@ -216,6 +216,21 @@ def _advance_within_view(member: Member, read: Read, report: Report, digest: str
     return dataclasses.replace(member, phase=following), write
 
 
+def finish(member: Member, read: Read) -> tuple[bool | None, Write | None]:
+    """One step of a running member that has nothing left to do: whether the job is over, None where it must look again.
+
+    It is not where a newer view came first, which must agree.
+    """
+    view = member.view
+    if (text := read(view_key(view.epoch + 1))) is not None:
+        return View.decode(text).over, None
+    if read(done_key(view.epoch, member.seat.slot)) is None:
+        return None, Write(key=done_key(view.epoch, member.seat.slot), value="done")
+    if any(read(done_key(view.epoch, slot)) is None for slot in view.slots):
+        return None, None
+    return None, Write(key=view_key(view.epoch + 1), value=the_end(view).encode())
+
+
 def awaited_keys(member: Member) -> list[str]:
     """The keys that the member waits for others to create, besides the next view."""
     name = AWAITED.get(member.phase)

@@ -23,11 +23,10 @@ from hypothesis.stateful import (
 )
 
 from ntp_plugin.comm import membership
-from ntp_plugin.comm.agreement import Agreed, Agreement
-from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View
+from ntp_plugin.comm.agreement import Agreed, Agreement, publish_lost
+from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View, Write, the_end
 from ntp_plugin.comm.store import TorchStore
-from ntp_plugin.launch.supervisor import Supervisor
-from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.errors import Excluded
 from ntp_plugin.recovery.place import first_view
 from tests.unit.membership_model import Violation, vote_on
 from tests.unit.test_membership import ask_for_the_most, report_like_others_do, run_in_a_stale_view
@@ -53,7 +52,7 @@ class Process:
     def __init__(self, store, member, *, newcomer=False):
         self.store, self.member, self.newcomer = store, member, newcomer
         self.applied, self.prepared, self.plan, self.late = 0, False, None, None
-        self.alive, self.frozen = True, False
+        self.alive, self.frozen, self.left = True, False, False
 
     @property
     def seat(self):
@@ -93,9 +92,7 @@ class AgreementMachine(RuleBasedStateMachine):
         self.agreed: dict[int, Agreed] = {}
         self.sent = set()
         self.checker = self.connect(MOST_PROCESSES)
-        self.supervisor = Supervisor(
-            self.connect(MOST_PROCESSES + 1), self.first, None, thresholds=Thresholds(), told=lambda *_: None
-        )
+        self.supervising = self.connect(MOST_PROCESSES + 1)
         self.processes = []
         for index, seat in enumerate(self.first.seats):
             member = Member(seat=seat, view=self.first, phase=Phase.RUNNING)
@@ -104,6 +101,9 @@ class AgreementMachine(RuleBasedStateMachine):
 
     def connect(self, index, kind=TorchStore, *more):
         return kind(dist.PrefixStore(self.corner, self.clients[index]), *more)
+
+    def publish_lost(self, seat):
+        publish_lost(self.supervising, self.first, [seat])
 
     def pick(self, index, *, acting=False):
         among = [process for process in self.processes if process.acts] if acting else self.processes
@@ -201,6 +201,31 @@ class AgreementMachine(RuleBasedStateMachine):
             elif all(("vote", *here, slot) in self.sent for slot in view.slots):
                 process.applied, process.prepared = step, False
 
+    @precondition(lambda self: any(process.acts for process in self.processes))
+    @rule(index=ANYBODY, times=st.integers(1, 3))
+    def finish(self, index, times):
+        """A member that has applied the last step says so, and looks whether all have."""
+        process = self.pick(index, acting=True)
+        for _ in range(times):
+            if self.may_finish(process):
+                self.take_leave(process)
+
+    def may_finish(self, process):
+        running = process.member.phase is Phase.RUNNING and process.late is None
+        return process.acts and running and process.applied == LAST_STEP
+
+    def take_leave(self, process):
+        over, write = membership.finish(process.member, process.store.read)
+        if write is not None:
+            process.store.create(write.key, write.value)
+        if over:
+            missed = [p.seat for p in self.processes if p.seat in process.member.view.seats and p.applied < LAST_STEP]
+            if missed:
+                raise Violation(f"the job is over, and {missed} had not applied the last step")
+            process.left, process.alive = True, False
+        elif over is not None:  # a loss came first
+            self.advance(process)
+
     # ------------------------------------------------ what happens to them
 
     @precondition(lambda self: sum(process.acts for process in self.processes) > 1)
@@ -210,13 +235,13 @@ class AgreementMachine(RuleBasedStateMachine):
         process = self.pick(index)
         process.alive = False
         if published:
-            self.supervisor.publish_lost(process.seat)
+            self.publish_lost(process.seat)
 
     @rule(index=ANYBODY)
     def publish(self, index):
         """A supervisor tells of a loss: of a dead or a frozen process, or of one that it is wrong about."""
         if sum(process.acts for process in self.processes) > 2 or not self.pick(index).acts:
-            self.supervisor.publish_lost(self.pick(index).seat)
+            self.publish_lost(self.pick(index).seat)
 
     @precondition(lambda self: sum(process.acts for process in self.processes) > 1)
     @rule(index=ANYBODY)
@@ -238,8 +263,12 @@ class AgreementMachine(RuleBasedStateMachine):
         if any(p.alive and p.seat in self.newest().seats for p in (old, *rivals)):
             return
         seat = Seat(slot=old.seat.slot, occupant=f"{old.seat.slot}/{len(self.processes)}")
-        meanwhile = None if raced is None else lambda: self.supervisor.publish_lost(self.pick(raced).seat)
+        meanwhile = None if raced is None else lambda: self.publish_lost(self.pick(raced).seat)
         store = self.connect(len(self.processes), Racing, meanwhile)
+        if self.newest().over:
+            with pytest.raises(Excluded, match="comes too late"):
+                Agreement.joining(store, self.first, seat)
+            return
         member = Agreement.joining(store, self.first, seat).member
         self.processes.append(Process(store, member, newcomer=True))
 
@@ -277,23 +306,32 @@ class AgreementMachine(RuleBasedStateMachine):
             if running and max(running) - min(running) > 1:
                 raise Violation(f"members of epoch {view.epoch} run {running} steps apart")
 
+    def come_to_rest(self):
+        """Everybody takes a step in a round. A late write may make a view of its own, and each view takes six steps."""
+        for _ in range(6 * (len(self.processes) + 1)):
+            before = self.all_that_changes()
+            for process in self.processes:
+                if self.may_finish(process):
+                    self.take_leave(process)
+                else:
+                    self.advance(process)
+                if not process.alive and not process.left:
+                    self.publish_lost(process.seat)
+            if before == self.all_that_changes():
+                return
+
+    def all_that_changes(self):
+        return [(process.member, process.alive) for process in self.processes], self.checker._store.num_keys()
+
     def teardown(self):
         """Faults stop: everybody alive who is not out comes to run in the newest view, in so many steps."""
         if not hasattr(self, "processes"):
             return
         for process in self.processes:
             process.frozen = False
-            if not process.alive:
-                self.supervisor.publish_lost(process.seat)
-        # In a round everybody takes a step. Late writes may make a view of their own, and each view takes six steps.
-        for _ in range(6 * (len(self.processes) + 1)):
-            before = [(process.member, process.alive) for process in self.processes]
-            for process in self.processes:
-                self.advance(process)
-                if not process.alive:
-                    self.supervisor.publish_lost(process.seat)
-            if before == [(process.member, process.alive) for process in self.processes]:
-                break
+            if not process.alive and not process.left:
+                self.publish_lost(process.seat)
+        self.come_to_rest()
         going_on = [process for process in self.processes if process.acts]
         self.holds()
         beyond = [
@@ -305,6 +343,8 @@ class AgreementMachine(RuleBasedStateMachine):
             if View.decode(self.checker.read(membership.view_key(epoch))) != view:
                 raise Violation(f"the view of epoch {epoch} has changed")
         resting = {(process.member.view, process.member.phase) for process in going_on}
+        if self.newest().over and going_on:
+            raise Violation(f"the job is over without {[p.member for p in going_on]}")
         if going_on and resting != {(self.newest(), Phase.RUNNING)}:
             raise Violation(f"at rest in epoch {self.newest().epoch}: {[p.member for p in going_on]}")
 
@@ -328,7 +368,20 @@ def overwrite(_sound):
     return "create", broken
 
 
+def end_alone(sound):
+    """Who is done takes all others for done."""
+
+    def broken(member, read):
+        over, write = sound(member, read)
+        if over is None and write is None:
+            write = Write(key=membership.view_key(member.view.epoch + 1), value=the_end(member.view).encode())
+        return over, write
+
+    return "finish", broken
+
+
 PLANTED = [
+    (membership, end_alone),
     (membership, report_like_others_do),
     (membership, ask_for_the_most),
     (membership, run_in_a_stale_view),
