@@ -37,7 +37,7 @@ from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.probes import Door, own_address
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.supervisor import LOOK_S, LOOK_S_PER_HOST, Supervisor
-from ntp_plugin.launch.tenancy import JobIsDone, Tenancy
+from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
@@ -68,16 +68,14 @@ class TolerantAgent(LocalElasticAgent):
     # ------------------------------------------------ coming into the job
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        spec = worker_group.spec
         self._refuse(worker_group)
+        handler: Any = worker_group.spec.rdzv_handler
         # torch asks whether machines wait to come in, and would start all workers anew; ours come in by `tenancy`.
-        spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
-        shared = getattr(spec.rdzv_handler, "_store", None)
+        handler.num_nodes_waiting = lambda: 0
+        shared = getattr(handler, "_store", None)
         if isinstance(shared, TCPStore):
-            self._open(shared.host, shared.port, spec.rdzv_handler.get_run_id())
-            name = f"{socket.gethostname()}/{uuid.uuid4()}"
-            thresholds, workers = self.policy.thresholds, spec.local_world_size
-            joined = tenancy.join(self._job, name=name, workers=workers, thresholds=thresholds, said=_say)
+            self._open(shared.host, shared.port, handler.get_run_id())
+            joined = self._arrival(worker_group).join(handler.settings.max_nodes)
             if joined is not None:
                 self._take_place(worker_group, joined)
                 return
@@ -85,14 +83,25 @@ class TolerantAgent(LocalElasticAgent):
         if isinstance(shared, TCPStore):
             self._send_workers_to_the_store(worker_group)
         else:
-            address, port = str(worker_group.master_addr), int(worker_group.master_port or 0)
-            self._open(address, port, spec.rdzv_handler.get_run_id())
+            self._open(str(worker_group.master_addr), int(worker_group.master_port or 0), handler.get_run_id())
+        self._tenancy = self._found(worker_group)
+
+    def _arrival(self, worker_group: WorkerGroup) -> Arrival:
+        return Arrival(
+            self._job,
+            name=f"{socket.gethostname()}/{uuid.uuid4()}",
+            workers=worker_group.spec.local_world_size,
+            thresholds=self.policy.thresholds,
+            said=_say,
+        )
+
+    def _found(self, worker_group: WorkerGroup) -> Tenancy:
         first = worker_group.workers[0]
-        self._tenancy = tenancy.found(
+        return tenancy.found(
             self._job,
             host=int(worker_group.group_rank or 0),
             hosts=int(worker_group.group_world_size or 1),
-            workers=spec.local_world_size,
+            workers=worker_group.spec.local_world_size,
             slots=first.world_size,
             first_slot=first.global_rank,
         )

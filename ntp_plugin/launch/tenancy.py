@@ -1,5 +1,6 @@
 """Which host of the job this machine is: at the job's founding by rendezvous, later in the place of a lost one.
 
+    founders      how many machines have come so far; as many as the job has hosts meet in the rendezvous
     founded       [hosts, workers of each], once the rendezvous of all hosts is through
     tenant/N/K    the machine that takes host N's place for the K-th time
 
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.membership import View
 from ntp_plugin.comm.store import TorchStore
-from ntp_plugin.errors import Refused
+from ntp_plugin.errors import Refused, StoreLost
 from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.recovery.place import first_view
 
@@ -58,46 +59,73 @@ def found(store: TorchStore, *, host: int, hosts: int, workers: int, slots: int,
     return tenancy
 
 
-def join(
-    store: TorchStore, *, name: str, workers: int, thresholds: Thresholds, said: Callable[[str], None]
-) -> Tenancy | None:
-    """A place in a job that runs already, waiting for one if need be; None where no job has been founded."""
-    if (founded := store.read("founded")) is None:
-        return None
-    hosts, each = json.loads(founded)
-    if each != workers:
-        raise Refused(
-            f"the job runs {each} workers on each host, and this one was to run {workers}",
-            way_out=f"use --nproc-per-node={each}",
-        )
-    view, waited = membership.newest_view(store.read, first_view(hosts * each)), False
-    while not view.over:
-        vacant = _vacant(store, view, hosts, each, thresholds)
-        for host in vacant:
-            tenant = _next_tenant(store, host)
-            if store.create(f"tenant/{host}/{tenant}", name) == name:
-                said(f"this machine takes the place of host {host}")
-                return Tenancy(host=host, tenant=tenant, hosts=hosts, workers=each)
-        if not waited:
-            said(f"all {hosts} hosts of the job are there; this machine waits as a spare")
-            waited = True
-        time.sleep(LOOK_S)
-        view = membership.newest_view(store.read, view)
-    raise JobIsDone
+class Arrival:
+    """A machine that comes to a job, and does not know yet whether it founds it."""
 
+    def __init__(
+        self, store: TorchStore, *, name: str, workers: int, thresholds: Thresholds, said: Callable[[str], None]
+    ) -> None:
+        self._store, self._name, self._workers = store, name, workers
+        self._thresholds, self._said = thresholds, said
 
-def _vacant(store: TorchStore, view: View, hosts: int, workers: int, thresholds: Thresholds) -> list[int]:
-    """The hosts without members whose supervisor does not beat either."""
-    taken = {slot // workers for slot in view.slots}
-    empty = [host for host in range(hosts) if host not in taken]
-    before = {host: store.count(f"beat/{host}") for host in empty}
-    if empty:
-        time.sleep(thresholds.host_s)
-    return [host for host, count in before.items() if store.count(f"beat/{host}") == count]
+    def join(self, most: int) -> Tenancy | None:
+        """A place in a job that runs already, waiting for one if need be; None where this machine is to found it.
 
+        `most` machines found a job; torch would leave any more waiting in its rendezvous, deaf to what follows.
+        """
+        if self._store.read("founded") is None and self._store.count("founders", 1) <= most:
+            return None
+        hosts, workers = json.loads(self._await_founding(most))
+        if workers != self._workers:
+            raise Refused(
+                f"the job runs {workers} workers on each host, and this one was to run {self._workers}",
+                way_out=f"use --nproc-per-node={workers}",
+            )
+        try:
+            joined = self._await_vacancy(hosts)
+        except StoreLost as error:  # with the job, or with its host
+            raise JobIsDone from error
+        self._said(f"this machine takes the place of host {joined.host}")
+        return joined
 
-def _next_tenant(store: TorchStore, host: int) -> int:
-    tenant = 1
-    while store.present([f"tenant/{host}/{tenant}"]):
-        tenant += 1
-    return tenant
+    def _await_founding(self, most: int) -> str:
+        deadline, told = time.monotonic() + self._thresholds.start_s, False
+        while (founded := self._store.read("founded")) is None:
+            if time.monotonic() > deadline:
+                raise Refused(
+                    f"{most} machines came first, and did not found the job within {self._thresholds.start_s} s",
+                    way_out="end what is left of them, and start them all again with another --rdzv-id",
+                )
+            if not told:
+                self._said(f"{most} machines came first; this one waits until they have founded the job")
+                told = True
+            time.sleep(LOOK_S)
+        return founded
+
+    def _await_vacancy(self, hosts: int) -> Tenancy:
+        view, told = membership.newest_view(self._store.read, first_view(hosts * self._workers)), False
+        while not view.over:
+            for host in self._vacant(view, hosts):
+                tenant = self._next_tenant(host)
+                if self._store.create(f"tenant/{host}/{tenant}", self._name) == self._name:
+                    return Tenancy(host=host, tenant=tenant, hosts=hosts, workers=self._workers)
+            if not told:
+                self._said(f"all {hosts} hosts of the job are there; this machine waits as a spare")
+                told = True
+            time.sleep(LOOK_S)
+            view = membership.newest_view(self._store.read, view)
+        raise JobIsDone
+
+    def _vacant(self, view: View, hosts: int) -> list[int]:
+        """The hosts without members whose supervisor does not beat either."""
+        taken = {slot // self._workers for slot in view.slots}
+        before = {host: self._store.count(f"beat/{host}") for host in range(hosts) if host not in taken}
+        if before:
+            time.sleep(self._thresholds.host_s)
+        return [host for host, count in before.items() if self._store.count(f"beat/{host}") == count]
+
+    def _next_tenant(self, host: int) -> int:
+        tenant = 1
+        while self._store.present([f"tenant/{host}/{tenant}"]):
+            tenant += 1
+        return tenant

@@ -55,23 +55,24 @@ def assert_undisturbed(said, folder, ranks, steps):
     assert last_line(said)[:2] == pytest.approx(undisturbed(folder, ranks, steps), rel=1e-10)
 
 
-def test_a_machine_is_lost_and_another_takes_its_place(tmp_path, folder):
-    with Machines(2, tmp_path) as machines:
-        job = Job(machines, 2, steps=100)
+def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
+    with Machines(3, tmp_path) as machines:
+        job = Job(machines, 2, steps=80)
         job.wait_until_it_trains()
+        spare = job.start(3)
+        spare.wait_for("all 2 hosts of the job are there; this machine waits as a spare")
         first = job.agents[1]
         first_host = int(first.wait_for(r"slot (\d+) is pid")[1]) // 2
         struck = time.monotonic()
         machines.kill(2)
         first.wait_for(r"slot \d is lost: no beat of its host")
         assert time.monotonic() - struck < 4
-        again = job.start(2, name="again")
-        again.wait_for(f"this machine takes the place of host {1 - first_host}")
-        code, said = again.end()
+        spare.wait_for(f"this machine takes the place of host {1 - first_host}")
+        code, said = spare.end()
         assert code == 0, said
         code, said_first = first.end()
         assert code == 0, said_first
-        assert_undisturbed(said + said_first, folder, 4, 100)
+        assert_undisturbed(said + said_first, folder, 4, 80)
         assert last_line(said + said_first)[2] == "(0, 1, 2, 3)"
 
 
