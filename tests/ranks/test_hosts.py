@@ -6,9 +6,9 @@ import time
 import pytest
 
 from tests.ranks.command import NTP, RECIPES, Command, last_line
-from tests.ranks.machines import Machines, can_make_namespaces
+from tests.ranks.machines import can_make_namespaces, machines
 
-pytestmark = pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
+with_cuts = pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
 
 PORT = 29400
 LIMITS = "host_s=1.5,store_s=4,hung_s=4"
@@ -17,20 +17,20 @@ LIMITS = "host_s=1.5,store_s=4,hung_s=4"
 class Job:
     """`ntp run` with two workers on each of some machines."""
 
-    def __init__(self, machines, count, *, store_at=1, steps=60, pause_s=0.3):
-        self.machines, self.count, self.store_at = machines, count, store_at
+    def __init__(self, hosts, count, *, store_at=1, steps=60, pause_s=0.3):
+        self.hosts, self.count, self.store_at = hosts, count, store_at
         self.steps, self.pause_s = steps, pause_s
         self.agents = {at: self.start(at) for at in range(1, count + 1)}
 
     def start(self, at, name="run"):
         flags = [
             *("--nnodes", str(self.count), "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job"),
-            *("--rdzv-endpoint", f"{self.machines.address(self.store_at)}:{PORT}"),
+            *("--rdzv-endpoint", f"{self.hosts.address(self.store_at)}:{PORT}"),
             *("--rdzv-conf", f"is_host={int(at == self.store_at)}"),
-            *("--local-addr", self.machines.address(at), "--ntp-thresholds", LIMITS),
+            *("--local-addr", self.hosts.address(at), "--ntp-thresholds", LIMITS),
         ]
         environment = {"STEPS": str(self.steps), "PAUSE_S": str(self.pause_s)}
-        return self.machines.run(at, "run", *flags, str(RECIPES / "train.py"), name=name, **environment)
+        return self.hosts.run(at, "run", *flags, str(RECIPES / "train.py"), name=name, **environment)
 
     def wait_until_it_trains(self):
         for agent in self.agents.values():
@@ -56,15 +56,15 @@ def assert_undisturbed(said, folder, ranks, steps):
 
 
 def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
-    with Machines(3, tmp_path) as machines:
-        job = Job(machines, 2, steps=80)
+    with machines(3, tmp_path) as hosts:
+        job = Job(hosts, 2, steps=80)
         job.wait_until_it_trains()
         spare = job.start(3)
         spare.wait_for("all 2 hosts of the job are there; this machine waits as a spare")
         first = job.agents[1]
         first_host = int(first.wait_for(r"slot (\d+) is pid")[1]) // 2
         struck = time.monotonic()
-        machines.kill(2)
+        hosts.kill(2)
         first.wait_for(r"slot \d is lost: no beat of its host")
         assert time.monotonic() - struck < 4
         spare.wait_for(f"this machine takes the place of host {1 - first_host}")
@@ -76,29 +76,31 @@ def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
         assert last_line(said + said_first)[2] == "(0, 1, 2, 3)"
 
 
+@with_cuts
 def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_path, folder):
-    with Machines(2, tmp_path) as machines:
-        job = Job(machines, 2)
+    with machines(2, tmp_path) as hosts:
+        job = Job(hosts, 2)
         job.wait_until_it_trains()
-        machines.cut(1, 2)
+        hosts.cut(1, 2)
         code, said = job.agents[2].end(30)
         assert code == 6, said
         assert "this host is cut off, or the store's host is lost" in said
-        assert machines.running(2) == 0
-        machines.heal(1, 2)
+        assert not hosts.pids(2)
+        hosts.heal(1, 2)
         code, said = job.agents[1].end()
         assert code == 0, said
         assert_undisturbed(said, folder, 4, 60)
 
 
+@with_cuts
 def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
     """The others have gone on; who was cut off finds that out, and does not train on beside them."""
-    with Machines(2, tmp_path) as machines:
-        job = Job(machines, 2)
+    with machines(2, tmp_path) as hosts:
+        job = Job(hosts, 2)
         job.wait_until_it_trains()
-        machines.cut(1, 2)
+        hosts.cut(1, 2)
         job.agents[1].wait_for("is lost: no beat of its host")
-        machines.heal(1, 2)
+        hosts.heal(1, 2)
         job.agents[2].wait_for("is lost: the others went on without it", 30)
         code, said = job.agents[1].end()
         assert code == 0, said
@@ -107,26 +109,27 @@ def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
 
 
 def test_the_stores_machine_is_lost_and_the_others_end_clearly(tmp_path):
-    with Machines(2, tmp_path) as machines:
-        job = Job(machines, 2, steps=10000)
+    with machines(2, tmp_path) as hosts:
+        job = Job(hosts, 2, steps=10000)
         job.wait_until_it_trains()
-        machines.kill(1)
+        hosts.kill(1)
         code, said = job.agents[2].end(30)
         assert code == 6, said
         assert "the job's store" in said
         assert "restart" in said
         assert "Traceback" not in said
-        assert machines.running(2) == 0
+        assert not hosts.pids(2)
 
 
+@with_cuts
 def test_with_a_store_outside_the_larger_part_of_a_cut_network_goes_on(tmp_path, folder):
-    with Machines(4, tmp_path) as machines:
-        store = machines.run(4, "store", "--host", machines.address(4), "--port", str(PORT), name="store")
+    with machines(4, tmp_path) as hosts:
+        store = hosts.run(4, "store", "--host", hosts.address(4), "--port", str(PORT), name="store")
         store.wait_for("ntp store: ")
-        job = Job(machines, 3, store_at=4)
+        job = Job(hosts, 3, store_at=4)
         job.wait_until_it_trains()
-        machines.cut(1, 2)
-        machines.cut(1, 3)
+        hosts.cut(1, 2)
+        hosts.cut(1, 3)
         code, said = job.agents[2].end()
         assert code == 0, said
         code, said_third = job.agents[3].end()
