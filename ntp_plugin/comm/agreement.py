@@ -69,12 +69,8 @@ class Agreement:
         """Whether this member must agree again before it trains on."""
         return self._store.present([membership.view_key(self.member.view.epoch + 1)])
 
-    def ask_again(self) -> None:
-        """Call for a new epoch with the same members: this one could not begin."""
-        self.go_on_without([])
-
     def go_on_without(self, slots: Iterable[int]) -> None:
-        """Call for a new epoch without some members."""
+        """Call for a new epoch without some members; without none, where this one could not begin."""
         following = membership.without(self.member.view, slots)
         self._store.create(membership.view_key(following.epoch), following.encode())
 

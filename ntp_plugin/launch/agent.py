@@ -301,9 +301,16 @@ class TolerantAgent(LocalElasticAgent):
             if old.poll() is None:  # frozen, silent, hung or cut off: it is out, and must not come back
                 old.kill()
                 old.wait()
-            if self._births < self.policy.respawn and not self._finished:
+            if self._births < self.policy.respawn and not self._finished and self._reaches_all():
                 self._births += 1
                 self._start_anew(worker.global_rank, worker.local_rank)
+
+    def _reaches_all(self) -> bool:
+        """Whether a new worker here could connect to the others: where not, it would only hold them up."""
+        assert self._supervisor is not None, "there are workers"
+        if missed := self._supervisor.unreachable():
+            _say(f"no new worker is started here: this host does not reach hosts {', '.join(map(str, missed))}")
+        return not missed
 
     def _start_anew(self, slot: int, local_rank: int) -> None:
         context: Any = self._pcontext

@@ -15,7 +15,7 @@ the hosts that it cannot reach; whoever asked judges.
 import dataclasses
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ntp_plugin.comm.membership import View
 from ntp_plugin.comm.store import TorchStore
@@ -75,6 +75,10 @@ class Hosts:
                 raise Excluded(f"another machine has taken the place of this one as host {self.host}")
         return self._watch(view, now) or self._take_part(view, still, now)
 
+    def unreachable(self, view: View) -> tuple[int, ...]:
+        """The hosts of the view that this one cannot connect to; waits for them for a second."""
+        return unreachable(self._doors(view), timeout_s=KNOCK_S)
+
     def all_ended(self, view: View) -> bool:
         """All workers of this host have ended; whether those of all hosts in the view have."""
         self._leaving = True
@@ -123,14 +127,18 @@ class Hosts:
 
     def _opened(self, view: View, still: Standstill | None, now: float) -> _Round | None:
         key = f"round/{self._epoch}/{self._rounds}"
-        asking = still is not None and now > self._quiet_until
+        asking = still is not None and bool(still.waiting or still.idle) and now > self._quiet_until
         if not (self._store.present([key]) or asking):
             return None
         asked_by = self._store.create(key, str(self.host)) if asking else ""
         opened = _Round(number=self._rounds, asked_by_me=asked_by == str(self.host), opened_at=now)
         self._rounds += 1
-        doors = {host: self._door_of(host) for host in self._in(view) if host != self.host}
-        threading.Thread(target=_knock, args=(doors, opened.knocked), name="ntp-knock", daemon=True).start()
+        threading.Thread(
+            target=lambda doors: opened.knocked.append(unreachable(doors, timeout_s=KNOCK_S)),
+            args=(self._doors(view),),
+            name="ntp-knock",
+            daemon=True,
+        ).start()
         return opened
 
     def _answer(self, current: _Round, still: Standstill | None) -> None:
@@ -156,6 +164,9 @@ class Hosts:
             tenant += 1
         return tenant
 
+    def _doors(self, view: View) -> dict[int, Address]:
+        return {host: self._door_of(host) for host in self._in(view) if host != self.host}
+
     def _door_of(self, host: int) -> Address:
         address, port = json.loads(self._store.read(f"door/{host}/{self._tenant_of(host)}") or '["", 0]')
         return address, port
@@ -173,7 +184,3 @@ def _standstill(told: list[object] | None) -> Standstill | None:
         return None
     waiting, idle, missed = told
     return Standstill(waiting=waiting, idle=dict(idle), unreachable=tuple(missed))  # type: ignore[arg-type,call-overload]
-
-
-def _knock(doors: Mapping[int, Address], result: list[tuple[int, ...]]) -> None:
-    result.append(unreachable(doors, timeout_s=KNOCK_S))

@@ -102,6 +102,10 @@ class Supervisor:
         with self._lock:
             return all(is_done(ward.pulse) or not _has_ended(ward.pidfd) for ward in self._wards.values())
 
+    def unreachable(self) -> tuple[int, ...]:
+        """The other hosts with members that this one cannot connect to."""
+        return self._hosts.unreachable(self.view) if self._hosts is not None else ()
+
     def finish(self) -> None:
         """The workers of this host have all ended; `over` follows."""
         self._ended = True

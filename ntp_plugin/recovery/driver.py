@@ -101,10 +101,8 @@ class Driver:
                 continue
             except RuntimeError:
                 failures += 1
-                if not self._a_loss_follows():
-                    if failures > self._patience.regroup_again:
-                        raise
-                    self._agreement.ask_again()
+                if not self._a_loss_follows() and not self._try_again(agreed, failures):
+                    raise
                 continue
             try:
                 self._trainer.stand_on(agreed)
@@ -127,6 +125,16 @@ class Driver:
     def _regroup(self, agreed: Agreed) -> None:
         offers = {slot: report.offer for slot, report in agreed.reports.items()}
         self._groups.regroup(agreed.view.epoch, offers, timeout_s=self._patience.regroup_s)
+
+    def _try_again(self, agreed: Agreed, failures: int) -> bool:
+        """After an edit that failed while nobody was lost: without newcomers, who may be what it failed by."""
+        newcomers = [slot for slot, report in agreed.reports.items() if report.newcomer]
+        if failures > self._patience.regroup_again or len(newcomers) == len(agreed.reports):
+            return False
+        if newcomers:
+            _LOG.warning("connecting failed, and goes on without the newcomers: slots %s", newcomers)
+        self._agreement.go_on_without(newcomers)
+        return True
 
     def _some_are_put_out(self, agreed: Agreed) -> bool:
         """Newcomers that did not make the groups that the others have with them: a job must not die of these."""

@@ -1,4 +1,6 @@
-"""Groups that the user's code makes after recoveries, when some processes are newer than others."""
+"""Newcomers: groups that are made after they came, and newcomers that cannot come in and must not stop the others."""
+
+import time
 
 import pytest
 import torch
@@ -76,4 +78,32 @@ def test_a_newcomer_that_made_other_groups_is_left_out_and_the_others_go_on():
         outcomes = ranks.wait(60, but=[1])
         with pytest.raises(Excluded, match="slot 1"):
             ranks.wait(30, but=[0, 2])
+    assert outcomes == {0: (0, 2), 2: (0, 2)}
+
+
+def never_meet_as_a_newcomer(rank):
+    elastic = ElasticRank(rank.place)
+    if rank.joining:
+        elastic.groups._meeting.set = lambda *_: time.sleep(3600)
+    driver = elastic.drive(Stateless())
+    elastic.start()
+
+    def reduce():
+        dist.all_reduce(torch.ones(1))
+        rank.reached("first", 1)
+        return elastic.groups.epoch
+
+    while driver.carry_through(reduce) < 3:
+        pass
+    driver.finish()
+    elastic.leave()
+    return elastic.groups.members
+
+
+def test_a_newcomer_that_never_connects_is_left_out_and_the_others_go_on():
+    with Ranks(3, never_meet_as_a_newcomer, faults=[kill(1, during="first", step=1)]) as ranks:
+        ranks.wait_for_death(1)
+        ranks.start_again(1)
+        outcomes = ranks.wait(60, but=[1])
+        ranks.kill(1)
     assert outcomes == {0: (0, 2), 2: (0, 2)}
