@@ -1,6 +1,6 @@
 """From a fault to the first good collective, in real processes: what `make show-regroup` measures.
 
-    python -m benchmarks.regroup            8 ranks, every fault in every operation, 20 trials each, and torchrun beside
+    python -m benchmarks.regroup            4 and 8 ranks, every fault in every operation, 20 trials, and torchrun beside
     SCALE=ci python -m benchmarks.regroup   the slice for CI
     SCALE=full ...                          4, 8 and 16 ranks
 
@@ -8,6 +8,9 @@ Each trial starts its ranks, lets them loop over one operation in the world or i
 them at a random moment, and waits until every survivor has made a good collective in every group of its own, by the
 handles that it had from the start. The time is that of the last survivor. A survivor that is not back within ten
 seconds, or gets a wrong sum or a wrong size, is counted as stuck.
+
+A rank that is killed or frozen is struck from outside. One that hangs does no harm until the last of the others has
+come to wait for it: the clock starts there, and `p50_from_strike_s` tells the time from where the hang began as well.
 """
 
 import dataclasses
@@ -74,6 +77,8 @@ class Looper:
             if not isinstance(handle, int):
                 self.own.append((handle, slots))
         self.driver = self._rank.drive(Stateless())
+        self.stood_at = 0.0
+        """When this rank last came to wait for others."""
         self._rank.start()
 
     def end(self) -> None:
@@ -90,13 +95,20 @@ class Looper:
                 wrong.append(f"{expected}: sum {int(total)}, size {dist.get_world_size(handle)}")
         return wrong
 
+    def stand(self) -> None:
+        """From here on this rank waits for others."""
+        self.stood_at = time.monotonic()
+
     def reduce_small(self) -> None:
+        self.stand()
         dist.all_reduce(torch.ones(1024))
 
     def reduce_large(self) -> None:
+        self.stand()
         dist.all_reduce(torch.ones(4_000_000))
 
     def barrier(self) -> None:
+        self.stand()
         dist.barrier()
 
     def pass_round(self) -> None:
@@ -106,14 +118,17 @@ class Looper:
             works = [dist.isend(sent, (rank + 1) % size), dist.irecv(got, (rank - 1) % size)]
             for work in works:
                 assert work is not None
+                self.stand()
                 work.wait()
 
     def reduce_subgroups(self) -> None:
         for handle, _ in self.own:
+            self.stand()
             dist.all_reduce(torch.ones(64), group=handle)
 
     def compute_between(self) -> None:
         time.sleep(0.05)
+        self.stand()
         dist.all_reduce(torch.ones(8))
 
 
@@ -151,11 +166,20 @@ def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
     done = time.monotonic()
     looper.driver.finish()
     looper.end()
-    return {"done": done, "wrong": wrong}
+    return {"done": done, "stood": looper.stood_at, "wrong": wrong}
 
 
-def trial(case: Case, chance: random.Random) -> tuple[float | None, str]:
-    """Seconds from the fault to the last survivor's good collectives, or None and why."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Seconds to the last survivor's good collectives; or why there are none."""
+
+    seconds: float = math.inf
+    from_strike: float = math.inf
+    stuck: str = ""
+
+
+def trial(case: Case, chance: random.Random) -> Trial:
+    """Start the ranks, strike, and wait until every survivor is back."""
     losses = 2 if case.operation == "during recovery" else 1
     victim, second = chance.sample(range(case.ranks), 2)
     faults = [hang(victim, during="loop", step=chance.randrange(5, 40))] if case.fault == "hang" else []
@@ -175,37 +199,42 @@ def trial(case: Case, chance: random.Random) -> tuple[float | None, str]:
             if case.fault == "sigstop":
                 ranks.kill(victim)
     except (AssertionError, RuntimeError, TimeoutError) as error:
-        return None, f"{type(error).__name__}: {error}"
+        return Trial(stuck=f"{type(error).__name__}: {error}")
+    harmed = struck
     if case.fault == "hang" and losses == 1:
         struck = next(row[1] for row in ranks.rows if row[0] == "struck")
+        harmed = max(struck, *(outcome["stood"] for outcome in outcomes.values()))
     wrong = [text for outcome in outcomes.values() for text in outcome["wrong"]]
     if wrong or len(outcomes) != case.ranks - losses:
-        return None, "; ".join(wrong) or f"{len(outcomes)} survivors of {case.ranks - losses}"
-    return max(outcome["done"] for outcome in outcomes.values()) - struck, ""
+        return Trial(stuck="; ".join(wrong) or f"{len(outcomes)} survivors of {case.ranks - losses}")
+    done = max(outcome["done"] for outcome in outcomes.values())
+    return Trial(seconds=done - harmed, from_strike=done - struck)
 
 
 def measure(case: Case) -> dict[str, Any]:
     """One row."""
     chance = random.Random(f"{SEED} {case}")
     results = [trial(case, chance) for _ in range(case.trials)]
-    seconds = sorted(taken for taken, _ in results if taken is not None)
-    for _, why in results:
-        if why:
-            print(f"stuck: {case}: {why}", file=sys.stderr)
+    back = [result for result in results if not result.stuck] or [Trial()]
+    for result in results:
+        if result.stuck:
+            print(f"stuck: {case}: {result.stuck}", file=sys.stderr)
+    seconds = sorted(result.seconds for result in back)
     return {
         "fault": case.fault,
         "operation": case.operation,
         "ranks": case.ranks,
         "groups": WORLD_AND_TP_DP_PP,
         "trials": case.trials,
-        "p50_s": statistics.median(seconds) if seconds else math.inf,
-        "p99_s": seconds[min(len(seconds) - 1, math.ceil(0.99 * len(seconds)) - 1)] if seconds else math.inf,
-        "stuck": len(results) - len(seconds),
+        "p50_s": statistics.median(seconds),
+        "p99_s": seconds[math.ceil(0.99 * len(seconds)) - 1],
+        "p50_from_strike_s": statistics.median(result.from_strike for result in back),
+        "stuck": sum(bool(result.stuck) for result in results),
     }
 
 
 def cases(scale: str) -> list[Case]:
-    sizes, trials = {"ci": ([4], 2), "": ([8], 20), "full": ([4, 8, 16], 20)}[scale]
+    sizes, trials = {"ci": ([4], 2), "": ([4, 8], 20), "full": ([4, 8, 16], 20)}[scale]
     return [
         Case(fault=fault, operation=operation, ranks=ranks, trials=trials)
         for ranks in sizes
