@@ -1,6 +1,6 @@
 """From a fault to the first good collective, in real processes: what `make show-regroup` measures.
 
-    python -m benchmarks.regroup            4 and 8 ranks, every fault in every operation, 20 trials, and torchrun beside
+    python -m benchmarks.regroup            4 and 8 ranks, every fault in every operation, 20 trials; torchrun beside
     SCALE=ci python -m benchmarks.regroup   the slice for CI
     SCALE=full ...                          4, 8 and 16 ranks
 

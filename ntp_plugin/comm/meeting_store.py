@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 POLL_S = 0.001
@@ -23,13 +24,13 @@ class MeetingStore(Store):
         self._inner, self._check = inner, check
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there; raises what `check` raises, and after the timeout torch's own error."""
+        """Until all keys are there; raises what `check` raises, and after the timeout torch's error."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
         while not self._inner.check(list(keys)):
             self._check()
             if time.monotonic() > deadline:
-                self._inner.wait(list(keys), timedelta(milliseconds=1))
-                return
+                missing = [key for key in keys if not self._inner.check([key])]
+                raise DistStoreError(f"nobody has set {', '.join(missing)} in time")
             time.sleep(POLL_S)
 
     def get(self, key: str) -> bytes:

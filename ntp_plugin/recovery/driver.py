@@ -128,7 +128,8 @@ class Driver:
 
     def _try_again(self, agreed: Agreed, failures: int) -> bool:
         """After an edit that failed while nobody was lost: without newcomers, who may be what it failed by."""
-        newcomers = [slot for slot, report in agreed.reports.items() if report.newcomer]
+        reports, came = agreed.reports, agreed.view.newcomers
+        newcomers = [slot for slot, report in reports.items() if report.newcomer or slot in came]
         if failures > self._patience.regroup_again or len(newcomers) == len(agreed.reports):
             return False
         if newcomers:
