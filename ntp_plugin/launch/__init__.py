@@ -1,5 +1,9 @@
-"""Who looks after the ranks of a host.
+"""Who looks after the ranks of a host, and the hosts of a job.
 
-supervisor.py   watches processes and heartbeats, and publishes who is gone
 agent.py        `ntp run`: torchrun's agent, but a dead worker does not end its siblings
+supervisor.py   watches processes and heartbeats, publishes who is gone, tells the ranks of new epochs
+hosts.py        the hosts of a job, as each sees the others through the job's store
+tenancy.py      which host of the job this machine is: its founder, a spare, or in the place of a lost one
+probes.py       whether hosts can connect to each other
+spares.py       processes that have done their imports, and wait to be told which worker to be
 """
