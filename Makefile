@@ -8,6 +8,7 @@ PY := .venv/bin/python
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
+	$(PY) recipes/plain/demo.py
 
 test: $(READY)
 	$(PY) -m pytest
