@@ -1,6 +1,6 @@
 """Kill a rank of a tensor-parallel job and watch: `make demo`. About a minute on 2 cores.
 
-Runs train_tp.py twice: once undisturbed, once with a worker killed by SIGKILL and its place taken by a warm spare. Shows
+Runs train_tp.py twice: undisturbed, and with a worker killed by SIGKILL whose place a warm spare takes. Shows
 what the second run said, and both last losses, which agree but for the last digits.
 """
 
