@@ -99,13 +99,16 @@ class Looper:
         """From here on this rank waits for others."""
         self.stood_at = time.monotonic()
 
-    def reduce_small(self) -> None:
+    def stand_and_reduce(self, size: int, group: dist.ProcessGroup | None = None) -> None:
+        values = torch.ones(size)  # eight times 16 MB take two cores a tenth of a second, and nobody waits yet
         self.stand()
-        dist.all_reduce(torch.ones(1024))
+        dist.all_reduce(values, group=group)
+
+    def reduce_small(self) -> None:
+        self.stand_and_reduce(1024)
 
     def reduce_large(self) -> None:
-        self.stand()
-        dist.all_reduce(torch.ones(4_000_000))
+        self.stand_and_reduce(4_000_000)
 
     def barrier(self) -> None:
         self.stand()
@@ -123,13 +126,11 @@ class Looper:
 
     def reduce_subgroups(self) -> None:
         for handle, _ in self.own:
-            self.stand()
-            dist.all_reduce(torch.ones(64), group=handle)
+            self.stand_and_reduce(64, handle)
 
     def compute_between(self) -> None:
         time.sleep(0.05)
-        self.stand()
-        dist.all_reduce(torch.ones(8))
+        self.stand_and_reduce(8)
 
 
 OPERATIONS = {
