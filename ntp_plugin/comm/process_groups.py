@@ -344,8 +344,8 @@ class ElasticGroups:
                 lane.forget_works()
                 dist.destroy_process_group(lane.handle)
 
-    def moved(self) -> tuple[int, bool]:
-        """How often this process entered and left a wait for others, and whether it stands in one."""
+    def moved(self) -> tuple[float, bool]:
+        """When this process last entered or left a wait for others, and whether it stands in one."""
         return self._waits.moved()
 
     def _backends(self) -> list[GroupBackend]:

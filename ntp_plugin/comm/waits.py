@@ -48,7 +48,7 @@ class BreakableWaits:
         self._original: Callable[..., bool] | None = None
         self._give_up_at: float | None = None
         self._lock = threading.Lock()
-        self._moves = 0
+        self._moved_at = time.monotonic()
         self._waiting = 0
 
     def attach(self) -> None:
@@ -83,9 +83,9 @@ class BreakableWaits:
                     del self._works[oldest]
         return collective
 
-    def moved(self) -> tuple[int, bool]:
-        """How many waits were entered and left, and whether one is going on: what a heart tells."""
-        return self._moves, self._waiting > 0
+    def moved(self) -> tuple[float, bool]:
+        """When a wait was last entered or left, and whether one is going on: what a heart tells."""
+        return self._moved_at, self._waiting > 0
 
     def begin_break_out(self) -> None:
         """From now on waits leave operations that gloo does not end within the grace."""
@@ -135,11 +135,11 @@ class BreakableWaits:
     @contextlib.contextmanager
     def _standing(self) -> Iterator[None]:
         """What a heart is told: that this process waits for others."""
-        self._moves, self._waiting = self._moves + 1, self._waiting + 1
+        self._moved_at, self._waiting = time.monotonic(), self._waiting + 1
         try:
             yield
         finally:
-            self._moves, self._waiting = self._moves + 1, self._waiting - 1
+            self._moved_at, self._waiting = time.monotonic(), self._waiting - 1
 
     def _leave_if_lost(self) -> None:
         if self._give_up_at is not None and time.monotonic() > self._give_up_at:

@@ -50,6 +50,7 @@ class Hosts:
         self._slots = {other: range(other * slots // hosts, (other + 1) * slots // hosts) for other in range(hosts)}
         self._door = door
         self._pulses: dict[int, Pulse] = {}
+        self._counts: dict[int, int] = {}
         self._beat_at = 0.0
         self._epoch = 0
         self._rounds = 0
@@ -95,9 +96,9 @@ class Hosts:
         found = []
         for host in successors(self._in(view), self.host, WATCHED):
             pulse, count = self._pulses.get(host, Pulse(started_at=now)), self._store.count(f"beat/{host}")
-            if count != pulse.moves:
-                pulse = heard(pulse, now=now, moves=count, waiting=False)
-            self._pulses[host] = pulse
+            if count != self._counts.get(host, 0):
+                pulse = heard(pulse, now=now, moved_at=now, waiting=False)
+            self._pulses[host], self._counts[host] = pulse, count
             silence = now - (pulse.beat_at or pulse.started_at)
             limit = self._thresholds.host_s if pulse.beat_at else self._thresholds.start_s
             if silence > limit:

@@ -153,7 +153,7 @@ class Supervisor:
         if beat.count != ward.beats:
             ward.beats = beat.count
             self.has_heard_beats = True
-            ward.pulse = heard(ward.pulse, now=now, moves=beat.moves, waiting=beat.waiting)
+            ward.pulse = heard(ward.pulse, now=now, moved_at=beat.moved_at, waiting=beat.waiting)
         silence = now - (ward.pulse.beat_at or now)
         stopped = silence > self._thresholds.frozen_s and ward.pulse.ended is None and _is_stopped(ward.pid)
         ward.pulse = dataclasses.replace(ward.pulse, stopped=stopped)
@@ -176,7 +176,7 @@ class Supervisor:
         if self.view.over:  # the job is over, and whoever still runs is on the way out
             return {}
         found = gone(pulses, self._thresholds, now=now)
-        still = standstill(pulses, self._thresholds, now=now)
+        still = standstill(pulses, self._thresholds)
         if self._hosts is not None:
             found += self._hosts.tick(self.view, still, now=now)
         elif not found:  # else those who wait for a dead rank would seem to wait for a hung one

@@ -72,9 +72,8 @@ class Pulse:
 
     started_at: float
     beat_at: float | None = None
-    moves: int = 0
-    """How many collectives and steps it has entered and left."""
     moved_at: float | None = None
+    """When it last entered or left a collective, as it tells itself: a late beat does not make it later."""
     waiting: bool = False
     """It stands in a collective."""
     stopped: bool = False
@@ -94,12 +93,9 @@ class Verdict:
     reason: str
 
 
-def heard(pulse: Pulse, *, now: float, moves: int, waiting: bool) -> Pulse:
-    """After a beat that told so many moves, and whether the rank waits for others."""
-    moved = moves != pulse.moves or waiting != pulse.waiting or pulse.moved_at is None
-    return dataclasses.replace(
-        pulse, beat_at=now, moves=moves, waiting=waiting, moved_at=now if moved else pulse.moved_at
-    )
+def heard(pulse: Pulse, *, now: float, moved_at: float, waiting: bool) -> Pulse:
+    """After a beat that told when the rank last moved, and whether it waits for others."""
+    return dataclasses.replace(pulse, beat_at=now, waiting=waiting, moved_at=moved_at)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +116,14 @@ def gone(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> 
     return [verdict for verdict in found if verdict is not None]
 
 
-def standstill(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> Standstill | None:
+def standstill(pulses: Mapping[int, Pulse], thresholds: Thresholds) -> Standstill | None:
     """What a host tells of its ranks; None while one of them moves or starts."""
     living = {slot: pulse for slot, pulse in sorted(pulses.items()) if pulse.ended is None}
-    still = {slot: now - pulse.moved_at for slot, pulse in living.items() if pulse.moved_at is not None}
+    still = {
+        slot: pulse.beat_at - pulse.moved_at  # what it has told itself: whoever beats late may have moved meanwhile
+        for slot, pulse in living.items()
+        if pulse.beat_at is not None and pulse.moved_at is not None
+    }
     if len(still) < len(living) or any(since <= thresholds.hung_s for since in still.values()):
         return None
     idle = {slot: since for slot, since in still.items() if not living[slot].waiting}

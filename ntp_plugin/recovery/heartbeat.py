@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _EPOCH = struct.Struct("=Q")
-_RECORD = struct.Struct("=QQB7x")
+_RECORD = struct.Struct("=QdB7x")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,8 @@ class Beat:
     """What a rank last wrote."""
 
     count: int
-    moves: int
+    moved_at: float
+    """On the monotonic clock, which is one for all processes of a host."""
     waiting: bool
 
 
@@ -49,20 +50,20 @@ class HeartbeatFile:
 
     def write(self, slot: int, beat: Beat) -> None:
         at = _EPOCH.size + slot * _RECORD.size
-        _RECORD.pack_into(self._memory, at, beat.count, beat.moves, beat.waiting)
+        _RECORD.pack_into(self._memory, at, beat.count, beat.moved_at, beat.waiting)
 
     def read(self, slot: int) -> Beat:
-        count, moves, waiting = _RECORD.unpack_from(self._memory, _EPOCH.size + slot * _RECORD.size)
-        return Beat(count=count, moves=moves, waiting=bool(waiting))
+        count, moved_at, waiting = _RECORD.unpack_from(self._memory, _EPOCH.size + slot * _RECORD.size)
+        return Beat(count=count, moved_at=moved_at, waiting=bool(waiting))
 
 
 class Heart:
     """Beats for one rank, on a thread of its own."""
 
     def __init__(
-        self, file: HeartbeatFile, slot: int, *, every_s: float, moved: Callable[[], tuple[int, bool]]
+        self, file: HeartbeatFile, slot: int, *, every_s: float, moved: Callable[[], tuple[float, bool]]
     ) -> None:
-        """`moved` tells how often the rank has moved, and whether it waits for others now."""
+        """`moved` tells when the rank last moved, and whether it waits for others now."""
         self._file, self._slot, self._every_s, self._moved = file, slot, every_s, moved
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="ntp-heart", daemon=True)
@@ -81,8 +82,8 @@ class Heart:
         count = self._file.read(self._slot).count
         while True:
             count += 1
-            moves, waiting = self._moved()
+            moved_at, waiting = self._moved()
             with contextlib.suppress(ValueError):  # the file was closed under us, at the end
-                self._file.write(self._slot, Beat(count=count, moves=moves, waiting=waiting))
+                self._file.write(self._slot, Beat(count=count, moved_at=moved_at, waiting=waiting))
             if self._stopping.wait(self._every_s):
                 return

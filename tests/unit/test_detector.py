@@ -9,14 +9,14 @@ from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, cut_off,
 LIMITS = Thresholds()
 
 
-def beating(at, *, moves=5, waiting=False, moved_at=None, **more):
+def beating(at, *, waiting=False, moved_at=None, **more):
     moved_at = at if moved_at is None else moved_at
-    return Pulse(started_at=0.0, beat_at=at, moves=moves, moved_at=moved_at, waiting=waiting, **more)
+    return Pulse(started_at=0.0, beat_at=at, moved_at=moved_at, waiting=waiting, **more)
 
 
 def verdicts(pulses, limits, *, now):
     """What the supervisor of a job on one host finds."""
-    return gone(pulses, limits, now=now) or judge({0: standstill(pulses, limits, now=now)}, {0: pulses}, limits)
+    return gone(pulses, limits, now=now) or judge({0: standstill(pulses, limits)}, {0: pulses}, limits)
 
 
 def kinds(pulses, now):
@@ -63,6 +63,15 @@ def test_while_somebody_moves_nobody_is_hung():
     assert kinds(pulses, now=100.0) == {}
 
 
+def test_a_rank_whose_beat_is_late_may_have_moved_since():
+    """Nothing has been heard of slot 3 for a while, so that nobody knows what it does now."""
+    pulses = {slot: beating(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
+    pulses[3] = beating(89.0, waiting=True, moved_at=60.0)
+    assert judge({0: standstill(pulses, LIMITS)}, {0: pulses}, LIMITS) == []
+    pulses[3] = beating(90.5, waiting=True, moved_at=60.0)
+    assert [verdict.slot for verdict in judge({0: standstill(pulses, LIMITS)}, {0: pulses}, LIMITS)] == [2]
+
+
 def test_those_who_wait_for_a_dead_rank_are_not_hung():
     pulses = {0: beating(100.0, waiting=True, moved_at=60.0), 1: beating(60.0, moved_at=60.0)}
     assert kinds(pulses, now=100.0) == {1: "silent"}
@@ -81,7 +90,7 @@ def test_a_rank_that_beats_often_enough_is_never_gone(beats):
         now += pause
         found = verdicts({0: pulse, 1: beating(now, waiting=False)}, LIMITS, now=now)
         assert not found
-        pulse = heard(pulse, now=now, moves=pulse.moves + moves, waiting=False)
+        pulse = heard(pulse, now=now, moved_at=now if moves else pulse.moved_at or 0.0, waiting=False)
         pulse = dataclasses.replace(pulse, stopped=stopped)
 
 
