@@ -189,7 +189,9 @@ def trial(case: Case, chance: random.Random) -> Trial:
         with Ranks(case.ranks, player, faults=faults, thresholds=THRESHOLDS) as ranks:
             ranks.wait_for_rows(case.ranks, "ready")
             struck = 0.0
-            if case.fault != "hang":
+            if case.fault == "hang":
+                ranks.wait_for_rows(1, "struck", timeout_s=60)  # forty large operations come before it
+            else:
                 time.sleep(chance.uniform(0.02, 0.2))
                 struck = ranks.kill(victim) if case.fault == "sigkill" else ranks.freeze(victim)
             if losses == 2:
