@@ -1,5 +1,6 @@
 """Training state in uneven layouts: how it moves into one, and how gradients flow in it.
 
+    samples.py          PURE: which samples a replica computes
     gradient_lanes.py   gradients summed over the replicas, lane by lane
     cuts.py             PURE: where the units of a tensor stand in a part of it
     relayout_plan.py    PURE: which tensor goes from which layout to which

@@ -1,17 +1,17 @@
 """Gradients summed over the replicas, lane by lane.
 
-A lane is the ranks that hold the same units, one of each replica (`planning/lanes.py`). A rank is in one lane while its
-whole stage is, and in a few more when some replica is hurt. For each of its lanes it packs the slices of all gradients
-that belong there into one flat buffer, and sums it over the lane; nothing crosses a TP group. All lanes are under way
-at once; `finish` waits, and puts the sums back where the slices came from.
+A lane is the ranks that hold the same units, one of each replica (`planning/lanes.py`). A rank is in one lane while
+its whole stage is, and in a few more when some replica is hurt. For each of its lanes it packs the slices of all
+gradients that belong there into one flat buffer, and sums it over the lane; nothing crosses a TP group. All lanes are
+under way at once; `finish` waits, and puts the sums back where the slices came from.
 
-Every gradient element of a cut parameter is in exactly one lane, and all members of a lane leave it with the same bits.
-Replicated parameters ride on the lane that covers all ranks. There one slot of each replica is `counted`, and the
-others add zeros: their gradients are the same, and would count as often as the replica has slots. So the sums are bit
-for bit the same everywhere, which lanes of different members could not promise with three or more replicas.
+Every gradient element of a cut parameter is in exactly one lane, and all members of a lane leave it with the same
+bits. Replicated parameters ride on the lane that covers all ranks. There one slot of each replica is `counted`, and
+the others add zeros: their gradients are the same, and would count as often as the replica has slots. So the sums are
+bit for bit the same everywhere, which lanes of different members could not promise with three or more replicas.
 
-All members of a lane pack in the same order: parameters as given, the units of each in ascending order, whatever their
-places in memory are. Lanes are issued in the order given, which must be one and the same everywhere.
+All members of a lane pack in the same order: parameters as given, the units of each in ascending order, whatever
+their places in memory are. Lanes are issued in the order given, which must be one and the same everywhere.
 
 The buffers cost one more copy of the gradients while they are under way. All gradients have one dtype.
 """
