@@ -17,7 +17,8 @@ The buffers cost one more copy of the gradients while they are under way. All gr
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,13 @@ class GradientLane:
     group: dist.ProcessGroup | None
     slices: tuple[Slice, ...]
     counted: bool = True
+
+
+def only(lanes: Sequence[GradientLane], names: Collection[str]) -> list[GradientLane]:
+    """The lanes with the slices of these gradients alone."""
+    return [
+        dataclasses.replace(lane, slices=tuple(piece for piece in lane.slices if piece.name in names)) for lane in lanes
+    ]
 
 
 class GradientLanes:
@@ -67,18 +75,24 @@ class GradientLanes:
 
 
 def pack(slices: Sequence[Slice], gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """One flat copy of the slices."""
-    parts = [part.reshape(-1) for piece in slices for part in _parts(piece, gradients)]
-    return torch.cat(parts)
+    """One flat copy of the slices. A slice is put together along its dim first: members hold it in different ranges."""
+    return torch.cat([torch.cat(_parts(piece, gradients), piece.dim).reshape(-1) for piece in slices])
 
 
 def unpack(slices: Sequence[Slice], gradients: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
     """The reverse: every slice gets its part of the buffer."""
     start = 0
     for piece in slices:
-        for part in _parts(piece, gradients):
-            part.copy_(buffer[start : start + part.numel()].view(part.shape))
-            start += part.numel()
+        parts = _parts(piece, gradients)
+        lengths = [part.shape[piece.dim] for part in parts]
+        shape = list(parts[0].shape)
+        shape[piece.dim] = sum(lengths)
+        values = buffer[start : start + math.prod(shape)].view(shape)
+        at = 0
+        for part, length in zip(parts, lengths, strict=True):
+            part.copy_(values.narrow(piece.dim, at, length))
+            at += length
+        start += values.numel()
     assert start == buffer.numel(), "a buffer is used up by the slices that it was packed from"
 
 
