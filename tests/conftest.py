@@ -9,6 +9,6 @@ settings.register_profile("desk", deadline=None, suppress_health_check=[HealthCh
 settings.register_profile("ci", settings.get_profile("desk"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
-# Imported once, by the server that ranks are forked from; Megatron compiles its fusions then, unless it is told not to.
+# Imported once, by the server that all ranks are forked from, which the first test with ranks starts.
 os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

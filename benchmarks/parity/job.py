@@ -86,6 +86,7 @@ class Seen:
 def run(job: Job, timeout_s: float = 120.0) -> dict[int, Seen]:
     """What every rank saw."""
     os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron compiles its fusions while it is imported
     with Ranks(job.processes, Play(job)) as ranks:
         return ranks.wait(timeout_s)
 

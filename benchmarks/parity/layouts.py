@@ -22,6 +22,15 @@ MODELS = {
 }
 """By feature: the first is the base, the others differ from it by what they are named for; the last has it all else."""
 
+_BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 9000"
+OPTIONS = {
+    "distributed optimizer": "--use-distributed-optimizer",
+    "overlap": _BUCKETS,
+    "distributed optimizer, overlap": f"--use-distributed-optimizer {_BUCKETS}",
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+"""What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+TP3": {"tp": 4, "dp": 2, "lost": ("r1.s0.t3",)},
     "TP4+TP2": {"tp": 4, "dp": 2, "lost": ("r1.s0.t0,r1.s0.t3",)},

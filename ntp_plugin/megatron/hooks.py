@@ -10,6 +10,7 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import Job
+from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.replacements import Replacement
@@ -75,6 +76,11 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             why="its buckets are reduced over replicas of one width",
             make=sync.model_wrapper,
+        ),
+        Replacement(
+            target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+            why="the distributed optimizer cuts its state over replicas of one width",
+            make=LaneOptimizer(sync).build,
         ),
         Replacement(
             target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",

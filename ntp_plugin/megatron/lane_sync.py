@@ -12,7 +12,7 @@ Norm. Each replica computes it from the same gradients, cut differently, so its 
 is taken by all, and so all clip by the same bits.
 """
 
-import dataclasses
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,17 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.utils import get_attr_wrapped_model
 
 from ntp_plugin.copies import digest
 from ntp_plugin.errors import StateLost
-from ntp_plugin.megatron.buckets import LaneBucketGroup
+from ntp_plugin.megatron.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.uneven_layers import describe
 from ntp_plugin.planning.lanes import Lane
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import Tensor
 from ntp_plugin.training.cuts import WHOLE_UNITS, global_ranges, local_ranges
-from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice
+from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice, only
+from ntp_plugin.training.sharded_optimizer import LaneShards
 
 
 class LaneSync:
@@ -42,27 +44,36 @@ class LaneSync:
         """The wrapped model, once there is one."""
         self.tensors: dict[str, Tensor] = {}
         """Its parameters as planning knows them."""
-        self._replicated: GradientLane
+        self.shards: list[LaneShards] = []
+        """With the distributed optimizer: all that this rank has to keep state for."""
+        self._sharded = False
+        self._sum_replicated: Sums
 
     def model_wrapper(self, original: Any) -> Any:
         """`DistributedDataParallel.__init__`: plan, make the lanes, check the weights, and take the buckets over."""
 
         @functools.wraps(original)
-        def init(ddp: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        def init(ddp: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
             assert self.model is None, "one model chunk"
-            original(ddp, config, *args, **kwargs)
-            self.model = ddp
-            named = dict(ddp.module.named_parameters())
+            named = dict(module.named_parameters())
             units = describe(named, sequence=self._job.args.seq_length, last=True)
             self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
+            self._sharded = ddp_config.use_distributed_optimizer
+            kwargs["full_param_layout"] = None
+            if ddp_config.overlap_grad_reduce and not kwargs.get("disable_bucketing"):
+                sizes = {parameter: self.tensors[name].elements for name, parameter in named.items()}
+                kwargs["full_param_layout"] = even_buckets(ddp_config, sizes, self._layout.topology)
+            original(ddp, config, with_whole_buffers(ddp_config), module, *args, **kwargs)
+            self.model = ddp
             plan = self._job.agree(units)
             self.require_equal_units()
             lanes = self._make_lanes(plan.routes[0].lanes.lanes)
             names = {parameter: name for name, parameter in named.items()}
             for group in ddp.bucket_groups:
                 mine = only(lanes, {names[parameter] for parameter in group.params})
-                LaneBucketGroup.take_over(group, functools.partial(GradientLanes, mine), names, self.scale)
+                LaneBucketGroup.take_over(group, self._sums(mine), names, self.scale)
             config.finalize_model_grads_func = self.finalize
+            _sum_losses_alone(ddp)
 
         return init
 
@@ -102,8 +113,16 @@ class LaneSync:
             for name, tensor in self.tensors.items()
             if not tensor.family
         )
-        self._replicated = GradientLane(group=dist.group.WORLD, slices=whole, counted=self._layout.speaks)
+        everybody = GradientLane(group=dist.group.WORLD, slices=whole, counted=self._layout.speaks)
+        self._sum_replicated = self._sums([everybody])
         return mine
+
+    def _sums(self, lanes: list[GradientLane]) -> Sums:
+        """How the gradients of some lanes are summed: whole, or each rank its shard of them."""
+        if not self._sharded:
+            return functools.partial(GradientLanes, lanes)
+        self.shards.append(LaneShards(lanes))
+        return self.shards[-1].begin
 
     def _slices(self, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
         held = self.held()
@@ -126,11 +145,11 @@ class LaneSync:
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         gradients = {name: parameter.main_grad for name, parameter in self.model.module.named_parameters()}
         with torch.no_grad():
-            GradientLanes([self._replicated], gradients).finish()
+            self._sum_replicated(gradients).finish()
             if num_tokens is not None:
                 tokens = self.over_replicas(num_tokens.to(torch.int64))
-                for chunk in model:
-                    chunk.scale_gradients(1.0 / max(int(tokens), 1))
+                for part in (*model, *self.shards):
+                    part.scale_gradients(1.0 / max(int(tokens), 1))
 
     def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas of what all slots of a replica say alike."""
@@ -155,11 +174,12 @@ class LaneSync:
         return device
 
 
-def only(lanes: Sequence[GradientLane], names: set[str]) -> list[GradientLane]:
-    """The lanes with the slices of these parameters."""
-    return [
-        dataclasses.replace(lane, slices=tuple(piece for piece in lane.slices if piece.name in names)) for lane in lanes
-    ]
+def _sum_losses_alone(model: Any) -> None:
+    """What Megatron would sum over this model's data-parallel group is the global batch's already."""
+    owner = get_attr_wrapped_model(model, "pg_collection", return_model_obj=True)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    owner.pg_collection = copy.copy(owner.pg_collection)
+    owner.pg_collection.dp_cp = owner.pg_collection.dp_cp_gtp_remat = alone
 
 
 def _require_equal(

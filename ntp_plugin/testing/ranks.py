@@ -43,7 +43,6 @@ __all__ = ["Fault", "Rank", "Ranks"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
 _PRELOADED = ("ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo")
-_CONTEXT.set_forkserver_preload([*_PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))])
 _CORNER = corner("rehearsal")
 _STORE_TIMEOUT = timedelta(seconds=120)
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -123,6 +122,7 @@ class Ranks:
     ) -> None:
         """`moments` are all that `play` tells of; without them a fault in an unknown one is found at the end only."""
         _refuse_impossible(faults, count, moments)
+        _CONTEXT.set_forkserver_preload([*_PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))])
         self._before = Before.look()
         self._server = TCPStore("127.0.0.1", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
         client = TCPStore("127.0.0.1", self._server.port, None, False, _STORE_TIMEOUT)

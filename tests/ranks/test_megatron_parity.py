@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.numerics import BOUNDS, TIMES_THE_FLOOR, USUAL_EPS, WRONG, noticed
 from benchmarks.parity.job import STEPS, Job, largest_differences, run, wholes
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, hurt, uniform
+from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
 
 FLOAT64, FLOAT32 = BOUNDS["float64"], BOUNDS["float32"]
 
@@ -48,6 +48,19 @@ def test_float64(model, layout):
 def test_float32(model, layout):
     outcomes = run(hurt(model, layout, dtype="float32"))
     assert_same_training(outcomes, run(uniform(model, dtype="float32")), FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [
+        ("distributed optimizer", "TP4+TP2"),
+        ("overlap", "TP4+TP3"),
+        ("distributed optimizer, overlap", "TP3+TP3"),
+        ("recompute", "TP2+TP1"),
+    ],
+)
+def test_options_that_must_make_no_difference(option, layout):
+    assert_same_training(run(hurt(BASE, layout, more=OPTIONS[option])), run(uniform(BASE)), FLOAT64)
 
 
 def test_tokens_are_counted_over_the_global_batch():
