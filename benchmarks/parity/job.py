@@ -80,6 +80,8 @@ class Seen:
     consumed: int
     parts: dict[str, Part]
     collectives: dict[str, int]
+    overlapped: int
+    """How often a bucket's sums were under way before the backward had ended."""
 
 
 @functools.cache
@@ -142,6 +144,8 @@ class Looker:
         self._rates: list[float] = []
         self._collectives = dict.fromkeys(COLLECTIVES, 0)
         self._model: Any = None
+        self._overlapped = 0
+        self._watch_buckets()
         training.training_log = self._with_log(training.training_log)
         training.post_training_step_callbacks = self._with_step(training.post_training_step_callbacks)
         MockGPTDataset.__getitem__ = _with_masks(MockGPTDataset.__getitem__)
@@ -173,6 +177,17 @@ class Looker:
 
         return after_step
 
+    def _watch_buckets(self) -> None:
+        from ntp_plugin.megatron.buckets import LaneBucketGroup  # noqa: PLC0415
+
+        finish = LaneBucketGroup.finish_grad_sync
+
+        def watched(group: Any, *args: Any, **kwargs: Any) -> None:
+            self._overlapped += group.grad_reduce_handle is not None
+            finish(group, *args, **kwargs)
+
+        setattr(LaneBucketGroup, "finish_grad_sync", watched)  # noqa: B010  (a plain assignment is not for methods)
+
     def _counted(self, name: str) -> Any:
         original = getattr(torch.distributed, name)
 
@@ -202,6 +217,7 @@ class Looker:
             consumed=get_args().consumed_train_samples,
             parts=dict(self._parts(rank, width)),
             collectives=self._collectives,
+            overlapped=self._overlapped,
         )
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:

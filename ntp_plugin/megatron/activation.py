@@ -57,7 +57,7 @@ def _with_layout(original: Any) -> Any:
             processes=args.world_size,
             rank=args.rank,
         )
-        refuse_what_does_not_work(args, layout)
+        refuse_what_does_not_work(args, policy, layout)
         args.world_size = layout.topology.size
         try:
             validated = original(args, *rest, **kwargs)

@@ -9,13 +9,19 @@ micro-batches of all replicas before Megatron sees it, so that the loss in the l
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.training.samples import ReplicaSamples
+
+type Losses = dict[str, torch.Tensor]
+type Kind = tuple[int, torch.dtype]
+"""How many numbers are reported under a name, and of which type."""
 
 
 class BatchShare:
@@ -24,6 +30,7 @@ class BatchShare:
     def __init__(self, job: Job, sync: LaneSync) -> None:
         self._job, self._sync = job, sync
         self._training_set: Any = None
+        self._kinds: dict[bool, Mapping[str, Kind]] = {}
 
     # ------------------------------------------------ micro-batches
 
@@ -45,7 +52,7 @@ class BatchShare:
             losses = self._run_nothing(**kwargs)
         if kwargs.get("collect_non_loss_data"):
             return losses
-        return [self._over_replicas(losses, total)]
+        return [self._over_replicas(losses, total, self._kinds_of(losses, forward_only=forward_only))]
 
     def _run_nothing(self, *, model: Any, **kwargs: Any) -> list[Any]:
         """A replica without micro-batches adds zeros, and joins every sum."""
@@ -55,14 +62,23 @@ class BatchShare:
         self._sync.finalize(model, tokens if per_token else None, pg_collection=kwargs.get("pg_collection"))
         return []
 
-    def _over_replicas(self, losses: list[dict[str, torch.Tensor]], total: int) -> dict[str, torch.Tensor]:
-        names = sorted({name for loss in losses for name in loss}) or ["lm loss"]
+    def _over_replicas(self, losses: list[Losses], total: int, kinds: Mapping[str, Kind]) -> Losses:
         told = {}
-        for name in names:
-            mine = [loss[name].detach().reshape(-1) for loss in losses] or [torch.zeros(2)]
-            summed = self._sync.over_replicas(torch.stack(mine).sum(0))
-            told[name] = summed / total if summed.numel() == 1 else summed
+        for name, (numbers, dtype) in kinds.items():
+            mine = [loss[name].detach().reshape(-1) for loss in losses]
+            none = torch.zeros(numbers, dtype=dtype, device=self._sync.device)
+            summed = self._sync.over_replicas(torch.stack(mine).sum(0) if mine else none)
+            told[name] = summed / total if numbers == 1 else summed
         return told
+
+    def _kinds_of(self, losses: list[Losses], *, forward_only: bool) -> Mapping[str, Kind]:
+        """What the script reports, which a replica without micro-batches cannot know by itself; asked for once."""
+        if forward_only not in self._kinds:
+            mine = {name: (loss.numel(), loss.dtype) for name, loss in (losses[0] if losses else {}).items()}
+            told: list[dict[str, Kind]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(told, mine)
+            self._kinds[forward_only] = dict(sorted({**dict(pair for kinds in told for pair in kinds.items())}.items()))
+        return self._kinds[forward_only]
 
     # ------------------------------------------------ samples
 

@@ -82,9 +82,15 @@ def with_whole_buffers(ddp_config: Any) -> Any:
     return whole
 
 
-def even_buckets(ddp_config: Any, sizes: Mapping[Any, int], topology: Topology) -> Any:
-    """DDP's layout of parameters, with a new bucket whenever whole parameters of `bucket_size` x TP are together."""
-    enough = (ddp_config.bucket_size or max(40_000_000, 1_000_000 * topology.dp)) * topology.tp
+def even_buckets(args: Any, ddp_config: Any, sizes: Mapping[Any, int], topology: Topology) -> Any:
+    """DDP's layout of parameters, with a new bucket whenever whole parameters of a bucket's size x TP are together.
+
+    What a bucket's size is must not be asked of DDP's configuration: it follows from this rank's groups and shards.
+    """
+    if args.ddp_num_buckets is not None:
+        enough = sum(sizes.values()) // args.ddp_num_buckets
+    else:
+        enough = (args.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp)) * topology.tp
     parameters = [parameter for parameter in sizes if parameter.requires_grad]
     kinds = group_params_for_buffers(parameters, ddp_config.grad_reduce_in_fp32)
     return FullParamLayout(

@@ -62,7 +62,7 @@ class LaneSync:
             kwargs["full_param_layout"] = None
             if ddp_config.overlap_grad_reduce and not kwargs.get("disable_bucketing"):
                 sizes = {parameter: self.tensors[name].elements for name, parameter in named.items()}
-                kwargs["full_param_layout"] = even_buckets(ddp_config, sizes, self._layout.topology)
+                kwargs["full_param_layout"] = even_buckets(self._job.args, ddp_config, sizes, self._layout.topology)
             original(ddp, config, with_whole_buffers(ddp_config), module, *args, **kwargs)
             self.model = ddp
             plan = self._job.agree(units)
@@ -162,14 +162,15 @@ class LaneSync:
 
         @functools.wraps(original)
         def norm(*args: Any, **kwargs: Any) -> float:
-            found = torch.tensor([float(original(*args, **kwargs))], dtype=torch.float64, device=self._device)
+            found = torch.tensor([float(original(*args, **kwargs))], dtype=torch.float64, device=self.device)
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             return float(found)
 
         return norm
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """Where the model is."""
         device: torch.device = next(self.model.module.parameters()).device
         return device
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import Layout
 
@@ -111,16 +112,43 @@ TABLE: tuple[Refusal, ...] = (
 )
 
 
-def refuse_what_does_not_work(args: Any, layout: Layout) -> None:
+def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
     """Raise for the first thing in the arguments that a hurt layout cannot have."""
+    _refuse_policy(policy, layout)
     hurt = f"{', '.join(map(str, sorted(layout.lost)))} lost"
     for refusal in TABLE:
         if refusal.applies(args):
             raise Refused(f"with {hurt}, {refusal.flag} {refusal.why}", way_out=refusal.way_out)
     tp = layout.topology.tp
+    if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < tp * layout.topology.pp:
+        raise Refused(
+            f"with {hurt}, --use-distributed-optimizer has {len(layout.slots)} processes, fewer than a whole replica: "
+            "Megatron's report on memory divides by how many replicas they make",
+            way_out="leave --use-distributed-optimizer out",
+        )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     if groups % tp:
         raise Refused(
             f"--num-query-groups: {groups} query groups do not divide over {tp} TP slots",
             way_out=f"a query group stays whole: choose a --tensor-model-parallel-size that divides {groups}",
         )
+
+
+def _refuse_policy(policy: TrainingPolicy, layout: Layout) -> None:
+    if policy.route == "via_core":
+        raise Refused(
+            "--ntp-route via_core is not built yet on Megatron", way_out="--ntp-route direct, or leave it out"
+        )
+    if policy.batch.mode != "strict":
+        raise Refused(
+            f"--ntp-batch-mode {policy.batch.mode} is not built yet on Megatron",
+            way_out="leave it out: strict computes every sample of the global batch",
+        )
+    for (replica, stage), pattern in layout.standing.patterns.items():
+        width = layout.topology.tp - len(pattern)
+        if width < policy.min_tp_width:
+            raise Refused(
+                f"replica {replica} is {width} slots wide in stage {stage}, "
+                f"below --ntp-min-tp-width {policy.min_tp_width}",
+                way_out="lower it, or leave the whole replica out",
+            )

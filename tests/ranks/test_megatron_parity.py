@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.numerics import BOUNDS, TIMES_THE_FLOOR, USUAL_EPS, WRONG, noticed
+from benchmarks.numerics import BF16, BOUNDS, TIMES_THE_FLOOR, USUAL_EPS, WRONG, compared, noise_floor, noticed
 from benchmarks.parity.job import STEPS, Job, largest_differences, run, wholes
 from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
 
@@ -60,7 +60,25 @@ def test_float32(model, layout):
     ],
 )
 def test_options_that_must_make_no_difference(option, layout):
-    assert_same_training(run(hurt(BASE, layout, more=OPTIONS[option])), run(uniform(BASE)), FLOAT64)
+    outcomes = run(hurt(BASE, layout, more=OPTIONS[option]))
+    assert_same_training(outcomes, run(uniform(BASE)), FLOAT64)
+    for seen in outcomes.values():
+        assert (seen.overlapped >= 3 * (STEPS - 1)) == ("overlap" in option), (
+            "several buckets, while the backward goes on"
+        )
+
+
+def test_a_replica_without_micro_batches_joins_every_sum():
+    """Two samples, and a replica that would take four times as long for its own: the other computes both."""
+    small = "--global-batch-size 2 --calculate-per-token-loss"
+    job = Job(model=MODELS[BASE], tp=4, dp=2, lost=("r1.s0.t0,r1.s0.t1,r1.s0.t3",), more=small)
+    outcomes = run(job)
+    assert_same_training(outcomes, run(uniform(BASE, more=small)), FLOAT64)
+
+
+def test_bf16_within_four_times_its_noise_floor():
+    floor, worst = noise_floor(BASE, **BF16), compared("distributed optimizer, overlap", "TP4+TP3", **BF16)
+    assert all(worst[key] <= TIMES_THE_FLOOR * floor[key] for key in worst), (worst, floor)
 
 
 def test_tokens_are_counted_over_the_global_batch():

@@ -1,10 +1,14 @@
 """Who is lost from the start, which rank is which slot, and what is refused."""
 
+import argparse
 import types
 
 import pytest
 
+from ntp_plugin.config import schema
+from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.megatron.activation import read_policy
 from ntp_plugin.megatron.layout import plan_start
 from ntp_plugin.megatron.refusals import TABLE, refuse_what_does_not_work
 from ntp_plugin.planning import spans as sp
@@ -79,7 +83,7 @@ def arguments(**said):
 
 
 def test_what_works_is_not_refused():
-    refuse_what_does_not_work(arguments(), layout("r1.s0.t3"))
+    refuse_what_does_not_work(arguments(), TrainingPolicy(), layout("r1.s0.t3"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,34 @@ def test_what_works_is_not_refused():
 )
 def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(said, flag):
     with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
-        refuse_what_does_not_work(arguments(**said), layout("r1.s0.t3"))
+        refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (TrainingPolicy(route="via_core"), "--ntp-route via_core"),
+        (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
+        (TrainingPolicy(min_tp_width=4), "replica 1 is 3 slots wide in stage 0, below --ntp-min-tp-width 4"),
+    ],
+)
+def test_a_policy_that_is_not_built_is_refused(policy, said):
+    with pytest.raises(Refused, match=f"{said}.*Way out: ."):
+        refuse_what_does_not_work(arguments(), policy, layout("r1.s0.t3"))
+
+
+def test_flags_win_over_the_file(tmp_path):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ntp-config")
+    schema.add_flags(parser, TrainingPolicy, prefix="ntp-")
+    file = tmp_path / "job.toml"
+    file.write_text('[ntp]\nenabled = true\nlost = ["r1.s0.t3"]\ngranule = 16\n')
+    policy = read_policy(parser.parse_args(["--ntp-config", str(file), "--ntp-granule", "8"]))
+    assert (policy.enabled, policy.lost, policy.granule) == (True, ("r1.s0.t3",), 8)
+    assert read_policy(parser.parse_args([])) == TrainingPolicy()
+    file.write_text("[ntp]\nloost = []\n")
+    with pytest.raises(ConfigError, match=r"job.toml: ntp.loost is not a known key.*did you mean \"lost\""):
+        read_policy(parser.parse_args(["--ntp-config", str(file)]))
 
 
 def test_every_refusal_says_what_to_do():
