@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test check bench-planning show-planning show-regroup soak-cycles clean
+.PHONY: demo test check bench-planning show-planning show-regroup show-numerics soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -28,6 +28,9 @@ show-planning: $(READY)
 
 show-regroup: $(READY)  # SCALE=ci for a minute's slice, SCALE=full for 4, 8 and 16 ranks
 	$(PY) -m benchmarks.regroup
+
+show-numerics: $(READY)  # SCALE=ci for a two minutes' slice
+	$(PY) -m benchmarks.numerics
 
 soak-cycles: $(READY)
 	CYCLES=500 $(PY) -m pytest tests/ranks/test_endurance.py -k leave_nothing_behind

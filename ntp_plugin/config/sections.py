@@ -172,6 +172,24 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPolicy(Policy):
+    """The same block inside a training job, which can begin without some of its slots."""
+
+    lost: tuple[str, ...] = key(
+        (),
+        help="slots that are not there from the start: r3.s1.t5, a stage r3.s1; commas separate, repeatable",
+        metavar="SLOTS",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFile:
+    """What a file that `--ntp-config` names may hold: the `[ntp]` block."""
+
+    ntp: TrainingPolicy = subsection(TrainingPolicy)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """Everything that `ntp plan` is told."""
 

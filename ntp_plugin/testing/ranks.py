@@ -1,9 +1,10 @@
 """Real processes that play ranks, with a real store, and a supervisor that publishes deaths.
 
-Ranks are forked from a server that has imported torch once, so that one starts in some ten milliseconds. What they run
-is a module-level function `play(rank)`; what it returns comes back pickled. The supervisor sees a process end at once
-and creates the view without it, which is the one signal that everybody waits for. A process that ends, with whatever
-code, is lost unless all had said that they were done (`Driver.finish`).
+Ranks are forked from a server that has imported torch once, so that one starts in some ten milliseconds; `NTP_PRELOAD`
+names more modules that it imports, as it does for `ntp run`'s spares. What they run is a module-level function
+`play(rank)`; what it returns comes back pickled. The supervisor sees a process end at once and creates the view without
+it, which is the one signal that everybody waits for. A process that ends, with whatever code, is lost unless all had
+said that they were done (`Driver.finish`).
 
 `Ranks` ends what it started, by process, and nothing else. Leaving it is an error where a rank is still running, where
 a fault was planned and never struck, and where anything is left behind (`leaks.py`).
@@ -41,7 +42,7 @@ __all__ = ["Fault", "Rank", "Ranks"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
-_CONTEXT.set_forkserver_preload(["ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo"])
+_PRELOADED = ("ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo")
 _CORNER = corner("rehearsal")
 _STORE_TIMEOUT = timedelta(seconds=120)
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -121,6 +122,7 @@ class Ranks:
     ) -> None:
         """`moments` are all that `play` tells of; without them a fault in an unknown one is found at the end only."""
         _refuse_impossible(faults, count, moments)
+        _CONTEXT.set_forkserver_preload([*_PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))])
         self._before = Before.look()
         self._server = TCPStore("127.0.0.1", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
         client = TCPStore("127.0.0.1", self._server.port, None, False, _STORE_TIMEOUT)

@@ -1,9 +1,11 @@
 """Training state in uneven layouts: how it moves into one, and how gradients flow in it.
 
-    gradient_lanes.py   gradients summed over the replicas, lane by lane
-    cuts.py             PURE: where the units of a tensor stand in a part of it
-    relayout_plan.py    PURE: which tensor goes from which layout to which
-    relayout.py         parameters and optimizer state from one layout to the next, tensor by tensor
+    samples.py            PURE: which samples a replica computes
+    gradient_lanes.py     gradients summed over the replicas, lane by lane
+    sharded_optimizer.py  optimizer state sharded over the members of each lane
+    cuts.py               PURE: where the units of a tensor stand in a part of it
+    relayout_plan.py      PURE: which tensor goes from which layout to which
+    relayout.py           parameters and optimizer state from one layout to the next, tensor by tensor
 
 Plain torch, without a framework: the adapters say which tensors there are and how they are cut.
 """

@@ -1,23 +1,24 @@
 """Gradients summed over the replicas, lane by lane.
 
-A lane is the ranks that hold the same units, one of each replica (`planning/lanes.py`). A rank is in one lane while its
-whole stage is, and in a few more when some replica is hurt. For each of its lanes it packs the slices of all gradients
-that belong there into one flat buffer, and sums it over the lane; nothing crosses a TP group. All lanes are under way
-at once; `finish` waits, and puts the sums back where the slices came from.
+A lane is the ranks that hold the same units, one of each replica (`planning/lanes.py`). A rank is in one lane while
+its whole stage is, and in a few more when some replica is hurt. For each of its lanes it packs the slices of all
+gradients that belong there into one flat buffer, and sums it over the lane; nothing crosses a TP group. All lanes are
+under way at once; `finish` waits, and puts the sums back where the slices came from.
 
-Every gradient element of a cut parameter is in exactly one lane, and all members of a lane leave it with the same bits.
-Replicated parameters ride on the lane that covers all ranks. There one slot of each replica is `counted`, and the
-others add zeros: their gradients are the same, and would count as often as the replica has slots. So the sums are bit
-for bit the same everywhere, which lanes of different members could not promise with three or more replicas.
+Every gradient element of a cut parameter is in exactly one lane, and all members of a lane leave it with the same
+bits. Replicated parameters ride on the lane that covers all ranks. There one slot of each replica is `counted`, and
+the others add zeros: their gradients are the same, and would count as often as the replica has slots. So the sums are
+bit for bit the same everywhere, which lanes of different members could not promise with three or more replicas.
 
-All members of a lane pack in the same order: parameters as given, the units of each in ascending order, whatever their
-places in memory are. Lanes are issued in the order given, which must be one and the same everywhere.
+All members of a lane pack in the same order: parameters as given, the units of each in ascending order, whatever
+their places in memory are. Lanes are issued in the order given, which must be one and the same everywhere.
 
 The buffers cost one more copy of the gradients while they are under way. All gradients have one dtype.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,13 @@ class GradientLane:
     group: dist.ProcessGroup | None
     slices: tuple[Slice, ...]
     counted: bool = True
+
+
+def only(lanes: Sequence[GradientLane], names: Collection[str]) -> list[GradientLane]:
+    """The lanes with the slices of these gradients alone."""
+    return [
+        dataclasses.replace(lane, slices=tuple(piece for piece in lane.slices if piece.name in names)) for lane in lanes
+    ]
 
 
 class GradientLanes:
@@ -67,18 +75,24 @@ class GradientLanes:
 
 
 def pack(slices: Sequence[Slice], gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """One flat copy of the slices."""
-    parts = [part.reshape(-1) for piece in slices for part in _parts(piece, gradients)]
-    return torch.cat(parts)
+    """One flat copy of the slices. A slice is put together along its dim first: members hold it in different ranges."""
+    return torch.cat([torch.cat(_parts(piece, gradients), piece.dim).reshape(-1) for piece in slices])
 
 
 def unpack(slices: Sequence[Slice], gradients: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
     """The reverse: every slice gets its part of the buffer."""
     start = 0
     for piece in slices:
-        for part in _parts(piece, gradients):
-            part.copy_(buffer[start : start + part.numel()].view(part.shape))
-            start += part.numel()
+        parts = _parts(piece, gradients)
+        lengths = [part.shape[piece.dim] for part in parts]
+        shape = list(parts[0].shape)
+        shape[piece.dim] = sum(lengths)
+        values = buffer[start : start + math.prod(shape)].view(shape)
+        at = 0
+        for part, length in zip(parts, lengths, strict=True):
+            part.copy_(values.narrow(piece.dim, at, length))
+            at += length
+        start += values.numel()
     assert start == buffer.numel(), "a buffer is used up by the slices that it was packed from"
 
 

@@ -5,17 +5,17 @@ builds the tensor anew beside the old one: kept units are copied, the others com
 every entry of the optimizer that has the tensor's shape. Entries that are one number are kept. The user's objects
 stay: the `nn.Parameter` gets other data, the optimizer's state other entries under the same key.
 
-A death may interrupt the move anywhere, so what is built is not switched to by itself. All members compare digests
-of what they have built (`survey`), and who has left that comparison switches. It is the rule of the vote on a step: who
-left it knows that all had entered it, so all hold the new tensor built. If anybody has switched, then whoever has
-not does so in the next walk (`settle`), and if nobody has, then all drop what they built, and have what they had. So
-each tensor is always in one layout on all members, and no tensor is without its old units before all have its new ones.
+A death may interrupt the move anywhere, so what is built is not switched to by itself. All members compare digests of
+what they have built (`survey`), and who has left that comparison switches. It is the rule of the vote on a step: who
+left it knows that all had entered it, so all hold the new tensor built. If anybody has switched, then whoever has not
+does so in the next walk (`settle`), and if nobody has, then all drop what they built, and have what they had. So each
+tensor is always in one layout on all members, and no tensor is without its old units before all have its new ones.
 
-Every tensor therefore has a *version*: the epoch whose losses its layout follows, the same for all members; -1 is held
-by nobody. Versions are reported before each walk, and the plan is made of them.
+Every tensor therefore has a *version*: the epoch whose losses its layout follows, the same for all members; -1 is
+held by nobody. Versions are reported before each walk, and the plan is made of them.
 
-Memory: the tensor that moves and its optimizer entries, twice; nothing else. Time: one comparison for each tensor, also
-for those that stay, because a digest of everything is to be compared before anybody trains.
+Memory: the tensor that moves and its optimizer entries, twice; nothing else. Time: one comparison for each tensor,
+also for those that stay, because a digest of everything is to be compared before anybody trains.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Which tensor goes from which layout to which, from what the members report that they hold. PURE.
 
-A move of many tensors that was interrupted has left some in the new layout and some in the old one, and newcomers with
-the former only. So each tensor has a version, the epoch whose losses its layout follows, and each is planned from its
-own: tensors of one version, of which the same slots hold nothing, share one `RecoveryPlan`. There is one as a rule, and
-two after an interruption.
+A move of many tensors that was interrupted has left some in the new layout and some in the old one, and newcomers
+with the former only. So each tensor has a version, the epoch whose losses its layout follows, and each is planned
+from its own: tensors of one version, of which the same slots hold nothing, share one `RecoveryPlan`. There is one as
+a rule, and two after an interruption.
 """
 
 import dataclasses

@@ -1,0 +1,106 @@
+"""Replicas of different width on Megatron against one uniform run, feature by feature, layout by layout.
+
+    python -m benchmarks.numerics        the evidence for `make show-numerics`
+
+Each row is the largest relative difference over 20 steps, all ranks and all replicas, to Megatron without the plugin:
+one replica of TP 4 that computes the whole batch. The noise floor is what Megatron shows between two uniform widths.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import evidence
+from benchmarks.parity.job import largest_differences, run
+from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
+from ntp_plugin.errors import NtpError
+
+SEED = 1234
+BOUNDS = {"float64": 1e-12, "float32": 1e-6}
+TIMES_THE_FLOOR = 4
+USUAL_EPS = "1e-8"
+WRONG = (
+    "scale_by_replicas",
+    "norms_not_synced",
+    "gate_and_up_swapped",
+    "vocabulary_row_shifted",
+    "norm_not_synced",
+)
+BF16 = {"dtype": "float32", "more": "--bf16"}
+"""Of what Megatron calls float32 the weights and activations are bf16 then, and gradients and optimizer stay."""
+_SHARDED = "distributed optimizer, overlap"
+_IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], _SHARDED: ["TP4+TP3"]}
+_SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
+
+
+def cases(scale: str) -> Iterator[tuple[str, str, str]]:
+    """Feature, layout, dtype."""
+    for feature in (*MODELS, *OPTIONS):
+        everywhere = scale == "full" or feature in (BASE, OLD)
+        for layout in _IN_CI.get(feature, []) if scale == "ci" else LAYOUTS if everywhere else _SOME:
+            yield feature, layout, "float64"
+            if everywhere and scale != "ci":
+                yield feature, layout, "float32"
+    for feature in (BASE, _SHARDED) if scale != "ci" else ():
+        for layout in ("TP4+TP3", "TP2+TP1"):
+            yield feature, layout, "bfloat16"
+
+
+def compared(feature: str, layout: str, **settings: Any) -> dict[str, float]:
+    """One hurt run against the uniform one."""
+    model = BASE if feature in OPTIONS else feature
+    more = " ".join((OPTIONS.get(feature, ""), settings.get("more", "")))
+    return largest_differences(run(hurt(model, layout, **{**settings, "more": more})), run(uniform(model, **settings)))
+
+
+def noise_floor(feature: str, **settings: Any) -> dict[str, float]:
+    """What Megatron shows between TP 2 and TP 4."""
+    return largest_differences(run(uniform(feature, tp=2, **settings)), run(uniform(feature, **settings)))
+
+
+def noticed(wrong: str) -> bool:
+    """Whether the comparison, or the plugin itself, finds what was spoilt."""
+    try:
+        worst = largest_differences(run(hurt(BASE, "TP4+TP3", spoil=wrong)), run(uniform(BASE)))
+    except NtpError:
+        return True
+    return max(worst.values()) > BOUNDS["float64"]
+
+
+def main(scale: str) -> int:
+    rows: list[dict[str, Any]] = []
+    worst: list[float] = []
+    for feature, layout, dtype in cases(scale):
+        if dtype == "bfloat16":
+            found, floor = compared(feature, layout, **BF16), noise_floor(BASE, **BF16)
+            bounds = {key: TIMES_THE_FLOOR * floor[key] for key in floor}
+        else:
+            found = compared(feature, layout, dtype=dtype)
+            bounds = dict.fromkeys(found, BOUNDS[dtype])
+        rows.append({"feature": feature, "layout": layout, "dtype": dtype, **found, "bound": bounds["weights"]})
+        worst.append(max(found[key] / bounds[key] for key in found))
+        print(rows[-1], file=sys.stderr, flush=True)
+    usual = {"dtype": "float32", "eps": USUAL_EPS}
+    floor, at_usual = noise_floor(BASE, **usual), compared(BASE, "TP4+TP3", **usual)
+    controls = [{"name": wrong, "noticed": noticed(wrong)} for wrong in WRONG]
+    holds = (
+        max(worst) <= 1
+        and all(at_usual[key] <= TIMES_THE_FLOOR * floor[key] for key in floor)
+        and all(control["noticed"] for control in controls)
+    )
+    return evidence.show(
+        "numerics",
+        holds=holds,
+        seed=SEED,
+        rows=rows,
+        scale=scale or "default",
+        adam_eps="1e-4",
+        noise_floor_at_eps_1e_8=floor,
+        hurt_at_eps_1e_8=at_usual,
+        negative_controls=controls,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ.get("SCALE", "")))

@@ -1,0 +1,283 @@
+"""One run of Megatron's own pretrain, by the recipe, in ranks of the harness; and what two runs differ by."""
+
+import dataclasses
+import functools
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ntp_plugin.errors import NtpError
+from ntp_plugin.testing.ranks import Rank, Ranks
+
+RECIPE = Path(__file__).parents[2] / "recipes/megatron/pretrain_gpt.py"
+STEPS = 20
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier")
+COMMON = f"""
+--num-layers 2 --hidden-size 64 --num-attention-heads 16 --kv-channels 4 --ffn-hidden-size 160
+--vocab-size 250 --make-vocab-size-divisible-by 32 --tokenizer-type NullTokenizer --mock-data --num-workers 0
+--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 6 --train-iters {STEPS}
+--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 0.5
+--attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 1000 --log-interval 1
+--transformer-impl local --distributed-backend gloo --use-cpu-initialization --attention-backend unfused
+--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+--no-gradient-accumulation-fusion --no-persist-layer-norm
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: the model, the layout, and what is spoilt on purpose."""
+
+    model: str
+    tp: int
+    dp: int = 1
+    lost: tuple[str, ...] = ()
+    enabled: bool = False
+    dtype: str = "float64"
+    eps: str = "1e-4"
+    more: str = ""
+    spoil: str = ""
+
+    @property
+    def processes(self) -> int:
+        return self.tp * self.dp - sum(len(word.split(",")) for word in self.lost)
+
+    @property
+    def words(self) -> list[str]:
+        """The command line."""
+        plugin = ["--ntp-enable"] if self.enabled or self.lost else []
+        plugin += [f"--ntp-lost={word}" for word in self.lost]
+        parallel = ["--tensor-model-parallel-size", str(self.tp), "--adam-eps", self.eps]
+        return [*COMMON.split(), *self.model.split(), *self.more.split(), *parallel, *plugin]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank holds of a parameter: its place in the whole, along one dim."""
+
+    values: NDArray[np.float64]
+    shape: tuple[int, ...]
+    dim: int
+    index: NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one rank saw."""
+
+    replica: int
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    consumed: int
+    parts: dict[str, Part]
+    collectives: dict[str, int]
+    overlapped: int
+    """How often a bucket's sums were under way before the backward had ended."""
+
+
+@functools.cache
+def run(job: Job, timeout_s: float = 120.0) -> dict[int, Seen]:
+    """What every rank saw."""
+    os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron compiles its fusions while it is imported
+    with Ranks(job.processes, Play(job)) as ranks:
+        return ranks.wait(timeout_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Play:
+    """What a rank does, in a process of its own."""
+
+    job: Job
+
+    def __call__(self, rank: Rank) -> Seen:
+        """Run the recipe as `python -m ntp_plugin.megatron` would, and look on."""
+        nothing = os.open(os.devnull, os.O_WRONLY)  # Megatron tells much
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        try:
+            return self._play(rank)
+        except NtpError:
+            raise
+        except BaseException:
+            raise RuntimeError(f"rank {rank.slot}:\n{traceback.format_exc()[-3000:]}") from None
+
+    def _play(self, rank: Rank) -> Seen:
+        os.environ |= {
+            "RANK": str(rank.slot),
+            "LOCAL_RANK": str(rank.slot),
+            "WORLD_SIZE": str(self.job.processes),
+            "LOCAL_WORLD_SIZE": str(self.job.processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(rank.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
+
+        cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
+        activation.install()
+        looker = Looker(self.job)
+        sys.argv = [str(RECIPE), *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
+        runpy.run_path(str(RECIPE), run_name="__main__")
+        return looker.seen()
+
+
+class Looker:
+    """Records each step, through functions that Megatron calls after it."""
+
+    def __init__(self, job: Job) -> None:
+        from megatron.core.datasets.gpt_dataset import MockGPTDataset  # noqa: PLC0415
+        from megatron.training import training  # noqa: PLC0415
+
+        self._job = job
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._rates: list[float] = []
+        self._collectives = dict.fromkeys(COLLECTIVES, 0)
+        self._model: Any = None
+        self._overlapped = 0
+        self._watch_buckets()
+        training.training_log = self._with_log(training.training_log)
+        training.post_training_step_callbacks = self._with_step(training.post_training_step_callbacks)
+        MockGPTDataset.__getitem__ = _with_masks(MockGPTDataset.__getitem__)
+        for name in COLLECTIVES:
+            setattr(torch.distributed, name, self._counted(name))
+        if job.spoil:
+            from benchmarks.parity import spoilt  # noqa: PLC0415
+
+            getattr(spoilt, job.spoil)()
+
+    def _with_log(self, log: Any) -> Any:
+        names = ("losses", "totals", "rate", "iteration", "scale", "flag", "skipped", "norm")
+
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            told = dict(zip(names, args, strict=False))
+            self._losses.append(float(told["losses"]["lm loss"]))
+            self._norms.append(float(told["norm"]))
+            self._rates.append(told["rate"])
+            return log(*args, **kwargs)
+
+        return training_log
+
+    def _with_step(self, callbacks: Any) -> Any:
+        def after_step(model: Any, *args: Any, **kwargs: Any) -> Any:
+            self._model = model[0]
+            if self._job.lost:
+                self._sync.require_equal_units()
+            return callbacks(model, *args, **kwargs)
+
+        return after_step
+
+    def _watch_buckets(self) -> None:
+        from ntp_plugin.megatron.buckets import LaneBucketGroup  # noqa: PLC0415
+
+        finish = LaneBucketGroup.finish_grad_sync
+
+        def watched(group: Any, *args: Any, **kwargs: Any) -> None:
+            self._overlapped += group.grad_reduce_handle is not None
+            finish(group, *args, **kwargs)
+
+        setattr(LaneBucketGroup, "finish_grad_sync", watched)  # noqa: B010  (a plain assignment is not for methods)
+
+    def _counted(self, name: str) -> Any:
+        original = getattr(torch.distributed, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._collectives[name] += 1
+            return original(*args, **kwargs)
+
+        return counted
+
+    @property
+    def _sync(self) -> Any:
+        """The plugin's part that holds the lanes."""
+        return self._model.config.finalize_model_grads_func.__self__
+
+    def seen(self) -> Seen:
+        """Everything, at the end."""
+        from megatron.core import parallel_state  # noqa: PLC0415
+        from megatron.training import get_args  # noqa: PLC0415
+
+        width = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return Seen(
+            replica=parallel_state.get_data_parallel_rank(),
+            losses=self._losses,
+            norms=self._norms,
+            rates=self._rates,
+            consumed=get_args().consumed_train_samples,
+            parts=dict(self._parts(rank, width)),
+            collectives=self._collectives,
+            overlapped=self._overlapped,
+        )
+
+    def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
+        for name, parameter in self._model.module.named_parameters():
+            values = parameter.detach().double().numpy()
+            shape, dim = values.shape, 0
+            ranges = [(0, shape[0])]
+            if parameter.tensor_model_parallel and self._job.lost:
+                tensor = self._sync.tensors[name]
+                shape, dim, ranges = tensor.shape, tensor.dim, list(tensor.local_index(self._sync.held()[name]))
+            elif parameter.tensor_model_parallel:
+                dim, stride = parameter.partition_dim, parameter.partition_stride
+                size = shape[dim] // stride
+                shape = (*shape[:dim], shape[dim] * width, *shape[dim + 1 :])
+                ranges = [((run * width + rank) * size, (run * width + rank + 1) * size) for run in range(stride)]
+            index = np.concatenate([np.arange(start, stop) for start, stop in ranges])
+            yield name, Part(values=values, shape=shape, dim=dim, index=index)
+
+
+def _with_masks(item: Any) -> Any:
+    """Samples have different numbers of tokens that count, by their own number alone."""
+
+    def masked(dataset: Any, index: Any) -> Any:
+        sample = dict(item(dataset, index))
+        sample["loss_mask"] = sample["loss_mask"].clone()
+        sample["loss_mask"][: int(index) * 7 % 11] = 0
+        return sample
+
+    return masked
+
+
+type Whole = dict[str, NDArray[np.float64]]
+
+
+def wholes(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
+    """Replica -> name -> the whole parameter, put together from what its ranks hold; every place filled."""
+    found: dict[int, Whole] = {}
+    for seen in outcomes.values():
+        for name, part in seen.parts.items():
+            whole = found.setdefault(seen.replica, {}).setdefault(name, np.full(part.shape, np.nan))
+            places: list[Any] = [slice(None)] * whole.ndim
+            places[part.dim] = part.index
+            whole[tuple(places)] = part.values
+    for replica in found.values():
+        for name, whole in replica.items():
+            assert not np.isnan(whole).any(), f"{name} is not held everywhere"
+    return found
+
+
+def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Seen]) -> dict[str, float]:
+    """The largest relative difference over all steps, ranks and replicas: of loss, norm and weights."""
+    expected, weights = reference[0], wholes(reference)[0]
+    worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
+    for seen in outcomes.values():
+        for key, mine, theirs in (("loss", seen.losses, expected.losses), ("grad_norm", seen.norms, expected.norms)):
+            assert len(mine) == len(theirs) == STEPS
+            worst[key] = max([worst[key], *(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))])
+    for replica in wholes(outcomes).values():
+        assert replica.keys() == weights.keys()
+        for name, whole in replica.items():
+            difference = np.abs(whole - weights[name]).max() / max(np.abs(weights[name]).max(), 1e-30)
+            worst["weights"] = max(worst["weights"], float(difference))
+    return worst

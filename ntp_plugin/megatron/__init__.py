@@ -1,0 +1,35 @@
+"""The adapter for Megatron: replicas of different TP width train together, in the user's own script.
+
+    python -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable --ntp-lost r1.s0.t3 ...
+
+What a hurt layout needs, and nothing else, is put in place of Megatron's functions when the arguments have been
+parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were not there.
+
+    __main__.py         starts a script with the flags made known
+    activation.py       the flags, what they mean together, and when the hooks go in
+    replacements.py     how something of Megatron's or torch's is replaced, with its reason
+    cpu.py              the rehearsal mode: real Megatron on CPU (NTP_CPU=1)
+    refusals.py         what does not work in a hurt layout, and is refused at start
+    layout.py           PURE: who is lost, which torch rank is which slot, what it holds
+    groups.py           Megatron's process groups, without the lost
+    uneven_layers.py    layers of any width from unmodified classes; how each parameter is cut
+    job.py              the plan that all ranks have made alike
+    buckets.py          Megatron's buckets, reduced in lanes
+    lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
+    lane_optimizer.py   Megatron's optimizer on the shards of lanes
+    batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
+    hooks.py            the table of all hooks, with the reason of each
+
+The idea. Megatron's arguments go on saying the nominal layout: TP degree, data-parallel size, padded vocabulary,
+global batch. Only three things are told the truth. The process groups are Megatron's own with the lost struck out.
+The layers are given *virtual* sizes, (what this slot holds) x (the width of its group), so that every division by the
+width gives what it holds; which slot holds what is `planning/`'s decision. And where Megatron reduces gradients over
+replicas, lanes do it. Layers are found by their types, cut parameters by Megatron's own attributes, nothing by its
+name.
+
+Exactness. A gradient is (sum over the tokens of the global batch) / (their number), or with Megatron's default the
+mean over all micro-batches; never a mean of replicas' means. Cut parameters are summed lane by lane, replicated ones
+once for each replica, after what their TP group has to add. The norm is one number for all, so clipping is the same
+bits everywhere. Weights begin as a nominal run's, unit for unit, and a digest of every tensor says so before the
+first step.
+"""

@@ -1,0 +1,27 @@
+"""Start a script with our flags made known: `torchrun ... -m ntp_plugin.megatron pretrain_gpt.py ARGUMENTS`."""
+
+import runpy
+import sys
+from pathlib import Path
+
+from ntp_plugin.errors import ConfigError, NtpError
+from ntp_plugin.megatron import activation, cpu
+
+
+def main() -> None:
+    """Run the script as Python would; an error of ours ends it with one line and its exit code."""
+    try:
+        if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+            raise ConfigError("no script to run was named", way_out="python -m ntp_plugin.megatron SCRIPT ARGUMENTS")
+        cpu.install(cpu.wanted())
+        activation.install()
+        del sys.argv[0]
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except NtpError as error:
+        print(f"ntp: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Each replica's own micro-batches, and losses that are those of the global batch.
+
+Megatron goes on counting nominally: consumed samples, the learning-rate schedule and the log follow the global batch.
+Only the function that runs micro-batches is told this replica's number, and the loader of the training set gives it
+this replica's samples (`training/samples.py`). Evaluation is shared out evenly, as ever.
+
+What a script reports for a micro-batch is (sum over its tokens, their number), or a mean. It is summed over all
+micro-batches of all replicas before Megatron sees it, so that the loss in the log is the global batch's.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.megatron.job import Job
+from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.training.samples import ReplicaSamples
+
+type Losses = dict[str, torch.Tensor]
+type Kind = tuple[int, torch.dtype]
+"""How many numbers are reported under a name, and of which type."""
+
+
+class BatchShare:
+    """What is put in place of the schedule, and around the loaders."""
+
+    def __init__(self, job: Job, sync: LaneSync) -> None:
+        self._job, self._sync = job, sync
+        self._training_set: Any = None
+        self._kinds: dict[bool, Mapping[str, Kind]] = {}
+
+    # ------------------------------------------------ micro-batches
+
+    def schedule(self, original: Any) -> Any:
+        """`get_forward_backward_func`."""
+
+        @functools.wraps(original)
+        def get(*args: Any, **kwargs: Any) -> Any:
+            return functools.partial(self._run, original(*args, **kwargs))
+
+        return get
+
+    def _run(self, run: Any, *, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
+        count = num_microbatches if forward_only else self._job.share.count
+        total = num_microbatches * self._job.batch.replicas if forward_only else self._job.batch.total
+        if count:
+            losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
+        else:
+            losses = self._run_nothing(**kwargs)
+        if kwargs.get("collect_non_loss_data"):
+            return losses
+        return [self._over_replicas(losses, total, self._kinds_of(losses, forward_only=forward_only))]
+
+    def _run_nothing(self, *, model: Any, **kwargs: Any) -> list[Any]:
+        """A replica without micro-batches adds zeros, and joins every sum."""
+        model = model if isinstance(model, list) else [model]
+        per_token = model[0].config.calculate_per_token_loss
+        tokens = torch.zeros([], dtype=torch.int, device=next(model[0].parameters()).device)
+        self._sync.finalize(model, tokens if per_token else None, pg_collection=kwargs.get("pg_collection"))
+        return []
+
+    def _over_replicas(self, losses: list[Losses], total: int, kinds: Mapping[str, Kind]) -> Losses:
+        told = {}
+        for name, (numbers, dtype) in kinds.items():
+            mine = [loss[name].detach().reshape(-1) for loss in losses]
+            none = torch.zeros(numbers, dtype=dtype, device=self._sync.device)
+            summed = self._sync.over_replicas(torch.stack(mine).sum(0) if mine else none)
+            told[name] = summed / total if numbers == 1 else summed
+        return told
+
+    def _kinds_of(self, losses: list[Losses], *, forward_only: bool) -> Mapping[str, Kind]:
+        """What the script reports, which a replica without micro-batches cannot know by itself; asked for once."""
+        if forward_only not in self._kinds:
+            mine = {name: (loss.numel(), loss.dtype) for name, loss in (losses[0] if losses else {}).items()}
+            told: list[dict[str, Kind]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(told, mine)
+            self._kinds[forward_only] = dict(sorted({**dict(pair for kinds in told for pair in kinds.items())}.items()))
+        return self._kinds[forward_only]
+
+    # ------------------------------------------------ samples
+
+    def data_sets(self, original: Any) -> Any:
+        """`build_train_valid_test_datasets`: remember which one is for training."""
+
+        @functools.wraps(original)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            sets = original(*args, **kwargs)
+            self._training_set = sets[0]
+            return sets
+
+        return build
+
+    def loader(self, original: Any) -> Any:
+        """`build_pretraining_data_loader`: the training set by this replica's share."""
+
+        @functools.wraps(original)
+        def build(dataset: Any, consumed_samples: int) -> Any:
+            even = original(dataset, consumed_samples)
+            if dataset is None or dataset is not self._training_set:
+                return even
+            return torch.utils.data.DataLoader(
+                dataset,
+                batch_sampler=self._samples(dataset, consumed_samples),
+                num_workers=even.num_workers,
+                pin_memory=even.pin_memory,
+                persistent_workers=even.persistent_workers,
+                worker_init_fn=even.worker_init_fn,
+                collate_fn=even.collate_fn,
+            )
+
+        return build
+
+    def _samples(self, dataset: Any, consumed: int) -> Any:
+        return ReplicaSamples(nominal=self._job.batch, share=self._job.share, consumed=consumed, available=len(dataset))

@@ -1,0 +1,47 @@
+"""Megatron's process groups, without the lost.
+
+Megatron computes all its groups from numbers, and makes them one by one. It is told the nominal numbers, and in the
+lists of ranks that come out the lost are struck: a TP group is as wide as its replica, a data-parallel group has
+those of its replicas whose slot is there. Everything that Megatron and the user's script ask of `parallel_state` is
+then true of this rank's replica.
+
+The data-parallel size and rank are what they are nominally: they say who consumes which samples. What Megatron sums
+over a data-parallel group would miss the replicas whose slot is lost; the sums that matter are ours (`lane_sync.py`,
+`batch_share.py`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+
+from ntp_plugin.megatron.layout import Layout
+
+
+def without_lost(layout: Layout) -> Callable[[Any], Any]:
+    """`RankGenerator` whose lists have only those who are there, by their torch ranks."""
+
+    def make(original: Any) -> Any:
+        class WithoutLost(original):  # type: ignore[misc]
+            def get_ranks(self, token: str) -> list[list[int]]:
+                return layout.without_lost(super().get_ranks(token))
+
+        return WithoutLost
+
+    return make
+
+
+def of_nominal_size(layout: Layout) -> Callable[[Any], Any]:
+    """`initialize_model_parallel` that computes with the nominal number of ranks."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def initialize(*args: Any, **kwargs: Any) -> None:
+            original(*args, **{**kwargs, "local_world_size": layout.topology.size})
+            parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = layout.topology.dp
+            parallel_state.set_data_parallel_rank(layout.slot.replica)
+
+        return initialize
+
+    return make

@@ -1,0 +1,64 @@
+"""Megatron's optimizer on the shards of lanes: `--use-distributed-optimizer` in a hurt layout.
+
+Megatron's distributed optimizer cuts its buffers evenly over a data-parallel group. Here each lane has its own shards
+(`training/sharded_optimizer.py`): Megatron's ordinary float32 optimizer is built for these instead of the parameters,
+with Megatron's own groups of them (which have weight decay, which learning rate), and after its step the shards are
+spread. Every element of the model is in one shard of one rank, so the norm is a sum over the world.
+"""
+
+import copy
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.megatron.lane_sync import LaneSync
+
+
+class LaneOptimizer:
+    """What is put in place where Megatron builds an optimizer for groups of parameters."""
+
+    def __init__(self, sync: LaneSync) -> None:
+        self._sync = sync
+
+    def build(self, original: Any) -> Any:
+        """`_get_megatron_optimizer_based_on_param_groups`."""
+
+        @functools.wraps(original)
+        def build(*, config: Any, param_groups: list[dict[str, Any]], **kwargs: Any) -> Any:
+            if not self._sync.shards:
+                return original(config=config, param_groups=param_groups, **kwargs)
+            plain = copy.copy(config)
+            plain.use_distributed_optimizer = plain.bf16 = False
+            groups = [{**group, "params": self._shards_of(group["params"])} for group in param_groups]
+            kwargs["model_parallel_group"] = dist.group.WORLD
+            optimizer = original(config=plain, param_groups=groups, **kwargs)
+            optimizer.step_with_ready_grads = self._and_spread(optimizer.step_with_ready_grads)
+            return optimizer
+
+        return build
+
+    def _shards_of(self, parameters: Iterable[Any]) -> list[torch.nn.Parameter]:
+        wanted = set(parameters)
+        named = dict(self._sync.model.module.named_parameters())
+        names = {name for name, parameter in named.items() if parameter in wanted}
+        values = {name: parameter.data for name, parameter in named.items()}
+        shards = [shard for lanes in self._sync.shards for shard in lanes.shard(names, values, dtype=torch.float32)]
+        for shard in shards:
+            counted: Any = shard.parameter
+            counted.tensor_model_parallel = True  # in the norm, on every rank
+            counted.main_grad = shard.gradient
+        return [shard.parameter for shard in shards]
+
+    def _and_spread(self, step: Any) -> Any:
+        @functools.wraps(step)
+        def step_and_spread() -> Any:
+            done = step()
+            with torch.no_grad():
+                for lanes in self._sync.shards:
+                    lanes.spread()
+            return done
+
+        return step_and_spread

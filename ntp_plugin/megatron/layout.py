@@ -1,0 +1,110 @@
+"""Who is lost from the start, which torch rank is which slot, and what a slot holds. PURE.
+
+Slots are numbered as Megatron numbers ranks (TP fastest, then replicas, then stages), as if nobody were lost. The
+processes that are there take the torch ranks in that order. How many replicas there are nominally follows from how
+many processes were started and how many slots are lost.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+from ntp_plugin.config.sections import Parallel
+from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.planning.shard_layout import lay_out
+from ntp_plugin.planning.spans import Spans
+from ntp_plugin.planning.topology import Pattern, Slot, Standing, Topology, parse_slots
+from ntp_plugin.planning.units import Family
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The nominal layout without the lost slots, as one of its ranks sees it."""
+
+    topology: Topology
+    lost: frozenset[Slot]
+    rank: int
+
+    @functools.cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Who is there, by torch rank."""
+        everybody = (self.topology.slot_of(number) for number in range(self.topology.size))
+        return tuple(slot for slot in everybody if slot not in self.lost)
+
+    @functools.cached_property
+    def ranks(self) -> dict[Slot, int]:
+        """The torch rank of everybody who is there."""
+        return {slot: rank for rank, slot in enumerate(self.slots)}
+
+    @property
+    def slot(self) -> Slot:
+        """This rank's."""
+        return self.slots[self.rank]
+
+    @functools.cached_property
+    def standing(self) -> Standing:
+        return Standing(topology=self.topology, lost=self.lost, min_tp_width=1)
+
+    @property
+    def pattern(self) -> Pattern:
+        """What this rank's group has lost."""
+        return self.standing.pattern(self.slot.replica, self.slot.stage)
+
+    @property
+    def survivors(self) -> list[int]:
+        """The TP slots of this rank's group that are there, in the order of its ranks."""
+        return [tp for tp in range(self.topology.tp) if tp not in self.pattern]
+
+    @property
+    def width(self) -> int:
+        """The TP degree of this rank's group."""
+        return len(self.survivors)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this slot speaks for its replica in sums to which all of its slots would add the same."""
+        return self.slot.tp == self.survivors[0]
+
+    def held(self, family: Family) -> Spans:
+        """The units of a family that this slot holds, in storage order."""
+        return self.held_by(family)[self.slot.tp]
+
+    def held_by(self, family: Family) -> Sequence[Spans]:
+        """The same for every TP slot of this rank's group; a lost one holds nothing."""
+        return lay_out(family, self.topology.tp, self.pattern).holdings
+
+    def without_lost(self, groups: Iterable[Iterable[int]]) -> list[list[int]]:
+        """Groups of nominal ranks as groups of torch ranks; one that has lost everybody is left out."""
+        slots = ([self.topology.slot_of(number) for number in group] for group in groups)
+        living = ([self.ranks[slot] for slot in group if slot in self.ranks] for group in slots)
+        return [group for group in living if group]
+
+
+def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: int) -> Layout:
+    """The layout that so many processes make, without the slots that are named as lost."""
+    problem: ConfigError | None = None
+    for dp in range(-(-processes // (tp * pp)), processes + 1):
+        topology = Topology.of(Parallel(tp=tp, pp=pp, dp=dp))
+        try:
+            named = parse_slots(lost, topology)
+        except ConfigError as error:  # it names a replica that so few have not: there may be more
+            problem = error
+            continue
+        if topology.size - len(named) == processes:
+            layout = Layout(topology=topology, lost=named, rank=rank)
+            _refuse_gone(layout)
+            return layout
+        problem = None
+    raise problem or ConfigError(
+        f"{processes} processes are not whole replicas of TP {tp} x PP {pp} but for {', '.join(lost)}",
+        way_out="start one process for each slot that is not lost",
+    )
+
+
+def _refuse_gone(layout: Layout) -> None:
+    for (replica, stage), pattern in layout.standing.patterns.items():
+        if len(pattern) == layout.topology.tp:
+            raise Refused(
+                f"replica {replica} has no slot in stage {stage}",
+                way_out="leave the whole replica out: start fewer processes, and divide the global batch by that",
+            )

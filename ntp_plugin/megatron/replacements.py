@@ -1,0 +1,35 @@
+"""How something of Megatron's or torch's is replaced, with its reason.
+
+A `Replacement` names its target as `module:attribute`, says why, and makes the new thing of the old one. A table of
+them is all that a mode changes; nothing is replaced anywhere else.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement:
+    """One thing that is replaced: `torch.cuda:is_available`, `megatron.core.x:Class.__init__`."""
+
+    target: str
+    why: str
+    make: Callable[[Any], Any]
+
+    def apply(self) -> None:
+        """Put the new thing in its place; a target that does not exist is an error of ours."""
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        raw = vars(owner).get(name)
+        made = self.make(getattr(owner, name))
+        setattr(owner, name, staticmethod(made) if isinstance(raw, staticmethod) else made)
+
+
+def apply_all(table: Iterable[Replacement]) -> None:
+    """The whole table, in its order."""
+    for replacement in table:
+        replacement.apply()

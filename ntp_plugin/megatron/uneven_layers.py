@@ -1,0 +1,239 @@
+"""Layers of any width from unmodified classes, and how each parameter is cut.
+
+Megatron's layers divide global sizes by the width of their TP group. Each is given the *virtual* size (what this slot
+holds) x (the width), so that the division gives what it holds. Attention and MLP get them in a copy of their
+configuration, vocabulary layers as the number of rows. Only where Megatron computes where a slot's rows begin must it
+be told.
+
+Which layers these are is a matter of their types: `SelfAttention` and `MLP`, with the parallel layers inside; the
+embedding, and a column-parallel layer outside of both with as many rows: the output. Any other parallel layer is
+refused. How a parameter is cut follows from the attributes that Megatron's layers put on it: parallel or not, along
+which dim, in how many runs (`partition_stride`). It is written down as a `planning` tensor in an attribute of ours.
+
+Initial weights: Megatron draws the whole matrix and takes the slot's part. It is drawn in its nominal shape, so that
+everything that is drawn later is the same too, and the part is that of the slot's units.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.units import (
+    ATTENTION,
+    MLP,
+    VOCABULARY,
+    Family,
+    Run,
+    StageUnits,
+    Tensor,
+    default_granule,
+)
+
+_CUT = "ntp_cut"
+"""The attribute of a parameter that says how it is cut."""
+
+
+class UnevenLayers:
+    """What is put in place of the constructors of Megatron's layers."""
+
+    def __init__(self, layout: Layout, *, granule: int | None) -> None:
+        self._layout, self._granule = layout, granule
+        self._open: Family | None = None
+        self._vocabulary: Family | None = None
+
+    # ------------------------------------------------ constructors
+
+    def attention(self, original: Any) -> Any:
+        """`SelfAttention.__init__`."""
+
+        @functools.wraps(original)
+        def init(module: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            groups = config.num_query_groups
+            family = self._family(ATTENTION, groups)
+            virtual = copy.copy(config)
+            virtual.num_query_groups = self._virtual(family)
+            virtual.num_attention_heads = self._virtual(family) * (config.num_attention_heads // groups)
+            with self._cutting(family):
+                original(module, virtual, *args, **kwargs)
+            self._describe(module, family)
+
+        return init
+
+    def mlp(self, original: Any) -> Any:
+        """`MLP.__init__`."""
+
+        @functools.wraps(original)
+        def init(module: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            columns, tp = config.ffn_hidden_size, self._layout.topology.tp
+            granule = default_granule(columns, tp) if self._granule is None else self._granule
+            if columns % (granule * tp):
+                raise Refused(
+                    f"an MLP of {columns} columns does not divide over {tp} TP slots in granules of {granule}",
+                    way_out=f"--ntp-granule with a divisor of {columns} / {tp}",
+                )
+            family = self._family(MLP, columns // granule, label=columns)
+            virtual = copy.copy(config)
+            virtual.ffn_hidden_size = self._virtual(family) * granule
+            if kwargs.get("ffn_hidden_size") is not None:
+                assert kwargs["ffn_hidden_size"] == columns, "both layers of an MLP are as wide"
+                kwargs["ffn_hidden_size"] = virtual.ffn_hidden_size
+            with self._cutting(family):
+                original(module, virtual, *args, **kwargs)
+            self._describe(module, family)
+
+        return init
+
+    def embedding(self, original: Any) -> Any:
+        """`VocabParallelEmbedding.__init__`."""
+
+        @functools.wraps(original)
+        def init(module: Any, num_embeddings: int, *args: Any, **kwargs: Any) -> None:
+            family = self._vocabulary = Family(name=VOCABULARY, units=num_embeddings, contiguous=True)
+            with self._cutting(family):
+                original(module, self._virtual(family), *args, **kwargs)
+            ((module.vocab_start_index, module.vocab_end_index),) = self._layout.held(family)
+            module.num_embeddings = num_embeddings
+            self._describe(module, family)
+
+        return init
+
+    def column(self, original: Any) -> Any:
+        """`ColumnParallelLinear.__init__`."""
+
+        @functools.wraps(original)
+        def init(module: Any, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:
+            if self._open is not None:
+                original(module, input_size, output_size, *args, **kwargs)
+                return
+            family = self._vocabulary
+            if family is None or output_size != family.units:
+                raise _unknown(f"a column-parallel layer with {output_size} rows")
+            with self._cutting(family):
+                original(module, input_size, self._virtual(family), *args, **kwargs)
+            self._describe(module, family)
+
+        return init
+
+    def row(self, original: Any) -> Any:
+        """`RowParallelLinear.__init__`."""
+
+        @functools.wraps(original)
+        def init(module: Any, input_size: int, *args: Any, **kwargs: Any) -> None:
+            if self._open is None:
+                raise _unknown(f"a row-parallel layer with {input_size} columns")
+            original(module, input_size, *args, **kwargs)
+
+        return init
+
+    # ------------------------------------------------ where rows are, and what they begin with
+
+    def vocabulary_range(self, _: Any) -> Any:
+        """`VocabUtility.vocab_range_from_per_partition_vocab_size`."""
+
+        def vocabulary_range(rows: int, rank: int, width: int) -> tuple[int, int]:
+            family = self._open or self._vocabulary
+            assert family is not None and family.contiguous, "nothing else is found by its first row"
+            assert width == self._layout.width, "rows are looked for in this rank's group"
+            ((start, stop),) = self._layout.held_by(family)[self._layout.survivors[rank]]
+            assert rows == stop - start, "a rank asks for its own rows"
+            return start, stop
+
+        return vocabulary_range
+
+    def initial_weight(self, original: Any) -> Any:
+        """`_initialize_affine_weight_cpu`: draw the whole matrix in its nominal shape, and keep this slot's units."""
+
+        @functools.wraps(original)
+        def initialize(weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            _outputs, _inputs, _part, dim, *rest = args
+            assert self._open is not None, "a parallel weight belongs to a family"
+            stride = kwargs.get("stride", 1)
+            cut = self._cut(self._open, weight.shape, dim, stride)
+            whole = torch.empty(cut.shape, dtype=weight.dtype)
+            kwargs |= {"rank": 0, "world_size": 1, "skip_set_tensor_parallel_attributes": True}
+            original(whole, *cut.shape, cut.shape[dim], dim, *rest, **kwargs)
+            pieces = [whole.narrow(dim, a, b - a) for a, b in cut.local_index(self._layout.held(self._open))]
+            weight.data.copy_(torch.cat(pieces, dim))
+            set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim, stride=stride)
+
+        return initialize
+
+    # ------------------------------------------------ families and cuts
+
+    def _family(self, kind: str, units: int, *, label: int | None = None) -> Family:
+        """Layers with the same number of units are cut alike."""
+        return Family(name=f"{kind} of {label or units}", units=units)
+
+    def _virtual(self, family: Family) -> int:
+        return sp.size(self._layout.held(family)) * self._layout.width
+
+    @contextlib.contextmanager
+    def _cutting(self, family: Family) -> Iterator[None]:
+        assert self._open is None, "attention and MLP do not hold one another"
+        self._open = family
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def _cut(self, family: Family, local: tuple[int, ...], dim: int, stride: int) -> Tensor:
+        """The whole tensor of which a part with this shape is held."""
+        unit, rest = divmod(local[dim], stride * sp.size(self._layout.held(family)))
+        assert not rest, f"a part of {tuple(local)} is not made of whole units of {family.name}"
+        runs = tuple(Run(start=run * unit * family.units, unit_size=unit) for run in range(stride))
+        shape = (*local[:dim], unit * family.units * stride, *local[dim + 1 :])
+        return Tensor(name="", shape=shape, family=family.name, dim=dim, runs=runs)
+
+    def _describe(self, module: torch.nn.Module, family: Family) -> None:
+        for parameter in module.parameters():
+            if getattr(parameter, "tensor_model_parallel", False):
+                cut = self._cut(family, parameter.shape, parameter.partition_dim, parameter.partition_stride)  # type: ignore[attr-defined]
+                setattr(parameter, _CUT, (cut, family))
+
+
+def _unknown(what: str) -> Refused:
+    return Refused(
+        f"{what} is neither in self-attention nor in an MLP, nor is it the output layer: how it is cut is not known",
+        way_out="start with whole replicas",
+    )
+
+
+# ---------------------------------------------------------------- what planning is told
+
+
+def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: bool) -> StageUnits:
+    """The units of the layers that were built: cut parameters by their families, all others replicated."""
+    tensors, families = [], dict[str, Family]()
+    for name, parameter in parameters.items():
+        cut: tuple[Tensor, Family] | None = getattr(parameter, _CUT, None)
+        if cut is None:
+            assert not getattr(parameter, "tensor_model_parallel", False), f"{name} is cut, and nobody said how"
+            tensors.append(Tensor(name=name, shape=tuple(parameter.shape)))
+            continue
+        part, family = cut
+        families[family.name] = family
+        tensors.append(Tensor(name=name, shape=part.shape, family=part.family, dim=part.dim, runs=part.runs))
+    return StageUnits(
+        families=tuple(families.values()),
+        tensors=tuple((tensor, 1) for tensor in tensors),
+        flops=tuple(_flops(family, tensors, sequence, last=last) for family in families.values()),
+    )
+
+
+def _flops(family: Family, tensors: list[Tensor], sequence: int, *, last: bool) -> int:
+    """Per token and unit, forward; what attention does with its past is half of the sequence on average, twice."""
+    mine = [tensor for tensor in tensors if tensor.family == family.name]
+    if family.contiguous:
+        return 2 * mine[0].shape[1] if last else 0  # an embedding is looked up; the output is computed
+    total = 2 * sum(tensor.elements_per_unit for tensor in mine)
+    if family.name.startswith(ATTENTION):
+        total += 2 * sequence * sum(run.unit_size for tensor in mine if tensor.dim == 1 for run in tensor.runs)
+    return total

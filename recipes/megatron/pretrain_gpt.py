@@ -1,0 +1,94 @@
+"""GPT by Megatron, a script of the usual shape that knows nothing of ntp_plugin: mock data, on GPUs or on a laptop.
+
+Two replicas of TP 4, and one slot of the second is not there: 7 processes, on CPU, in about half a minute:
+
+  NTP_CPU=1 OMP_NUM_THREADS=1 torchrun --nproc-per-node=7 -m ntp_plugin.megatron recipes/megatron/pretrain_gpt.py \\
+      @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable --ntp-lost r1.s0.t3
+
+You see Megatron's own log. Start 8 processes without the last three words, and the losses are the same but for the last
+digits. A layout that does not work is refused before anything is built, with the way out.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+KEYS = ("tokens", "labels", "position_ids", "loss_mask")
+
+
+def datasets(sizes: list[int], vp_stage: int | None = None) -> Any:  # noqa: ARG001
+    """The training, validation and test sets."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        split="90,5,5",
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=args.data_cache_path,
+    )
+    on_first = lambda: parallel_state.get_tensor_model_parallel_rank() == 0  # noqa: E731
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, on_first, config).build()
+
+
+datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def get_batch(samples: Iterator[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The next micro-batch, from the first of the TP group to the others."""
+    args, group = get_args(), parallel_state.get_tensor_model_parallel_group()
+    first, shape = parallel_state.get_tensor_model_parallel_src_rank(), (args.micro_batch_size, args.seq_length)
+    device = torch.cuda.current_device()
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        drawn = next(samples)
+        batch = [drawn[key].to(device).contiguous() for key in KEYS]
+    else:
+        kinds = [torch.int64, torch.int64, torch.int64, torch.float32]
+        batch = [torch.empty(shape, dtype=kind, device=device) for kind in kinds]
+    for part in batch:
+        torch.distributed.broadcast(part, first, group=group)
+    return batch
+
+
+def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The sum of the losses of a micro-batch's tokens, and how many they are."""
+    total, count = (output.float() * loss_mask).sum(), loss_mask.sum().to(torch.int)
+    return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+
+
+def forward_step(samples: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """One micro-batch forward."""
+    tokens, labels, position_ids, loss_mask = get_batch(samples)
+    return model(tokens, position_ids, None, labels=labels), functools.partial(loss_func, loss_mask)
+
+
+def main() -> None:
+    """Train as the arguments say."""
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+def read_files(words: list[str]) -> list[str]:
+    """Each @FILE among the words is replaced by the words in the file."""
+    return [part for word in words for part in (Path(word[1:]).read_text().split() if word[0] == "@" else [word])]
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = read_files(sys.argv[1:])
+    main()

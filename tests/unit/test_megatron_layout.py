@@ -1,0 +1,137 @@
+"""Who is lost from the start, which rank is which slot, and what is refused."""
+
+import argparse
+import types
+
+import pytest
+
+from ntp_plugin.config import schema
+from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
+from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.megatron.activation import read_policy
+from ntp_plugin.megatron.layout import plan_start
+from ntp_plugin.megatron.refusals import TABLE, refuse_what_does_not_work
+from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.topology import Slot
+from ntp_plugin.planning.units import Family
+
+
+def layout(*lost, processes=7, rank=0, tp=4, pp=1):
+    return plan_start(lost, tp=tp, pp=pp, processes=processes, rank=rank)
+
+
+def test_ranks_are_the_slots_that_are_there_in_megatrons_order():
+    found = layout("r1.s0.t0", rank=4)
+    assert (found.topology.dp, found.slot, found.width, found.survivors) == (
+        2,
+        Slot(replica=1, stage=0, tp=1),
+        3,
+        [1, 2, 3],
+    )
+    assert [found.ranks[slot] for slot in found.slots] == list(range(7))
+    assert [layout("r1.s0.t0", rank=rank).speaks for rank in range(7)] == [True, *[False] * 3, True, *[False] * 2]
+
+
+def test_the_lost_are_struck_from_lists_of_nominal_ranks():
+    found = layout("r1.s0.t3,r0.s0.t1", processes=6)
+    assert found.without_lost([[0, 1, 2, 3], [4, 5, 6, 7]]) == [[0, 1, 2], [3, 4, 5]]
+    assert found.without_lost([[1, 5], [3, 7], [1]]) == [[4], [2]]
+
+
+def test_every_unit_is_held_once_in_each_replica():
+    family = Family(name="attention", units=8)
+    for lost in ("r0.s0.t2", "r0.s0.t0,r0.s0.t3"):
+        held = layout(lost, processes=8 - len(lost.split(","))).held_by(family)
+        assert sp.union(*held) == ((0, 8),)
+
+
+@pytest.mark.parametrize(
+    ("lost", "processes", "said"),
+    [
+        (("r1.s0.t3",), 8, "8 processes are not whole replicas of TP 4 x PP 1 but for r1.s0.t3"),
+        (("r9.s0.t0",), 7, "r9.s0.t0 is not in this layout"),
+        (("r1.s0.t7",), 7, "r1.s0.t7 is not in this layout"),
+        (("third",), 7, "does not name a slot"),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_refused(lost, processes, said):
+    with pytest.raises(ConfigError, match=said):
+        layout(*lost, processes=processes)
+
+
+def test_a_replica_without_slots_is_to_be_left_out():
+    with pytest.raises(Refused, match=r"replica 1 has no slot in stage 0.*start fewer processes"):
+        layout("r1", processes=4)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def arguments(**said):
+    """Megatron's arguments, as far as the table looks at them, for what works."""
+    fine = {
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "dataloader_type": None,
+        "optimizer": "adam",
+        "tensor_parallel_num_weight_shards": None,
+        "group_query_attention": True,
+        "num_query_groups": 8,
+        "num_attention_heads": 16,
+    }
+    return types.SimpleNamespace(**{**fine, **said})
+
+
+def test_what_works_is_not_refused():
+    refuse_what_does_not_work(arguments(), TrainingPolicy(), layout("r1.s0.t3"))
+
+
+@pytest.mark.parametrize(
+    ("said", "flag"),
+    [
+        ({"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
+        ({"optimizer": "muon"}, "--optimizer"),
+        ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"attention_dropout": 0.1}, "--attention-dropout"),
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
+        ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
+        ({"dataloader_type": "cyclic"}, "--dataloader-type"),
+        ({"save": "/checkpoints"}, "--save"),
+        ({"num_query_groups": 2}, "--num-query-groups: 2 query groups do not divide over 4 TP slots"),
+    ],
+)
+def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(said, flag):
+    with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
+        refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (TrainingPolicy(route="via_core"), "--ntp-route via_core"),
+        (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
+        (TrainingPolicy(min_tp_width=4), "replica 1 is 3 slots wide in stage 0, below --ntp-min-tp-width 4"),
+    ],
+)
+def test_a_policy_that_is_not_built_is_refused(policy, said):
+    with pytest.raises(Refused, match=f"{said}.*Way out: ."):
+        refuse_what_does_not_work(arguments(), policy, layout("r1.s0.t3"))
+
+
+def test_flags_win_over_the_file(tmp_path):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ntp-config")
+    schema.add_flags(parser, TrainingPolicy, prefix="ntp-")
+    file = tmp_path / "job.toml"
+    file.write_text('[ntp]\nenabled = true\nlost = ["r1.s0.t3"]\ngranule = 16\n')
+    policy = read_policy(parser.parse_args(["--ntp-config", str(file), "--ntp-granule", "8"]))
+    assert (policy.enabled, policy.lost, policy.granule) == (True, ("r1.s0.t3",), 8)
+    assert read_policy(parser.parse_args([])) == TrainingPolicy()
+    file.write_text("[ntp]\nloost = []\n")
+    with pytest.raises(ConfigError, match=r"job.toml: ntp.loost is not a known key.*did you mean \"lost\""):
+        read_policy(parser.parse_args(["--ntp-config", str(file)]))
+
+
+def test_every_refusal_says_what_to_do():
+    assert all(refusal.flag.startswith("--") and refusal.why and refusal.way_out for refusal in TABLE)

@@ -1,0 +1,39 @@
+"""Which samples a replica computes: all of each batch, nothing twice, and a whole replica what it always computes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ntp_plugin.config.sections import BatchPolicy
+from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.training.samples import ReplicaSamples
+
+
+def samples(paces, nominal, *, consumed=0, steps=2):
+    split = split_batch({replica: Pace(ns=ns) for replica, ns in enumerate(paces)}, nominal, BatchPolicy())
+    available = consumed + steps * nominal.total * nominal.micro_batch + 1
+    return [
+        ReplicaSamples(nominal=nominal, share=share, consumed=consumed, available=available) for share in split.shares
+    ]
+
+
+@given(st.lists(st.integers(10, 40), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
+def test_every_step_consumes_the_next_global_batch(paces, per_replica, micro_batch, consumed):
+    nominal = NominalBatch(
+        replicas=len(paces), per_replica=per_replica, micro_batch=micro_batch, stages=1, healthy_ns=10
+    )
+    found = [list(replica) for replica in samples(paces, nominal, consumed=consumed)]
+    size = nominal.total * micro_batch
+    for step in range(2):
+        used = []
+        for replica in found:
+            count = len(replica) // 2
+            used += [index for batch in replica[step * count : (step + 1) * count] for index in batch]
+        assert sorted(used) == list(range(consumed + step * size, consumed + (step + 1) * size))
+
+
+def test_a_whole_replica_gets_what_megatron_gives_it():
+    """One micro-batch to each replica in turn."""
+    nominal = NominalBatch(replicas=2, per_replica=2, micro_batch=2, stages=1, healthy_ns=10)
+    first, second = samples([10, 10], nominal, steps=1)
+    assert list(first) == [[0, 1], [4, 5]]
+    assert list(second) == [[2, 3], [6, 7]]
