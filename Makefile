@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test check bench-planning show-planning show-regroup show-numerics soak-cycles clean
+.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -12,6 +12,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(PY) -m pytest
+
+test-megatron: $(READY)  # parity on real Megatron: not part of `make test` yet, ten minutes
+	$(PY) -m pytest tests/megatron
 
 check: $(READY)
 	.venv/bin/ruff check .

@@ -8,7 +8,3 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("desk", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("desk"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
-
-# Imported once, by the server that all ranks are forked from, which the first test with ranks starts.
-os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -1,4 +1,4 @@
-"""Shards of lanes, where nobody else is in the lane; with others, tests/ranks/test_megatron_parity.py."""
+"""Shards of lanes, where nobody else is in the lane; with others, tests/megatron/test_parity.py."""
 
 import torch
 
