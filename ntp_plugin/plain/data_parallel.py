@@ -1,8 +1,4 @@
-"""A model and an optimizer that survive the death of ranks.
-
-One step: the rank computes the loss of its samples one micro-batch after the other and sums the gradients; the sums
-are reduced; the vote is taken; the optimizer is applied. Until the vote nothing is applied, so a death before it means:
-the step again, with the lost rank's samples dealt to the others. After it all who hold the reduced gradients apply.
+"""A model and an optimizer that survive the death of ranks; the step is that of `voted_step.py`.
 
 All ranks hold the same state. A newcomer gets it from the first veteran, and after every recovery a digest of it is
 compared before anybody trains on.
@@ -10,7 +6,6 @@ compared before anybody trains on.
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,17 +15,14 @@ from ntp_plugin.comm.membership import Report
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.config.sections import BatchPolicy
 from ntp_plugin.errors import StateLost
+from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
 from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
-
-type Samples = Sequence[int]
-type LossOfSamples = Callable[[int, Samples], torch.Tensor]
-"""(step, sample numbers within the step's global batch) -> the sum of their losses."""
 
 _EVEN = 1_000_000
 """Before anything is measured every rank is taken for equally fast."""
 
 
-class DataParallel:
+class DataParallel(VotedStep):
     """A `Trainer`: every rank holds the whole model."""
 
     def __init__(
@@ -45,67 +37,41 @@ class DataParallel:
         micro_batch: int = 1,
         newcomer: bool = False,
     ) -> None:
-        self.model, self.optimizer, self._loss_of = model, optimizer, loss_of
-        self._groups = groups
+        super().__init__(
+            model,
+            optimizer,
+            loss_of,
+            groups=groups,
+            micro_batches=ranks * per_rank,
+            micro_batch=micro_batch,
+            newcomer=newcomer,
+        )
         self._batch = NominalBatch(
             replicas=ranks, per_replica=per_rank, micro_batch=micro_batch, stages=1, healthy_ns=_EVEN
         )
-        self.applied = 0
-        self._prepared = False
-        self._newcomer = newcomer
-        self.members: tuple[int, ...] = tuple(range(ranks))
+        self._members = tuple(range(ranks))
 
     # ------------------------------------------------ a step
 
-    def step(self) -> float:
-        """Compute, reduce, vote and apply the next step; returns its mean loss over the global batch."""
-        number, samples = self.applied + 1, self.my_samples()
-        total = self._accumulate(number, samples)
-        count = self._batch.total * self._batch.micro_batch
-        told = self._reduce(total)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(count)
-        self._groups.confirm()
-        self._prepared = True
-        self._vote()
-        self._groups.confirm()
-        self._apply()
-        return told / count
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The slots that train now: all that are there."""
+        return self._members
 
     def my_samples(self) -> list[int]:
         """The samples of a step that this rank computes, by their numbers in the global batch."""
         paces = {slot: Pace(ns=_EVEN) for slot in self.members}
         split = split_batch(paces, self._batch, BatchPolicy())
         share = next(share for share in split.shares if share.replica == self._groups.slot)
-        size = self._batch.micro_batch
-        runs = [(start * size, stop * size) for start, stop in (*share.kept, *share.dealt)]
-        return [sample for start, stop in runs for sample in range(start, stop)]
-
-    def _accumulate(self, number: int, samples: list[int]) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=False)
-        size, total = self._batch.micro_batch, torch.zeros((), dtype=torch.float64)
-        for start in range(0, len(samples), size):
-            loss = self._loss_of(number, samples[start : start + size])
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach().double()
-        return total
+        return samples_of(share, self._micro_batch)
 
     def _reduce(self, total: torch.Tensor) -> float:
         for parameter in self.model.parameters():
-            if parameter.grad is None:  # a rank without samples joins every collective
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
         dist.all_reduce(total)
         return float(total)
-
-    def _vote(self) -> None:
-        """Nothing to say but that everybody is here: who leaves this knows that all hold the reduced gradients."""
-        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
-
-    def _apply(self) -> None:
-        self.optimizer.step()
-        self.applied, self._prepared = self.applied + 1, False
 
     # ------------------------------------------------ a recovery
 
@@ -121,7 +87,7 @@ class DataParallel:
         """Roll forward, hand the state to newcomers, and compare it."""
         if self._groups.slot in agreed.decision.roll_forward:
             self._apply()
-        self.members, self._prepared = agreed.view.slots, False
+        self._members, self._prepared = agreed.view.slots, False
         veterans = [slot for slot, report in agreed.reports.items() if not report.newcomer]
         if len(veterans) < len(agreed.reports):
             self._hand_over(self._groups.rank_of(min(veterans)))

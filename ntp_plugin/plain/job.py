@@ -24,9 +24,10 @@ from datetime import timedelta
 import torch
 
 from ntp_plugin.errors import NtpError
-from ntp_plugin.plain.data_parallel import DataParallel, LossOfSamples, Samples
+from ntp_plugin.plain.data_parallel import DataParallel
 from ntp_plugin.plain.parallel_layers import TensorParallelGroup
 from ntp_plugin.plain.tensor_parallel import TensorParallel
+from ntp_plugin.plain.voted_step import LossOfSamples, Samples
 from ntp_plugin.recovery.driver import Driver
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank

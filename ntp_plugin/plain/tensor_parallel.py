@@ -5,7 +5,7 @@ are dealt to them. These units come with their optimizer state from whoever hold
 gets fewer micro-batches, by its width. A replica without slots is dropped, and its samples go to the others. Who comes
 back gets exactly its own again. All of it is decided by `planning/`, from the reports of the members alone.
 
-A step is that of `data_parallel.py`, but for the sums: cut parameters are summed lane by lane, replicated ones over all
+The step is that of `voted_step.py`: cut parameters are summed lane by lane, replicated ones over all
 (`training/gradient_lanes.py`). Every slot of a replica computes the same samples, and one of them counts their losses.
 
 The walk can be interrupted anywhere: see `training/relayout.py` for what holds the state together then.
@@ -21,8 +21,8 @@ from ntp_plugin.comm.membership import Report
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State
 from ntp_plugin.errors import Refused
-from ntp_plugin.plain.data_parallel import LossOfSamples
 from ntp_plugin.plain.parallel_layers import TensorParallelGroup, describe
+from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
 from ntp_plugin.planning.recovery_plan import Nominal
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.training.cuts import local_ranges
@@ -34,7 +34,7 @@ _CONNECT_S = 5.0
 """For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""
 
 
-class TensorParallel:
+class TensorParallel(VotedStep):
     """A `Trainer`: each rank is a TP slot of a replica; ranks count slot by slot, replica by replica."""
 
     def __init__(
@@ -52,8 +52,16 @@ class TensorParallel:
         newcomer: bool = False,
     ) -> None:
         """`per_replica` micro-batches are what every replica computes while nobody is lost."""
-        self.model, self.optimizer, self._loss_of = model, optimizer, loss_of
-        self._groups, self._within = groups, within
+        super().__init__(
+            model,
+            optimizer,
+            loss_of,
+            groups=groups,
+            micro_batches=ranks // within.degree * per_replica,
+            micro_batch=micro_batch,
+            newcomer=newcomer,
+        )
+        self._within = within
         parameters = dict(model.named_parameters())
         self._nominal = _nominal(
             parameters,
@@ -70,8 +78,6 @@ class TensorParallel:
         self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
         self._lanes: list[GradientLane] = []
         self._lanes_of = -1
-        self.applied = 0
-        self._prepared, self._newcomer = False, newcomer
 
     def _founding(self) -> Held:
         return Held(versions=(0,) * len(self.state.parameters), built=None, lost={0: ()})
@@ -84,31 +90,16 @@ class TensorParallel:
     # ------------------------------------------------ a step
 
     def step(self) -> float:
-        """Compute, reduce, vote and apply the next step; returns its mean loss over the global batch."""
+        """As of every `VotedStep`, in the groups of this epoch."""
         self._connect()
-        number, samples = self.applied + 1, self.my_samples()
-        total = self._accumulate(number, samples)
-        batch = self._plan.goal.batch
-        count = batch.total * self._nominal.batch.micro_batch
-        told = self._reduce(total)
-        for parameter in self.state.parameters.values():
-            assert parameter.grad is not None, "every parameter was reduced"
-            parameter.grad.div_(count)
-        self._groups.confirm()
-        self._prepared = True
-        self._vote()
-        self._groups.confirm()
-        self._apply()
-        return told / count
+        return super().step()
 
     def my_samples(self) -> list[int]:
         """The samples of a step that this slot's replica computes, by their numbers in the global batch."""
         shares = {share.replica: share for share in self._plan.goal.batch.shares}
         if self.slot not in self._plan.training:
             return []
-        share, size = shares[self.slot.replica], self._nominal.batch.micro_batch
-        runs = [(start * size, stop * size) for start, stop in (*share.kept, *share.dealt)]
-        return [sample for start, stop in runs for sample in range(start, stop)]
+        return samples_of(shares[self.slot.replica], self._micro_batch)
 
     @property
     def counts(self) -> bool:
@@ -117,19 +108,10 @@ class TensorParallel:
             slot for slot in self._plan.training if slot.replica == self.slot.replica
         )
 
-    def _accumulate(self, number: int, samples: list[int]) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=False)
-        size, total = self._nominal.batch.micro_batch, torch.zeros((), dtype=torch.float64)
-        for start in range(0, len(samples), size):
-            loss = self._loss_of(number, samples[start : start + size])
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach().double()
-        return total
-
     def _reduce(self, total: torch.Tensor) -> float:
         gradients = {}
         for name, parameter in self.state.parameters.items():
-            if parameter.grad is None:  # who has no samples joins every collective
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients[name] = parameter.grad
         under_way = GradientLanes(self._lanes, gradients)
@@ -138,10 +120,6 @@ class TensorParallel:
         dist.all_reduce(total)
         under_way.finish()
         return float(total)
-
-    def _vote(self) -> None:
-        """Nothing to say but that everybody is here: who leaves this knows that all hold the reduced gradients."""
-        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
 
     def _apply(self) -> None:
         if self.slot in self._plan.training:

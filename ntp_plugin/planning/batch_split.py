@@ -60,6 +60,11 @@ class Share:
     kept: Spans
     dealt: Spans
 
+    @property
+    def numbers(self) -> list[int]:
+        """Its nominal micro-batches, in the order in which they are computed."""
+        return [number for start, stop in (*self.kept, *self.dealt) for number in range(start, stop)]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSplit:

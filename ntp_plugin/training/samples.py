@@ -38,6 +38,5 @@ class ReplicaSamples:
 
     def places(self) -> list[int]:
         """Where the replica's micro-batches stand in a global batch, in the order in which it computes them."""
-        numbers = [n for start, stop in (*self.share.kept, *self.share.dealt) for n in range(start, stop)]
-        turns = (divmod(number, self.nominal.per_replica) for number in numbers)
+        turns = (divmod(number, self.nominal.per_replica) for number in self.share.numbers)
         return [turn * self.nominal.replicas + replica for replica, turn in turns]

@@ -11,7 +11,7 @@ from ntp_plugin.plain.tensor_parallel import TensorParallel
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.training.cuts import local_ranges
-from tests.ranks.plain_job import record_samples, strike
+from tests.ranks.plain_job import loss_of, record_samples, strike
 
 STEPS, PER_REPLICA, HIDDEN = 12, 6, 12
 
@@ -26,18 +26,6 @@ class Outcome:
     """Tensor -> its units in storage order."""
     members: tuple[int, ...]
     attempts: dict[int, int]
-
-
-def loss_of(model):
-    def loss(step, samples):
-        total = torch.zeros((), dtype=torch.float64)
-        for sample in samples:
-            numbers = torch.Generator().manual_seed(1000 * step + sample)
-            x = torch.randn(8, dtype=torch.float64, generator=numbers)
-            total = total + (model(x) - x.sin().sum()).square().sum()
-        return total
-
-    return loss
 
 
 def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
