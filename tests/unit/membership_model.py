@@ -4,7 +4,8 @@ One transition is one atomic step of one member, or one event: a death, a suspic
 process that joins a free slot. Training is modelled as far as agreement depends on it: a member contributes its
 gradients for step s, holds the reduced ones once all members of its view have contributed (`prepared`: it enters the
 vote), and applies once all members of its view have entered the vote. What a member has sent into a collective stays
-sent when it leaves; what a dead member sent before it died counts too.
+sent when it leaves; what a dead member sent before it died counts too. Who has taken the last step says that it is
+done, and leaves when all of its view have said so.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ class Process:
     prepared: bool = False
     newcomer: bool = False
     alive: bool = True
+    finished: bool = False
     plan: Decision | None = None
 
     def report(self) -> Report:
@@ -101,7 +103,7 @@ def transitions(state, last_step):
     living = [process for process in state.processes if process.alive]
     dead_or_replaced = {process.member.seat for process in state.processes if not process.alive}
     for index, process in enumerate(state.processes):
-        if not process.alive:
+        if not process.alive or process.finished:
             continue
         slot = process.member.seat.slot
         if state.kills and len(living) > 1:
@@ -109,10 +111,28 @@ def transitions(state, last_step):
             yield f"kill{slot}", replace(state, index, dead, kills=state.kills - 1)
         if process.member.phase is Phase.EXCLUDED:
             continue
+        if process.member.phase is Phase.RUNNING and process.applied == last_step:
+            yield from finishing_steps(state, store, index, process)
+            if next_view_is_the_end(process.member, store):
+                continue  # it hears of that by finishing alone
         yield from agreement_steps(state, store, index, process, dead_or_replaced)
         yield from training_steps(state, index, process, last_step)
     if state.joins:
         yield from joining_steps(state, store)
+
+
+def next_view_is_the_end(member, store):
+    text = store.get(membership.view_key(member.view.epoch + 1))
+    return text is not None and View.decode(text).over
+
+
+def finishing_steps(state, store, index, process):
+    slot = process.member.seat.slot
+    over, write = membership.finish(process.member, store.get)
+    if over:
+        yield f"leave{slot}", replace(state, index, dataclasses.replace(process, finished=True))
+    elif write is not None:
+        yield f"done{slot}", dataclasses.replace(state, store=state.store | {(write.key, write.value)})
 
 
 def agreement_steps(state, store, index, process, dead):
@@ -201,6 +221,8 @@ def joining_steps(state, store):
             epoch=0, seats=tuple(p.member.seat for p in state.processes if p.member.seat.occupant.startswith("first"))
         ),
     )
+    if view.over:
+        return
     for index, process in enumerate(state.processes):
         slot = process.member.seat.slot
         if slot in view.slots or (process.alive and process.member.phase is not Phase.EXCLUDED):
@@ -232,16 +254,18 @@ def check(state):
         together = [p.applied for p in running if p.member.view == process.member.view]
         if max(together) - min(together) > 1:
             raise Violation(f"members of epoch {process.member.view.epoch} are {together} steps apart")
+        if process.finished and min(together) < process.applied:
+            raise Violation(f"slot {process.member.seat.slot} has left, and others of its view have steps to take")
 
 
 def check_rest(state, reached):
-    """When nothing but deaths, doubts and joins can happen, everybody who is not fenced runs in the newest view."""
+    """When nothing but deaths, doubts and joins can happen, everybody who is not fenced has left the job together."""
     if any(not name.startswith(("kill", "doubt", "join")) for name, _ in reached):
         return
     going_on = [p for p in state.processes if p.alive and p.member.phase is not Phase.EXCLUDED]
-    if any(p.member.phase is not Phase.RUNNING for p in going_on):
+    if not all(p.finished for p in going_on):
         raise Violation(
             "somebody waits for ever: " + ", ".join(f"{p.member.seat.slot} {p.member.phase.value}" for p in going_on)
         )
     if len({p.member.view for p in going_on}) > 1:
-        raise Violation("two views run side by side at rest")
+        raise Violation("the job has ended in two views")

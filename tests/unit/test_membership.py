@@ -1,4 +1,4 @@
-"""The agreement protocol, in every interleaving of a few members; and five ways to get it wrong, each found."""
+"""The agreement protocol, in every interleaving of a few members; and six ways to get it wrong, each found."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ntp_plugin.comm import membership
-from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, StateLost, View, decide
+from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, StateLost, View, Write, decide, the_end
 from tests.unit.membership_model import Violation, explore, start
 
 REPORTS = st.builds(
@@ -90,12 +90,25 @@ def believe_the_newcomer(sound):
     return "decide", broken
 
 
+def leave_alone(sound):
+    """A member that has nothing left to do ends the job, whether the others are done or not."""
+
+    def broken(member, read):
+        over, write = sound(member, read)
+        if over is None and write is None:
+            return None, Write(key=membership.view_key(member.view.epoch + 1), value=the_end(member.view).encode())
+        return over, write
+
+    return "finish", broken
+
+
 FIND = [
     (report_like_others_do, {"kills": 1}),
     (ask_for_the_most, {"kills": 1}),
     (forget_the_prepared, {"kills": 1}),
     (run_in_a_stale_view, {"kills": 2}),
     (believe_the_newcomer, {"kills": 1, "joins": 1}),
+    (leave_alone, {"kills": 0}),
 ]
 
 
