@@ -11,14 +11,11 @@ never two parts of a job that both go on.
 
 import dataclasses
 import os
-import shutil
 import socket
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed.launcher.api as launcher
@@ -35,14 +32,13 @@ from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import tenancy
 from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.probes import Door, own_address
+from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.supervisor import LOOK_S, LOOK_S_PER_HOST, Supervisor
 from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
-
-_SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,8 +144,8 @@ class TolerantAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         place = self._tenancy
-        self._folder = Path(tempfile.mkdtemp(prefix="ntp-run-", dir=_SHARED_MEMORY))
-        self._heartbeats = HeartbeatFile(self._folder / "heartbeats", place.slots)
+        self._folder = RunFolder("ntp-run-")
+        self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
         os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.beat_s)
         if place.tenant:
@@ -272,7 +268,7 @@ class TolerantAgent(LocalElasticAgent):
             self._spares.close()
         if not stuck:
             self._heartbeats.close()
-        shutil.rmtree(self._folder)
+        self._folder.remove()
 
     # ------------------------------------------------ one worker
 

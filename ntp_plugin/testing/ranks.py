@@ -10,14 +10,13 @@ said that they were done (`Driver.finish`).
 a fault was planned and never struck, and where anything is left behind (`leaks.py`).
 """
 
+import ctypes
 import dataclasses
 import json
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.launch.supervisor import Supervisor
 from ntp_plugin.recovery.detector import Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
@@ -44,8 +44,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
 _PRELOADED = ("ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo")
 _CORNER = corner("rehearsal")
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _STORE_TIMEOUT = timedelta(seconds=120)
-_SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,8 @@ class Ranks:
         client = TCPStore("127.0.0.1", self._server.port, None, False, _STORE_TIMEOUT)
         self.first = first_view(count)
         self._play, self._faults, self._thresholds = play, tuple(faults), thresholds or Thresholds()
-        self._folder = Path(tempfile.mkdtemp(prefix="ntp-ranks-", dir=_SHARED_MEMORY))
+        self._own_folder = RunFolder("ntp-ranks-")
+        self._folder = self._own_folder.path
         self._heartbeats = HeartbeatFile(self._folder / "heartbeats", count)
         self._supervisor = Supervisor(
             TorchStore(PrefixStore(_CORNER, client)),
@@ -167,7 +168,7 @@ class Ranks:
         struck = self._folder / "struck"
         indices = {int(line) for line in struck.read_text().splitlines()} if struck.exists() else set()
         self._heartbeats.close()
-        shutil.rmtree(self._folder)
+        self._own_folder.remove()
         del self._supervisor, self._server  # their connections close with them
         started = [running.process.pid for running in everybody]
         found = left_behind(self._before, started, self._folder)
@@ -279,9 +280,15 @@ def _refuse_impossible(faults: Sequence[Fault], count: int, moments: Collection[
             raise ConfigError(f"{fault}: there is no such moment", way_out=f"one of {', '.join(moments)}")
 
 
+def _end_with_the_fork_server() -> None:
+    """Which ends with the test that started it, however that ends; ranks alone would spin for ever."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def _run(play: Callable[[Rank], Any], rank: Rank, results: connection.Connection) -> None:
     import torch  # noqa: PLC0415  (the fork server has it already)
 
+    _end_with_the_fork_server()
     os.setpgid(0, 0)  # so that whatever it starts is found at the end
     torch.set_num_threads(1)
     try:
