@@ -25,7 +25,7 @@ LOOK_S = 0.5
 
 
 class JobIsDone(Exception):
-    """This machine came, or waited, for a job that is at its end."""
+    """This machine waited for a place in a job until there was none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +104,11 @@ class Arrival:
 
     def _await_vacancy(self, hosts: int) -> Tenancy:
         view, told = membership.newest_view(self._store.read, first_view(hosts * self._workers)), False
+        if view.over:
+            raise Refused(
+                "a job with this --rdzv-id has ended before this machine came",
+                way_out="use another --rdzv-id to run it again",
+            )
         while not view.over:
             for host in self._vacant(view, hosts):
                 tenant = self._next_tenant(host)

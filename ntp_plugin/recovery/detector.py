@@ -1,6 +1,6 @@
 """Who is gone: from signals to verdicts. Pure; time is an argument.
 
-Four things tell that a rank is gone, and each has its own proof:
+Five things tell that a rank is gone, and each has its own proof:
 
     ended     its process ended before the job was over, with whatever code. Certain at once.
     frozen    its heart has not beaten for `frozen_s`, and the system says that the process is stopped. A rank that is
@@ -9,6 +9,7 @@ Four things tell that a rank is gone, and each has its own proof:
               cut off, or the machine is dying.
     hung      its heart beats, but it has neither moved nor waited for others for `hung_s`, while everybody else waits.
               Whoever stands in a collective waits for others and is innocent; the one they wait for is not.
+    cut off   everybody waits, and the rank's host and some other host cannot reach each other.
 
 A rank that has never beaten is starting, and is given `start_s`.
 

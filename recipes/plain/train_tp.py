@@ -20,6 +20,7 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
 STEPS, PAUSE_S = int(os.environ.get("STEPS", "200")), float(os.environ.get("PAUSE_S", "0.2"))
+MIN_WIDTH = int(os.environ.get("MIN_WIDTH", "1"))  # with 2, a replica that loses a slot stands idle until it is back
 
 
 def build(group: TensorParallelGroup) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -35,7 +36,7 @@ def loss_of(model: torch.nn.Module, step: int, samples: list[int]) -> torch.Tens
     return (model(x).squeeze(1) - x.sin().sum(1)).square().sum()
 
 
-with tensor_parallel_job(build, loss_of, tp=2, per_replica=8) as job:
+with tensor_parallel_job(build, loss_of, tp=2, per_replica=8, min_width=MIN_WIDTH) as job:
     print(f"slot {os.environ['RANK']} is pid {os.getpid()}", flush=True)
     members: tuple[int, ...] = ()
     while job.steps_done < STEPS:

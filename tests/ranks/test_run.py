@@ -64,11 +64,25 @@ def test_who_holds_what_nobody_else_does_takes_the_job_with_it(tmp_path):
     assert "restart from the last checkpoint" in said
 
 
-def test_ctrl_c_ends_everything_within_seconds(tmp_path):
+def test_a_job_without_a_wide_enough_replica_ends_with_a_code_of_its_own(tmp_path):
+    settings = {"MIN_WIDTH": "2", "STEPS": "10000", "PAUSE_S": "0.05"}
+    running = job(tmp_path, "--nproc-per-node=4", script=RECIPES / "train_tp.py", **settings)
+    pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in (1, 2)]
+    running.wait_for("slot 0: step 1,")
+    os.kill(pids[0], signal.SIGKILL)
+    running.wait_for(r"slot [23]: step \d+, members \(2, 3\)")
+    os.kill(pids[1], signal.SIGKILL)
+    code, said = running.end()
+    assert code == 3, said
+    assert "no replica is left: the best of 2 has a stage with 1 of 2 TP slots, and min_tp_width is 2" in said
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_ends_everything_within_seconds(tmp_path, how):
     running = job(tmp_path, "--nproc-per-node=2", STEPS="100000")
     pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(2)]
     struck = time.monotonic()
-    running.process.send_signal(signal.SIGINT)
+    running.process.send_signal(how)
     code, _ = running.end()
     assert code != 0
     assert time.monotonic() - struck < 10
