@@ -185,8 +185,9 @@ def trial(case: Case, chance: random.Random) -> Trial:
     victim, second = chance.sample(range(case.ranks), 2)
     faults = [hang(victim, during="loop", step=chance.randrange(5, 40))] if case.fault == "hang" else []
     player = functools.partial(play, operation=case.operation, losses=losses)
+    ranks = Ranks(case.ranks, player, faults=faults, thresholds=THRESHOLDS)
     try:
-        with Ranks(case.ranks, player, faults=faults, thresholds=THRESHOLDS) as ranks:
+        with ranks:
             ranks.wait_for_rows(case.ranks, "ready")
             struck = 0.0
             if case.fault == "hang":
@@ -202,7 +203,8 @@ def trial(case: Case, chance: random.Random) -> Trial:
             if case.fault == "sigstop":
                 ranks.kill(victim)
     except (AssertionError, RuntimeError, TimeoutError) as error:
-        return Trial(stuck=f"{type(error).__name__}: {error}")
+        lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
+        return Trial(stuck=f"{type(error).__name__}: {error} (lost: {lost or 'nobody'}; struck: {victim}, {second})")
     harmed = struck
     if case.fault == "hang" and losses == 1:
         struck = next(row[1] for row in ranks.rows if row[0] == "struck")
