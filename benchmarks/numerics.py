@@ -48,10 +48,10 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
             yield feature, layout, "bfloat16"
 
 
-def compared(feature: str, layout: str, **settings: Any) -> dict[str, float]:
-    """One hurt run against the uniform one."""
+def compared(feature: str, layout: str, *, option: str = "", **settings: Any) -> dict[str, float]:
+    """One hurt run, with what must make no difference, against the uniform one without."""
     model = BASE if feature in OPTIONS else feature
-    more = " ".join((OPTIONS.get(feature, ""), settings.get("more", "")))
+    more = " ".join((OPTIONS.get(feature, ""), option, settings.get("more", "")))
     return largest_differences(run(hurt(model, layout, **{**settings, "more": more})), run(uniform(model, **settings)))
 
 

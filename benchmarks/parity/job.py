@@ -1,4 +1,4 @@
-"""One run of Megatron's own pretrain, by the recipe, in ranks of the harness; and what two runs differ by."""
+"""One run of Megatron's own pretrain, by a recipe, in ranks of the harness; and what two runs differ by."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.ranks import Rank, Ranks
 
-RECIPE = Path(__file__).parents[2] / "recipes/megatron/pretrain_gpt.py"
+RECIPES = Path(__file__).parents[2] / "recipes/megatron"
 STEPS = 20
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier")
 COMMON = f"""
@@ -49,6 +49,11 @@ class Job:
     @property
     def processes(self) -> int:
         return self.tp * self.dp - sum(len(word.split(",")) for word in self.lost)
+
+    @property
+    def recipe(self) -> Path:
+        """The pattern is the sole sign of a hybrid model, to Megatron as well."""
+        return RECIPES / ("pretrain_hybrid.py" if "--hybrid-layer-pattern" in self.model else "pretrain_gpt.py")
 
     @property
     def words(self) -> list[str]:
@@ -126,8 +131,10 @@ class Play:
         cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
         activation.install()
         looker = Looker(self.job)
-        sys.argv = [str(RECIPE), *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
-        runpy.run_path(str(RECIPE), run_name="__main__")
+        recipe = str(self.job.recipe)
+        sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
+        sys.path[0] = str(RECIPES)
+        runpy.run_path(recipe, run_name="__main__")
         return looker.seen()
 
 

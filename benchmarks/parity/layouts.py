@@ -8,6 +8,7 @@ _BARE = "--disable-bias-linear --normalization RMSNorm --position-embedding-type
 _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddings-and-output-weights"
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
+HYBRID = "hybrid"
 MODELS = {
     BASE: f"--swiglu {_BARE} {_GQA} {_UNTIED}",
     "gelu": f"{_BARE} {_GQA} {_UNTIED}",
@@ -18,6 +19,7 @@ MODELS = {
     "qk-layernorm": f"--swiglu {_BARE} {_GQA} {_UNTIED} --qk-layernorm",
     "qkv bias": f"--swiglu {_BARE} {_GQA} {_UNTIED} --add-qkv-bias",
     "per-token loss": f"--swiglu {_BARE} {_GQA} {_UNTIED} --calculate-per-token-loss",
+    HYBRID: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *--*",
     OLD: "--position-embedding-type learned_absolute",
 }
 """By feature: the first is the base, the others differ from it by what they are named for; the last has it all else."""

@@ -40,6 +40,28 @@ def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way
     )
 
 
+_NO_HYBRID_LAYERS = {
+    "M": "Mamba",
+    "G": "gated delta net",
+    "D": "sparse attention",
+    "+": "latent attention",
+    "E": "experts",
+    "/": "multi-token prediction",
+    "|": "pipeline stages",
+}
+"""What a hybrid model may have besides self-attention and MLP, by its symbol in the pattern."""
+
+
+def _hybrid(symbol: str, name: str) -> Refusal:
+    """Layers of a hybrid model that are not built yet; the pattern has an older flag as well."""
+    flags = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return _not_built(
+        f"--hybrid-layer-pattern with {symbol} ({name})",
+        lambda args: any(symbol in (getattr(args, flag, None) or "") for flag in flags),
+        way_out="a pattern of * (attention) and - (MLP), or start with whole replicas",
+    )
+
+
 TABLE: tuple[Refusal, ...] = (
     _not_built("--context-parallel-size", _above("context_parallel_size")),
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
@@ -79,6 +101,7 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--tensor-parallel-num-weight-shards", lambda args: args.tensor_parallel_num_weight_shards),
     _not_built("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") != "none"),
     _not_built("--experimental-attention-variant"),
+    *(_hybrid(symbol, name) for symbol, name in _NO_HYBRID_LAYERS.items()),
     Refusal(
         flag="--transformer-impl",
         applies=lambda args: args.transformer_impl != "local",

@@ -215,7 +215,8 @@ def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: 
     for name, parameter in parameters.items():
         cut: tuple[Tensor, Family] | None = getattr(parameter, _CUT, None)
         if cut is None:
-            assert not getattr(parameter, "tensor_model_parallel", False), f"{name} is cut, and nobody said how"
+            if getattr(parameter, "tensor_model_parallel", False):
+                raise _unknown(f"the layer of {name}")
             tensors.append(Tensor(name=name, shape=tuple(parameter.shape)))
             continue
         part, family = cut

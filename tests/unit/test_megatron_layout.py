@@ -82,8 +82,9 @@ def arguments(**said):
     return types.SimpleNamespace(**{**fine, **said})
 
 
-def test_what_works_is_not_refused():
-    refuse_what_does_not_work(arguments(), TrainingPolicy(), layout("r1.s0.t3"))
+@pytest.mark.parametrize("said", [{}, {"hybrid_layer_pattern": "*--*"}])
+def test_what_works_is_not_refused(said):
+    refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,9 @@ def test_what_works_is_not_refused():
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
         ({"save": "/checkpoints"}, "--save"),
+        ({"hybrid_layer_pattern": "M-*-"}, r"--hybrid-layer-pattern with M \(Mamba\)"),
+        ({"hybrid_override_pattern": "*E"}, r"--hybrid-layer-pattern with E \(experts\)"),
+        ({"hybrid_layer_pattern": "*-/*"}, "--hybrid-layer-pattern with / "),
         ({"num_query_groups": 2}, "--num-query-groups: 2 query groups do not divide over 4 TP slots"),
     ],
 )
