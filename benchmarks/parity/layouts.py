@@ -29,6 +29,7 @@ OPTIONS = {
     "distributed optimizer": "--use-distributed-optimizer",
     "overlap": _BUCKETS,
     "distributed optimizer, overlap": f"--use-distributed-optimizer {_BUCKETS}",
+    "parameter gather overlap": f"--use-distributed-optimizer {_BUCKETS} --overlap-param-gather",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 """What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
@@ -47,6 +48,6 @@ def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
     return Job(model=MODELS[model], tp=tp, **options)
 
 
-def hurt(model: str, layout: str, **options: Any) -> Job:
+def hurt(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
     """The same on replicas of which some are hurt."""
-    return Job(model=MODELS[model], **LAYOUTS[layout], **options)
+    return Job(model=MODELS[model], **(LAYOUTS[layout] if isinstance(layout, str) else layout), **options)

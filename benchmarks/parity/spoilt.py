@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.planning.spans import Spans
@@ -78,6 +79,11 @@ def vocabulary_row_shifted() -> None:
 def norm_not_synced() -> None:
     """Each replica clips by the norm that it found."""
     _put(LaneSync, "norm", lambda _, original: original)
+
+
+def parameters_not_awaited() -> None:
+    """A forward begins with the parameters that it finds, and never waits for those that are on their way."""
+    _put(LaneBucketGroup, "finish_param_sync", lambda *_, **__: None)
 
 
 def _put(owner: type, name: str, spoilt: object) -> None:
