@@ -7,6 +7,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
@@ -86,5 +88,14 @@ def parameters_not_awaited() -> None:
     _put(LaneBucketGroup, "finish_param_sync", lambda *_, **__: None)
 
 
-def _put(owner: type, name: str, spoilt: object) -> None:
+def optimizer_replaced() -> None:
+    """Where Megatron finds torch's AdamW there is another class."""
+
+    class Preconditioned(torch.optim.AdamW):
+        pass
+
+    _put(torch.optim, "AdamW", Preconditioned)
+
+
+def _put(owner: Any, name: str, spoilt: object) -> None:
     setattr(owner, name, spoilt)

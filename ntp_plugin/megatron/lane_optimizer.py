@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.training.optimizers import element_wise
 
 
 class LaneOptimizer:
@@ -32,12 +33,12 @@ class LaneOptimizer:
         @functools.wraps(original)
         def build(*, config: Any, param_groups: list[dict[str, Any]], **kwargs: Any) -> Any:
             if not self._sync.shards:
-                return original(config=config, param_groups=param_groups, **kwargs)
+                return _known(original(config=config, param_groups=param_groups, **kwargs))
             plain = copy.copy(config)
             plain.use_distributed_optimizer = plain.bf16 = False
             groups = [{**group, "params": self._shards_of(group["params"])} for group in param_groups]
             kwargs["model_parallel_group"] = dist.group.WORLD
-            optimizer = original(config=plain, param_groups=groups, **kwargs)
+            optimizer = _known(original(config=plain, param_groups=groups, **kwargs))
             optimizer.step_with_ready_grads = self._and_spread(optimizer.step_with_ready_grads)
             return optimizer
 
@@ -74,3 +75,10 @@ class LaneOptimizer:
     def _finish(self) -> None:
         for lanes in self._sync.shards:
             lanes.finish_spread()
+
+
+def _known(optimizer: Any) -> Any:
+    """Megatron's optimizer, if what it wraps is element-wise."""
+    if optimizer.optimizer is not None:
+        element_wise(optimizer.optimizer)
+    return optimizer

@@ -128,9 +128,9 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--optimizer",
-        applies=lambda args: args.optimizer != "adam",
+        applies=lambda args: args.optimizer not in ("adam", "sgd"),
         why="is not element-wise, or nobody has tried it: units of one matrix would depend on where they are",
-        way_out="--optimizer adam",
+        way_out="--optimizer adam or sgd",
     ),
 )
 

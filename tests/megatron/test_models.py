@@ -1,22 +1,27 @@
-"""Models and features of Megatron on hurt replicas, each against the uniform run."""
+"""Models, and features together, on hurt replicas: each against the uniform run."""
 
 import pytest
 
-from benchmarks.numerics import BOUNDS, compared
-from benchmarks.parity.layouts import HYBRID, OPTIONS
-
-BOUND = BOUNDS["float64"]
-
-
-def assert_same(feature, layout, option=""):
-    worst = compared(feature, layout, option=OPTIONS.get(option, ""))
-    assert max(worst.values()) <= BOUND, worst
+from benchmarks.numerics import BF16, BOUNDS, bounds_of, compared
+from benchmarks.parity.layouts import BASE, HYBRID, TOGETHER
 
 
 @pytest.mark.parametrize(
-    ("layout", "option"),
-    [("TP4+TP3", ""), ("TP3+TP3", "distributed optimizer")],
+    ("feature", "layout"),
+    [
+        (HYBRID, "TP4+TP3"),
+        (f"{HYBRID}; distributed optimizer", "TP3+TP3"),
+        ("no clipping", "TP4+TP3"),
+        ("selective recompute", "TP4+TP3"),
+        ("recompute modules", "TP3+TP3"),
+        *((feature, "TP4+TP3") for feature in TOGETHER if not feature.startswith((HYBRID, "sgd"))),
+    ],
 )
-def test_a_hybrid_model_of_attention_and_mlp(layout, option):
-    """Its layers stand in another order than a GPT's, and each by itself."""
-    assert_same(HYBRID, layout, option)
+def test_float64(feature, layout):
+    worst = compared(feature, layout)
+    assert max(worst.values()) <= BOUNDS["float64"], worst
+
+
+def test_bf16_with_plain_ddp_within_four_times_its_noise_floor():
+    worst, bounds = compared(BASE, "TP4+TP3", **BF16), bounds_of(BASE, "bfloat16")
+    assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
