@@ -88,6 +88,23 @@ def parameters_not_awaited() -> None:
     _put(LaneBucketGroup, "finish_param_sync", lambda *_, **__: None)
 
 
+def layer_frozen() -> None:
+    """The script trains all but the first matrices of the MLPs."""
+    build = UnevenLayers.mlp
+
+    def mlp(layers: UnevenLayers, original: Any) -> Any:
+        init = build(layers, original)
+
+        @functools.wraps(original)
+        def frozen(module: Any, *args: Any, **kwargs: Any) -> None:
+            init(module, *args, **kwargs)
+            module.linear_fc1.weight.requires_grad_(False)
+
+        return frozen
+
+    _put(UnevenLayers, "mlp", mlp)
+
+
 def optimizer_replaced() -> None:
     """Where Megatron finds torch's AdamW there is another class."""
 

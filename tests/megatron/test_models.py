@@ -3,7 +3,9 @@
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of, compared
-from benchmarks.parity.layouts import BASE, HYBRID, TOGETHER
+from benchmarks.parity.job import run
+from benchmarks.parity.layouts import BASE, HYBRID, TOGETHER, hurt
+from ntp_plugin.errors import Refused
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,8 @@ def test_float64(feature, layout):
 def test_bf16_with_plain_ddp_within_four_times_its_noise_floor():
     worst, bounds = compared(BASE, "TP4+TP3", **BF16), bounds_of(BASE, "bfloat16")
     assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
+
+
+def test_a_layer_that_the_script_has_frozen_is_refused_by_its_name():
+    with pytest.raises(Refused, match=r"mlp\.linear_fc1\.weight is frozen.*Way out: ."):
+        run(hurt(BASE, "TP2+TP1", spoil="layer_frozen"))
