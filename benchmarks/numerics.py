@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
+from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, TOGETHER, hurt, uniform
 from ntp_plugin.errors import NtpError
 
 SEED = 1234
@@ -37,7 +37,7 @@ _SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
 
 def cases(scale: str) -> Iterator[tuple[str, str, str]]:
     """Feature, layout, dtype."""
-    for feature in (*MODELS, *OPTIONS):
+    for feature in (*MODELS, *OPTIONS, *TOGETHER):
         everywhere = scale == "full" or feature in (BASE, OLD)
         for layout in _IN_CI.get(feature, []) if scale == "ci" else LAYOUTS if everywhere else _SOME:
             yield feature, layout, "float64"
@@ -49,9 +49,9 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
 
 
 def compared(feature: str, layout: str, **settings: Any) -> dict[str, float]:
-    """One hurt run against the uniform one."""
-    model = BASE if feature in OPTIONS else feature
-    more = " ".join((OPTIONS.get(feature, ""), settings.get("more", "")))
+    """One hurt run, with what must make no difference, against the uniform one without."""
+    model, option = TOGETHER.get(feature, (BASE, feature) if feature in OPTIONS else (feature, ""))
+    more = " ".join((OPTIONS.get(option, ""), settings.get("more", "")))
     return largest_differences(run(hurt(model, layout, **{**settings, "more": more})), run(uniform(model, **settings)))
 
 

@@ -1,4 +1,4 @@
-"""One run of Megatron's own pretrain, by the recipe, in ranks of the harness; and what two runs differ by."""
+"""One run of Megatron's own pretrain, by a recipe, in ranks of the harness; and what two runs differ by."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.ranks import Rank, Ranks
 
-RECIPE = Path(__file__).parents[2] / "recipes/megatron/pretrain_gpt.py"
+RECIPES = Path(__file__).parents[2] / "recipes/megatron"
 STEPS = 20
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier")
 COMMON = f"""
@@ -51,6 +51,11 @@ class Job:
         return self.tp * self.dp - sum(len(word.split(",")) for word in self.lost)
 
     @property
+    def recipe(self) -> Path:
+        """The pattern is the sole sign of a hybrid model, to Megatron as well."""
+        return RECIPES / ("pretrain_hybrid.py" if "--hybrid-layer-pattern" in self.model else "pretrain_gpt.py")
+
+    @property
     def words(self) -> list[str]:
         """The command line."""
         plugin = ["--ntp-enable"] if self.enabled or self.lost else []
@@ -82,6 +87,10 @@ class Seen:
     collectives: dict[str, int]
     overlapped: int
     """How often a bucket's sums were under way before the backward had ended."""
+    evaluated: list[float]
+    """The losses of the validation set, each time that it is gone through."""
+    gathered_ahead: int
+    """How often a module of the forward came to its bucket's parameters, and they had been on their way till then."""
 
 
 @functools.cache
@@ -126,8 +135,10 @@ class Play:
         cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
         activation.install()
         looker = Looker(self.job)
-        sys.argv = [str(RECIPE), *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
-        runpy.run_path(str(RECIPE), run_name="__main__")
+        recipe = str(self.job.recipe)
+        sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
+        sys.path[0] = str(RECIPES)
+        runpy.run_path(recipe, run_name="__main__")
         return looker.seen()
 
 
@@ -145,8 +156,11 @@ class Looker:
         self._collectives = dict.fromkeys(COLLECTIVES, 0)
         self._model: Any = None
         self._overlapped = 0
+        self._gathered_ahead = 0
+        self._evaluated: list[float] = []
         self._watch_buckets()
         training.training_log = self._with_log(training.training_log)
+        training.evaluate = self._with_evaluation(training.evaluate)
         training.post_training_step_callbacks = self._with_step(training.post_training_step_callbacks)
         MockGPTDataset.__getitem__ = _with_masks(MockGPTDataset.__getitem__)
         for name in COLLECTIVES:
@@ -168,6 +182,14 @@ class Looker:
 
         return training_log
 
+    def _with_evaluation(self, evaluate: Any) -> Any:
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            told = evaluate(*args, **kwargs)
+            self._evaluated.append(float(told[0]["lm loss"]))
+            return told
+
+        return evaluated
+
     def _with_step(self, callbacks: Any) -> Any:
         def after_step(model: Any, *args: Any, **kwargs: Any) -> Any:
             self._model = model[0]
@@ -186,7 +208,15 @@ class Looker:
             self._overlapped += group.grad_reduce_handle is not None
             finish(group, *args, **kwargs)
 
+        wait = LaneBucketGroup.finish_param_sync
+
+        def watched_gather(group: Any, *args: Any, **kwargs: Any) -> None:
+            in_forward = torch.is_grad_enabled()  # or else Megatron has everybody wait, to evaluate say
+            self._gathered_ahead += in_forward and group.gathered[-1].on_its_way
+            wait(group, *args, **kwargs)
+
         setattr(LaneBucketGroup, "finish_grad_sync", watched)  # noqa: B010  (a plain assignment is not for methods)
+        setattr(LaneBucketGroup, "finish_param_sync", watched_gather)  # noqa: B010
 
     def _counted(self, name: str) -> Any:
         original = getattr(torch.distributed, name)
@@ -218,6 +248,8 @@ class Looker:
             parts=dict(self._parts(rank, width)),
             collectives=self._collectives,
             overlapped=self._overlapped,
+            evaluated=self._evaluated,
+            gathered_ahead=self._gathered_ahead,
         )
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
@@ -249,6 +281,9 @@ def _with_masks(item: Any) -> Any:
     return masked
 
 
+_NOTHING = 1e-30
+"""What is relative to zero, as the norm is that nobody asked for, is relative to this."""
+
 type Whole = dict[str, NDArray[np.float64]]
 
 
@@ -274,10 +309,11 @@ def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Se
     for seen in outcomes.values():
         for key, mine, theirs in (("loss", seen.losses, expected.losses), ("grad_norm", seen.norms, expected.norms)):
             assert len(mine) == len(theirs) == STEPS
-            worst[key] = max([worst[key], *(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))])
+            apart = (abs(a - b) / max(abs(b), _NOTHING) for a, b in zip(mine, theirs, strict=True))
+            worst[key] = max([worst[key], *apart])
     for replica in wholes(outcomes).values():
         assert replica.keys() == weights.keys()
         for name, whole in replica.items():
-            difference = np.abs(whole - weights[name]).max() / max(np.abs(weights[name]).max(), 1e-30)
+            difference = np.abs(whole - weights[name]).max() / max(np.abs(weights[name]).max(), _NOTHING)
             worst["weights"] = max(worst["weights"], float(difference))
     return worst

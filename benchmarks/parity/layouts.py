@@ -8,6 +8,7 @@ _BARE = "--disable-bias-linear --normalization RMSNorm --position-embedding-type
 _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddings-and-output-weights"
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
+HYBRID = "hybrid"
 MODELS = {
     BASE: f"--swiglu {_BARE} {_GQA} {_UNTIED}",
     "gelu": f"{_BARE} {_GQA} {_UNTIED}",
@@ -18,6 +19,15 @@ MODELS = {
     "qk-layernorm": f"--swiglu {_BARE} {_GQA} {_UNTIED} --qk-layernorm",
     "qkv bias": f"--swiglu {_BARE} {_GQA} {_UNTIED} --add-qkv-bias",
     "per-token loss": f"--swiglu {_BARE} {_GQA} {_UNTIED} --calculate-per-token-loss",
+    "sgd": f"--swiglu {_BARE} {_GQA} {_UNTIED} --optimizer sgd --sgd-momentum 0 --lr 0.5",
+    "sgd, momentum": f"--swiglu {_BARE} {_GQA} {_UNTIED} --optimizer sgd --lr 0.2",
+    "no clipping": f"--swiglu {_BARE} {_GQA} {_UNTIED} --clip-grad 0",
+    "gated attention, window, sink, mup, own rates": f"--swiglu {_BARE} {_GQA} {_UNTIED} --attention-output-gate "
+    "--softmax-type off-by-one --window-size 6,0 --use-mup --mup-base-hidden-size 32 --decoupled-lr 1e-3 "
+    "--qk-layernorm --apply-wd-to-qk-layernorm",
+    "squared relu, xavier, partial rope, fused loss": f"--squared-relu {_BARE} {_GQA} {_UNTIED} --rotary-percent 0.5 "
+    "--init-method-xavier-uniform --apply-residual-connection-post-layernorm --cross-entropy-loss-fusion",
+    HYBRID: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *--*",
     OLD: "--position-embedding-type learned_absolute",
 }
 """By feature: the first is the base, the others differ from it by what they are named for; the last has it all else."""
@@ -27,9 +37,25 @@ OPTIONS = {
     "distributed optimizer": "--use-distributed-optimizer",
     "overlap": _BUCKETS,
     "distributed optimizer, overlap": f"--use-distributed-optimizer {_BUCKETS}",
+    "parameter gather overlap": f"--use-distributed-optimizer {_BUCKETS} --overlap-param-gather",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "selective recompute": "--recompute-granularity selective",
+    "recompute modules": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
 }
 """What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
+
+_SHARDED, _GATHERED = "distributed optimizer, overlap", "parameter gather overlap"
+TOGETHER = {
+    f"{model}; {option}": (model, option)
+    for model, option in (
+        (HYBRID, "distributed optimizer"),
+        (OLD, "distributed optimizer"),
+        ("tied embeddings", _GATHERED),
+        ("qk-layernorm", _SHARDED),
+        ("sgd, momentum", _GATHERED),
+    )
+}
+"""Models with such an option, where the two might touch one another."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+TP3": {"tp": 4, "dp": 2, "lost": ("r1.s0.t3",)},
@@ -45,6 +71,6 @@ def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
     return Job(model=MODELS[model], tp=tp, **options)
 
 
-def hurt(model: str, layout: str, **options: Any) -> Job:
+def hurt(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
     """The same on replicas of which some are hurt."""
-    return Job(model=MODELS[model], **LAYOUTS[layout], **options)
+    return Job(model=MODELS[model], **(LAYOUTS[layout] if isinstance(layout, str) else layout), **options)

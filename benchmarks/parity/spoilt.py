@@ -7,6 +7,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.planning.spans import Spans
@@ -80,5 +83,36 @@ def norm_not_synced() -> None:
     _put(LaneSync, "norm", lambda _, original: original)
 
 
-def _put(owner: type, name: str, spoilt: object) -> None:
+def parameters_not_awaited() -> None:
+    """A forward begins with the parameters that it finds, and never waits for those that are on their way."""
+    _put(LaneBucketGroup, "finish_param_sync", lambda *_, **__: None)
+
+
+def layer_frozen() -> None:
+    """The script trains all but the first matrices of the MLPs."""
+    build = UnevenLayers.mlp
+
+    def mlp(layers: UnevenLayers, original: Any) -> Any:
+        init = build(layers, original)
+
+        @functools.wraps(original)
+        def frozen(module: Any, *args: Any, **kwargs: Any) -> None:
+            init(module, *args, **kwargs)
+            module.linear_fc1.weight.requires_grad_(False)
+
+        return frozen
+
+    _put(UnevenLayers, "mlp", mlp)
+
+
+def optimizer_replaced() -> None:
+    """Where Megatron finds torch's AdamW there is another class."""
+
+    class Preconditioned(torch.optim.AdamW):
+        pass
+
+    _put(torch.optim, "AdamW", Preconditioned)
+
+
+def _put(owner: Any, name: str, spoilt: object) -> None:
     setattr(owner, name, spoilt)

@@ -186,6 +186,12 @@ def _quiet_fork(logging: Any) -> Any:
     return logging
 
 
+def _local_norm(_: Any) -> Any:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415  (what is rehearsed, if it is)
+
+    return WrappedTorchNorm
+
+
 # ---------------------------------------------------------------- what is replaced
 
 _FACTORIES = (
@@ -298,6 +304,11 @@ MEGATRON: tuple[Replacement, ...] = (
         target="megatron.training.training:set_jit_fusion_options",
         why="draws as many numbers from a GPU's generator as the TP degree says; here that would change the weights",
         make=_answer(None),
+    ),
+    Replacement(
+        target="megatron.core.models.hybrid.hybrid_block:TENorm",
+        why="the last norm of a hybrid model is TransformerEngine's, whatever its layers are",
+        make=_local_norm,
     ),
     Replacement(
         target="megatron.core.datasets.utils:compile_helpers",

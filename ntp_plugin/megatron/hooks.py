@@ -79,7 +79,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
         ),
         Replacement(
             target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
-            why="the distributed optimizer cuts its state over replicas of one width",
+            why="the distributed optimizer cuts its state over replicas of one width; one that nobody knows is refused",
             make=LaneOptimizer(sync).build,
         ),
         Replacement(

@@ -59,7 +59,9 @@ class Job:
     @property
     def share(self) -> Share:
         """What this rank's replica computes of it."""
-        return next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
+        share = next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
+        assert share.size == self.args.micro_batch_size, "no plan has smaller micro-batches: memory is not guarded yet"
+        return share
 
 
 def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:

@@ -45,7 +45,7 @@ class LaneSync:
         self.tensors: dict[str, Tensor] = {}
         """Its parameters as planning knows them."""
         self.shards: list[LaneShards] = []
-        """With the distributed optimizer: all that this rank has to keep state for."""
+        """With the distributed optimizer: all that this rank has to keep state for. What is replicated comes first."""
         self._sharded = False
         self._sum_replicated: Sums
 
@@ -69,9 +69,11 @@ class LaneSync:
             self.require_equal_units()
             lanes = self._make_lanes(plan.routes[0].lanes.lanes)
             names = {parameter: name for name, parameter in named.items()}
+            replicated = tuple(self.shards)
             for group in ddp.bucket_groups:
-                mine = only(lanes, {names[parameter] for parameter in group.params})
-                LaneBucketGroup.take_over(group, self._sums(mine), names, self.scale)
+                begin = self._sums(only(lanes, {names[parameter] for parameter in group.params}))
+                gathered = (*replicated, *self.shards[-1:])
+                LaneBucketGroup.take_over(group, begin, names, self.scale, gathered)
             config.finalize_model_grads_func = self.finalize
             _sum_losses_alone(ddp)
 

@@ -40,13 +40,35 @@ def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way
     )
 
 
+_NO_HYBRID_LAYERS = {
+    "M": "Mamba",
+    "G": "gated delta net",
+    "D": "sparse attention",
+    "+": "latent attention",
+    "E": "experts",
+    "/": "multi-token prediction",
+    "|": "pipeline stages",
+}
+"""What a hybrid model may have besides self-attention and MLP, by its symbol in the pattern."""
+
+
+def _hybrid(symbol: str, name: str) -> Refusal:
+    """Layers of a hybrid model that are not built yet; the pattern has an older flag as well."""
+    flags = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return _not_built(
+        f"--hybrid-layer-pattern with {symbol} ({name})",
+        lambda args: any(symbol in (getattr(args, flag, None) or "") for flag in flags),
+        way_out="a pattern of * (attention) and - (MLP), or start with whole replicas",
+    )
+
+
 TABLE: tuple[Refusal, ...] = (
     _not_built("--context-parallel-size", _above("context_parallel_size")),
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
     _not_built("--num-experts"),
     _not_built("--pipeline-model-parallel-size", _above("pipeline_model_parallel_size")),
     _not_built("--sequence-parallel"),
-    _not_built("--overlap-param-gather"),
+    _not_built("--overlap-param-gather-with-optimizer-step"),
     _not_built("--use-torch-fsdp2"),
     _not_built("--use-megatron-fsdp"),
     _not_built("--multi-latent-attention"),
@@ -77,8 +99,95 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--decrease-batch-size-if-needed"),
     _not_built("--num-distributed-optimizer-instances", _above("num_distributed_optimizer_instances")),
     _not_built("--tensor-parallel-num-weight-shards", lambda args: args.tensor_parallel_num_weight_shards),
+    _not_built("--expert-tensor-parallel-num-weight-shards"),
     _not_built("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") != "none"),
+    _not_built("--enable-cuda-graph"),
+    _not_built("--external-cuda-graph"),
+    _not_built("--optimizer-cuda-graph"),
+    _not_built("--defer-embedding-wgrad-compute"),
+    _not_built("--hybrid-context-parallel"),
+    _not_built("--heterogeneous-layers-config-encoded-json"),
+    _not_built("--inprocess-restart"),
+    _not_built("--skip-train"),
+    _not_built("--freeze-all-layers"),
+    _not_built("--non-persistent-save-interval"),
     _not_built("--experimental-attention-variant"),
+    *(
+        Refusal(
+            flag=f"--save-{what}-interval",
+            applies=_given(f"save_{what}_interval"),
+            why="writes the parts of one replica as if its slots held even shares",
+            way_out="leave it out",
+        )
+        for what in ("params", "wgrads", "dgrads", "activations")
+    ),
+    *(
+        Refusal(
+            flag=flag,
+            applies=_given(flag.removeprefix("--").replace("-", "_")),
+            why="finds logits by the nominal rank that computed a micro-batch, and here others compute it",
+            way_out="leave it out, or start with whole replicas",
+        )
+        for flag in ("--logits-save-dir", "--logits-load-dir")
+    ),
+    *(
+        Refusal(
+            flag=flag,
+            applies=_given(flag.removeprefix("--").replace("-", "_")),
+            why="passes over as many micro-batches as a whole replica would have had",
+            way_out="leave it out, or start with whole replicas",
+        )
+        for flag in ("--iterations-to-skip", "--result-rejected-tracker-filename")
+    ),
+    Refusal(
+        flag="--softmax-type",
+        applies=lambda args: getattr(args, "softmax_type", None) == "learnable",
+        why="learnable has a number for each head that Megatron does not mark as cut",
+        way_out="--softmax-type vanilla or off-by-one",
+    ),
+    Refusal(
+        flag="--distribute-saved-activations",
+        applies=_given("distribute_saved_activations"),
+        why="cuts activations into as many even parts as the replica has slots, and they may not divide",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--cross-entropy-fusion-impl",
+        applies=lambda args: getattr(args, "cross_entropy_fusion_impl", None) == "te",
+        why="te takes all slots before for as wide as this one",
+        way_out="--cross-entropy-fusion-impl native",
+    ),
+    Refusal(
+        flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
+        applies=_given("ddp_param_name_patterns_for_fp32_local_accumulation"),
+        why="keeps gradients outside of the buckets that are scaled and summed",
+        way_out="--accumulate-allreduce-grads-in-fp32",
+    ),
+    Refusal(
+        flag="--ddp-reduce-scatter-with-fp32-accumulation",
+        applies=_given("ddp_reduce_scatter_with_fp32_accumulation"),
+        why="is a way to sum that lanes do not have: they would sum in the gradients' own precision",
+        way_out="--accumulate-allreduce-grads-in-fp32",
+    ),
+    Refusal(
+        flag="--log-params-norm",
+        applies=lambda args: getattr(args, "log_params_norm", False) and getattr(args, "overlap_param_gather", False),
+        why="would tell the norm of the step before: parameters are still on their way (--overlap-param-gather)",
+        way_out="leave one of the two out",
+    ),
+    Refusal(
+        flag="--lazy-mpu-init",
+        applies=_given("lazy_mpu_init"),
+        why="says that every replica has the nominal width",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--no-initialization",
+        applies=lambda args: getattr(args, "perform_initialization", True) is False,
+        why="leaves weights as they are found in memory, and they cannot be loaded",
+        way_out="leave it out",
+    ),
+    *(_hybrid(symbol, name) for symbol, name in _NO_HYBRID_LAYERS.items()),
     Refusal(
         flag="--transformer-impl",
         applies=lambda args: args.transformer_impl != "local",
@@ -105,9 +214,9 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--optimizer",
-        applies=lambda args: args.optimizer != "adam",
+        applies=lambda args: args.optimizer not in ("adam", "sgd"),
         why="is not element-wise, or nobody has tried it: units of one matrix would depend on where they are",
-        way_out="--optimizer adam",
+        way_out="--optimizer adam or sgd",
     ),
 )
 

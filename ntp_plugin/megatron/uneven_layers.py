@@ -213,9 +213,12 @@ def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: 
     """The units of the layers that were built: cut parameters by their families, all others replicated."""
     tensors, families = [], dict[str, Family]()
     for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise Refused(f"{name} is frozen, and lanes sum all gradients", way_out="start with whole replicas")
         cut: tuple[Tensor, Family] | None = getattr(parameter, _CUT, None)
         if cut is None:
-            assert not getattr(parameter, "tensor_model_parallel", False), f"{name} is cut, and nobody said how"
+            if getattr(parameter, "tensor_model_parallel", False):
+                raise _unknown(f"the layer of {name}")
             tensors.append(Tensor(name=name, shape=tuple(parameter.shape)))
             continue
         part, family = cut

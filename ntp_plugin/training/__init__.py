@@ -3,6 +3,7 @@
     samples.py            PURE: which samples a replica computes
     gradient_lanes.py     gradients summed over the replicas, lane by lane
     sharded_optimizer.py  optimizer state sharded over the members of each lane
+    optimizers.py         which are element-wise, and what each keeps for a parameter
     cuts.py               PURE: where the units of a tensor stand in a part of it
     relayout_plan.py      PURE: which tensor goes from which layout to which
     relayout.py           parameters and optimizer state from one layout to the next, tensor by tensor

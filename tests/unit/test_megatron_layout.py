@@ -82,8 +82,20 @@ def arguments(**said):
     return types.SimpleNamespace(**{**fine, **said})
 
 
-def test_what_works_is_not_refused():
-    refuse_what_does_not_work(arguments(), TrainingPolicy(), layout("r1.s0.t3"))
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"hybrid_layer_pattern": "*--*"},
+        {"optimizer": "sgd"},
+        {"softmax_type": "off-by-one"},
+        {"log_params_norm": True},
+        {"overlap_param_gather": True},
+        {"iterations_to_skip": [], "perform_initialization": True, "cross_entropy_fusion_impl": "native"},
+    ],
+)
+def test_what_works_is_not_refused(said):
+    refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
 
 
 @pytest.mark.parametrize(
@@ -92,12 +104,30 @@ def test_what_works_is_not_refused():
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
         ({"optimizer": "muon"}, "--optimizer"),
+        ({"optimizer": "lion"}, "--optimizer"),
         ({"fp8": "hybrid"}, "--fp8-format"),
         ({"attention_dropout": 0.1}, "--attention-dropout"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
         ({"save": "/checkpoints"}, "--save"),
+        ({"hybrid_layer_pattern": "M-*-"}, r"--hybrid-layer-pattern with M \(Mamba\)"),
+        ({"hybrid_override_pattern": "*E"}, r"--hybrid-layer-pattern with E \(experts\)"),
+        ({"hybrid_layer_pattern": "*-/*"}, "--hybrid-layer-pattern with / "),
+        ({"overlap_param_gather_with_optimizer_step": True}, "--overlap-param-gather-with-optimizer-step"),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph"),
+        ({"freeze_all_layers": True}, "--freeze-all-layers"),
+        ({"save_wgrads_interval": 5}, "--save-wgrads-interval"),
+        ({"logits_load_dir": "/teacher"}, "--logits-load-dir"),
+        ({"iterations_to_skip": [3]}, "--iterations-to-skip"),
+        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
+        ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl"),
+        ({"ddp_param_name_patterns_for_fp32_local_accumulation": ["norm"]}, "--ddp-param-name-patterns"),
+        ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
+        ({"log_params_norm": True, "overlap_param_gather": True}, "--log-params-norm"),
+        ({"lazy_mpu_init": True}, "--lazy-mpu-init"),
+        ({"perform_initialization": False}, "--no-initialization"),
         ({"num_query_groups": 2}, "--num-query-groups: 2 query groups do not divide over 4 TP slots"),
     ],
 )
