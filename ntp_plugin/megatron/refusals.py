@@ -45,7 +45,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
     _not_built("--num-experts"),
     _not_built("--pipeline-model-parallel-size", _above("pipeline_model_parallel_size")),
-    _not_built("--sequence-parallel"),
     _not_built("--overlap-param-gather"),
     _not_built("--use-torch-fsdp2"),
     _not_built("--use-megatron-fsdp"),
