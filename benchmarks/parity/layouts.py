@@ -8,6 +8,7 @@ _BARE = "--disable-bias-linear --normalization RMSNorm --position-embedding-type
 _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddings-and-output-weights"
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
+SEQUENCE = "sequence parallel"
 MODELS = {
     BASE: f"--swiglu {_BARE} {_GQA} {_UNTIED}",
     "gelu": f"{_BARE} {_GQA} {_UNTIED}",
@@ -22,14 +23,26 @@ MODELS = {
 }
 """By feature: the first is the base, the others differ from it by what they are named for; the last has it all else."""
 
+MODELS |= {
+    f"{SEQUENCE}: {feature}": f"{MODELS[feature]} --sequence-parallel"
+    for feature in ("tied embeddings", "qk-layernorm", "per-token loss", OLD)
+}
+
 _BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 9000"
 OPTIONS = {
     "distributed optimizer": "--use-distributed-optimizer",
     "overlap": _BUCKETS,
     "distributed optimizer, overlap": f"--use-distributed-optimizer {_BUCKETS}",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "selective recompute": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
+    SEQUENCE: "--sequence-parallel",
 }
 """What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
+
+OPTIONS |= {
+    f"{SEQUENCE}, {option}": f"--sequence-parallel {OPTIONS[option]}"
+    for option in ("distributed optimizer, overlap", "recompute", "selective recompute")
+}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+TP3": {"tp": 4, "dp": 2, "lost": ("r1.s0.t3",)},
