@@ -42,6 +42,7 @@ def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way
 
 TABLE: tuple[Refusal, ...] = (
     _not_built("--context-parallel-size", _above("context_parallel_size")),
+    _not_built("--hybrid-context-parallel"),
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
     _not_built("--num-experts"),
     _not_built("--pipeline-model-parallel-size", _above("pipeline_model_parallel_size")),

@@ -77,7 +77,12 @@ class UnevenSequence:
         """`RotaryEmbedding.get_rotary_seq_len`."""
 
         @functools.wraps(original)
-        def rotary_length(*_: Any, **__: Any) -> int:
+        def rotary_length(  # noqa: PLR0917  (upstream's)
+            module: Any, inference: Any, block: Any, part: Any, config: Any, packed: Any = None, **kwargs: Any
+        ) -> Any:
+            if inference is not None or packed is not None:  # these bring the length along
+                return original(module, inference, block, part, config, packed, **kwargs)
+            _require_rows(part if block.input_tensor is None else block.input_tensor, self._rows.stored)
             return self._rows.length
 
         return rotary_length
