@@ -10,6 +10,8 @@ import torch
 from benchmarks.numerics import BOUNDS, compared, noticed
 from benchmarks.parity.job import largest_differences, run
 from benchmarks.parity.layouts import BASE, LAYOUTS, OLD, OPTIONS, SEQUENCE, hurt, uniform
+from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning.sequence_rows import SequenceRows
 from ntp_plugin.testing.ranks import Ranks
 
@@ -67,8 +69,6 @@ def cut_and_whole(rank):
     from megatron.core import parallel_state  # noqa: PLC0415
     from megatron.core.tensor_parallel import layers, mappings  # noqa: PLC0415
 
-    from ntp_plugin.megatron.uneven_sequence import UnevenSequence  # noqa: PLC0415
-
     store = torch.distributed.TCPStore("127.0.0.1", rank.port, is_master=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank.slot, world_size=WIDTH)
     parallel_state._set_global_memory_buffer()
@@ -78,7 +78,7 @@ def cut_and_whole(rank):
         (mappings, "_gather_along_first_dim", sequence.gather),
         (mappings, "_reduce_scatter_along_first_dim", sequence.reduce_scatter),
         (layers, "linear_with_grad_accumulation_and_async_allreduce", sequence.column_linear),
-    ):
+    ):  # as `hooks.py` has them, and then told another length each time
         setattr(module, name, make(getattr(module, name)))
     told = {}
     for length in LENGTHS:
@@ -88,21 +88,21 @@ def cut_and_whole(rank):
 
 
 def one_length(length, place):
-    """A norm's scale, a column-parallel layer, a row-parallel one, and a loss of either kind."""
+    """What stands for a norm and a bias, a column-parallel layer, a row-parallel one, and a loss of either kind."""
     from megatron.core.tensor_parallel import layers, mappings  # noqa: PLC0415
 
     torch.manual_seed(length)
-    values = torch.randn(length, 2, 4), torch.randn(4), torch.randn(6, 4), torch.randn(4, 6)
+    values = torch.randn(length, 2, 4), torch.randn(4), torch.randn(4), torch.randn(6, 4), torch.randn(4, 6)
     wholes, mine = ([value.clone().requires_grad_() for value in values] for _ in range(2))
-    tokens, scale, column, row = wholes
-    wanted = torch.tanh((tokens * scale) @ column.t()) @ row.t()
+    tokens, scale, shift, column, row = wholes
+    wanted = torch.tanh((tokens + shift) * scale @ column.t()) @ row.t() + shift
     (2 * wanted.square().sum()).backward()
 
-    tokens, scale, column, row = mine
+    tokens, scale, shift, column, row = mine
     part, group = slice(2 * place, 2 * place + 2), torch.distributed.group.WORLD
     held = mappings.scatter_to_sequence_parallel_region(tokens, group=group)
     inner = layers.linear_with_grad_accumulation_and_async_allreduce(
-        held * scale,
+        (held + shift) * scale,
         column[part],
         bias=None,
         gradient_accumulation_fusion=False,
@@ -111,15 +111,25 @@ def one_length(length, place):
         tp_group=group,
     )
     added = mappings.reduce_scatter_to_sequence_parallel_region(torch.tanh(inner) @ row[:, part].t(), group=group)
+    added = added + shift
     alike = mappings.gather_from_sequence_parallel_region(added, tensor_parallel_output_grad=False, group=group)
     shared = mappings.gather_from_sequence_parallel_region(added, group=group)
     (alike.square().sum() + shared.square().sum() / WIDTH).backward()
-    torch.distributed.all_reduce(scale.grad)  # each slot knows what its own rows say
+    for known_in_parts in (scale, shift):  # each slot knows what its own rows say
+        torch.distributed.all_reduce(known_in_parts.grad)
 
     pairs = [(alike, wanted), (shared, wanted)]
-    pairs += [(one.grad, other.grad) for one, other in zip(mine[:2], wholes[:2], strict=True)]
-    pairs += [(column.grad[part], wholes[2].grad[part]), (row.grad[:, part], wholes[3].grad[:, part])]
+    pairs += [(one.grad, other.grad) for one, other in zip(mine[:3], wholes[:3], strict=True)]
+    pairs += [(column.grad[part], wholes[3].grad[part]), (row.grad[:, part], wholes[4].grad[:, part])]
     return max(float((one - other).detach().abs().max()) for one, other in pairs), held.shape[0]
+
+
+@pytest.mark.parametrize("where", ["split", "gather", "reduce_scatter"])
+def test_a_batch_of_another_length_is_refused_where_it_comes(where):
+    """Rather than cut wrongly; Megatron's own function is not called."""
+    cut = getattr(UnevenSequence(SequenceRows(length=16, width=3)), where)(pytest.fail)
+    with pytest.raises(Refused, match=r"a tensor of 12 rows where those of --seq-length make \d+.*Way out: ."):
+        cut(torch.zeros(12, 1, 4), None)
 
 
 def test_any_length_over_three_slots():
