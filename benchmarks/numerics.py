@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, TOGETHER, hurt, uniform
+from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, SEQUENCE, TOGETHER, hurt, uniform
 from ntp_plugin.errors import NtpError
 
 SEED = 1234
@@ -26,11 +26,14 @@ WRONG = (
     "gate_and_up_swapped",
     "vocabulary_row_shifted",
     "norm_not_synced",
+    "partial_sums_not_added",
+    "pads_taken_for_rows",
 )
+_WRONG_WITH = dict.fromkeys(("partial_sums_not_added", "pads_taken_for_rows"), SEQUENCE)
 BF16 = {"dtype": "float32", "more": "--bf16"}
 """Of what Megatron calls float32 the weights and activations are bf16 then, and gradients and optimizer stay."""
 _SHARDED = "distributed optimizer, overlap"
-_IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], _SHARDED: ["TP4+TP3"]}
+_IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], _SHARDED: ["TP4+TP3"], SEQUENCE: ["TP4+TP3"]}
 _BIASED = (OLD, "biases, layernorm", "qkv bias")
 _SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
 
@@ -38,7 +41,7 @@ _SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
 def cases(scale: str) -> Iterator[tuple[str, str, str]]:
     """Feature, layout, dtype."""
     for feature in (*MODELS, *OPTIONS, *TOGETHER):
-        everywhere = scale == "full" or feature in (BASE, OLD)
+        everywhere = scale == "full" or feature in (BASE, OLD, SEQUENCE)
         for layout in _IN_CI.get(feature, []) if scale == "ci" else LAYOUTS if everywhere else _SOME:
             yield feature, layout, "float64"
             if everywhere and scale != "ci":
@@ -77,8 +80,9 @@ def bounds_of(feature: str, dtype: str) -> dict[str, float]:
 
 def noticed(wrong: str) -> bool:
     """Whether the comparison, or the plugin itself, finds what was spoilt."""
+    option = OPTIONS.get(_WRONG_WITH.get(wrong, ""), "")
     try:
-        worst = largest_differences(run(hurt(BASE, "TP4+TP3", spoil=wrong)), run(uniform(BASE)))
+        worst = largest_differences(run(hurt(BASE, "TP4+TP3", spoil=wrong, more=option)), run(uniform(BASE)))
     except NtpError:
         return True
     return max(worst.values()) > BOUNDS["float64"]

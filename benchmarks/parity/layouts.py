@@ -9,6 +9,7 @@ _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddi
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
 HYBRID = "hybrid"
+SEQUENCE = "sequence parallel"
 MODELS = {
     BASE: f"--swiglu {_BARE} {_GQA} {_UNTIED}",
     "gelu": f"{_BARE} {_GQA} {_UNTIED}",
@@ -32,6 +33,11 @@ MODELS = {
 }
 """By feature: the first is the base, the others differ from it by what they are named for; the last has it all else."""
 
+MODELS |= {
+    f"{SEQUENCE}: {feature}": f"{MODELS[feature]} --sequence-parallel"
+    for feature in ("tied embeddings", "qk-layernorm", "per-token loss", OLD)
+}
+
 _BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 9000"
 OPTIONS = {
     "distributed optimizer": "--use-distributed-optimizer",
@@ -41,8 +47,14 @@ OPTIONS = {
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective recompute": "--recompute-granularity selective",
     "recompute modules": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+    SEQUENCE: "--sequence-parallel",
 }
 """What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
+
+OPTIONS |= {
+    f"{SEQUENCE}, {option}": f"--sequence-parallel {OPTIONS[option]}"
+    for option in ("distributed optimizer, overlap", "recompute", "recompute modules")
+}
 
 _SHARDED, _GATHERED = "distributed optimizer, overlap", "parameter gather overlap"
 TOGETHER = {

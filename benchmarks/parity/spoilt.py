@@ -11,7 +11,9 @@ import torch
 
 from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
+from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.training.gradient_lanes import Slice
 
@@ -81,6 +83,20 @@ def vocabulary_row_shifted() -> None:
 def norm_not_synced() -> None:
     """Each replica clips by the norm that it found."""
     _put(LaneSync, "norm", lambda _, original: original)
+
+
+def partial_sums_not_added() -> None:
+    """Under sequence parallelism, what a slot's own rows say of a norm's gradient is taken for all of it."""
+    Replacement(
+        target="megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+        why="to be noticed",
+        make=lambda _: lambda *_, **__: None,
+    ).apply()
+
+
+def pads_taken_for_rows() -> None:
+    """The rows of a gathered sequence are its last ones, as if the pads came first."""
+    _put(UnevenSequence, "_without_pads", lambda sequence, whole: whole[sequence._rows.pads :])
 
 
 def parameters_not_awaited() -> None:

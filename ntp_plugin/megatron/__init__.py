@@ -13,6 +13,7 @@ parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were
     layout.py           PURE: who is lost, which torch rank is which slot, what it holds
     groups.py           Megatron's process groups, without the lost
     uneven_layers.py    layers of any width from unmodified classes; how each parameter is cut
+    uneven_sequence.py  sequence parallelism where the width does not divide the sequence
     job.py              the plan that all ranks have made alike
     buckets.py          Megatron's buckets, reduced in lanes
     lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all

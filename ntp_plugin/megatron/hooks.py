@@ -15,8 +15,11 @@ from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
+from ntp_plugin.megatron.uneven_sequence import UnevenSequence
+from ntp_plugin.planning.sequence_rows import SequenceRows
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _TRAINING = "megatron.training.training"
 
 
@@ -102,4 +105,41 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             why="its sampler shares samples out evenly",
             make=share.loader,
         ),
+        *_of_sequences(layout, args),
     )
+
+
+def _of_sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
+    """Those of `--sequence-parallel`: none in a replica of nominal width, few where the width divides the sequence."""
+    rows = SequenceRows(length=args.seq_length, width=layout.width)
+    if not args.sequence_parallel or (layout.width == layout.topology.tp and not rows.pads):
+        return ()
+    sequence = UnevenSequence(rows)
+    length = Replacement(
+        target="megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
+        why="it multiplies a slot's rows by the nominal TP degree",
+        make=sequence.rotary_length,
+    )
+    pads = (
+        Replacement(
+            target=f"{_MAPPINGS}:_split_along_first_dim",
+            why="it splits evenly or not at all",
+            make=sequence.split,
+        ),
+        Replacement(
+            target=f"{_MAPPINGS}:_gather_along_first_dim",
+            why="it takes all rows of all slots for the sequence's",
+            make=sequence.gather,
+        ),
+        Replacement(
+            target=f"{_MAPPINGS}:_reduce_scatter_along_first_dim",
+            why="it splits evenly or not at all",
+            make=sequence.reduce_scatter,
+        ),
+        Replacement(
+            target=f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
+            why="it gathers by itself, and takes all rows of all slots for the sequence's",
+            make=sequence.column_linear,
+        ),
+    )
+    return (length, *pads) if rows.pads else (length,)

@@ -64,10 +64,10 @@ def _hybrid(symbol: str, name: str) -> Refusal:
 
 TABLE: tuple[Refusal, ...] = (
     _not_built("--context-parallel-size", _above("context_parallel_size")),
+    _not_built("--hybrid-context-parallel"),
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
     _not_built("--num-experts"),
     _not_built("--pipeline-model-parallel-size", _above("pipeline_model_parallel_size")),
-    _not_built("--sequence-parallel"),
     _not_built("--overlap-param-gather-with-optimizer-step"),
     _not_built("--use-torch-fsdp2"),
     _not_built("--use-megatron-fsdp"),
