@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
+from benchmarks.parity.layouts import BASE, DROPOUT, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
 from ntp_plugin.errors import NtpError
 
 SEED = 1234
@@ -27,10 +27,11 @@ WRONG = (
     "vocabulary_row_shifted",
     "norm_not_synced",
 )
+WRONG_MASKS = ("masks_of_the_slot", "heads_numbered_by_the_slot", "samples_numbered_by_the_replica")
 BF16 = {"dtype": "float32", "more": "--bf16"}
 """Of what Megatron calls float32 the weights and activations are bf16 then, and gradients and optimizer stay."""
 _SHARDED = "distributed optimizer, overlap"
-_IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], _SHARDED: ["TP4+TP3"]}
+_IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], DROPOUT: ["TP4+TP3"], _SHARDED: ["TP4+TP3"]}
 _BIASED = (OLD, "biases, layernorm", "qkv bias")
 _SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
 
@@ -78,7 +79,8 @@ def bounds_of(feature: str, dtype: str) -> dict[str, float]:
 def noticed(wrong: str) -> bool:
     """Whether the comparison, or the plugin itself, finds what was spoilt."""
     try:
-        worst = largest_differences(run(hurt(BASE, "TP4+TP3", spoil=wrong)), run(uniform(BASE)))
+        model = DROPOUT if wrong in WRONG_MASKS else BASE
+        worst = largest_differences(run(hurt(model, "TP4+TP3", spoil=wrong)), run(uniform(model)))
     except NtpError:
         return True
     return max(worst.values()) > BOUNDS["float64"]
@@ -95,7 +97,7 @@ def main(scale: str) -> int:
         print(rows[-1], file=sys.stderr, flush=True)
     usual = {"dtype": "float32", "eps": USUAL_EPS}
     floor, at_usual = noise_floor(BASE, **usual), compared(BASE, "TP4+TP3", **usual)
-    controls = [{"name": wrong, "noticed": noticed(wrong)} for wrong in WRONG]
+    controls = [{"name": wrong, "noticed": noticed(wrong)} for wrong in (*WRONG, *WRONG_MASKS)]
     holds = (
         max(worst) <= 1
         and all(at_usual[key] <= TIMES_THE_FLOOR * floor[key] for key in floor)

@@ -8,6 +8,7 @@ _BARE = "--disable-bias-linear --normalization RMSNorm --position-embedding-type
 _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddings-and-output-weights"
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
+DROPOUT = "dropout 0.1"
 MODELS = {
     BASE: f"--swiglu {_BARE} {_GQA} {_UNTIED}",
     "gelu": f"{_BARE} {_GQA} {_UNTIED}",
@@ -18,9 +19,14 @@ MODELS = {
     "qk-layernorm": f"--swiglu {_BARE} {_GQA} {_UNTIED} --qk-layernorm",
     "qkv bias": f"--swiglu {_BARE} {_GQA} {_UNTIED} --add-qkv-bias",
     "per-token loss": f"--swiglu {_BARE} {_GQA} {_UNTIED} --calculate-per-token-loss",
+    DROPOUT: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hidden-dropout 0.1 --attention-dropout 0.1 "
+    "--ntp-enable --ntp-dropout exact",
     OLD: "--position-embedding-type learned_absolute",
 }
-"""By feature: the first is the base, the others differ from it by what they are named for; the last has it all else."""
+"""By feature: the first is the base, the others differ from it by what they are named for; the last has it all else.
+
+Exact masks are in the uniform run as well: they are what makes the runs equal.
+"""
 
 _BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 9000"
 OPTIONS = {
@@ -41,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
-    """One whole replica that computes everything, without the plugin."""
+    """One whole replica that computes everything, with nothing of the plugin's that the model does not ask for."""
     return Job(model=MODELS[model], tp=tp, **options)
 
 
