@@ -6,7 +6,8 @@ Which dropout it is. Once the model is built its modules are walked: the dropout
 attention's weights, and everything that was built to be `get_bias_dropout_add` in a layer with a number. A dropout of
 any other kind, or two with one name, are refused. Megatron numbers layers over all stages.
 
-Which heads and rows. A slot knows the query groups that it holds; what is not cut is whole.
+Which heads and rows. A slot knows the query groups that it holds. Under sequence parallelism it has a part of the rows
+between the parallel layers, where all slots store equally many in their order; otherwise it has them all.
 
 Which samples. They are numbered in the order of training: the samples before this step, and the place of the
 micro-batch in the global batch. Megatron's schedules run the micro-batches of a model chunk forward in their order,
@@ -39,6 +40,7 @@ class ExactDropout:
 
     def __init__(self, layout: Layout, args: Any, places: Places) -> None:
         self._layout, self._args, self._places = layout, args, places
+        self._place = layout.survivors.index(layout.slot.tp)
         self._first: int | None = None
         """The number of the first sample of the micro-batch under way."""
 
@@ -146,7 +148,8 @@ class ExactDropout:
     def over_rows(self, which: int, x: torch.Tensor, p: float) -> torch.Tensor:
         """Dropout from [row of the sequence, sample, hidden]."""
         rows, samples, _ = x.shape
-        keys = row_keys(which, self._samples(samples, x.device), torch.arange(rows, device=x.device))
+        first = self._place * rows if self._args.sequence_parallel else 0
+        keys = row_keys(which, self._samples(samples, x.device), torch.arange(first, first + rows, device=x.device))
         return dropout(x, p, keys.T)
 
     def over_heads(self, which: int, x: torch.Tensor, p: float) -> torch.Tensor:

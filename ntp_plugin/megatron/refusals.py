@@ -117,7 +117,6 @@ EXACT_MASKS: tuple[Refusal, ...] = (
         why="has kernels that draw their masks by themselves",
         way_out="--transformer-impl local",
     ),
-    _not_built("--sequence-parallel", way_out="leave it out: a slot's rows would have to know where they begin"),
     _not_built("--context-parallel-size", _above("context_parallel_size"), way_out="--context-parallel-size 1"),
     Refusal(
         flag="--mtp-num-layers",

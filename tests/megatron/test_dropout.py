@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BOUNDS, WRONG_MASKS, noticed
-from benchmarks.parity.job import Job, largest_differences, run
+from benchmarks.parity.job import STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, OPTIONS, hurt, uniform
 from ntp_plugin.errors import Refused
 
@@ -46,8 +46,9 @@ def test_micro_batches_of_two_samples_draw_what_each_sample_draws_alone():
     assert worst(outcomes, run(uniform(DROPOUT, more=eight))) <= FLOAT64
 
 
-def test_healthy_replicas_of_another_width_draw_the_same():
-    outcomes = run(Job(model=MODELS[DROPOUT], tp=2, dp=2))
+@pytest.mark.parametrize("more", ["", "--sequence-parallel"])
+def test_healthy_replicas_of_another_width_draw_the_same(more):
+    outcomes = run(Job(model=MODELS[DROPOUT], tp=2, dp=2, more=more))
     assert worst(outcomes, run(uniform(DROPOUT))) <= FLOAT64
 
 
@@ -56,8 +57,10 @@ def test_pipelined_micro_batches_keep_their_samples_while_others_are_under_way()
     stages = f"--pipeline-model-parallel-size 2 {OPTIONS['recompute']}"
     outcomes = run(Job(model=MODELS[DROPOUT], tp=2, dp=2, more=stages))
     reference = run(uniform(DROPOUT))[0]
+    assert sorted(len(seen.losses) for seen in outcomes.values()) == [0, 0, STEPS, STEPS], "two stages"
     for seen in outcomes.values():
         assert seen.norms == pytest.approx(reference.norms, rel=FLOAT64)
+        assert not seen.losses or seen.losses == pytest.approx(reference.losses, rel=FLOAT64)
 
 
 def test_something_is_dropped():
@@ -67,7 +70,7 @@ def test_something_is_dropped():
 
 @pytest.mark.parametrize("wrong", WRONG_MASKS)
 def test_the_comparison_notices(wrong):
-    assert noticed(wrong)
+    assert noticed(wrong, DROPOUT)
 
 
 def test_masks_of_the_slots_own_generator_are_another_training():

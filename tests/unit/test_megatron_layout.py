@@ -118,7 +118,6 @@ def test_exact_masks_are_not_refused_hurt_or_healthy():
     ("said", "flag"),
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
-        ({"sequence_parallel": True}, "--sequence-parallel"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
