@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, SEQUENCE, TOGETHER, hurt, uniform
+from benchmarks.parity.layouts import BASE, DROPOUT, LAYOUTS, MODELS, OLD, OPTIONS, SEQUENCE, TOGETHER, hurt, uniform
 from ntp_plugin.errors import NtpError
 
 SEED = 1234
@@ -30,10 +30,17 @@ WRONG = (
     "pads_taken_for_rows",
 )
 _WRONG_WITH = dict.fromkeys(("partial_sums_not_added", "pads_taken_for_rows"), SEQUENCE)
+WRONG_MASKS = ("masks_of_the_slot", "heads_numbered_by_the_slot", "samples_numbered_by_the_replica")
 BF16 = {"dtype": "float32", "more": "--bf16"}
 """Of what Megatron calls float32 the weights and activations are bf16 then, and gradients and optimizer stay."""
 _SHARDED = "distributed optimizer, overlap"
-_IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], _SHARDED: ["TP4+TP3"], SEQUENCE: ["TP4+TP3"]}
+_IN_CI = {
+    BASE: ["TP4+TP3", "TP3+TP3"],
+    OLD: ["TP4+TP2"],
+    DROPOUT: ["TP4+TP3"],
+    _SHARDED: ["TP4+TP3"],
+    SEQUENCE: ["TP4+TP3"],
+}
 _BIASED = (OLD, "biases, layernorm", "qkv bias")
 _SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
 
@@ -78,11 +85,11 @@ def bounds_of(feature: str, dtype: str) -> dict[str, float]:
     return {key: TIMES_THE_FLOOR * value for key, value in floor.items()}
 
 
-def noticed(wrong: str) -> bool:
+def noticed(wrong: str, feature: str = BASE) -> bool:
     """Whether the comparison, or the plugin itself, finds what was spoilt."""
     option = OPTIONS.get(_WRONG_WITH.get(wrong, ""), "")
     try:
-        worst = largest_differences(run(hurt(BASE, "TP4+TP3", spoil=wrong, more=option)), run(uniform(BASE)))
+        worst = largest_differences(run(hurt(feature, "TP4+TP3", spoil=wrong, more=option)), run(uniform(feature)))
     except NtpError:
         return True
     return max(worst.values()) > BOUNDS["float64"]
@@ -100,6 +107,7 @@ def main(scale: str) -> int:
     usual = {"dtype": "float32", "eps": USUAL_EPS}
     floor, at_usual = noise_floor(BASE, **usual), compared(BASE, "TP4+TP3", **usual)
     controls = [{"name": wrong, "noticed": noticed(wrong)} for wrong in WRONG]
+    controls += [{"name": wrong, "noticed": noticed(wrong, DROPOUT)} for wrong in WRONG_MASKS]
     holds = (
         max(worst) <= 1
         and all(at_usual[key] <= TIMES_THE_FLOOR * floor[key] for key in floor)

@@ -80,6 +80,7 @@ class Seen:
 
     replica: int
     losses: list[float]
+    """On ranks of the last stage."""
     norms: list[float]
     rates: list[float]
     consumed: int
@@ -175,7 +176,7 @@ class Looker:
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
             told = dict(zip(names, args, strict=False))
-            self._losses.append(float(told["losses"]["lm loss"]))
+            self._losses += [float(loss) for name, loss in told["losses"].items() if name == "lm loss"]
             self._norms.append(float(told["norm"]))
             self._rates.append(told["rate"])
             return log(*args, **kwargs)

@@ -10,6 +10,7 @@ BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
 HYBRID = "hybrid"
 SEQUENCE = "sequence parallel"
+DROPOUT = "dropout 0.1"
 MODELS = {
     BASE: f"--swiglu {_BARE} {_GQA} {_UNTIED}",
     "gelu": f"{_BARE} {_GQA} {_UNTIED}",
@@ -29,9 +30,14 @@ MODELS = {
     "squared relu, xavier, partial rope, fused loss": f"--squared-relu {_BARE} {_GQA} {_UNTIED} --rotary-percent 0.5 "
     "--init-method-xavier-uniform --apply-residual-connection-post-layernorm --cross-entropy-loss-fusion",
     HYBRID: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *--*",
+    DROPOUT: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hidden-dropout 0.1 --attention-dropout 0.1 "
+    "--ntp-enable --ntp-dropout exact",
     OLD: "--position-embedding-type learned_absolute",
 }
-"""By feature: the first is the base, the others differ from it by what they are named for; the last has it all else."""
+"""By feature: the first is the base, the others differ from it by what they are named for; the last has it all else.
+
+Exact masks are in the uniform run as well: they are what makes the runs equal.
+"""
 
 MODELS |= {
     f"{SEQUENCE}: {feature}": f"{MODELS[feature]} --sequence-parallel"
@@ -79,7 +85,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
-    """One whole replica that computes everything, without the plugin."""
+    """One whole replica that computes everything, with nothing of the plugin's that the model does not ask for."""
     return Job(model=MODELS[model], tp=tp, **options)
 
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ntp_plugin.megatron.buckets import LaneBucketGroup
+from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
@@ -128,6 +130,34 @@ def optimizer_replaced() -> None:
         pass
 
     _put(torch.optim, "AdamW", Preconditioned)
+
+
+def masks_of_the_slot() -> None:
+    """Dropouts draw as Megatron's do: those of heads from a generator of the slot, all others from the replica's."""
+
+    def over_heads(_: ExactDropout, __: int, x: torch.Tensor, p: float) -> torch.Tensor:
+        with get_cuda_rng_tracker().fork():
+            return torch.nn.functional.dropout(x, p)
+
+    _put(ExactDropout, "over_heads", over_heads)
+    _put(ExactDropout, "over_rows", lambda _, __, x, p: torch.nn.functional.dropout(x, p))
+
+
+def heads_numbered_by_the_slot() -> None:
+    """A slot takes its heads for the first ones of the model."""
+    find = ExactDropout._heads
+    _put(ExactDropout, "_heads", lambda exact, device: torch.arange(len(find(exact, device)), device=device))
+
+
+def samples_numbered_by_the_replica() -> None:
+    """A replica takes its micro-batches for the first ones of the batch."""
+    number = ExactDropout._numbered
+
+    def numbered(exact: ExactDropout, forward_step: Any, count: int) -> Any:
+        exact._places = lambda _: range(100)
+        return number(exact, forward_step, count)
+
+    _put(ExactDropout, "_numbered", numbered)
 
 
 def _put(owner: Any, name: str, spoilt: object) -> None:

@@ -3,7 +3,8 @@
     python -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable --ntp-lost r1.s0.t3 ...
 
 What a hurt layout needs, and nothing else, is put in place of Megatron's functions when the arguments have been
-parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were not there.
+parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were not there. The one exception has to
+be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a later run would draw other masks.
 
     __main__.py         starts a script with the flags made known
     activation.py       the flags, what they mean together, and when the hooks go in
@@ -19,6 +20,7 @@ parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were
     lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
     lane_optimizer.py   Megatron's optimizer on the shards of lanes
     batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
+    dropout.py          masks that do not depend on the layout, healthy or hurt
     hooks.py            the table of all hooks, with the reason of each
 
 The idea. Megatron's arguments go on saying the nominal layout: TP degree, data-parallel size, padded vocabulary,

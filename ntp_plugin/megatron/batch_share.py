@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_sync import LaneSync
-from ntp_plugin.training.samples import ReplicaSamples
+from ntp_plugin.training.samples import ReplicaSamples, places
 
 type Losses = dict[str, torch.Tensor]
 type Kind = tuple[int, torch.dtype]
@@ -112,6 +112,10 @@ class BatchShare:
             )
 
         return build
+
+    def places(self, _: int) -> list[int]:
+        """Where this replica's micro-batches stand in the global batch, however many it had nominally."""
+        return places(self._job.batch, self._job.share)
 
     def _samples(self, dataset: Any, consumed: int) -> Any:
         return ReplicaSamples(nominal=self._job.batch, share=self._job.share, consumed=consumed, available=len(dataset))

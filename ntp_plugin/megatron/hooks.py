@@ -1,7 +1,9 @@
-"""The table of everything of Megatron's that a job that begins hurt has replaced, with the reason of each.
+"""The table of everything of Megatron's that a job has replaced, with the reason of each.
 
-A healthy job, or one without `--ntp-enable`, has none of it. Each line is a wish to upstream as well: what it would
-take for the hook not to be needed stands in `patches/README.md`.
+A job that begins hurt has the most of it. Masks that do not depend on the layout are in place from the start where
+they are asked for, or a run that is hurt later would not be the same. Any other job, or one without `--ntp-enable`,
+has nothing replaced. Each line is a wish to upstream as well: what it would take for the hook not to be needed stands
+in `patches/README.md`.
 """
 
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
+from ntp_plugin.megatron.dropout import ExactDropout, Places
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.refusals import draws_exact_masks
 from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.uneven_sequence import UnevenSequence
@@ -20,11 +24,15 @@ from ntp_plugin.planning.sequence_rows import SequenceRows
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_RANDOM = "megatron.core.tensor_parallel.random"
 _TRAINING = "megatron.training.training"
 
 
 def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacement, ...]:
     """The hooks of one job."""
+    if not layout.lost:
+        replica, replicas = layout.slot.replica, layout.topology.dp
+        return _masks(layout, policy, args, lambda count: range(replica, count * replicas, replicas))
     layers = UnevenLayers(layout, granule=policy.granule)
     job = Job(layout, policy, args)
     sync = LaneSync(job)
@@ -106,6 +114,36 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             make=share.loader,
         ),
         *_of_sequences(layout, args),
+        *_masks(layout, policy, args, share.places),
+    )
+
+
+def _masks(layout: Layout, policy: TrainingPolicy, args: Any, places: Places) -> tuple[Replacement, ...]:
+    """The dropouts, where they are to be exact."""
+    if not draws_exact_masks(args, policy):
+        return ()
+    exact = ExactDropout(layout, args, places)
+    return (
+        Replacement(
+            target=f"{_TRAINING}:setup_model_and_optimizer",
+            why="dropouts draw their masks from a generator of the slot, in the order of calls",
+            make=exact.model,
+        ),
+        Replacement(
+            target=f"{_TRAINING}:get_forward_backward_func",
+            why="no layer is told which samples it sees",
+            make=exact.schedule,
+        ),
+        Replacement(
+            target=f"{_RANDOM}:_get_all_rng_states",
+            why="what is recomputed later must know which samples it saw",
+            make=exact.random_state,
+        ),
+        Replacement(
+            target=f"{_RANDOM}:_set_all_rng_states",
+            why="as above",
+            make=exact.put_back,
+        ),
     )
 
 

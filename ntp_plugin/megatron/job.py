@@ -74,6 +74,7 @@ def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
         batch=policy.batch,
         copies=_NO_COPIES,
         lost=policy.lost,
+        dropout=policy.dropout,
     )
 
 

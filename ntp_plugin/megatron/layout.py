@@ -96,7 +96,7 @@ def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: i
             return layout
         problem = None
     raise problem or ConfigError(
-        f"{processes} processes are not whole replicas of TP {tp} x PP {pp} but for {', '.join(lost)}",
+        f"{processes} processes are not whole replicas of TP {tp} x PP {pp} but for {', '.join(lost) or 'nobody'}",
         way_out="start one process for each slot that is not lost",
     )
 

@@ -1,4 +1,4 @@
-"""What does not work in a hurt layout, and is refused at start: by its flag, with the way out.
+"""What does not work in a hurt layout, or with exact masks, and is refused at start: by its flag, with the way out.
 
 A line here is a promise that nothing is computed wrongly in silence. Whoever builds a feature takes its line out.
 """
@@ -76,8 +76,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--fp16"),
     _not_built("--fp8-format", _given("fp8")),
     _not_built("--fp4-format", _given("fp4")),
-    _not_built("--hidden-dropout", _above("hidden_dropout", 0), way_out="--hidden-dropout 0"),
-    _not_built("--attention-dropout", _above("attention_dropout", 0), way_out="--attention-dropout 0"),
     _not_built("--save", way_out="leave it out: a checkpoint of uneven shards would be written with wrong offsets"),
     _not_built("--load", way_out="leave it out: a checkpoint would be read into uneven shards with wrong offsets"),
     _not_built("--pretrained-checkpoint"),
@@ -221,13 +219,70 @@ TABLE: tuple[Refusal, ...] = (
 )
 
 
+EXACT_MASKS: tuple[Refusal, ...] = (
+    Refusal(
+        flag="--transformer-impl",
+        applies=lambda args: args.transformer_impl != "local",
+        why="has kernels that draw their masks by themselves",
+        way_out="--transformer-impl local",
+    ),
+    _not_built("--context-parallel-size", _above("context_parallel_size"), way_out="--context-parallel-size 1"),
+    Refusal(
+        flag="--mtp-num-layers",
+        applies=_given("mtp_num_layers"),
+        why="numbers its layers from one again, so they would have the masks of others",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--cuda-graph-impl",
+        applies=lambda args: getattr(args, "cuda_graph_impl", "none") != "none",
+        why="plays back the masks that it has recorded",
+        way_out="--cuda-graph-impl none",
+    ),
+    Refusal(
+        flag="--use-tp-pp-dp-mapping",
+        applies=_given("use_tp_pp_dp_mapping"),
+        why="numbers ranks in another order than slots",
+        way_out="leave it out",
+    ),
+)
+"""What masks that do not depend on the layout cannot have, in a healthy one either."""
+
+_DROPOUTS = ("hidden_dropout", "attention_dropout")
+
+
+def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
+    """Whether the job has dropouts, and their masks are ours."""
+    return policy.enabled and policy.dropout == "exact" and any(_above(name, 0)(args) for name in _DROPOUTS)
+
+
 def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
-    """Raise for the first thing in the arguments that a hurt layout cannot have."""
+    """Raise for the first thing in the arguments that a hurt layout, or masks that are exact, cannot have."""
+    if layout.lost:
+        _refuse_hurt(args, policy, layout)
+        _refuse_broken_groups(args, layout.topology.tp)
+    if draws_exact_masks(args, policy):
+        _refuse_first(EXACT_MASKS, "--ntp-dropout exact", args)
+        _refuse_broken_groups(args, layout.topology.tp)
+
+
+def _refuse_first(table: tuple[Refusal, ...], cause: str, args: Any) -> None:
+    for refusal in table:
+        if refusal.applies(args):
+            raise Refused(f"with {cause}, {refusal.flag} {refusal.why}", way_out=refusal.way_out)
+
+
+def _refuse_hurt(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
     _refuse_policy(policy, layout)
     hurt = f"{', '.join(map(str, sorted(layout.lost)))} lost"
-    for refusal in TABLE:
-        if refusal.applies(args):
-            raise Refused(f"with {hurt}, {refusal.flag} {refusal.why}", way_out=refusal.way_out)
+    _refuse_first(TABLE, hurt, args)
+    for name in _DROPOUTS:
+        if _above(name, 0)(args) and policy.dropout != "exact":
+            flag = "--" + name.replace("_", "-")
+            raise Refused(
+                f"with {hurt}, {flag} {getattr(args, name)} would draw other masks than with nobody lost",
+                way_out=f"--ntp-dropout exact, here and in the run that this one goes on for; or {flag} 0",
+            )
     tp = layout.topology.tp
     if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < tp * layout.topology.pp:
         raise Refused(
@@ -235,6 +290,9 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
             "Megatron's report on memory divides by how many replicas they make",
             way_out="leave --use-distributed-optimizer out",
         )
+
+
+def _refuse_broken_groups(args: Any, tp: int) -> None:
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     if groups % tp:
         raise Refused(

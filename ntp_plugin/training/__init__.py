@@ -1,6 +1,7 @@
 """Training state in uneven layouts: how it moves into one, and how gradients flow in it.
 
     samples.py            PURE: which samples a replica computes
+    dropout.py            masks that do not depend on who computes what
     gradient_lanes.py     gradients summed over the replicas, lane by lane
     sharded_optimizer.py  optimizer state sharded over the members of each lane
     optimizers.py         which are element-wise, and what each keeps for a parameter

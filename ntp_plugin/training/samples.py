@@ -28,7 +28,7 @@ class ReplicaSamples:
         """One list for each micro-batch, step after step, as far as there are whole global batches."""
         size = self.nominal.total * self.nominal.micro_batch
         for start in range(self.consumed, self.available - size + 1, size):
-            for place in self.places():
+            for place in places(self.nominal, self.share):
                 first = start + place * self.nominal.micro_batch
                 yield list(range(first, first + self.nominal.micro_batch))
 
@@ -36,7 +36,8 @@ class ReplicaSamples:
         """As Megatron's samplers tell it: the samples in the data set."""
         return self.available
 
-    def places(self) -> list[int]:
-        """Where the replica's micro-batches stand in a global batch, in the order in which it computes them."""
-        turns = (divmod(number, self.nominal.per_replica) for number in self.share.numbers)
-        return [turn * self.nominal.replicas + replica for replica, turn in turns]
+
+def places(nominal: NominalBatch, share: Share) -> list[int]:
+    """Where a replica's micro-batches stand in a global batch, in the order in which it computes them."""
+    turns = (divmod(number, nominal.per_replica) for number in share.numbers)
+    return [turn * nominal.replicas + replica for replica, turn in turns]

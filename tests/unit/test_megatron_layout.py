@@ -10,7 +10,7 @@ from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron.activation import read_policy
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.refusals import TABLE, refuse_what_does_not_work
+from ntp_plugin.megatron.refusals import EXACT_MASKS, TABLE, refuse_what_does_not_work
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.planning.units import Family
@@ -136,6 +136,32 @@ def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(said, flag):
         refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
 
 
+EXACT = TrainingPolicy(enabled=True, dropout="exact")
+
+
+def test_exact_masks_are_not_refused_hurt_or_healthy():
+    for found in (layout("r1.s0.t3"), layout(processes=8)):
+        refuse_what_does_not_work(arguments(attention_dropout=0.1), EXACT, found)
+
+
+@pytest.mark.parametrize(
+    ("said", "flag"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
+        ({"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"use_tp_pp_dp_mapping": True}, "--use-tp-pp-dp-mapping"),
+        ({"num_query_groups": 2}, "--num-query-groups"),
+    ],
+)
+def test_where_masks_cannot_be_exact_they_are_refused_with_nobody_lost(said, flag):
+    whole = layout(processes=8)
+    with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
+        refuse_what_does_not_work(arguments(hidden_dropout=0.1, **said), EXACT, whole)
+    refuse_what_does_not_work(arguments(**said), EXACT, whole)
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
@@ -164,4 +190,4 @@ def test_flags_win_over_the_file(tmp_path):
 
 
 def test_every_refusal_says_what_to_do():
-    assert all(refusal.flag.startswith("--") and refusal.why and refusal.way_out for refusal in TABLE)
+    assert all(refusal.flag.startswith("--") and refusal.why and refusal.way_out for refusal in (*TABLE, *EXACT_MASKS))
