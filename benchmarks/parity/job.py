@@ -19,7 +19,10 @@ from ntp_plugin.testing.ranks import Rank, Ranks
 
 RECIPE = Path(__file__).parents[2] / "recipes/megatron/pretrain_gpt.py"
 STEPS = 20
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier")
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier"),
+    "all_to_all_single",
+)
 COMMON = f"""
 --num-layers 2 --hidden-size 64 --num-attention-heads 16 --kv-channels 4 --ffn-hidden-size 160
 --vocab-size 250 --make-vocab-size-divisible-by 32 --tokenizer-type NullTokenizer --mock-data --num-workers 0
@@ -44,6 +47,7 @@ class Job:
     dtype: str = "float64"
     eps: str = "1e-4"
     more: str = ""
+    route: str = "direct"
     spoil: str = ""
 
     @property
@@ -55,6 +59,7 @@ class Job:
         """The command line."""
         plugin = ["--ntp-enable"] if self.enabled or self.lost else []
         plugin += [f"--ntp-lost={word}" for word in self.lost]
+        plugin += [f"--ntp-route={self.route}"] if self.lost else []
         parallel = ["--tensor-model-parallel-size", str(self.tp), "--adam-eps", self.eps]
         return [*COMMON.split(), *self.model.split(), *self.more.split(), *parallel, *plugin]
 

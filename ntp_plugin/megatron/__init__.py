@@ -16,6 +16,7 @@ parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were
     job.py              the plan that all ranks have made alike
     buckets.py          Megatron's buckets, reduced in lanes
     lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
+    core_groups.py      the same by way of core slots: the groups of that route
     lane_optimizer.py   Megatron's optimizer on the shards of lanes
     batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
     hooks.py            the table of all hooks, with the reason of each

@@ -13,7 +13,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.lanes import stage_patterns
 from ntp_plugin.planning.shard_layout import lay_out, overlay
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.topology import Pattern, Standing
+from ntp_plugin.planning.topology import Pattern, Slot, Standing
 from ntp_plugin.planning.units import StageUnits
 
 
@@ -49,6 +49,21 @@ class CoreRoute:
     reference: Pattern
     cores: tuple[tuple[tuple[str, Spans], ...], ...]
     seatings: tuple[Seating, ...]
+
+    def seating(self, pattern: Pattern) -> Seating:
+        """Of the groups with this pattern."""
+        return next(seating for seating in self.seatings if seating.pattern == pattern)
+
+    def members(self, core: int, standing: Standing) -> list[Slot]:
+        """The slots that are core number `core`, one for each replica that goes on, ascending."""
+        return [
+            Slot(
+                replica=replica,
+                stage=self.stage,
+                tp=self.seating(standing.pattern(replica, self.stage)).seats[core],
+            )
+            for replica in standing.replicas
+        ]
 
 
 def plan_core_route(standing: Standing, units: StageUnits, stage: int) -> CoreRoute:

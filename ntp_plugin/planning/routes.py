@@ -6,7 +6,8 @@ The cost of a route is what its busiest rank pays for one reduction of a stage's
 
 A ring all-reduce among k ranks sends 2 (k - 1) / k of the buffer. Collectives are counted per bucket, Megatron's
 bucket size being max(40 M, 1 M x replicas) parameters. Both routes reduce the same elements; `direct` sends nothing in
-the domain, `via_core` has one collective per core. A stage in which no group is hurt keeps the framework's own path.
+the domain, `via_core` has one collective per core, and one each for the ways there and back. A stage in which no group
+is hurt keeps the framework's own path.
 """
 
 import dataclasses
@@ -101,7 +102,8 @@ class _Price:
                 sent[core] += self._replicated
             # Out and back: each slot sends what it lends, and returns what it was lent.
             domain = max([domain, *(sent[slot] + received[slot] for slot in sent | received)])
-        return self._cost(busiest_core + self._replicated, domain, 1, len(cores.cores))
+        lends = any(seating.hops for seating in cores.seatings)
+        return self._cost(busiest_core + self._replicated, domain, 1 + 2 * lends, len(cores.cores))
 
     @property
     def _replicated(self) -> int:

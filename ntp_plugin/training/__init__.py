@@ -2,6 +2,8 @@
 
     samples.py            PURE: which samples a replica computes
     gradient_lanes.py     gradients summed over the replicas, lane by lane
+    core_seats.py         PURE: what each slot lends to the cores of its group
+    core_lanes.py         gradients summed over the replicas by way of cores
     sharded_optimizer.py  optimizer state sharded over the members of each lane
     cuts.py               PURE: where the units of a tensor stand in a part of it
     relayout_plan.py      PURE: which tensor goes from which layout to which

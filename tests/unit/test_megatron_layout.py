@@ -109,7 +109,6 @@ def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(said, flag):
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        (TrainingPolicy(route="via_core"), "--ntp-route via_core"),
         (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
         (TrainingPolicy(min_tp_width=4), "replica 1 is 3 slots wide in stage 0, below --ntp-min-tp-width 4"),
     ],
