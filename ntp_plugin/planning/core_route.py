@@ -29,16 +29,11 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Seating:
-    """Where the cores stand in the groups of one pattern (`seats[c]` is a TP slot), and what must hop to them.
-
-    Each core reduces replicated gradients as well; a guest, a living slot that is no core, is sent the sums by the
-    core that stands beside it in `guests`.
-    """
+    """Where the cores stand in the groups of one pattern (`seats[c]` is a TP slot), and what must hop to them."""
 
     pattern: Pattern
     seats: tuple[int, ...]
     hops: tuple[Hop, ...]
-    guests: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,5 +89,4 @@ def _seat_cores(pattern: Pattern, reference: Pattern, home: list[int], units: St
         Hop(source=source, target=target, family=family, units=sp.joined(spans))
         for (source, target, family), spans in sorted(moving.items())
     )
-    guests = tuple((guest, seats[index % len(seats)]) for index, guest in enumerate(free))
-    return Seating(pattern=pattern, seats=seats, hops=hops, guests=guests)
+    return Seating(pattern=pattern, seats=seats, hops=hops)

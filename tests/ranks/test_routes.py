@@ -6,8 +6,9 @@ import functools
 import numpy as np
 import pytest
 
+from benchmarks.routed import cut_tensors, small_nominal, whole
 from ntp_plugin.testing.ranks import Ranks
-from tests.ranks.routes_job import RATE, cut_tensors, nominal_of, reduce_by_all_routes, whole
+from tests.ranks.routes_job import RATE, reduce_by_all_routes
 
 BOUND = 1e-12
 LOSSES = {
@@ -45,7 +46,7 @@ def put_together(told, route, tensors):
 
 def worst_difference(told, route, shape):
     """To the sums over the replicas, or to the weights that they make."""
-    tensors, worst = cut_tensors(nominal_of(*shape)), 0.0
+    tensors, worst = cut_tensors(small_nominal(*shape)), 0.0
     for replica in put_together(told, route, tensors).values():
         for tensor in tensors:
             expected = sum(whole(tensor, 1 + other).numpy() for other in range(shape[1]))
@@ -67,7 +68,7 @@ def test_every_route_ends_in_the_same_sums(shape, number):
 def test_all_replicas_have_the_same_bits_and_so_has_a_repeated_run(shape, number):
     told = outcomes(shape)[number]
     for route in ("direct", "via_core", "sharded"):
-        first, *others = put_together(told, route, cut_tensors(nominal_of(*shape))).values()
+        first, *others = put_together(told, route, cut_tensors(small_nominal(*shape))).values()
         for other in others:
             for name, values in first.items():
                 assert values.tobytes() == other[name].tobytes(), (route, name)

@@ -17,7 +17,7 @@ def hurt_jobs(draw):
 
 
 @given(hurt_jobs())
-def test_lanes_are_exactly_the_owner_tuples_and_the_cover_reaches_everybody(case):
+def test_lanes_are_exactly_the_owner_tuples_and_reach_everybody(case):
     properties.lanes_are_the_owner_tuples(*case)
 
 

@@ -81,15 +81,6 @@ def forget_the_detours(sound):
     return broken
 
 
-def cover_with_one_lane(sound):
-    """Replicated parameters would never reach most ranks."""
-
-    def broken(owners):
-        return (0,)
-
-    return broken
-
-
 def lose_a_hop(sound):
     """A gradient is not sent to its core."""
 
@@ -163,7 +154,6 @@ MUTATIONS = [
     (dealing, "_Table", deal_all_to_the_next, properties.layout_is_as_even_as_can_be, LAYOUT),
     (shard_layout, "lay_out", dealt_before_kept, properties.survivors_keep_a_prefix, LAYOUT),
     (lanes, "_detours", forget_the_detours, properties.lanes_are_the_owner_tuples, hurt_jobs()),
-    (lanes, "_cover", cover_with_one_lane, properties.lanes_are_the_owner_tuples, hurt_jobs()),
     (core_route, "_seat_cores", lose_a_hop, properties.both_routes_give_every_slot_the_same_sums, hurt_jobs()),
     (
         batch_split,
