@@ -87,6 +87,10 @@ class Seen:
     collectives: dict[str, int]
     overlapped: int
     """How often a bucket's sums were under way before the backward had ended."""
+    sent: dict[str, float]
+    """Bytes of gradients, by the collective that `training/` issued, as a ring sends them."""
+    route: Any
+    """As planned, in a hurt layout."""
 
 
 @functools.cache
@@ -150,6 +154,7 @@ class Looker:
         self._collectives = dict.fromkeys(COLLECTIVES, 0)
         self._model: Any = None
         self._overlapped = 0
+        self._sent = dict.fromkeys(COLLECTIVES, 0.0)
         self._watch_buckets()
         training.training_log = self._with_log(training.training_log)
         training.post_training_step_callbacks = self._with_step(training.post_training_step_callbacks)
@@ -198,6 +203,8 @@ class Looker:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._collectives[name] += 1
+            if sys._getframe(1).f_globals["__name__"].startswith("ntp_plugin.training."):
+                self._sent[name] += bytes_sent(name, *args, **kwargs)
             return original(*args, **kwargs)
 
         return counted
@@ -223,6 +230,8 @@ class Looker:
             parts=dict(self._parts(rank, width)),
             collectives=self._collectives,
             overlapped=self._overlapped,
+            sent=self._sent,
+            route=self._sync._job.plan.routes[0] if self._job.lost else None,
         )
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
@@ -240,6 +249,13 @@ class Looker:
                 ranges = [((run * width + rank) * size, (run * width + rank + 1) * size) for run in range(stride)]
             index = np.concatenate([np.arange(start, stop) for start, stop in ranges])
             yield name, Part(values=values, shape=shape, dim=dim, index=index)
+
+
+def bytes_sent(name: str, *args: Any, group: Any = None, **_: Any) -> float:
+    """What a rank sends in a collective, if it goes round a ring."""
+    size, members = args[-1 if name != "all_to_all_single" else 1].nbytes, torch.distributed.get_world_size(group)
+    rounds = {"all_reduce": 2 * (members - 1) / members, "reduce_scatter_tensor": (members - 1) / members}
+    return float(size * ({"all_to_all_single": 1, "all_gather_into_tensor": members - 1} | rounds)[name])
 
 
 def _with_masks(item: Any) -> Any:

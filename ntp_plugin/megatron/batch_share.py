@@ -103,7 +103,7 @@ class BatchShare:
                 return even
             return torch.utils.data.DataLoader(
                 dataset,
-                batch_sampler=self._samples(dataset, consumed_samples),
+                batch_sampler=self.samples(dataset, consumed_samples),
                 num_workers=even.num_workers,
                 pin_memory=even.pin_memory,
                 persistent_workers=even.persistent_workers,
@@ -113,5 +113,6 @@ class BatchShare:
 
         return build
 
-    def _samples(self, dataset: Any, consumed: int) -> Any:
+    def samples(self, dataset: Any, consumed: int) -> Any:
+        """The batch sampler of the training set."""
         return ReplicaSamples(nominal=self._job.batch, share=self._job.share, consumed=consumed, available=len(dataset))

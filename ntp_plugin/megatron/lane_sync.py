@@ -173,15 +173,19 @@ class LaneSync:
         return value
 
     def norm(self, original: Any) -> Any:
-        """`get_grad_norm_fp32`: the largest of what the replicas found."""
+        """`get_grad_norm_fp32`."""
 
         @functools.wraps(original)
         def norm(*args: Any, **kwargs: Any) -> float:
-            found = torch.tensor([float(original(*args, **kwargs))], dtype=torch.float64, device=self.device)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-            return float(found)
+            return self.agreed_norm(float(original(*args, **kwargs)))
 
         return norm
+
+    def agreed_norm(self, found: float) -> float:
+        """The largest of what the replicas found."""
+        norm = torch.tensor([found], dtype=torch.float64, device=self.device)
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        return float(norm)
 
     @property
     def device(self) -> torch.device:
