@@ -180,12 +180,12 @@ def side_by_side(pairs: int, **settings: Any) -> tuple[list[float], bool]:
     os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     second = TCPStore("127.0.0.1", 0, None, True, _PATIENCE, wait_for_workers=False)
-    play = SideBySide(steps=WARM_UP + pairs, second_port=second.port, **settings)
+    play = SideBySide(steps=WARM_UP + pairs + 1, second_port=second.port, **settings)
     with Ranks(2 * RANKS, play) as ranks:
         told: dict[int, Run] = ranks.wait(120 + 3.0 * pairs)
     off, on = ([told[slot] for slot in range(first, first + RANKS)] for first in (0, RANKS))
     slowest = [[max(times) for times in zip(*(run.seconds for run in runs), strict=True)] for runs in (off, on)]
-    ratios = [mine / other for other, mine in zip(*slowest, strict=True)][WARM_UP:]
+    ratios = [mine / other for other, mine in zip(*slowest, strict=True)][WARM_UP:-1]  # the last has the end in it
     alike = all(one.collectives == other.collectives for one, other in zip(off, on, strict=True))
     return ratios, alike and not any(run.hooked for run in on)
 

@@ -27,6 +27,11 @@ def test_both_routes_reduce_exactly_the_same_elements(case):
 
 
 @given(hurt_jobs())
+def test_cores_get_their_units_and_give_them_back(case):
+    properties.cores_get_their_units_and_give_them_back(*case)
+
+
+@given(hurt_jobs())
 @settings(max_examples=30)
 def test_a_whole_stage_keeps_the_frameworks_path_and_its_tp_slots_as_lanes(case):
     nominal, lost = case
