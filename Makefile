@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics soak-cycles clean
+.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics bench-lanes show-overhead soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -34,6 +34,12 @@ show-regroup: $(READY)  # SCALE=ci for a minute's slice, SCALE=full for 4, 8 and
 
 show-numerics: $(READY)  # SCALE=ci for a two minutes' slice
 	$(PY) -m benchmarks.numerics
+
+bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
+	$(PY) -m benchmarks.lanes
+
+show-overhead: $(READY)  # on a quiet machine; SCALE=ci for a slice
+	$(PY) -m benchmarks.overhead
 
 soak-cycles: $(READY)
 	CYCLES=500 $(PY) -m pytest tests/ranks/test_endurance.py -k leave_nothing_behind

@@ -19,7 +19,10 @@ from ntp_plugin.testing.ranks import Rank, Ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes/megatron"
 STEPS = 20
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier")
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier"),
+    "all_to_all_single",
+)
 COMMON = f"""
 --num-layers 2 --hidden-size 64 --num-attention-heads 16 --kv-channels 4 --ffn-hidden-size 160
 --vocab-size 250 --make-vocab-size-divisible-by 32 --tokenizer-type NullTokenizer --mock-data --num-workers 0
@@ -44,6 +47,7 @@ class Job:
     dtype: str = "float64"
     eps: str = "1e-4"
     more: str = ""
+    route: str = "direct"
     spoil: str = ""
 
     @property
@@ -60,6 +64,7 @@ class Job:
         """The command line."""
         plugin = ["--ntp-enable"] if self.enabled or self.lost else []
         plugin += [f"--ntp-lost={word}" for word in self.lost]
+        plugin += [f"--ntp-route={self.route}"] if self.lost else []
         parallel = ["--tensor-model-parallel-size", str(self.tp), "--adam-eps", self.eps]
         return [*COMMON.split(), *self.model.split(), *self.more.split(), *parallel, *plugin]
 
@@ -92,6 +97,10 @@ class Seen:
     """The losses of the validation set, each time that it is gone through."""
     gathered_ahead: int
     """How often a module of the forward came to its bucket's parameters, and they had been on their way till then."""
+    sent: dict[str, float]
+    """Bytes of gradients, by the collective that `training/` issued, as a ring sends them."""
+    route: Any
+    """As planned, in a hurt layout."""
 
 
 @functools.cache
@@ -159,6 +168,7 @@ class Looker:
         self._overlapped = 0
         self._gathered_ahead = 0
         self._evaluated: list[float] = []
+        self._sent = dict.fromkeys(COLLECTIVES, 0.0)
         self._watch_buckets()
         training.training_log = self._with_log(training.training_log)
         training.evaluate = self._with_evaluation(training.evaluate)
@@ -224,6 +234,8 @@ class Looker:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._collectives[name] += 1
+            if sys._getframe(1).f_globals["__name__"].startswith("ntp_plugin.training."):
+                self._sent[name] += bytes_sent(name, *args, **kwargs)
             return original(*args, **kwargs)
 
         return counted
@@ -251,6 +263,8 @@ class Looker:
             overlapped=self._overlapped,
             evaluated=self._evaluated,
             gathered_ahead=self._gathered_ahead,
+            sent=self._sent,
+            route=self._sync._job.plan.routes[0] if self._job.lost else None,
         )
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
@@ -268,6 +282,13 @@ class Looker:
                 ranges = [((run * width + rank) * size, (run * width + rank + 1) * size) for run in range(stride)]
             index = np.concatenate([np.arange(start, stop) for start, stop in ranges])
             yield name, Part(values=values, shape=shape, dim=dim, index=index)
+
+
+def bytes_sent(name: str, *args: Any, group: Any = None, **_: Any) -> float:
+    """What a rank sends in a collective, if it goes round a ring."""
+    size, members = args[-1 if name != "all_to_all_single" else 1].nbytes, torch.distributed.get_world_size(group)
+    rounds = {"all_reduce": 2 * (members - 1) / members, "reduce_scatter_tensor": (members - 1) / members}
+    return float(size * ({"all_to_all_single": 1, "all_gather_into_tensor": members - 1} | rounds)[name])
 
 
 def _with_masks(item: Any) -> Any:

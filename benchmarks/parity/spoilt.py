@@ -3,6 +3,7 @@
 Called in a rank, before Megatron starts: what is spoilt stays so for the life of the process.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,10 @@ from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.uneven_sequence import UnevenSequence
+from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
+from ntp_plugin.training import core_seats
+from ntp_plugin.training.core_seats import CoreSeat
 from ntp_plugin.training.gradient_lanes import Slice
 
 
@@ -61,6 +65,26 @@ def _swapped(piece: Slice, half: int) -> Slice:
     parts = [part for a, b in piece.ranges for part in ((a, min(b, half)), (max(a, half), b)) if part[0] < part[1]]
     other = tuple((a + half, b + half) if b <= half else (a - half, b - half) for a, b in parts)
     return Slice(name=piece.name, dim=piece.dim, ranges=other)
+
+
+def units_to_the_wrong_core() -> None:
+    """A slot that lends to two cores of its group exchanges what is as long for both."""
+    find = core_seats.find_seat
+
+    @functools.wraps(find)
+    def exchanged(*args: Any, **kwargs: Any) -> CoreSeat:
+        seat = find(*args, **kwargs)
+        lent = [place for place, slices in enumerate(seat.out) if slices and place != seat.place]
+        if len(lent) < 2:
+            return seat
+        out = [{piece.name: piece for piece in slices} for slices in seat.out]
+        one, other = out[lent[0]], out[lent[1]]
+        for name in one.keys() & other.keys():
+            if sp.size(one[name].ranges) == sp.size(other[name].ranges):
+                one[name], other[name] = other[name], one[name]
+        return dataclasses.replace(seat, out=tuple(tuple(slices.values()) for slices in out))
+
+    core_seats.find_seat = exchanged
 
 
 def vocabulary_row_shifted() -> None:

@@ -18,6 +18,7 @@ be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a l
     job.py              the plan that all ranks have made alike
     buckets.py          Megatron's buckets, reduced in lanes
     lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
+    core_groups.py      the same by way of core slots: the groups of that route
     lane_optimizer.py   Megatron's optimizer on the shards of lanes
     batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
     dropout.py          masks that do not depend on the layout, healthy or hurt

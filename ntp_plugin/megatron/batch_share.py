@@ -103,7 +103,7 @@ class BatchShare:
                 return even
             return torch.utils.data.DataLoader(
                 dataset,
-                batch_sampler=self._samples(dataset, consumed_samples),
+                batch_sampler=self.samples(dataset, consumed_samples),
                 num_workers=even.num_workers,
                 pin_memory=even.pin_memory,
                 persistent_workers=even.persistent_workers,
@@ -117,5 +117,6 @@ class BatchShare:
         """Where this replica's micro-batches stand in the global batch, however many it had nominally."""
         return places(self._job.batch, self._job.share)
 
-    def _samples(self, dataset: Any, consumed: int) -> Any:
+    def samples(self, dataset: Any, consumed: int) -> Any:
+        """The batch sampler of the training set."""
         return ReplicaSamples(nominal=self._job.batch, share=self._job.share, consumed=consumed, available=len(dataset))

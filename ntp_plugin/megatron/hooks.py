@@ -3,7 +3,8 @@
 A job that begins hurt has the most of it. Masks that do not depend on the layout are in place from the start where
 they are asked for, or a run that is hurt later would not be the same. Any other job, or one without `--ntp-enable`,
 has nothing replaced. Each line is a wish to upstream as well: what it would take for the hook not to be needed stands
-in `patches/README.md`.
+in `patches/README.md`. Where a fork has applied a patch from there, its function is told what is wanted, and the hook
+does not go in.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.refusals import draws_exact_masks
-from ntp_plugin.megatron.replacements import Replacement
+from ntp_plugin.megatron.replacements import Offer, Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning.sequence_rows import SequenceRows
@@ -37,16 +38,25 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
     job = Job(layout, policy, args)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
+    ranks = Offer(
+        function="megatron.core.parallel_state:set_rank_lists",
+        told=(layout.without_lost, layout.topology.size, layout.topology.dp, layout.slot.replica),
+    )
+    norm = Offer(function="megatron.core.optimizer.clip_grads:set_norm_agreement", told=(sync.agreed_norm,))
+    rows = Offer(function="megatron.core.tensor_parallel.utils:set_vocab_range", told=(layers.vocabulary_range(None),))
+    sampler = Offer(function="megatron.training.datasets.data_samplers:set_training_sampler", told=(share.samples,))
     return (
         Replacement(
             target="megatron.core.parallel_state:RankGenerator",
             why="all groups have the same size upstream; the lost are struck from its lists",
             make=groups.without_lost(layout),
+            offer=ranks,
         ),
         Replacement(
             target="megatron.core.parallel_state:initialize_model_parallel",
             why="it divides the number of ranks by that of a replica's slots",
             make=groups.of_nominal_size(layout),
+            offer=ranks,
         ),
         Replacement(
             target="megatron.core.transformer.attention:SelfAttention.__init__",
@@ -82,6 +92,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             target="megatron.core.tensor_parallel.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",
             why="the cross entropy takes all slots before for as wide as this one",
             make=layers.vocabulary_range,
+            offer=rows,
         ),
         Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
@@ -97,6 +108,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
             why="each replica finds it by itself, with other last bits",
             make=sync.norm,
+            offer=norm,
         ),
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",
@@ -107,11 +119,13 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             target=f"{_TRAINING}:build_train_valid_test_datasets",
             why="the loader is not told which set it is for",
             make=share.data_sets,
+            offer=sampler,
         ),
         Replacement(
             target=f"{_TRAINING}:build_pretraining_data_loader",
             why="its sampler shares samples out evenly",
             make=share.loader,
+            offer=sampler,
         ),
         *_of_sequences(layout, args),
         *_masks(layout, policy, args, share.places),

@@ -70,7 +70,7 @@ def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
         enabled=policy.enabled,
         min_tp_width=policy.min_tp_width,
         granule=policy.granule,
-        route="direct",
+        route=policy.route,
         batch=policy.batch,
         copies=_NO_COPIES,
         lost=policy.lost,

@@ -1,8 +1,9 @@
 """Gradients lane by lane where Megatron reduces its buckets; the exact scale; one norm for all.
 
-Cut parameters go into the lanes of this rank as their buckets become complete (`buckets.py`). Replicated ones wait
-until the TP group has added what only its slots together know (the norms of queries and keys, all norms under
-sequence parallelism), and then are summed over the whole world, once for each replica.
+Cut parameters go into the lanes of this rank, or over the cores of its group, as their buckets become complete
+(`buckets.py`). Replicated ones wait until the TP group has added what only its slots together know (the norms of
+queries and keys, all norms under sequence parallelism), and then are summed over the whole world, once for each
+replica.
 
 Scale. Without `calculate_per_token_loss` Megatron's gradient is the mean over micro-batches: a replica has divided
 its own by how many it ran, and weighs as much as its part of them. With it, gradients are sums over tokens, to be
@@ -14,7 +15,7 @@ is taken by all, and so all clip by the same bits.
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from megatron.core.utils import get_attr_wrapped_model
 from ntp_plugin.copies import digest
 from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
+from ntp_plugin.megatron.core_groups import make_crossing
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.uneven_layers import describe
 from ntp_plugin.planning.lanes import Lane
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import Tensor
+from ntp_plugin.training.core_lanes import CoreShards, CoreSums, Crossing
 from ntp_plugin.training.cuts import WHOLE_UNITS, global_ranges, local_ranges
 from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice, only
 from ntp_plugin.training.sharded_optimizer import LaneShards
@@ -47,6 +50,7 @@ class LaneSync:
         self.shards: list[LaneShards] = []
         """With the distributed optimizer: all that this rank has to keep state for. What is replicated comes first."""
         self._sharded = False
+        self._crossing: Crossing | None = None
         self._sum_replicated: Sums
 
     def model_wrapper(self, original: Any) -> Any:
@@ -67,11 +71,12 @@ class LaneSync:
             self.model = ddp
             plan = self._job.agree(units)
             self.require_equal_units()
-            lanes = self._make_lanes(plan.routes[0].lanes.lanes)
+            self._crossing = make_crossing(self._layout, plan)
+            lanes = self._make_lanes([] if self._crossing else plan.routes[0].lanes.lanes)
             names = {parameter: name for name, parameter in named.items()}
             replicated = tuple(self.shards)
             for group in ddp.bucket_groups:
-                begin = self._sums(only(lanes, {names[parameter] for parameter in group.params}))
+                begin = self._sums_of(lanes, {names[parameter] for parameter in group.params})
                 gathered = (*replicated, *self.shards[-1:])
                 LaneBucketGroup.take_over(group, begin, names, self.scale, gathered)
             config.finalize_model_grads_func = self.finalize
@@ -126,6 +131,16 @@ class LaneSync:
         self.shards.append(LaneShards(lanes))
         return self.shards[-1].begin
 
+    def _sums_of(self, lanes: list[GradientLane], names: Collection[str]) -> Sums:
+        """How the gradients of these parameters are summed, by the route that was planned."""
+        if self._crossing is None:
+            return self._sums(only(lanes, names))
+        crossing = self._crossing.only(names)
+        if not self._sharded:
+            return CoreSums(crossing).begin
+        self.shards.append(CoreShards(crossing))
+        return self.shards[-1].begin
+
     def _slices(self, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
         held = self.held()
         return tuple(
@@ -160,15 +175,19 @@ class LaneSync:
         return value
 
     def norm(self, original: Any) -> Any:
-        """`get_grad_norm_fp32`: the largest of what the replicas found."""
+        """`get_grad_norm_fp32`."""
 
         @functools.wraps(original)
         def norm(*args: Any, **kwargs: Any) -> float:
-            found = torch.tensor([float(original(*args, **kwargs))], dtype=torch.float64, device=self.device)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-            return float(found)
+            return self.agreed_norm(float(original(*args, **kwargs)))
 
         return norm
+
+    def agreed_norm(self, found: float) -> float:
+        """The largest of what the replicas found."""
+        norm = torch.tensor([found], dtype=torch.float64, device=self.device)
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        return float(norm)
 
     @property
     def device(self) -> torch.device:

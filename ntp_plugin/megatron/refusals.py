@@ -302,10 +302,6 @@ def _refuse_broken_groups(args: Any, tp: int) -> None:
 
 
 def _refuse_policy(policy: TrainingPolicy, layout: Layout) -> None:
-    if policy.route == "via_core":
-        raise Refused(
-            "--ntp-route via_core is not built yet on Megatron", way_out="--ntp-route direct, or leave it out"
-        )
     if policy.batch.mode != "strict":
         raise Refused(
             f"--ntp-batch-mode {policy.batch.mode} is not built yet on Megatron",

@@ -13,7 +13,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.lanes import stage_patterns
 from ntp_plugin.planning.shard_layout import lay_out, overlay
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.topology import Pattern, Standing
+from ntp_plugin.planning.topology import Pattern, Slot, Standing
 from ntp_plugin.planning.units import StageUnits
 
 
@@ -29,16 +29,11 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Seating:
-    """Where the cores stand in the groups of one pattern (`seats[c]` is a TP slot), and what must hop to them.
-
-    Each core reduces replicated gradients as well; a guest, a living slot that is no core, is sent the sums by the
-    core that stands beside it in `guests`.
-    """
+    """Where the cores stand in the groups of one pattern (`seats[c]` is a TP slot), and what must hop to them."""
 
     pattern: Pattern
     seats: tuple[int, ...]
     hops: tuple[Hop, ...]
-    guests: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +44,21 @@ class CoreRoute:
     reference: Pattern
     cores: tuple[tuple[tuple[str, Spans], ...], ...]
     seatings: tuple[Seating, ...]
+
+    def seating(self, pattern: Pattern) -> Seating:
+        """Of the groups with this pattern."""
+        return next(seating for seating in self.seatings if seating.pattern == pattern)
+
+    def members(self, core: int, standing: Standing) -> list[Slot]:
+        """The slots that are core number `core`, one for each replica that goes on, ascending."""
+        return [
+            Slot(
+                replica=replica,
+                stage=self.stage,
+                tp=self.seating(standing.pattern(replica, self.stage)).seats[core],
+            )
+            for replica in standing.replicas
+        ]
 
 
 def plan_core_route(standing: Standing, units: StageUnits, stage: int) -> CoreRoute:
@@ -79,5 +89,4 @@ def _seat_cores(pattern: Pattern, reference: Pattern, home: list[int], units: St
         Hop(source=source, target=target, family=family, units=sp.joined(spans))
         for (source, target, family), spans in sorted(moving.items())
     )
-    guests = tuple((guest, seats[index % len(seats)]) for index, guest in enumerate(free))
-    return Seating(pattern=pattern, seats=seats, hops=hops, guests=guests)
+    return Seating(pattern=pattern, seats=seats, hops=hops)

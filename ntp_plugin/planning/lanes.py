@@ -9,7 +9,6 @@ replica: the work grows with the number of different patterns in a stage, not wi
 """
 
 import dataclasses
-import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -41,16 +40,12 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageLanes:
-    """All lanes of a stage in one fixed order, and the ones that replicated parameters ride on.
-
-    `cover` holds indices of lanes that together reach every rank; each of them carries all replicated gradients.
-    """
+    """All lanes of a stage in one fixed order; replicated parameters ride on one more, over all ranks of the stage."""
 
     stage: int
     patterns: tuple[Pattern, ...]
     lanes: tuple[Lane, ...]
     owners: tuple[tuple[int, ...], ...]
-    cover: tuple[int, ...]
 
     def lanes_of(self, pattern: Pattern) -> Mapping[int, list[int]]:
         """TP slot -> indices of its lanes, in a group with that pattern."""
@@ -84,9 +79,7 @@ def plan_lanes(standing: Standing, units: StageUnits, stage: int) -> StageLanes:
         )
         for owners in sorted(found)
     )
-    return StageLanes(
-        stage=stage, patterns=patterns, lanes=lanes, owners=tuple(sorted(found)), cover=_cover(sorted(found))
-    )
+    return StageLanes(stage=stage, patterns=patterns, lanes=lanes, owners=tuple(sorted(found)))
 
 
 def _detours(
@@ -100,22 +93,6 @@ def _detours(
             for replica in hurt[pattern]
         )
     )
-
-
-def _cover(owners: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Few lanes that reach every slot of every pattern: again and again the one that reaches the most new ones."""
-    reach = [set(enumerate(owner)) for owner in owners]
-    waiting = set[tuple[int, int]]().union(*reach)
-    chosen: list[int] = []
-    best_first = [(-len(slots), index) for index, slots in enumerate(reach)]  # sizes only shrink, so they may be stale
-    heapq.heapify(best_first)
-    while waiting:
-        _, index = best_first[0]
-        fresh = (-len(reach[index] & waiting), index)
-        if heapq.heapreplace(best_first, fresh) == fresh:
-            chosen.append(index)
-            waiting -= reach[index]
-    return tuple(sorted(chosen))
 
 
 def busiest_lane_count(lanes: StageLanes) -> int:

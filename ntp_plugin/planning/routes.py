@@ -6,7 +6,9 @@ The cost of a route is what its busiest rank pays for one reduction of a stage's
 
 A ring all-reduce among k ranks sends 2 (k - 1) / k of the buffer. Collectives are counted per bucket, Megatron's
 bucket size being max(40 M, 1 M x replicas) parameters. Both routes reduce the same elements; `direct` sends nothing in
-the domain, `via_core` has one collective per core. A stage in which no group is hurt keeps the framework's own path.
+the domain, `via_core` has one collective per core, and one each for the ways there and back. Replicated gradients are
+summed once more, over all ranks of the stage, on either route. A stage in which no group is hurt keeps the framework's
+own path.
 """
 
 import dataclasses
@@ -52,7 +54,7 @@ def plan_route(
 ) -> StageRoute:
     """The lanes of a stage and the cheaper route (`wanted="auto"`) or the wanted one."""
     lanes = plan_lanes(standing, units, stage)
-    price = _Price(standing=standing, units=units, gradient_bytes=gradient_bytes, hardware=hardware)
+    price = _Price(stage=stage, standing=standing, units=units, gradient_bytes=gradient_bytes, hardware=hardware)
     direct = price.direct(lanes)
     hurt = bool(standing.patterns_of_stage(stage))
     cores = plan_core_route(standing, units, stage) if hurt else None
@@ -74,19 +76,17 @@ def plan_route(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Price:
+    stage: int
     standing: Standing
     units: StageUnits
     gradient_bytes: int
     hardware: Hardware
 
     def direct(self, lanes: StageLanes) -> RouteCost:
-        sizes = [self._bytes(lane.units) for lane in lanes.lanes]
-        for index in lanes.cover:
-            sizes[index] += self._replicated
-        return self._cost(_busiest(lanes, sizes), 0, busiest_lane_count(lanes), len(lanes.lanes))
+        return self._cost(self._busiest(lanes), 0, busiest_lane_count(lanes), len(lanes.lanes))
 
     def least(self, lanes: StageLanes) -> int:
-        return self._on_nic(_busiest(lanes, [self._bytes(lane.units) for lane in lanes.lanes]) + self._replicated)
+        return _ring(self._busiest(lanes) + self._replicated, len(self.standing.replicas))
 
     def via_core(self, cores: CoreRoute) -> RouteCost:
         busiest_core = max(self._bytes(core) for core in cores.cores)
@@ -97,11 +97,10 @@ class _Price:
                 size = self._bytes(((hop.family, hop.units),))
                 sent[hop.source] += size
                 received[hop.target] += size
-            for _, core in seating.guests:
-                sent[core] += self._replicated
             # Out and back: each slot sends what it lends, and returns what it was lent.
             domain = max([domain, *(sent[slot] + received[slot] for slot in sent | received)])
-        return self._cost(busiest_core + self._replicated, domain, 1, len(cores.cores))
+        lends = any(seating.hops for seating in cores.seatings)
+        return self._cost(busiest_core, domain, 1 + 2 * lends, len(cores.cores))
 
     @property
     def _replicated(self) -> int:
@@ -111,15 +110,27 @@ class _Price:
         per_unit = self.units.elements_per_unit
         return sum(sp.size(spans) * per_unit[family] for family, spans in units) * self.gradient_bytes
 
-    def _on_nic(self, size: int) -> int:
-        members = len(self.standing.replicas)
-        return 2 * (members - 1) * size // members
+    def _busiest(self, lanes: StageLanes) -> int:
+        """The most bytes that one rank has in all its lanes together."""
+        sizes = [self._bytes(lane.units) for lane in lanes.lanes]
+        return max(
+            sum(sizes[index] for index in indices)
+            for pattern in lanes.patterns
+            for indices in lanes.lanes_of(pattern).values()
+        )
+
+    @property
+    def _ranks(self) -> int:
+        """All that stand in this stage."""
+        topology = self.standing.topology
+        return sum(topology.tp - len(self.standing.pattern(replica, self.stage)) for replica in self.standing.replicas)
 
     def _cost(self, busiest: int, domain: int, lanes_of_rank: int, communicators: int) -> RouteCost:
         per_bucket = max(40_000_000, 1_000_000 * self.standing.topology.dp)
         buckets = -(-self.units.elements // self.standing.topology.tp // per_bucket)
-        hardware, nic = self.hardware, self._on_nic(busiest)
-        collectives = lanes_of_rank * buckets
+        hardware = self.hardware
+        nic = _ring(busiest, len(self.standing.replicas)) + _ring(self._replicated, self._ranks)
+        collectives = lanes_of_rank * buckets + bool(self._replicated)
         seconds = nic / (hardware.nic_gb_per_s * 1e9) + domain / (hardware.domain_gb_per_s * 1e9)
         return RouteCost(
             nic_bytes=nic,
@@ -130,10 +141,6 @@ class _Price:
         )
 
 
-def _busiest(lanes: StageLanes, sizes: list[int]) -> int:
-    """The most bytes that one rank has in all its lanes together."""
-    return max(
-        sum(sizes[index] for index in indices)
-        for pattern in lanes.patterns
-        for indices in lanes.lanes_of(pattern).values()
-    )
+def _ring(size: int, members: int) -> int:
+    """What each member sends in an all-reduce."""
+    return 2 * (members - 1) * size // members

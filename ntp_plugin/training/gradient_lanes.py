@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 
 
@@ -72,6 +73,13 @@ class GradientLanes:
             work.wait()
             unpack(lane.slices, self._gradients, buffer)
         self._under_way.clear()
+
+
+def elements(slices: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> int:
+    """How many elements slices of tensors with these shapes have."""
+    return sum(
+        sp.size(piece.ranges) * math.prod(shapes[piece.name]) // shapes[piece.name][piece.dim] for piece in slices
+    )
 
 
 def pack(slices: Sequence[Slice], gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:

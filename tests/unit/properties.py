@@ -7,6 +7,8 @@ and see these checks notice. Brute force works unit by unit; planning works by r
 import itertools
 from collections import Counter, defaultdict
 
+import torch
+
 from ntp_plugin.config.sections import BatchPolicy
 from ntp_plugin.planning import (
     batch_split,
@@ -18,6 +20,7 @@ from ntp_plugin.planning import (
     topology,
     transfers,
 )
+from ntp_plugin.training import core_seats, gradient_lanes
 
 
 def each(spans):
@@ -99,7 +102,7 @@ def lanes_are_the_owner_tuples(nominal, lost):
         }
         assert found == dict(expected)
         assert len(found) == len(planned.lanes)
-        reached = {slot for index in planned.cover for slot in planned.lanes[index].members(standing)}
+        reached = {slot for lane in planned.lanes for slot in lane.members(standing)}
         living = {
             slot for replica in standing.replicas for slot in nominal.topology.group(replica, stage) if slot not in lost
         }
@@ -142,7 +145,6 @@ def _sums_via_core(standing, units, stage):
         living = {slot for slot in range(tp) if slot not in pattern}
         assert set(seating.seats) <= living
         assert len(set(seating.seats)) == len(route.cores)
-        assert {guest for guest, _ in seating.guests} == living - set(seating.seats)
         for family in units.families:
             for slot, held in enumerate(shard_layout.lay_out(family, tp, pattern).holdings):
                 for unit in each(held):
@@ -156,6 +158,46 @@ def _sums_via_core(standing, units, stage):
         assert unit in each(dict(route.cores[core])[name]), "the core reduces what was sent to it"
         sums[slot, name, unit] = arrived[core, name, unit]
     return sums
+
+
+def cores_get_their_units_and_give_them_back(nominal, lost):
+    """Slot by slot and tensor by tensor, with the number of each place in the whole for a gradient."""
+    standing, tp = nominal.standing(lost), nominal.topology.tp
+    for stage, units in enumerate(nominal.units.stages):
+        route = core_route.plan_core_route(standing, units, stage)
+        tensors = [tensor for tensor, _ in units.tensors if tensor.family]
+        for pattern in lanes.stage_patterns(standing, stage):
+            living = [slot for slot in range(tp) if slot not in pattern]
+            seats = [core_seats.find_seat(route, units, tp=tp, pattern=pattern, slot=slot) for slot in living]
+            held = [_held_by(units, tp, pattern, slot) for slot in living]
+            mine = [{tensor.name: _places(tensor, units[tensor.family]) for tensor in tensors} for units in held]
+            parts = [{name: torch.full(shape, -1.0) for name, shape in seat.parts.items()} for seat in seats]
+            back = [{name: torch.full_like(values, -1.0) for name, values in own.items()} for own in mine]
+            for one, other in itertools.product(range(len(seats)), repeat=2):
+                _hand_over(seats[one].out[other], mine[one], seats[other].into[one], parts[other])
+            for seat, part in zip(seats, parts, strict=True):
+                reduced = dict(route.cores[seat.core]) if seat.core is not None else {}
+                assert part.keys() == {tensor.name for tensor in tensors if reduced.get(tensor.family)}
+                assert all(part[t.name].equal(_places(t, reduced[t.family])) for t in tensors if t.name in part)
+            for one, other in itertools.product(range(len(seats)), repeat=2):
+                _hand_over(seats[other].into[one], parts[other], seats[one].out[other], back[one])
+            assert all(back[at][name].equal(values) for at, own in enumerate(mine) for name, values in own.items())
+
+
+def _held_by(units, tp, pattern, slot):
+    return {family.name: shard_layout.lay_out(family, tp, pattern).holdings[slot] for family in units.families}
+
+
+def _places(tensor, units):
+    """Of a part with these units: the number of each of its elements in the whole."""
+    whole = torch.arange(float(tensor.elements)).view(tensor.shape)
+    return whole.index_select(tensor.dim, torch.tensor(each(tensor.local_index(units)), dtype=torch.long))
+
+
+def _hand_over(leaving, source, arriving, target):
+    assert bool(leaving) == bool(arriving)
+    if leaving:
+        gradient_lanes.unpack(arriving, target, gradient_lanes.pack(leaving, source))
 
 
 # ---------------------------------------------------------------- batch

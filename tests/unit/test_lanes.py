@@ -17,13 +17,18 @@ def hurt_jobs(draw):
 
 
 @given(hurt_jobs())
-def test_lanes_are_exactly_the_owner_tuples_and_the_cover_reaches_everybody(case):
+def test_lanes_are_exactly_the_owner_tuples_and_reach_everybody(case):
     properties.lanes_are_the_owner_tuples(*case)
 
 
 @given(hurt_jobs())
 def test_both_routes_reduce_exactly_the_same_elements(case):
     properties.both_routes_give_every_slot_the_same_sums(*case)
+
+
+@given(hurt_jobs())
+def test_cores_get_their_units_and_give_them_back(case):
+    properties.cores_get_their_units_and_give_them_back(*case)
 
 
 @given(hurt_jobs())

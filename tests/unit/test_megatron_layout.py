@@ -165,7 +165,6 @@ def test_where_masks_cannot_be_exact_they_are_refused_with_nobody_lost(said, fla
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        (TrainingPolicy(route="via_core"), "--ntp-route via_core"),
         (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
         (TrainingPolicy(min_tp_width=4), "replica 1 is 3 slots wide in stage 0, below --ntp-min-tp-width 4"),
     ],

@@ -20,6 +20,7 @@ from ntp_plugin.planning import (
     transfers,
 )
 from ntp_plugin.planning import spans as sp
+from ntp_plugin.training import core_seats
 from tests.unit import properties
 from tests.unit.strategies import families_with_patterns, situations, situations_with_newcomers
 from tests.unit.test_batch_split import batches
@@ -83,15 +84,6 @@ def forget_the_detours(sound):
     return broken
 
 
-def cover_with_one_lane(sound):
-    """Replicated parameters would never reach most ranks."""
-
-    def broken(owners):
-        return (0,)
-
-    return broken
-
-
 def lose_a_hop(sound):
     """A gradient is not sent to its core."""
 
@@ -100,6 +92,11 @@ def lose_a_hop(sound):
         return dataclasses.replace(seating, hops=seating.hops[1:])
 
     return broken
+
+
+def in_storage_order(sound):
+    """Both sides of a hop take the units in the order of their own memory."""
+    return lambda *args: tuple(sorted(sound(*args)))
 
 
 def twice_as_long_as_needed(sound):
@@ -170,8 +167,9 @@ MUTATIONS = [
     (dealing, "_Table", deal_all_to_the_next, properties.layout_is_as_even_as_can_be, LAYOUT),
     (shard_layout, "lay_out", dealt_before_kept, properties.survivors_keep_a_prefix, LAYOUT),
     (lanes, "_detours", forget_the_detours, properties.lanes_are_the_owner_tuples, hurt_jobs()),
-    (lanes, "_cover", cover_with_one_lane, properties.lanes_are_the_owner_tuples, hurt_jobs()),
     (core_route, "_seat_cores", lose_a_hop, properties.both_routes_give_every_slot_the_same_sums, hurt_jobs()),
+    (core_route, "_seat_cores", lose_a_hop, properties.cores_get_their_units_and_give_them_back, hurt_jobs()),
+    (core_seats, "local_ranges", in_storage_order, properties.cores_get_their_units_and_give_them_back, hurt_jobs()),
     (
         batch_split,
         "shortest_step_ns",

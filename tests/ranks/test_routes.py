@@ -1,0 +1,103 @@
+"""Both routes on real ranks: every slot ends with the sums of what it holds, with the same bits in all replicas."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from benchmarks.routed import cut_tensors, small_nominal, whole
+from ntp_plugin.testing.ranks import Ranks
+from tests.ranks.routes_job import RATE, reduce_by_all_routes
+
+BOUND = 1e-12
+LOSSES = {
+    (4, 2): ["r1.s0.t3", "r1.s0.t0,r1.s0.t3", "r0.s0.t1,r1.s0.t2", "r0.s0.t0,r0.s0.t2,r0.s0.t3,r1.s0.t1"],
+    (3, 3): ["r2.s0.t1", "r0.s0.t0,r1.s0.t1,r2.s0.t2", "r0.s0.t0,r0.s0.t1,r1.s0.t1", "r0.s0.t2,r1.s0.t2,r2.s0.t2"],
+    (2, 4): ["r0.s0.t0", "r0.s0.t0,r1.s0.t1", "r0.s0.t1,r1.s0.t1,r3.s0.t0"],
+    (5, 1): ["r0.s0.t2"],
+}
+CASES = [(shape, number) for shape, losses in LOSSES.items() for number in range(len(losses))]
+NAMES = [f"TP{tp} x {dp} without {LOSSES[tp, dp][number]}" for (tp, dp), number in CASES]
+
+
+@functools.cache
+def outcomes(shape, spoil=None):
+    """What the living slots have after each loss."""
+    tp, dp = shape
+    play = functools.partial(reduce_by_all_routes, tp=tp, dp=dp, losses=LOSSES[shape], spoil=spoil)
+    with Ranks(tp * dp, play) as ranks:
+        told = ranks.wait(120)
+    return [[routed for routed in slots if routed is not None] for slots in zip(*told.values(), strict=True)]
+
+
+def put_together(told, route, tensors):
+    """Replica -> tensor -> the whole of what its slots have, every place filled once."""
+    found = {}
+    for routed in told:
+        for tensor in tensors:
+            values = found.setdefault(routed.replica, {}).setdefault(tensor.name, np.full(tensor.shape, np.nan))
+            places = [slice(None)] * values.ndim
+            places[tensor.dim] = routed.index[tensor.name]
+            assert np.isnan(values[tuple(places)]).all()
+            values[tuple(places)] = routed.values[route][tensor.name]
+    return found
+
+
+def worst_difference(told, route, shape):
+    """To the sums over the replicas, or to the weights that they make."""
+    tensors, worst = cut_tensors(small_nominal(*shape)), 0.0
+    for replica in put_together(told, route, tensors).values():
+        for tensor in tensors:
+            expected = sum(whole(tensor, 1 + other).numpy() for other in range(shape[1]))
+            if route == "sharded":
+                expected = whole(tensor, 0).numpy() - RATE * expected
+            worst = max(worst, np.abs(replica[tensor.name] - expected).max() / np.abs(expected).max())
+            assert not np.isnan(worst), "every place is filled"
+    return worst
+
+
+@pytest.mark.parametrize(("shape", "number"), CASES, ids=NAMES)
+def test_every_route_ends_in_the_same_sums(shape, number):
+    told = outcomes(shape)[number]
+    for route in ("direct", "via_core", "sharded"):
+        assert worst_difference(told, route, shape) <= BOUND, route
+
+
+@pytest.mark.parametrize(("shape", "number"), CASES, ids=NAMES)
+def test_all_replicas_have_the_same_bits_and_so_has_a_repeated_run(shape, number):
+    told = outcomes(shape)[number]
+    for route in ("direct", "via_core", "sharded"):
+        first, *others = put_together(told, route, cut_tensors(small_nominal(*shape))).values()
+        for other in others:
+            for name, values in first.items():
+                assert values.tobytes() == other[name].tobytes(), (route, name)
+    for routed in told:
+        for name, values in routed.values["via_core"].items():
+            assert values.tobytes() == routed.values["repeated"][name].tobytes()
+
+
+def to_the_wrong_core(seat, slot):
+    """The first slot of replica 0 that lends to two cores exchanges what is as long in both."""
+    lent = [place for place, slices in enumerate(seat.out) if slices and place != seat.place]
+    if slot.replica or len(lent) < 2:
+        return seat
+    one, other = lent[:2]
+    out = [list(slices) for slices in seat.out]
+    at = {piece.name: number for number, piece in enumerate(out[other])}
+    for number, piece in enumerate(out[one]):
+        twin = at.get(piece.name)
+        if twin is not None and size(out[other][twin]) == size(piece):
+            out[one][number], out[other][twin] = out[other][twin], piece
+    return dataclasses.replace(seat, out=tuple(map(tuple, out)))
+
+
+def size(piece):
+    return sum(stop - start for start, stop in piece.ranges)
+
+
+def test_units_that_go_to_the_wrong_core_are_noticed():
+    spoilt = outcomes((4, 2), to_the_wrong_core)
+    differences = [worst_difference(told, "via_core", (4, 2)) for told in spoilt]
+    assert max(differences) > 1e-3, differences
+    assert max(worst_difference(told, "direct", (4, 2)) for told in spoilt) <= BOUND
