@@ -3,7 +3,8 @@
     python -m benchmarks.numerics        the evidence for `make show-numerics`
 
 Each row is the largest relative difference over 20 steps, all ranks and all replicas, to Megatron without the plugin:
-one replica of TP 4 that computes the whole batch. The noise floor is what Megatron shows between two uniform widths.
+one replica with as many stages that computes the whole batch. The noise floor is what Megatron shows between two
+uniform widths.
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
+from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, PIPELINES, hurt, reference, uniform
 from ntp_plugin.errors import NtpError
 
 SEED = 1234
@@ -27,10 +28,20 @@ WRONG = (
     "vocabulary_row_shifted",
     "norm_not_synced",
 )
+WRONG_IN_A_PIPELINE = {"activations_of_another_micro_batch": BASE, "shared_rows_not_summed": "tied embeddings"}
+"""By the feature that it is seen with."""
 BF16 = {"dtype": "float32", "more": "--bf16"}
 """Of what Megatron calls float32 the weights and activations are bf16 then, and gradients and optimizer stay."""
 _SHARDED = "distributed optimizer, overlap"
 _IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], _SHARDED: ["TP4+TP3"]}
+_SMALL, _BOTH_REPLICAS, _INTERLEAVED = (list(PIPELINES)[number] for number in (0, 3, 6))
+_IN_PIPELINES = {
+    BASE: list(PIPELINES),
+    _SHARDED: [_SMALL, _BOTH_REPLICAS, _INTERLEAVED],
+    "recompute": [_SMALL, _INTERLEAVED],
+    "per-token loss": [_SMALL],
+    "tied embeddings": [_SMALL, _BOTH_REPLICAS, _INTERLEAVED],
+}
 _BIASED = (OLD, "biases, layernorm", "qkv bias")
 _SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
 
@@ -43,6 +54,9 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
             yield feature, layout, "float64"
             if everywhere and scale != "ci":
                 yield feature, layout, "float32"
+    for feature, layouts in _IN_PIPELINES.items():
+        for layout in list(PIPELINES)[:1] if scale == "ci" else PIPELINES if scale == "full" else layouts:
+            yield feature, layout, "float64"
     for feature in (BASE, _SHARDED) if scale != "ci" else ():
         for layout in ("TP4+TP3", "TP2+TP1"):
             yield feature, layout, "bfloat16"
@@ -51,8 +65,9 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
 def compared(feature: str, layout: str, **settings: Any) -> dict[str, float]:
     """One hurt run against the uniform one."""
     model = BASE if feature in OPTIONS else feature
-    more = " ".join((OPTIONS.get(feature, ""), settings.get("more", "")))
-    return largest_differences(run(hurt(model, layout, **{**settings, "more": more})), run(uniform(model, **settings)))
+    more = " ".join((OPTIONS.get(feature, ""), settings.get("more", ""))).strip()
+    outcomes = run(hurt(model, layout, **{**settings, "more": more}))
+    return largest_differences(outcomes, run(reference(model, layout, **settings)))
 
 
 def noise_floor(feature: str, **settings: Any) -> dict[str, float]:
@@ -75,10 +90,10 @@ def bounds_of(feature: str, dtype: str) -> dict[str, float]:
     return {key: TIMES_THE_FLOOR * value for key, value in floor.items()}
 
 
-def noticed(wrong: str) -> bool:
+def noticed(wrong: str, feature: str = BASE, layout: str = "TP4+TP3") -> bool:
     """Whether the comparison, or the plugin itself, finds what was spoilt."""
     try:
-        worst = largest_differences(run(hurt(BASE, "TP4+TP3", spoil=wrong)), run(uniform(BASE)))
+        worst = largest_differences(run(hurt(feature, layout, spoil=wrong)), run(reference(feature, layout)))
     except NtpError:
         return True
     return max(worst.values()) > BOUNDS["float64"]
@@ -96,6 +111,9 @@ def main(scale: str) -> int:
     usual = {"dtype": "float32", "eps": USUAL_EPS}
     floor, at_usual = noise_floor(BASE, **usual), compared(BASE, "TP4+TP3", **usual)
     controls = [{"name": wrong, "noticed": noticed(wrong)} for wrong in WRONG]
+    controls += [
+        {"name": wrong, "noticed": noticed(wrong, feature, _SMALL)} for wrong, feature in WRONG_IN_A_PIPELINE.items()
+    ]
     holds = (
         max(worst) <= 1
         and all(at_usual[key] <= TIMES_THE_FLOOR * floor[key] for key in floor)

@@ -13,19 +13,22 @@ from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _TRAINING = "megatron.training.training"
 
 
 def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacement, ...]:
     """The hooks of one job."""
-    layers = UnevenLayers(layout, granule=policy.granule)
+    layers = UnevenLayers(layout, args, granule=policy.granule)
     job = Job(layout, policy, args)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
+    pipeline = Pipeline(layout)
     return (
         Replacement(
             target="megatron.core.parallel_state:RankGenerator",
@@ -86,6 +89,16 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
             why="each replica finds it by itself, with other last bits",
             make=sync.norm,
+        ),
+        Replacement(
+            target=f"{_P2P}:_batched_p2p_ops",
+            why="each rank sends to one rank of the next stage, which may be wider",
+            make=pipeline.batched,
+        ),
+        Replacement(
+            target=f"{_P2P}:_p2p_ops",
+            why="as above",
+            make=pipeline.one_by_one,
         ),
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",

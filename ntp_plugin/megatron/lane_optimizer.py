@@ -42,7 +42,7 @@ class LaneOptimizer:
 
     def _shards_of(self, parameters: Iterable[Any]) -> list[torch.nn.Parameter]:
         wanted = set(parameters)
-        named = dict(self._sync.model.module.named_parameters())
+        named = self._sync.parameters
         names = {name for name, parameter in named.items() if parameter in wanted}
         values = {name: parameter.data for name, parameter in named.items()}
         shards = [shard for lanes in self._sync.shards for shard in lanes.shard(names, values, dtype=torch.float32)]

@@ -6,7 +6,7 @@ than another, and a step can be taken again from its number.
 
 A plan numbers nominal micro-batches replica by replica. A framework may deal them one to each replica in turn, as
 Megatron does; then number k of replica r stands at place k x replicas + r of the batch, and a whole replica gets what
-it always gets.
+it always gets. A replica that runs nominal micro-batches in pieces gets them piece by piece.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ class ReplicaSamples:
         for start in range(self.consumed, self.available - size + 1, size):
             for place in self.places():
                 first = start + place * self.nominal.micro_batch
-                yield list(range(first, first + self.nominal.micro_batch))
+                for piece in range(first, first + self.nominal.micro_batch, self.share.size):
+                    yield list(range(piece, piece + self.share.size))
 
     def __len__(self) -> int:
         """As Megatron's samplers tell it: the samples in the data set."""
