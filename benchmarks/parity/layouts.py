@@ -10,6 +10,7 @@ BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
 HYBRID = "hybrid"
 SEQUENCE = "sequence parallel"
+VIA_CORE = "via core"
 DROPOUT = "dropout 0.1"
 MODELS = {
     BASE: f"--swiglu {_BARE} {_GQA} {_UNTIED}",
@@ -54,6 +55,8 @@ OPTIONS = {
     "selective recompute": "--recompute-granularity selective",
     "recompute modules": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
     SEQUENCE: "--sequence-parallel",
+    VIA_CORE: "--ntp-route via_core",
+    f"{VIA_CORE}, distributed optimizer, overlap": f"--ntp-route via_core --use-distributed-optimizer {_BUCKETS}",
 }
 """What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
 
@@ -84,11 +87,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+_INTERLEAVED = {"tp": 2, "pp": 2, "chunks": 2, "dp": 2, "batch": 8}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "PP2: TP2,TP2 + TP1,TP2": {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s0.t1",)},
+    "PP2: TP2,TP2 + TP2,TP1": {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s1.t0",)},
+    "PP2: TP4,TP4 + TP4,TP3": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r1.s1.t3",)},
+    "PP2: TP3,TP4 + TP4,TP2": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r0.s0.t1", "r1.s1.t0,r1.s1.t3")},
+    "PP2: TP4,TP4 + TP3,TP3": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r1.s0.t2,r1.s1.t3",)},
+    "PP4: TP2,TP1,TP1,TP2 + whole": {"tp": 2, "pp": 4, "dp": 2, "lost": ("r0.s1.t0,r0.s2.t1",)},
+    "PP2 x 2: TP2,TP2 + TP1,TP2": {**_INTERLEAVED, "lost": ("r1.s0.t1",)},
+    "PP2 x 2: TP2,TP1 + TP1,TP2": {**_INTERLEAVED, "lost": ("r0.s1.t0", "r1.s0.t0")},
+}
+"""Replicas in stages, of which some are hurt; "x 2": on each rank two virtual stages, which are interleaved."""
+
+
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
     """One whole replica that computes everything, with nothing of the plugin's that the model does not ask for."""
     return Job(model=MODELS[model], tp=tp, **options)
 
 
+def reference(model: str, layout: str, **options: Any) -> Job:
+    """What a layout is compared with; it has as many stages, since each draws its weights by itself."""
+    if layout in PIPELINES:
+        options |= {key: value for key, value in PIPELINES[layout].items() if key not in ("dp", "lost")}
+    return uniform(model, **options)
+
+
 def hurt(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
     """The same on replicas of which some are hurt."""
-    return Job(model=MODELS[model], **(LAYOUTS[layout] if isinstance(layout, str) else layout), **options)
+    return Job(model=MODELS[model], **((LAYOUTS | PIPELINES)[layout] if isinstance(layout, str) else layout), **options)

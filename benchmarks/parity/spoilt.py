@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.uneven_sequence import UnevenSequence
@@ -21,7 +22,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.training import core_seats
 from ntp_plugin.training.core_seats import CoreSeat
-from ntp_plugin.training.gradient_lanes import Slice
+from ntp_plugin.training.gradient_lanes import GradientLane, Slice
 
 
 def scale_by_replicas() -> None:
@@ -35,7 +36,7 @@ def norms_not_synced() -> None:
 
     def finalize(sync: LaneSync, *args: Any, **kwargs: Any) -> None:
         odd = any(slot.tp == sync._layout.slot.tp for slot in sync._layout.lost)
-        named = dict(sync.model.module.named_parameters())
+        named = sync.parameters
         whole = [named[name] for name, tensor in sync.tensors.items() if not tensor.family] if odd else []
         before = [parameter.main_grad.clone() for parameter in whole]
         reduce(sync, *args, **kwargs)
@@ -50,7 +51,7 @@ def gate_and_up_swapped() -> None:
     plan = LaneSync._slices
 
     def slices(sync: LaneSync, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
-        named = dict(sync.model.module.named_parameters())
+        named = sync.parameters
         return tuple(
             _swapped(piece, named[piece.name].shape[piece.dim] // 2)
             if sync._layout.pattern and len(sync.tensors[piece.name].runs) == 2
@@ -182,6 +183,30 @@ def samples_numbered_by_the_replica() -> None:
         return number(exact, forward_step, count)
 
     _put(ExactDropout, "_numbered", numbered)
+
+
+def activations_of_another_micro_batch() -> None:
+    """A hurt replica sends on what it has made of the micro-batch before."""
+    operations = Pipeline._operations
+    before: list[torch.Tensor] = []
+
+    def late(pipeline: Pipeline, *, tensor_send_next: torch.Tensor | None, **said: Any) -> Any:
+        if tensor_send_next is not None:
+            before.append(tensor_send_next.clone())
+            tensor_send_next = before[-2:][0]
+        return operations(pipeline, tensor_send_next=tensor_send_next, **said)
+
+    _put(Pipeline, "_operations", late)
+
+
+def shared_rows_not_summed() -> None:
+    """Each stage steps its copy of the word embedding by its own gradient."""
+    make = LaneSync._shared_lanes
+
+    def alone(sync: LaneSync) -> list[GradientLane]:
+        return [dataclasses.replace(lane, group=None) for lane in make(sync)]
+
+    _put(LaneSync, "_shared_lanes", alone)
 
 
 def _put(owner: Any, name: str, spoilt: object) -> None:

@@ -16,6 +16,7 @@ be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a l
     uneven_layers.py    layers of any width from unmodified classes; how each parameter is cut
     uneven_sequence.py  sequence parallelism where the width does not divide the sequence
     job.py              the plan that all ranks have made alike
+    pipeline.py         activations between stages of different width
     buckets.py          Megatron's buckets, reduced in lanes
     lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
     core_groups.py      the same by way of core slots: the groups of that route
@@ -28,8 +29,8 @@ The idea. Megatron's arguments go on saying the nominal layout: TP degree, data-
 global batch. Only three things are told the truth. The process groups are Megatron's own with the lost struck out.
 The layers are given *virtual* sizes, (what this slot holds) x (the width of its group), so that every division by the
 width gives what it holds; which slot holds what is `planning/`'s decision. And where Megatron reduces gradients over
-replicas, lanes do it. Layers are found by their types, cut parameters by Megatron's own attributes, nothing by its
-name.
+replicas, lanes do it. Between the stages of a pipeline a slot of the narrower one sends to several of the wider. Layers
+are found by their types, cut parameters by Megatron's own attributes, nothing by its name.
 
 Exactness. A gradient is (sum over the tokens of the global batch) / (their number), or with Megatron's default the
 mean over all micro-batches; never a mean of replicas' means. Cut parameters are summed lane by lane, replicated ones

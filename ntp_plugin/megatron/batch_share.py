@@ -45,7 +45,7 @@ class BatchShare:
 
     def _run(self, run: Any, *, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
         count = num_microbatches if forward_only else self._job.share.count
-        total = num_microbatches * self._job.batch.replicas if forward_only else self._job.batch.total
+        total = num_microbatches * self._job.batch.replicas
         if count:
             losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
         else:

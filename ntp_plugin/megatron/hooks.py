@@ -17,6 +17,7 @@ from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.refusals import draws_exact_masks
 from ntp_plugin.megatron.replacements import Offer, Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
@@ -26,6 +27,7 @@ from ntp_plugin.planning.sequence_rows import SequenceRows
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _RANDOM = "megatron.core.tensor_parallel.random"
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _TRAINING = "megatron.training.training"
 
 
@@ -34,10 +36,11 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
     if not layout.lost:
         replica, replicas = layout.slot.replica, layout.topology.dp
         return _masks(layout, policy, args, lambda count: range(replica, count * replicas, replicas))
-    layers = UnevenLayers(layout, granule=policy.granule)
+    layers = UnevenLayers(layout, args, granule=policy.granule)
     job = Job(layout, policy, args)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
+    pipeline = Pipeline(layout)
     ranks = Offer(
         function="megatron.core.parallel_state:set_rank_lists",
         told=(layout.without_lost, layout.topology.size, layout.topology.dp, layout.slot.replica),
@@ -109,6 +112,16 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             why="each replica finds it by itself, with other last bits",
             make=sync.norm,
             offer=norm,
+        ),
+        Replacement(
+            target=f"{_P2P}:_batched_p2p_ops",
+            why="each rank sends to one rank of the next stage, which may be wider",
+            make=pipeline.batched,
+        ),
+        Replacement(
+            target=f"{_P2P}:_p2p_ops",
+            why="as above",
+            make=pipeline.one_by_one,
         ),
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",

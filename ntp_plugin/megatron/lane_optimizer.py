@@ -46,7 +46,7 @@ class LaneOptimizer:
 
     def _shards_of(self, parameters: Iterable[Any]) -> list[torch.nn.Parameter]:
         wanted = set(parameters)
-        named = dict(self._sync.model.module.named_parameters())
+        named = self._sync.parameters
         names = {name for name, parameter in named.items() if parameter in wanted}
         values = {name: parameter.data for name, parameter in named.items()}
         shards = [shard for lanes in self._sync.shards for shard in lanes.shard(names, values, dtype=torch.float32)]
@@ -61,11 +61,11 @@ class LaneOptimizer:
         def step_and_spread() -> Any:
             self._finish()  # a replica without micro-batches has had no forward that waited
             done = step()
-            replicated, *buckets = self._sync.shards
+            late, *buckets = self._sync.shards
             with torch.no_grad():
-                for lanes in (replicated, *reversed(buckets)):  # the last bucket has what the forward begins with
+                for lanes in (late, *reversed(buckets)):  # the last bucket has what the forward begins with
                     lanes.begin_spread()
-            if not self._sync.model.use_forward_hook:
+            if not self._sync.waits_in_forward:
                 self._finish()
             return done
 

@@ -52,12 +52,17 @@ _NO_HYBRID_LAYERS = {
 """What a hybrid model may have besides self-attention and MLP, by its symbol in the pattern."""
 
 
-def _hybrid(symbol: str, name: str) -> Refusal:
-    """Layers of a hybrid model that are not built yet; the pattern has an older flag as well."""
+def _pattern(args: Any) -> str:
+    """That of a hybrid model, which has an older flag as well; else nothing."""
     flags = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return "".join(getattr(args, flag, None) or "" for flag in flags)
+
+
+def _hybrid(symbol: str, name: str) -> Refusal:
+    """Layers of a hybrid model that are not built yet."""
     return _not_built(
         f"--hybrid-layer-pattern with {symbol} ({name})",
-        lambda args: any(symbol in (getattr(args, flag, None) or "") for flag in flags),
+        lambda args: symbol in _pattern(args),
         way_out="a pattern of * (attention) and - (MLP), or start with whole replicas",
     )
 
@@ -67,8 +72,21 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--hybrid-context-parallel"),
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
     _not_built("--num-experts"),
-    _not_built("--pipeline-model-parallel-size", _above("pipeline_model_parallel_size")),
+    _not_built(
+        "--hybrid-layer-pattern",
+        lambda args: _pattern(args) and args.pipeline_model_parallel_size > 1,
+        way_out="--pipeline-model-parallel-size 1, or start with whole replicas",
+    ),
     _not_built("--overlap-param-gather-with-optimizer-step"),
+    _not_built("--pipeline-model-parallel-layout"),
+    _not_built("--pipeline-model-parallel-comm-backend"),
+    _not_built("--use-ring-exchange-p2p"),
+    _not_built("--defer-embedding-wgrad-compute"),
+    _not_built(
+        "--sequence-parallel",
+        lambda args: getattr(args, "sequence_parallel", False) and args.pipeline_model_parallel_size > 1,
+        way_out="leave --sequence-parallel out: with a pipeline, a stage would need rows of several slots of another",
+    ),
     _not_built("--use-torch-fsdp2"),
     _not_built("--use-megatron-fsdp"),
     _not_built("--multi-latent-attention"),

@@ -62,6 +62,8 @@ def test_a_loss_that_does_not_fit_is_refused(lost, processes, said):
 def test_a_replica_without_slots_is_to_be_left_out():
     with pytest.raises(Refused, match=r"replica 1 has no slot in stage 0.*start fewer processes"):
         layout("r1", processes=4)
+    with pytest.raises(Refused, match=r"replica 1 has no slot in stage 1.*start fewer processes"):
+        layout("r1.s1", processes=12, pp=2)
 
 
 # ---------------------------------------------------------------- refusals
@@ -128,6 +130,8 @@ def test_what_works_is_not_refused(said):
         ({"log_params_norm": True, "overlap_param_gather": True}, "--log-params-norm"),
         ({"lazy_mpu_init": True}, "--lazy-mpu-init"),
         ({"perform_initialization": False}, "--no-initialization"),
+        ({"pipeline_model_parallel_layout": "Et*2|t*2L"}, "--pipeline-model-parallel-layout"),
+        ({"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p"),
         ({"num_query_groups": 2}, "--num-query-groups: 2 query groups do not divide over 4 TP slots"),
     ],
 )
