@@ -74,7 +74,7 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--num-experts"),
     _not_built(
         "--hybrid-layer-pattern",
-        lambda args: _pattern(args) and args.pipeline_model_parallel_size > 1,
+        lambda args: _pattern(args) and _above("pipeline_model_parallel_size")(args),
         way_out="--pipeline-model-parallel-size 1, or start with whole replicas",
     ),
     _not_built("--overlap-param-gather-with-optimizer-step"),
@@ -84,7 +84,7 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--defer-embedding-wgrad-compute"),
     _not_built(
         "--sequence-parallel",
-        lambda args: getattr(args, "sequence_parallel", False) and args.pipeline_model_parallel_size > 1,
+        lambda args: getattr(args, "sequence_parallel", False) and _above("pipeline_model_parallel_size")(args),
         way_out="leave --sequence-parallel out: with a pipeline, a stage would need rows of several slots of another",
     ),
     _not_built("--use-torch-fsdp2"),
