@@ -36,7 +36,7 @@ def test_float32():
         (f"{SEQUENCE}: per-token loss", "TP4+TP4+TP3"),
         (f"{SEQUENCE}, distributed optimizer, overlap", "TP3+TP3"),
         (f"{SEQUENCE}, recompute", "TP4+TP3"),
-        (f"{SEQUENCE}, selective recompute", "TP4+TP3"),
+        (f"{SEQUENCE}, recompute modules", "TP4+TP3"),
     ],
 )
 def test_with_what_else_a_model_or_a_job_has(feature, layout):
