@@ -19,6 +19,17 @@ while time.monotonic() < until:
 """
 
 
+WRITE = """
+import sys
+from pathlib import Path
+from ntp_plugin.recovery.heartbeat import Beat, HeartbeatFile
+file, step = HeartbeatFile(Path(sys.argv[1]), 1), 0
+while True:
+    step += 1
+    file.write(0, Beat(count=step, moved_at=float(step), waiting=bool(step % 2)))
+"""
+
+
 @pytest.fixture
 def file(tmp_path):
     file = HeartbeatFile(tmp_path / "beats", 1)
@@ -68,3 +79,21 @@ def test_the_system_tells_how_long_a_thread_waited_for_a_cpu():
         other.kill()
         other.wait()
     assert waited_for_cpu(0) == 0.0, "there is no such thread"
+
+
+def test_what_is_told_together_is_read_together(file):
+    """The other process moves as fast as it can, and waits after every odd move."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITE, str(file.path)])
+    try:
+        while not file.read(0).count:
+            assert writer.poll() is None
+        last, until = 0.0, time.monotonic() + 2.0
+        while time.monotonic() < until:
+            beat = file.read(0)
+            assert beat.moved_at.is_integer()
+            assert beat.waiting == beat.moved_at % 2
+            assert beat.moved_at >= last
+            last = beat.moved_at
+    finally:
+        writer.kill()
+        writer.wait()
