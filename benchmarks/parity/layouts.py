@@ -53,7 +53,7 @@ OPTIONS = {
     "parameter gather overlap": f"--use-distributed-optimizer {_BUCKETS} --overlap-param-gather",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective recompute": "--recompute-granularity selective",
-    "recompute modules": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+    "recompute modules": "--recompute-granularity selective --recompute-modules core_attn mlp",
     SEQUENCE: "--sequence-parallel",
     VIA_CORE: "--ntp-route via_core",
     f"{VIA_CORE}, distributed optimizer, overlap": f"--ntp-route via_core --use-distributed-optimizer {_BUCKETS}",

@@ -4,6 +4,10 @@ Megatron goes on counting nominally: consumed samples, the learning-rate schedul
 Only the function that runs micro-batches is told this replica's number, and the loader of the training set gives it
 this replica's samples (`training/samples.py`). Evaluation is shared out evenly, as ever.
 
+Micro-batches have the nominal size everywhere: a plan with smaller ones does not come about, because no plan guards
+activations. It would be another mean besides, unless the loss is per token: the halves of a micro-batch have different
+numbers of tokens that count.
+
 What a script reports for a micro-batch is (sum over its tokens, their number), or a mean. It is summed over all
 micro-batches of all replicas before Megatron sees it, so that the loss in the log is the global batch's.
 """
