@@ -1,9 +1,12 @@
 """Replicas of different width on Megatron against one uniform run, feature by feature, layout by layout.
 
-    python -m benchmarks.numerics        the evidence for `make show-numerics`
+    python -m benchmarks.numerics             every feature, the layouts by turns: the evidence for `make show-numerics`
+    SCALE=ci python -m benchmarks.numerics    the slice for CI
+    SCALE=full ...                            every feature in every layout
 
 Each row is the largest relative difference over 20 steps, all ranks and all replicas, to Megatron without the plugin:
-one replica of TP 4 that computes the whole batch. The noise floor is what Megatron shows between two uniform widths.
+one replica with as many stages that computes the whole batch. The noise floor is what Megatron shows between two
+uniform widths. Each negative control has one thing wrong on purpose, and must be noticed.
 """
 
 import os
@@ -13,46 +16,97 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
+from benchmarks.parity.layouts import (
+    BASE,
+    DROPOUT,
+    LAYOUTS,
+    MODELS,
+    OLD,
+    OPTIONS,
+    PIPELINES,
+    SEQUENCE,
+    TOGETHER,
+    VIA_CORE,
+    hurt,
+    reference,
+    uniform,
+)
 from ntp_plugin.errors import NtpError
 
 SEED = 1234
 BOUNDS = {"float64": 1e-12, "float32": 1e-6}
 TIMES_THE_FLOOR = 4
 USUAL_EPS = "1e-8"
-WRONG = (
-    "scale_by_replicas",
-    "norms_not_synced",
-    "gate_and_up_swapped",
-    "vocabulary_row_shifted",
-    "norm_not_synced",
-)
 BF16 = {"dtype": "float32", "more": "--bf16"}
 """Of what Megatron calls float32 the weights and activations are bf16 then, and gradients and optimizer stay."""
 _SHARDED = "distributed optimizer, overlap"
-_IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], _SHARDED: ["TP4+TP3"]}
+_SMALL, _BOTH_REPLICAS, _INTERLEAVED = (list(PIPELINES)[number] for number in (0, 3, 6))
+
+CONTROLS = {
+    "scale_by_replicas": (BASE, "TP4+TP3"),
+    "norms_not_synced": (BASE, "TP4+TP3"),
+    "gate_and_up_swapped": (BASE, "TP4+TP3"),
+    "vocabulary_row_shifted": (BASE, "TP4+TP3"),
+    "norm_not_synced": (BASE, "TP4+TP3"),
+    "units_to_the_wrong_core": (VIA_CORE, "TP4+TP3"),
+    "parameters_not_awaited": ("parameter gather overlap", "TP4+TP3"),
+    "partial_sums_not_added": (SEQUENCE, "TP4+TP3"),
+    "pads_taken_for_rows": (SEQUENCE, "TP4+TP3"),
+    "masks_of_the_slot": (DROPOUT, "TP4+TP3"),
+    "heads_numbered_by_the_slot": (DROPOUT, "TP4+TP3"),
+    "samples_numbered_by_the_replica": (DROPOUT, "TP4+TP3"),
+    "activations_of_another_micro_batch": (BASE, _SMALL),
+    "shared_rows_not_summed": ("tied embeddings", _SMALL),
+}
+"""What is wrong on purpose (`parity/spoilt.py`), and with what it is seen."""
+
+_EVERYWHERE = (BASE, OLD, SEQUENCE)
+_IN_PIPELINES = {
+    BASE: list(PIPELINES),
+    _SHARDED: [_SMALL, _BOTH_REPLICAS, _INTERLEAVED],
+    "parameter gather overlap": [_SMALL, _INTERLEAVED],
+    VIA_CORE: [_SMALL, _BOTH_REPLICAS],
+    DROPOUT: [_SMALL, _INTERLEAVED],
+    "recompute": [_SMALL, _INTERLEAVED],
+    "per-token loss": [_SMALL],
+    "tied embeddings": [_SMALL, _BOTH_REPLICAS, _INTERLEAVED],
+}
+_IN_CI = {
+    BASE: ["TP4+TP3", "TP3+TP3", _SMALL],
+    OLD: ["TP4+TP2"],
+    DROPOUT: ["TP2+TP1"],
+    _SHARDED: ["TP4+TP3", _SMALL],
+    SEQUENCE: ["TP4+TP3"],
+    VIA_CORE: ["TP4+TP2"],
+}
 _BIASED = (OLD, "biases, layernorm", "qkv bias")
-_SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
 
 
 def cases(scale: str) -> Iterator[tuple[str, str, str]]:
     """Feature, layout, dtype."""
-    for feature in (*MODELS, *OPTIONS):
-        everywhere = scale == "full" or feature in (BASE, OLD)
-        for layout in _IN_CI.get(feature, []) if scale == "ci" else LAYOUTS if everywhere else _SOME:
+    if scale == "ci":
+        yield from ((feature, layout, "float64") for feature, layouts in _IN_CI.items() for layout in layouts)
+        return
+    for number, feature in enumerate((*MODELS, *OPTIONS, *TOGETHER)):
+        everywhere = scale == "full" or feature in _EVERYWHERE
+        for layout in LAYOUTS if everywhere else [list(LAYOUTS)[number % len(LAYOUTS)]]:
             yield feature, layout, "float64"
-            if everywhere and scale != "ci":
+            if everywhere:
                 yield feature, layout, "float32"
-    for feature in (BASE, _SHARDED) if scale != "ci" else ():
+    for feature, layouts in _IN_PIPELINES.items():
+        for layout in PIPELINES if scale == "full" else layouts:
+            yield feature, layout, "float64"
+    for feature in (BASE, _SHARDED):
         for layout in ("TP4+TP3", "TP2+TP1"):
             yield feature, layout, "bfloat16"
 
 
-def compared(feature: str, layout: str, **settings: Any) -> dict[str, float]:
-    """One hurt run against the uniform one."""
-    model = BASE if feature in OPTIONS else feature
-    more = " ".join((OPTIONS.get(feature, ""), settings.get("more", "")))
-    return largest_differences(run(hurt(model, layout, **{**settings, "more": more})), run(uniform(model, **settings)))
+def compared(feature: str, layout: str, *, spoil: str = "", more: str = "", **settings: Any) -> dict[str, float]:
+    """One hurt run, with what must make no difference, against the uniform one without."""
+    model, option = TOGETHER.get(feature, (BASE, feature) if feature in OPTIONS else (feature, ""))
+    both = f"{OPTIONS.get(option, '')} {more}".strip()
+    outcomes = run(hurt(model, layout, spoil=spoil, more=both, **settings))
+    return largest_differences(outcomes, run(reference(model, layout, more=more, **settings)))
 
 
 def noise_floor(feature: str, **settings: Any) -> dict[str, float]:
@@ -78,7 +132,7 @@ def bounds_of(feature: str, dtype: str) -> dict[str, float]:
 def noticed(wrong: str) -> bool:
     """Whether the comparison, or the plugin itself, finds what was spoilt."""
     try:
-        worst = largest_differences(run(hurt(BASE, "TP4+TP3", spoil=wrong)), run(uniform(BASE)))
+        worst = compared(*CONTROLS[wrong], spoil=wrong)
     except NtpError:
         return True
     return max(worst.values()) > BOUNDS["float64"]
@@ -95,7 +149,7 @@ def main(scale: str) -> int:
         print(rows[-1], file=sys.stderr, flush=True)
     usual = {"dtype": "float32", "eps": USUAL_EPS}
     floor, at_usual = noise_floor(BASE, **usual), compared(BASE, "TP4+TP3", **usual)
-    controls = [{"name": wrong, "noticed": noticed(wrong)} for wrong in WRONG]
+    controls = [{"name": wrong, "noticed": noticed(wrong)} for wrong in CONTROLS]
     holds = (
         max(worst) <= 1
         and all(at_usual[key] <= TIMES_THE_FLOOR * floor[key] for key in floor)

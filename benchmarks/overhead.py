@@ -35,7 +35,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks import evidence, lanes
-from benchmarks.parity.job import COLLECTIVES, RECIPE, Job
+from benchmarks.parity.job import COLLECTIVES, RECIPES, Job
 from benchmarks.parity.layouts import BASE, MODELS
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -119,8 +119,8 @@ class SideBySide:
         clock = Clock(turns, self.planted if second else 0.0)
         collectives = count_collectives()
         job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=enabled, dtype="float32", more=f"--train-iters {self.steps}")
-        sys.argv = [str(RECIPE), *job.words, "--data-cache-path", f"{rank.folder}/samples{second}"]
-        runpy.run_path(str(RECIPE), run_name="__main__")
+        sys.argv = [str(RECIPES / "pretrain_gpt.py"), *job.words, "--data-cache-path", f"{rank.folder}/samples{second}"]
+        runpy.run_path(str(RECIPES / "pretrain_gpt.py"), run_name="__main__")
         clock.stop()
         return Run(
             seconds=clock.seconds,

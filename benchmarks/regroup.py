@@ -100,9 +100,13 @@ class Looper:
         self.stood_at = time.monotonic()
 
     def stand_and_reduce(self, size: int, group: dist.ProcessGroup | None = None) -> None:
-        values = torch.ones(size)  # eight times 16 MB take two cores a tenth of a second, and nobody waits yet
+        self.stand_and_wait(dist.all_reduce(torch.ones(size), group=group, async_op=True))
+
+    def stand_and_wait(self, work: dist.Work | None) -> None:
+        """Eight times 16 MB keep two cores busy for a tenth of a second before anybody waits."""
+        assert work is not None, "this rank is in the group"
         self.stand()
-        dist.all_reduce(values, group=group)
+        work.wait()
 
     def reduce_small(self) -> None:
         self.stand_and_reduce(1024)
@@ -111,8 +115,7 @@ class Looper:
         self.stand_and_reduce(4_000_000)
 
     def barrier(self) -> None:
-        self.stand()
-        dist.barrier()
+        self.stand_and_wait(dist.barrier(async_op=True))
 
     def pass_round(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -120,9 +123,7 @@ class Looper:
             sent, got = torch.ones(1024), torch.empty(1024)
             works = [dist.isend(sent, (rank + 1) % size), dist.irecv(got, (rank - 1) % size)]
             for work in works:
-                assert work is not None
-                self.stand()
-                work.wait()
+                self.stand_and_wait(work)
 
     def reduce_subgroups(self) -> None:
         for handle, _ in self.own:
@@ -185,8 +186,9 @@ def trial(case: Case, chance: random.Random) -> Trial:
     victim, second = chance.sample(range(case.ranks), 2)
     faults = [hang(victim, during="loop", step=chance.randrange(5, 40))] if case.fault == "hang" else []
     player = functools.partial(play, operation=case.operation, losses=losses)
+    ranks = Ranks(case.ranks, player, faults=faults, thresholds=THRESHOLDS)
     try:
-        with Ranks(case.ranks, player, faults=faults, thresholds=THRESHOLDS) as ranks:
+        with ranks:
             ranks.wait_for_rows(case.ranks, "ready")
             struck = 0.0
             if case.fault == "hang":
@@ -202,7 +204,8 @@ def trial(case: Case, chance: random.Random) -> Trial:
             if case.fault == "sigstop":
                 ranks.kill(victim)
     except (AssertionError, RuntimeError, TimeoutError) as error:
-        return Trial(stuck=f"{type(error).__name__}: {error}")
+        lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
+        return Trial(stuck=f"{type(error).__name__}: {error} (lost: {lost or 'nobody'}; struck: {victim}, {second})")
     harmed = struck
     if case.fault == "hang" and losses == 1:
         struck = next(row[1] for row in ranks.rows if row[0] == "struck")

@@ -1,4 +1,4 @@
-"""One run of Megatron's own pretrain, by the recipe, in ranks of the harness; and what two runs differ by."""
+"""One run of Megatron's own pretrain, by a recipe, in ranks of the harness; and what two runs differ by."""
 
 import dataclasses
 import functools
@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.ranks import Rank, Ranks
 
-RECIPE = Path(__file__).parents[2] / "recipes/megatron/pretrain_gpt.py"
+RECIPES = Path(__file__).parents[2] / "recipes/megatron"
 STEPS = 20
 COLLECTIVES = (
     *("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier"),
     "all_to_all_single",
 )
 COMMON = f"""
---num-layers 2 --hidden-size 64 --num-attention-heads 16 --kv-channels 4 --ffn-hidden-size 160
+--hidden-size 64 --num-attention-heads 16 --kv-channels 4 --ffn-hidden-size 160
 --vocab-size 250 --make-vocab-size-divisible-by 32 --tokenizer-type NullTokenizer --mock-data --num-workers 0
---seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 6 --train-iters {STEPS}
+--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --train-iters {STEPS}
 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 0.5
 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 1000 --log-interval 1
 --transformer-impl local --distributed-backend gloo --use-cpu-initialization --attention-backend unfused
@@ -42,6 +42,10 @@ class Job:
     model: str
     tp: int
     dp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    """Virtual stages on each rank."""
+    batch: int = 6
     lost: tuple[str, ...] = ()
     enabled: bool = False
     dtype: str = "float64"
@@ -52,7 +56,12 @@ class Job:
 
     @property
     def processes(self) -> int:
-        return self.tp * self.dp - sum(len(word.split(",")) for word in self.lost)
+        return self.tp * self.pp * self.dp - sum(len(word.split(",")) for word in self.lost)
+
+    @property
+    def recipe(self) -> Path:
+        """The pattern is the sole sign of a hybrid model, to Megatron as well."""
+        return RECIPES / ("pretrain_hybrid.py" if "--hybrid-layer-pattern" in self.model else "pretrain_gpt.py")
 
     @property
     def words(self) -> list[str]:
@@ -60,8 +69,12 @@ class Job:
         plugin = ["--ntp-enable"] if self.enabled or self.lost else []
         plugin += [f"--ntp-lost={word}" for word in self.lost]
         plugin += [f"--ntp-route={self.route}"] if self.lost else []
-        parallel = ["--tensor-model-parallel-size", str(self.tp), "--adam-eps", self.eps]
-        return [*COMMON.split(), *self.model.split(), *self.more.split(), *parallel, *plugin]
+        parallel = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        parallel += ["--num-layers", str(max(2, self.pp * self.chunks)), "--adam-eps", self.eps]
+        if self.chunks > 1:
+            parallel += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
+        batch = ["--global-batch-size", str(self.batch)]
+        return [*COMMON.split(), *batch, *self.model.split(), *parallel, *plugin, *self.more.split()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +93,7 @@ class Seen:
 
     replica: int
     losses: list[float]
+    """On ranks of the last stage."""
     norms: list[float]
     rates: list[float]
     consumed: int
@@ -87,6 +101,10 @@ class Seen:
     collectives: dict[str, int]
     overlapped: int
     """How often a bucket's sums were under way before the backward had ended."""
+    evaluated: list[float]
+    """The losses of the validation set, each time that it is gone through."""
+    gathered_ahead: int
+    """How often a module of the forward came to its bucket's parameters, and they had been on their way till then."""
     sent: dict[str, float]
     """Bytes of gradients, by the collective that `training/` issued, as a ring sends them."""
     route: Any
@@ -135,8 +153,10 @@ class Play:
         cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
         activation.install()
         looker = Looker(self.job)
-        sys.argv = [str(RECIPE), *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
-        runpy.run_path(str(RECIPE), run_name="__main__")
+        recipe = str(self.job.recipe)
+        sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
+        sys.path[0] = str(RECIPES)
+        runpy.run_path(recipe, run_name="__main__")
         return looker.seen()
 
 
@@ -152,11 +172,14 @@ class Looker:
         self._norms: list[float] = []
         self._rates: list[float] = []
         self._collectives = dict.fromkeys(COLLECTIVES, 0)
-        self._model: Any = None
+        self._chunks: list[Any] = []
         self._overlapped = 0
+        self._gathered_ahead = 0
+        self._evaluated: list[float] = []
         self._sent = dict.fromkeys(COLLECTIVES, 0.0)
         self._watch_buckets()
         training.training_log = self._with_log(training.training_log)
+        training.evaluate = self._with_evaluation(training.evaluate)
         training.post_training_step_callbacks = self._with_step(training.post_training_step_callbacks)
         MockGPTDataset.__getitem__ = _with_masks(MockGPTDataset.__getitem__)
         for name in COLLECTIVES:
@@ -171,16 +194,24 @@ class Looker:
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
             told = dict(zip(names, args, strict=False))
-            self._losses.append(float(told["losses"]["lm loss"]))
+            self._losses += [float(loss) for name, loss in told["losses"].items() if name == "lm loss"]
             self._norms.append(float(told["norm"]))
             self._rates.append(told["rate"])
             return log(*args, **kwargs)
 
         return training_log
 
+    def _with_evaluation(self, evaluate: Any) -> Any:
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            told = evaluate(*args, **kwargs)
+            self._evaluated.append(float(told[0]["lm loss"]))
+            return told
+
+        return evaluated
+
     def _with_step(self, callbacks: Any) -> Any:
         def after_step(model: Any, *args: Any, **kwargs: Any) -> Any:
-            self._model = model[0]
+            self._chunks = model
             if self._job.lost:
                 self._sync.require_equal_units()
             return callbacks(model, *args, **kwargs)
@@ -196,7 +227,15 @@ class Looker:
             self._overlapped += group.grad_reduce_handle is not None
             finish(group, *args, **kwargs)
 
+        wait = LaneBucketGroup.finish_param_sync
+
+        def watched_gather(group: Any, *args: Any, **kwargs: Any) -> None:
+            in_forward = torch.is_grad_enabled()  # or else Megatron has everybody wait, to evaluate say
+            self._gathered_ahead += in_forward and group.gathered[-1].on_its_way
+            wait(group, *args, **kwargs)
+
         setattr(LaneBucketGroup, "finish_grad_sync", watched)  # noqa: B010  (a plain assignment is not for methods)
+        setattr(LaneBucketGroup, "finish_param_sync", watched_gather)  # noqa: B010
 
     def _counted(self, name: str) -> Any:
         original = getattr(torch.distributed, name)
@@ -212,7 +251,7 @@ class Looker:
     @property
     def _sync(self) -> Any:
         """The plugin's part that holds the lanes."""
-        return self._model.config.finalize_model_grads_func.__self__
+        return self._chunks[0].config.finalize_model_grads_func.__self__
 
     def seen(self) -> Seen:
         """Everything, at the end."""
@@ -221,21 +260,26 @@ class Looker:
 
         width = parallel_state.get_tensor_model_parallel_world_size()
         rank = parallel_state.get_tensor_model_parallel_rank()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
         return Seen(
             replica=parallel_state.get_data_parallel_rank(),
             losses=self._losses,
             norms=self._norms,
             rates=self._rates,
             consumed=get_args().consumed_train_samples,
-            parts=dict(self._parts(rank, width)),
+            parts={f"stage {stage}: {name}": part for name, part in self._parts(rank, width)},
             collectives=self._collectives,
             overlapped=self._overlapped,
+            evaluated=self._evaluated,
+            gathered_ahead=self._gathered_ahead,
             sent=self._sent,
             route=self._sync._job.plan.routes[0] if self._job.lost else None,
         )
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
-        for name, parameter in self._model.module.named_parameters():
+        from ntp_plugin.megatron.lane_sync import named  # noqa: PLC0415
+
+        for name, parameter in named([chunk.module for chunk in self._chunks]):
             values = parameter.detach().double().numpy()
             shape, dim = values.shape, 0
             ranges = [(0, shape[0])]
@@ -270,6 +314,9 @@ def _with_masks(item: Any) -> Any:
     return masked
 
 
+_NOTHING = 1e-30
+"""What is relative to zero, as the norm is that nobody asked for, is relative to this."""
+
 type Whole = dict[str, NDArray[np.float64]]
 
 
@@ -288,17 +335,25 @@ def wholes(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
     return found
 
 
+def told(outcomes: Mapping[int, Seen]) -> list[Seen]:
+    """Those who are told losses: the ranks of the last stage."""
+    return [seen for seen in outcomes.values() if seen.losses]
+
+
 def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Seen]) -> dict[str, float]:
     """The largest relative difference over all steps, ranks and replicas: of loss, norm and weights."""
-    expected, weights = reference[0], wholes(reference)[0]
+    expected, weights = told(reference)[0], wholes(reference)[0]
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
     for seen in outcomes.values():
         for key, mine, theirs in (("loss", seen.losses, expected.losses), ("grad_norm", seen.norms, expected.norms)):
+            if key == "loss" and not mine:
+                continue  # a stage that is not the last
             assert len(mine) == len(theirs) == STEPS
-            worst[key] = max([worst[key], *(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))])
+            apart = (abs(a - b) / max(abs(b), _NOTHING) for a, b in zip(mine, theirs, strict=True))
+            worst[key] = max([worst[key], *apart])
     for replica in wholes(outcomes).values():
         assert replica.keys() == weights.keys()
         for name, whole in replica.items():
-            difference = np.abs(whole - weights[name]).max() / max(np.abs(weights[name]).max(), 1e-30)
+            difference = np.abs(whole - weights[name]).max() / max(np.abs(weights[name]).max(), _NOTHING)
             worst["weights"] = max(worst["weights"], float(difference))
     return worst

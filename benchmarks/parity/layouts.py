@@ -8,6 +8,10 @@ _BARE = "--disable-bias-linear --normalization RMSNorm --position-embedding-type
 _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddings-and-output-weights"
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
+HYBRID = "hybrid"
+SEQUENCE = "sequence parallel"
+VIA_CORE = "via core"
+DROPOUT = "dropout 0.1"
 MODELS = {
     BASE: f"--swiglu {_BARE} {_GQA} {_UNTIED}",
     "gelu": f"{_BARE} {_GQA} {_UNTIED}",
@@ -18,18 +22,61 @@ MODELS = {
     "qk-layernorm": f"--swiglu {_BARE} {_GQA} {_UNTIED} --qk-layernorm",
     "qkv bias": f"--swiglu {_BARE} {_GQA} {_UNTIED} --add-qkv-bias",
     "per-token loss": f"--swiglu {_BARE} {_GQA} {_UNTIED} --calculate-per-token-loss",
+    "sgd": f"--swiglu {_BARE} {_GQA} {_UNTIED} --optimizer sgd --sgd-momentum 0 --lr 0.5",
+    "sgd, momentum": f"--swiglu {_BARE} {_GQA} {_UNTIED} --optimizer sgd --lr 0.2",
+    "no clipping": f"--swiglu {_BARE} {_GQA} {_UNTIED} --clip-grad 0",
+    "gated attention, window, sink, mup, own rates": f"--swiglu {_BARE} {_GQA} {_UNTIED} --attention-output-gate "
+    "--softmax-type off-by-one --window-size 6,0 --use-mup --mup-base-hidden-size 32 --decoupled-lr 1e-3 "
+    "--qk-layernorm --apply-wd-to-qk-layernorm",
+    "squared relu, xavier, partial rope, fused loss": f"--squared-relu {_BARE} {_GQA} {_UNTIED} --rotary-percent 0.5 "
+    "--init-method-xavier-uniform --apply-residual-connection-post-layernorm --cross-entropy-loss-fusion",
+    HYBRID: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *--*",
+    DROPOUT: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hidden-dropout 0.1 --attention-dropout 0.1 "
+    "--ntp-enable --ntp-dropout exact",
     OLD: "--position-embedding-type learned_absolute",
 }
-"""By feature: the first is the base, the others differ from it by what they are named for; the last has it all else."""
+"""By feature: the first is the base, the others differ from it by what they are named for; the last has it all else.
+
+Exact masks are in the uniform run as well: they are what makes the runs equal.
+"""
+
+MODELS |= {
+    f"{SEQUENCE}: {feature}": f"{MODELS[feature]} --sequence-parallel"
+    for feature in ("tied embeddings", "qk-layernorm", "per-token loss", OLD)
+}
 
 _BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 9000"
 OPTIONS = {
     "distributed optimizer": "--use-distributed-optimizer",
     "overlap": _BUCKETS,
     "distributed optimizer, overlap": f"--use-distributed-optimizer {_BUCKETS}",
+    "parameter gather overlap": f"--use-distributed-optimizer {_BUCKETS} --overlap-param-gather",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "selective recompute": "--recompute-granularity selective",
+    "recompute modules": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+    SEQUENCE: "--sequence-parallel",
+    VIA_CORE: "--ntp-route via_core",
+    f"{VIA_CORE}, distributed optimizer, overlap": f"--ntp-route via_core --use-distributed-optimizer {_BUCKETS}",
 }
 """What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
+
+OPTIONS |= {
+    f"{SEQUENCE}, {option}": f"--sequence-parallel {OPTIONS[option]}"
+    for option in ("distributed optimizer, overlap", "recompute", "recompute modules")
+}
+
+_SHARDED, _GATHERED = "distributed optimizer, overlap", "parameter gather overlap"
+TOGETHER = {
+    f"{model}; {option}": (model, option)
+    for model, option in (
+        (HYBRID, "distributed optimizer"),
+        (OLD, "distributed optimizer"),
+        ("tied embeddings", _GATHERED),
+        ("qk-layernorm", _SHARDED),
+        ("sgd, momentum", _GATHERED),
+    )
+}
+"""Models with such an option, where the two might touch one another."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+TP3": {"tp": 4, "dp": 2, "lost": ("r1.s0.t3",)},
@@ -40,11 +87,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+_INTERLEAVED = {"tp": 2, "pp": 2, "chunks": 2, "dp": 2, "batch": 8}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "PP2: TP2,TP2 + TP1,TP2": {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s0.t1",)},
+    "PP2: TP2,TP2 + TP2,TP1": {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s1.t0",)},
+    "PP2: TP4,TP4 + TP4,TP3": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r1.s1.t3",)},
+    "PP2: TP3,TP4 + TP4,TP2": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r0.s0.t1", "r1.s1.t0,r1.s1.t3")},
+    "PP2: TP4,TP4 + TP3,TP3": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r1.s0.t2,r1.s1.t3",)},
+    "PP4: TP2,TP1,TP1,TP2 + whole": {"tp": 2, "pp": 4, "dp": 2, "lost": ("r0.s1.t0,r0.s2.t1",)},
+    "PP2 x 2: TP2,TP2 + TP1,TP2": {**_INTERLEAVED, "lost": ("r1.s0.t1",)},
+    "PP2 x 2: TP2,TP1 + TP1,TP2": {**_INTERLEAVED, "lost": ("r0.s1.t0", "r1.s0.t0")},
+}
+"""Replicas in stages, of which some are hurt; "x 2": on each rank two virtual stages, which are interleaved."""
+
+
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
-    """One whole replica that computes everything, without the plugin."""
+    """One whole replica that computes everything, with nothing of the plugin's that the model does not ask for."""
     return Job(model=MODELS[model], tp=tp, **options)
 
 
-def hurt(model: str, layout: str, **options: Any) -> Job:
+def reference(model: str, layout: str, **options: Any) -> Job:
+    """What a layout is compared with; it has as many stages, since each draws its weights by itself."""
+    if layout in PIPELINES:
+        options |= {key: value for key, value in PIPELINES[layout].items() if key not in ("dp", "lost")}
+    return uniform(model, **options)
+
+
+def hurt(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
     """The same on replicas of which some are hurt."""
-    return Job(model=MODELS[model], **LAYOUTS[layout], **options)
+    return Job(model=MODELS[model], **((LAYOUTS | PIPELINES)[layout] if isinstance(layout, str) else layout), **options)

@@ -8,13 +8,21 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from ntp_plugin.megatron.buckets import LaneBucketGroup
+from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.pipeline import Pipeline
+from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
+from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.training import core_seats
 from ntp_plugin.training.core_seats import CoreSeat
-from ntp_plugin.training.gradient_lanes import Slice
+from ntp_plugin.training.gradient_lanes import GradientLane, Slice
 
 
 def scale_by_replicas() -> None:
@@ -28,7 +36,7 @@ def norms_not_synced() -> None:
 
     def finalize(sync: LaneSync, *args: Any, **kwargs: Any) -> None:
         odd = any(slot.tp == sync._layout.slot.tp for slot in sync._layout.lost)
-        named = dict(sync.model.module.named_parameters())
+        named = sync.parameters
         whole = [named[name] for name, tensor in sync.tensors.items() if not tensor.family] if odd else []
         before = [parameter.main_grad.clone() for parameter in whole]
         reduce(sync, *args, **kwargs)
@@ -43,7 +51,7 @@ def gate_and_up_swapped() -> None:
     plan = LaneSync._slices
 
     def slices(sync: LaneSync, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
-        named = dict(sync.model.module.named_parameters())
+        named = sync.parameters
         return tuple(
             _swapped(piece, named[piece.name].shape[piece.dim] // 2)
             if sync._layout.pattern and len(sync.tensors[piece.name].runs) == 2
@@ -104,5 +112,102 @@ def norm_not_synced() -> None:
     _put(LaneSync, "norm", lambda _, original: original)
 
 
-def _put(owner: type, name: str, spoilt: object) -> None:
+def partial_sums_not_added() -> None:
+    """Under sequence parallelism, what a slot's own rows say of a norm's gradient is taken for all of it."""
+    Replacement(
+        target="megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
+        why="to be noticed",
+        make=lambda _: lambda *_, **__: None,
+    ).apply()
+
+
+def pads_taken_for_rows() -> None:
+    """The rows of a gathered sequence are its last ones, as if the pads came first."""
+    _put(UnevenSequence, "_without_pads", lambda sequence, whole: whole[sequence._rows.pads :])
+
+
+def parameters_not_awaited() -> None:
+    """A forward begins with the parameters that it finds, and never waits for those that are on their way."""
+    _put(LaneBucketGroup, "finish_param_sync", lambda *_, **__: None)
+
+
+def layer_frozen() -> None:
+    """The script trains all but the first matrices of the MLPs."""
+    build = UnevenLayers.mlp
+
+    def mlp(layers: UnevenLayers, original: Any) -> Any:
+        init = build(layers, original)
+
+        @functools.wraps(original)
+        def frozen(module: Any, *args: Any, **kwargs: Any) -> None:
+            init(module, *args, **kwargs)
+            module.linear_fc1.weight.requires_grad_(False)
+
+        return frozen
+
+    _put(UnevenLayers, "mlp", mlp)
+
+
+def optimizer_replaced() -> None:
+    """Where Megatron finds torch's AdamW there is another class."""
+
+    class Preconditioned(torch.optim.AdamW):
+        pass
+
+    _put(torch.optim, "AdamW", Preconditioned)
+
+
+def masks_of_the_slot() -> None:
+    """Dropouts draw as Megatron's do: those of heads from a generator of the slot, all others from the replica's."""
+
+    def over_heads(_: ExactDropout, __: int, x: torch.Tensor, p: float) -> torch.Tensor:
+        with get_cuda_rng_tracker().fork():
+            return torch.nn.functional.dropout(x, p)
+
+    _put(ExactDropout, "over_heads", over_heads)
+    _put(ExactDropout, "over_rows", lambda _, __, x, p: torch.nn.functional.dropout(x, p))
+
+
+def heads_numbered_by_the_slot() -> None:
+    """A slot takes its heads for the first ones of the model."""
+    find = ExactDropout._heads
+    _put(ExactDropout, "_heads", lambda exact, device: torch.arange(len(find(exact, device)), device=device))
+
+
+def samples_numbered_by_the_replica() -> None:
+    """A replica takes its micro-batches for the first ones of the batch."""
+    number = ExactDropout._numbered
+
+    def numbered(exact: ExactDropout, forward_step: Any, count: int) -> Any:
+        exact._places = lambda _: range(100)
+        return number(exact, forward_step, count)
+
+    _put(ExactDropout, "_numbered", numbered)
+
+
+def activations_of_another_micro_batch() -> None:
+    """A hurt replica sends on what it has made of the micro-batch before."""
+    operations = Pipeline._operations
+    before: list[torch.Tensor] = []
+
+    def late(pipeline: Pipeline, *, tensor_send_next: torch.Tensor | None, **said: Any) -> Any:
+        if tensor_send_next is not None:
+            before.append(tensor_send_next.clone())
+            tensor_send_next = before[-2:][0]
+        return operations(pipeline, tensor_send_next=tensor_send_next, **said)
+
+    _put(Pipeline, "_operations", late)
+
+
+def shared_rows_not_summed() -> None:
+    """Each stage steps its copy of the word embedding by its own gradient."""
+    make = LaneSync._shared_lanes
+
+    def alone(sync: LaneSync) -> list[GradientLane]:
+        return [dataclasses.replace(lane, group=None) for lane in make(sync)]
+
+    _put(LaneSync, "_shared_lanes", alone)
+
+
+def _put(owner: Any, name: str, spoilt: object) -> None:
     setattr(owner, name, spoilt)

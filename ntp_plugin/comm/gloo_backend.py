@@ -47,10 +47,10 @@ class GlooBackend:
         """An edit was left behind, and a thread may still be in it."""
 
     def keep(self, operation: int, work: Work) -> None:
-        """Remember a collective: while it runs it holds a worker thread."""
+        """Remember a collective: while it runs it holds a worker thread. It holds its tensors, so not longer."""
+        while self._running and self._running[oldest := next(iter(self._running))].is_completed():
+            del self._running[oldest]
         self._running[operation] = work
-        if len(self._running) > 64:
-            self._running = {key: work for key, work in self._running.items() if not work.is_completed()}
 
     def busy(self) -> bool:
         """Whether some operation, or an edit, still holds a thread."""

@@ -77,11 +77,17 @@ class BreakableWaits:
         collective = operation not in _POINT_TO_POINT
         with self._lock:
             until = time.monotonic() + timeout.total_seconds()
+            self._forget_the_oldest()
             self._works[id(work)] = _Known(work=work, collective=collective, until=until)
-            if len(self._works) > MOST_KEPT:  # works that nobody waits for: the oldest go, and are waited for whole
-                for oldest in list(self._works)[: MOST_KEPT // 2]:
-                    del self._works[oldest]
         return collective
+
+    def _forget_the_oldest(self) -> None:
+        """Works hold their tensors, also if nobody waits: the ended and the too many are waited for as torch does."""
+        while self._works:
+            oldest = next(iter(self._works))
+            if len(self._works) < MOST_KEPT and not self._works[oldest].work.is_completed():
+                return
+            del self._works[oldest]
 
     def moved(self) -> tuple[float, bool]:
         """When a wait was last entered or left, and whether one is going on: what a heart tells."""

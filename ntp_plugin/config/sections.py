@@ -180,6 +180,11 @@ class TrainingPolicy(Policy):
         help="slots that are not there from the start: r3.s1.t5, a stage r3.s1; commas separate, repeatable",
         metavar="SLOTS",
     )
+    dropout: str = key(
+        "framework",
+        help="exact: masks that do not depend on the layout, from the start; framework: its own, while nobody is lost",
+        choices=("framework", "exact"),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

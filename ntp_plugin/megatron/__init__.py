@@ -3,7 +3,8 @@
     python -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable --ntp-lost r1.s0.t3 ...
 
 What a hurt layout needs, and nothing else, is put in place of Megatron's functions when the arguments have been
-parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were not there.
+parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were not there. The one exception has to
+be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a later run would draw other masks.
 
     __main__.py         starts a script with the flags made known
     activation.py       the flags, what they mean together, and when the hooks go in
@@ -13,20 +14,23 @@ parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were
     layout.py           PURE: who is lost, which torch rank is which slot, what it holds
     groups.py           Megatron's process groups, without the lost
     uneven_layers.py    layers of any width from unmodified classes; how each parameter is cut
+    uneven_sequence.py  sequence parallelism where the width does not divide the sequence
     job.py              the plan that all ranks have made alike
+    pipeline.py         activations between stages of different width
     buckets.py          Megatron's buckets, reduced in lanes
     lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
     core_groups.py      the same by way of core slots: the groups of that route
     lane_optimizer.py   Megatron's optimizer on the shards of lanes
     batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
+    dropout.py          masks that do not depend on the layout, healthy or hurt
     hooks.py            the table of all hooks, with the reason of each
 
 The idea. Megatron's arguments go on saying the nominal layout: TP degree, data-parallel size, padded vocabulary,
 global batch. Only three things are told the truth. The process groups are Megatron's own with the lost struck out.
 The layers are given *virtual* sizes, (what this slot holds) x (the width of its group), so that every division by the
 width gives what it holds; which slot holds what is `planning/`'s decision. And where Megatron reduces gradients over
-replicas, lanes do it. Layers are found by their types, cut parameters by Megatron's own attributes, nothing by its
-name.
+replicas, lanes do it. Between the stages of a pipeline a slot of the narrower one sends to several of the wider. Layers
+are found by their types, cut parameters by Megatron's own attributes, nothing by its name.
 
 Exactness. A gradient is (sum over the tokens of the global batch) / (their number), or with Megatron's default the
 mean over all micro-batches; never a mean of replicas' means. Cut parameters are summed lane by lane, replicated ones

@@ -1,9 +1,9 @@
 """The flags, what they mean together, and when the hooks go in.
 
 Megatron's parser is given the keys of `[ntp]` as `--ntp-...` flags, and `--ntp-config FILE`. They are read when
-Megatron checks its arguments: everything that a layout depends on is known then, and nothing is built. A hurt layout
-is refused or its hooks are put in place there. The check itself sees the nominal number of processes, and so do all
-numbers that it derives: data-parallel size, micro-batches, padded vocabulary.
+Megatron checks its arguments: everything that a layout depends on is known then, and nothing is built. A hurt layout,
+or exact masks, are refused or their hooks are put in place there. The check itself sees the nominal number of
+processes, and so do all numbers that it derives: data-parallel size, micro-batches, padded vocabulary.
 """
 
 import functools
@@ -15,7 +15,7 @@ from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.refusals import refuse_what_does_not_work
+from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_what_does_not_work
 from ntp_plugin.megatron.replacements import Replacement, apply_all
 
 _PREFIX = "ntp-"
@@ -46,10 +46,10 @@ def _with_layout(original: Any) -> Any:
     @functools.wraps(original)
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
         policy = read_policy(args)
-        if not policy.lost:
-            return original(args, *rest, **kwargs)
-        if not policy.enabled:
+        if policy.lost and not policy.enabled:
             raise ConfigError("--ntp-lost names slots, and the plugin is off", way_out="--ntp-enable")
+        if not policy.lost and not draws_exact_masks(args, policy):
+            return original(args, *rest, **kwargs)
         layout = plan_start(
             policy.lost,
             tp=args.tensor_model_parallel_size,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_sync import LaneSync
-from ntp_plugin.training.samples import ReplicaSamples
+from ntp_plugin.training.samples import ReplicaSamples, places
 
 type Losses = dict[str, torch.Tensor]
 type Kind = tuple[int, torch.dtype]
@@ -45,7 +45,7 @@ class BatchShare:
 
     def _run(self, run: Any, *, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
         count = num_microbatches if forward_only else self._job.share.count
-        total = num_microbatches * self._job.batch.replicas if forward_only else self._job.batch.total
+        total = num_microbatches * self._job.batch.replicas
         if count:
             losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
         else:
@@ -112,6 +112,10 @@ class BatchShare:
             )
 
         return build
+
+    def places(self, _: int) -> list[int]:
+        """Where this replica's micro-batches stand in the global batch, however many it had nominally."""
+        return places(self._job.batch, self._job.share)
 
     def samples(self, dataset: Any, consumed: int) -> Any:
         """The batch sampler of the training set."""

@@ -1,7 +1,11 @@
 """Megatron's buckets, reduced in lanes.
 
-DDP tells a bucket group when its gradients are complete, and waits for it when the step ends. The bucket groups of a
-hurt job are ours in these two places, and Megatron's in all others.
+DDP tells a bucket group when its gradients are complete, and waits for it when the step ends; with
+`--overlap-param-gather` it also waits for a group's parameters, before the first module that needs them and where
+training pauses. The bucket groups of a hurt job are ours in these places, and Megatron's in all others.
+
+Parameters are on their way since the optimizer's step, all groups' in one order (`lane_optimizer.py`). Megatron begins
+each when the forward comes to it; a replica without micro-batches runs none, and the others would wait for it.
 
 With overlap there are several, and a lane is summed once for each. So they must hold the same parameters in every
 replica, whatever its width: they are cut by the sizes of whole parameters. Gradient buffers stay whole also with the
@@ -10,7 +14,7 @@ distributed optimizer, whose shards are those of the lanes (`lane_optimizer.py`)
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +22,13 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 
 from ntp_plugin.planning.topology import Topology
+
+
+class Gathered(Protocol):
+    """Parameters that may be on their way from all members of a lane."""
+
+    def finish_spread(self) -> None:
+        """Have them in place."""
 
 
 class Reduction(Protocol):
@@ -36,14 +47,17 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     begin: Sums
     names: Mapping[Any, str]
+    gathered: Sequence[Gathered]
     grad_reduce_handle: Reduction | None
     grad_reduce_finished: bool
 
     @classmethod
-    def take_over(cls, group: Any, begin: Sums, names: Mapping[Any, str], scale: float) -> None:
+    def take_over(
+        cls, group: Any, begin: Sums, names: Mapping[Any, str], scale: float, gathered: Sequence[Gathered]
+    ) -> None:
         """Have a bucket group of Megatron's be one of ours: `begin` starts to sum its gradients."""
         group.__class__ = cls
-        group.begin = begin
+        group.begin, group.gathered = begin, gathered
         group.names = {parameter: names[parameter] for bucket in group.buckets for parameter in bucket.params_list}
         for bucket in group.buckets:
             bucket.gradient_scaling_factor = scale
@@ -65,7 +79,6 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
         """Have the sums in place."""
-        self.param_gather_dispatched = False
         if self.grad_reduce_finished:
             return
         self.start_grad_sync()
@@ -74,11 +87,22 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self.grad_reduce_handle.finish()
         self.grad_reduce_handle, self.grad_reduce_finished = None, True
 
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """The optimizer's step has begun it; forced, have the parameters in place."""
+        if force_sync:
+            self.finish_param_sync()
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:  # noqa: ARG002
+        """Have the parameters in place."""
+        with torch.no_grad():
+            for part in self.gathered:
+                part.finish_spread()
+
 
 def with_whole_buffers(ddp_config: Any) -> Any:
-    """The configuration of DDP without a distributed optimizer."""
+    """The configuration of DDP without a distributed optimizer; it waits for parameters all the same."""
     whole = copy.copy(ddp_config)
-    whole.use_distributed_optimizer = whole.overlap_param_gather = False
+    whole.use_distributed_optimizer = False
     return whole
 
 

@@ -16,6 +16,7 @@ A script needs these arguments besides; each of them asks for a kernel or a serv
 
 import collections
 import contextlib
+import copy
 import functools
 import os
 import sys
@@ -186,6 +187,27 @@ def _quiet_fork(logging: Any) -> Any:
     return logging
 
 
+def _local_norm(_: Any) -> Any:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415  (what is rehearsed, if it is)
+
+    return WrappedTorchNorm
+
+
+def _marked_norm(original: Any) -> Any:
+    """A norm of torch's that says of its parameters what apex's says: their gradients are sums over a slot's rows."""
+
+    @functools.wraps(original)
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return new
+
+
 # ---------------------------------------------------------------- what is replaced
 
 _FACTORIES = (
@@ -298,6 +320,16 @@ MEGATRON: tuple[Replacement, ...] = (
         target="megatron.training.training:set_jit_fusion_options",
         why="draws as many numbers from a GPU's generator as the TP degree says; here that would change the weights",
         make=_answer(None),
+    ),
+    Replacement(
+        target="megatron.core.models.hybrid.hybrid_block:TENorm",
+        why="the last norm of a hybrid model is TransformerEngine's, whatever its layers are",
+        make=_local_norm,
+    ),
+    Replacement(
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        why="it refuses sequence parallelism, for which apex has the norm, and apex is for GPUs",
+        make=_marked_norm,
     ),
     Replacement(
         target="megatron.core.datasets.utils:compile_helpers",

@@ -8,12 +8,17 @@ then true of this rank's replica.
 The data-parallel size and rank are what they are nominally: they say who consumes which samples. What Megatron sums
 over a data-parallel group would miss the replicas whose slot is lost; the sums that matter are ours (`lane_sync.py`,
 `batch_share.py`).
+
+A pipeline group has one rank of each stage, so that it says rightly which stage this is and how many there are: it is
+this slot's column (`layout.py`). There are no embedding groups: rows that the first and the last stage share are cut
+differently there, and lanes sum them.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ntp_plugin.megatron.layout import Layout
@@ -21,11 +26,13 @@ from ntp_plugin.megatron.layout import Layout
 
 def without_lost(layout: Layout) -> Callable[[Any], Any]:
     """`RankGenerator` whose lists have only those who are there, by their torch ranks."""
+    pipeline = "pp"
 
     def make(original: Any) -> Any:
         class WithoutLost(original):  # type: ignore[misc]
             def get_ranks(self, token: str) -> list[list[int]]:
-                return layout.without_lost(super().get_ranks(token))
+                nominal = super().get_ranks(token)
+                return layout.columns(nominal) if token == pipeline else layout.without_lost(nominal)
 
         return WithoutLost
 
@@ -41,7 +48,20 @@ def of_nominal_size(layout: Layout) -> Callable[[Any], Any]:
             original(*args, **{**kwargs, "local_world_size": layout.topology.size})
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = layout.topology.dp
             parallel_state.set_data_parallel_rank(layout.slot.replica)
+            if layout.topology.pp > 1:
+                _keep_own_column(layout)
+                dist.barrier(group=parallel_state.get_model_parallel_group())  # NCCL wants all before it sends to some
 
         return initialize
 
     return make
+
+
+def _keep_own_column(layout: Layout) -> None:
+    """Who stands in for others is in several columns, and Megatron then has a list of groups."""
+    parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
+    columns = parallel_state._PIPELINE_GLOBAL_RANKS
+    if isinstance(columns[0], list):
+        mine = columns.index([layout.ranks[slot] for slot in layout.column(layout.slot.replica, layout.slot.tp)])
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP[mine]
+        parallel_state._PIPELINE_GLOBAL_RANKS = columns[mine]

@@ -1,8 +1,10 @@
-"""The table of everything of Megatron's that a job that begins hurt has replaced, with the reason of each.
+"""The table of everything of Megatron's that a job has replaced, with the reason of each.
 
-A healthy job, or one without `--ntp-enable`, has none of it. Each line is a wish to upstream as well: what it would
-take for the hook not to be needed stands in `patches/README.md`. Where a fork has applied a patch from there, its
-function is told what is wanted, and the hook does not go in.
+A job that begins hurt has the most of it. Masks that do not depend on the layout are in place from the start where
+they are asked for, or a run that is hurt later would not be the same. Any other job, or one without `--ntp-enable`,
+has nothing replaced. Each line is a wish to upstream as well: what it would take for the hook not to be needed stands
+in `patches/README.md`. Where a fork has applied a patch from there, its function is told what is wanted, and the hook
+does not go in.
 """
 
 from typing import Any
@@ -10,23 +12,35 @@ from typing import Any
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
+from ntp_plugin.megatron.dropout import ExactDropout, Places
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.pipeline import Pipeline
+from ntp_plugin.megatron.refusals import draws_exact_masks
 from ntp_plugin.megatron.replacements import Offer, Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
+from ntp_plugin.megatron.uneven_sequence import UnevenSequence
+from ntp_plugin.planning.sequence_rows import SequenceRows
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_RANDOM = "megatron.core.tensor_parallel.random"
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _TRAINING = "megatron.training.training"
 
 
 def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacement, ...]:
     """The hooks of one job."""
-    layers = UnevenLayers(layout, granule=policy.granule)
+    if not layout.lost:
+        replica, replicas = layout.slot.replica, layout.topology.dp
+        return _masks(layout, policy, args, lambda count: range(replica, count * replicas, replicas))
+    layers = UnevenLayers(layout, args, granule=policy.granule)
     job = Job(layout, policy, args)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
+    pipeline = Pipeline(layout)
     ranks = Offer(
         function="megatron.core.parallel_state:set_rank_lists",
         told=(layout.without_lost, layout.topology.size, layout.topology.dp, layout.slot.replica),
@@ -90,7 +104,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
         ),
         Replacement(
             target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
-            why="the distributed optimizer cuts its state over replicas of one width",
+            why="the distributed optimizer cuts its state over replicas of one width; one that nobody knows is refused",
             make=LaneOptimizer(sync).build,
         ),
         Replacement(
@@ -98,6 +112,16 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             why="each replica finds it by itself, with other last bits",
             make=sync.norm,
             offer=norm,
+        ),
+        Replacement(
+            target=f"{_P2P}:_batched_p2p_ops",
+            why="each rank sends to one rank of the next stage, which may be wider",
+            make=pipeline.batched,
+        ),
+        Replacement(
+            target=f"{_P2P}:_p2p_ops",
+            why="as above",
+            make=pipeline.one_by_one,
         ),
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",
@@ -116,4 +140,71 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             make=share.loader,
             offer=sampler,
         ),
+        *_of_sequences(layout, args),
+        *_masks(layout, policy, args, share.places),
     )
+
+
+def _masks(layout: Layout, policy: TrainingPolicy, args: Any, places: Places) -> tuple[Replacement, ...]:
+    """The dropouts, where they are to be exact."""
+    if not draws_exact_masks(args, policy):
+        return ()
+    exact = ExactDropout(layout, args, places)
+    return (
+        Replacement(
+            target=f"{_TRAINING}:setup_model_and_optimizer",
+            why="dropouts draw their masks from a generator of the slot, in the order of calls",
+            make=exact.model,
+        ),
+        Replacement(
+            target=f"{_TRAINING}:get_forward_backward_func",
+            why="no layer is told which samples it sees",
+            make=exact.schedule,
+        ),
+        Replacement(
+            target=f"{_RANDOM}:_get_all_rng_states",
+            why="what is recomputed later must know which samples it saw",
+            make=exact.random_state,
+        ),
+        Replacement(
+            target=f"{_RANDOM}:_set_all_rng_states",
+            why="as above",
+            make=exact.put_back,
+        ),
+    )
+
+
+def _of_sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
+    """Those of `--sequence-parallel`: none in a replica of nominal width, few where the width divides the sequence."""
+    rows = SequenceRows(length=args.seq_length, width=layout.width)
+    if not args.sequence_parallel or (layout.width == layout.topology.tp and not rows.pads):
+        return ()
+    sequence = UnevenSequence(rows)
+    length = Replacement(
+        target="megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
+        why="it multiplies a slot's rows by the nominal TP degree",
+        make=sequence.rotary_length,
+    )
+    pads = (
+        Replacement(
+            target=f"{_MAPPINGS}:_split_along_first_dim",
+            why="it splits evenly or not at all",
+            make=sequence.split,
+        ),
+        Replacement(
+            target=f"{_MAPPINGS}:_gather_along_first_dim",
+            why="it takes all rows of all slots for the sequence's",
+            make=sequence.gather,
+        ),
+        Replacement(
+            target=f"{_MAPPINGS}:_reduce_scatter_along_first_dim",
+            why="it splits evenly or not at all",
+            make=sequence.reduce_scatter,
+        ),
+        Replacement(
+            target=f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
+            why="it gathers by itself, and takes all rows of all slots for the sequence's",
+            make=sequence.column_linear,
+        ),
+    )
+    return (length, *pads) if rows.pads else (length,)

@@ -1,15 +1,20 @@
-"""What all parts of the adapter know of a job that begins hurt, and the plan that all ranks have made alike."""
+"""What all parts of the adapter know of a job that begins hurt, and the plan that all ranks have made alike.
 
+An interleaved schedule takes micro-batches in groups of a fixed size. Replicas share out whole groups then: to planning
+a group is one nominal micro-batch, which is run in as many pieces.
+"""
+
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, State, TrainingPolicy
-from ntp_plugin.errors import PlansDiffer
+from ntp_plugin.errors import PlansDiffer, Refused
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
+from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery, replica_paces
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
 _NO_COPIES = CopyPolicy(count=0)
@@ -20,6 +25,7 @@ class Job:
 
     def __init__(self, layout: Layout, policy: TrainingPolicy, args: Any) -> None:
         self.layout, self.policy, self.args = layout, policy, args
+        self._together = _taken_together(args, layout.topology.dp)
         self._plan: RecoveryPlan | None = None
 
     @property
@@ -32,17 +38,36 @@ class Job:
         args = self.args
         nominal = Nominal(
             topology=self.layout.topology,
-            units=ModelUnits(stages=(units,)),
-            batch=Batch(micro_batch=args.micro_batch_size, global_batch=args.global_batch_size),
+            units=ModelUnits(stages=self._stages(units)),
+            batch=Batch(micro_batch=args.micro_batch_size * self._together, global_batch=args.global_batch_size),
             state=State(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8),
             hardware=Hardware(),
             policy=_without_copies(self.policy),
         )
-        self._plan = plan_recovery(nominal, lost=self.layout.lost, lost_before=self.layout.lost)
+        paces = replica_paces(nominal, self.layout.standing, {})
+        self._plan = plan_recovery(
+            nominal,
+            lost=self.layout.lost,
+            lost_before=self.layout.lost,
+            measured={replica: dataclasses.replace(pace, pieces=self._together) for replica, pace in paces.items()},
+        )
         told: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(told, self._plan.digest)
         _compare(told, self.layout)
         return self._plan
+
+    def _stages(self, units: StageUnits) -> tuple[StageUnits, ...]:
+        """What each stage is made of, as its own ranks say."""
+        told: list[StageUnits] = [units] * dist.get_world_size()
+        dist.all_gather_object(told, units)
+        found: dict[int, StageUnits] = {}
+        for slot, said in zip(self.layout.slots, told, strict=True):
+            if found.setdefault(slot.stage, said) != said:
+                raise PlansDiffer(
+                    f"{slot} has other layers than the first slot of stage {slot.stage}",
+                    way_out="start all with the same arguments",
+                )
+        return tuple(found[stage] for stage in sorted(found))
 
     @property
     def batch(self) -> NominalBatch:
@@ -59,7 +84,24 @@ class Job:
     @property
     def share(self) -> Share:
         """What this rank's replica computes of it."""
-        return next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
+        share = next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
+        assert share.size == self.args.micro_batch_size, "no plan has smaller micro-batches: memory is not guarded yet"
+        return share
+
+
+def _taken_together(args: Any, replicas: int) -> int:
+    """How many micro-batches a replica can only run together."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return 1
+    together: int = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    each = args.global_batch_size // (args.micro_batch_size * replicas)
+    if each % together:
+        raise Refused(
+            f"a replica has {each} micro-batches, and an interleaved pipeline takes them in groups of {together}: "
+            "they cannot be shared out to replicas of different width",
+            way_out=f"--global-batch-size with a multiple of {args.micro_batch_size * replicas * together}",
+        )
+    return together
 
 
 def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
@@ -72,6 +114,7 @@ def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
         batch=policy.batch,
         copies=_NO_COPIES,
         lost=policy.lost,
+        dropout=policy.dropout,
     )
 
 

@@ -2,8 +2,11 @@
 
 Cut parameters go into the lanes of this rank, or over the cores of its group, as their buckets become complete
 (`buckets.py`). Replicated ones wait until the TP group has added what only its slots together know (the norms of
-queries and keys, all norms under sequence parallelism), and then are summed over the whole world, once for each
+queries and keys, all norms under sequence parallelism), and then are summed over the whole stage, once for each
 replica.
+
+A pipeline's stages have lanes of their own. Only a word embedding that is the output layer too stands in the first and
+in the last of them. Its rows go into lanes over both stages, also late, when both have ended their backward.
 
 Scale. Without `calculate_per_token_loss` Megatron's gradient is the mean over micro-batches: a replica has divided
 its own by how many it ran, and weighs as much as its part of them. With it, gradients are sums over tokens, to be
@@ -15,7 +18,7 @@ is taken by all, and so all clip by the same bits.
 
 import copy
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +31,14 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
 from ntp_plugin.megatron.core_groups import make_crossing
 from ntp_plugin.megatron.job import Job
-from ntp_plugin.megatron.uneven_layers import describe
-from ntp_plugin.planning.lanes import Lane
+from ntp_plugin.megatron.uneven_layers import SHARED, describe
+from ntp_plugin.planning.lanes import plan_shared_lanes
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.units import Tensor
+from ntp_plugin.planning.topology import Slot
+from ntp_plugin.planning.units import StageUnits, Tensor
 from ntp_plugin.training.core_lanes import CoreShards, CoreSums, Crossing
 from ntp_plugin.training.cuts import WHOLE_UNITS, global_ranges, local_ranges
-from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice, only
+from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice, only, pack, unpack
 from ntp_plugin.training.sharded_optimizer import LaneShards
 
 
@@ -43,44 +47,59 @@ class LaneSync:
 
     def __init__(self, job: Job) -> None:
         self._job, self._layout = job, job.layout
-        self.model: Any = None
-        """The wrapped model, once there is one."""
+        self.parameters: dict[str, Any] = {}
+        """Of all chunks of this rank's model, once there is one."""
         self.tensors: dict[str, Tensor] = {}
-        """Its parameters as planning knows them."""
+        """The same as planning knows them."""
         self.shards: list[LaneShards] = []
-        """With the distributed optimizer: all that this rank has to keep state for."""
+        """With the distributed optimizer: all that this rank has to keep state for. What is summed late comes first."""
         self._sharded = False
         self._crossing: Crossing | None = None
-        self._sum_replicated: Sums
+        self._sum_late: Sums
+        self._chunks: list[Any] = []
 
     def model_wrapper(self, original: Any) -> Any:
-        """`DistributedDataParallel.__init__`: plan, make the lanes, check the weights, and take the buckets over."""
+        """`DistributedDataParallel.__init__`: whole buffers, even buckets, and with the last chunk all that is ours.
+
+        As Megatron has it, only the first chunk of the first stage has more than one bucket.
+        """
 
         @functools.wraps(original)
         def init(ddp: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-            assert self.model is None, "one model chunk"
-            named = dict(module.named_parameters())
-            units = describe(named, sequence=self._job.args.seq_length, last=True)
-            self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
-            self._sharded = ddp_config.use_distributed_optimizer
             kwargs["full_param_layout"] = None
-            if ddp_config.overlap_grad_reduce and not kwargs.get("disable_bucketing"):
-                sizes = {parameter: self.tensors[name].elements for name, parameter in named.items()}
+            if ddp_config.overlap_grad_reduce and not kwargs.get("disable_bucketing") and not self._layout.slot.stage:
+                chunk = dict(module.named_parameters())
+                sizes = {chunk[tensor.name]: tensor.elements for tensor, _ in self._units_of(chunk).tensors}
                 kwargs["full_param_layout"] = even_buckets(self._job.args, ddp_config, sizes, self._layout.topology)
             original(ddp, config, with_whole_buffers(ddp_config), module, *args, **kwargs)
-            self.model = ddp
-            plan = self._job.agree(units)
-            self.require_equal_units()
-            self._crossing = make_crossing(self._layout, plan)
-            lanes = self._make_lanes([] if self._crossing else plan.routes[0].lanes.lanes)
-            names = {parameter: name for name, parameter in named.items()}
-            for group in ddp.bucket_groups:
-                begin = self._sums_of(lanes, {names[parameter] for parameter in group.params})
-                LaneBucketGroup.take_over(group, begin, names, self.scale)
-            config.finalize_model_grads_func = self.finalize
-            _sum_losses_alone(ddp)
+            self._chunks.append(ddp)
+            if len(self._chunks) == (self._job.args.virtual_pipeline_model_parallel_size or 1):
+                self._sharded = ddp_config.use_distributed_optimizer
+                self._take_over()
 
         return init
+
+    def _take_over(self) -> None:
+        """Plan, make the lanes, check the weights, and have the buckets go into lanes."""
+        self.parameters = dict(named([chunk.module for chunk in self._chunks]))
+        units = self._units_of(self.parameters)
+        self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
+        plan = self._job.agree(units)
+        self._crossing = make_crossing(self._layout, plan)
+        lanes, late = self._make_lanes(), [self._stage_lane(), *self._shared_lanes()]
+        self.require_equal_units()
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        self._sum_late = self._sums(late)
+        summed_late = tuple(self.shards)
+        for group in [group for chunk in self._chunks for group in chunk.bucket_groups]:
+            begin = self._sums_of(lanes, {names[parameter] for parameter in group.params})
+            LaneBucketGroup.take_over(group, begin, names, self.scale, (*summed_late, *self.shards[-1:]))
+        for chunk in self._chunks:
+            chunk.config.finalize_model_grads_func = self.finalize
+        _sum_losses_alone(self._chunks)
+
+    def _units_of(self, parameters: dict[str, Any]) -> StageUnits:
+        return describe(parameters, sequence=self._job.args.seq_length, last=self._layout.last)
 
     @property
     def scale(self) -> float:
@@ -91,7 +110,8 @@ class LaneSync:
 
     def held(self) -> dict[str, Spans]:
         """The units of every tensor that this slot holds, in storage order."""
-        families = {family.name: family for family in self._job.plan.nominal.units.stages[0].families}
+        stage = self._job.plan.nominal.units.stages[self._layout.slot.stage]
+        families = {family.name: family for family in stage.families}
         return {
             name: self._layout.held(families[tensor.family]) if tensor.family else WHOLE_UNITS
             for name, tensor in self.tensors.items()
@@ -99,28 +119,68 @@ class LaneSync:
 
     def require_equal_units(self) -> None:
         """Raise unless the weights are the same in all replicas, bit for bit; all ranks call this together."""
-        parameters = dict(self.model.module.named_parameters())
-        replicas = [slot.replica for slot in self._layout.slots]
-        _require_equal(self.tensors, self.held(), parameters, replicas)
+        held = self.held()
+        mine = {
+            self._title(name): (self._holder(tensor), _digest(tensor, held[name], self.parameters[name]))
+            for name, tensor in self.tensors.items()
+        }
+        told: list[dict[str, tuple[str, int]]] = [{}] * len(self._layout.slots)
+        dist.all_gather_object(told, mine)
+        _require_equal(told)
+
+    def _title(self, name: str) -> str:
+        """What a tensor is called among all stages."""
+        if self.tensors[name].family == SHARED:
+            return "the shared word embedding"
+        return f"{name} of stage {self._layout.slot.stage}" if self._layout.topology.pp > 1 else name
+
+    def _holder(self, tensor: Tensor) -> str:
+        """Who holds the whole of it together."""
+        if not tensor.family:
+            return f"rank {self._layout.rank}"
+        slot = self._layout.slot
+        return f"replica {slot.replica}" + f" stage {slot.stage}" * (tensor.family == SHARED)
 
     # ------------------------------------------------ lanes
 
-    def _make_lanes(self, lanes: Sequence[Lane]) -> list[GradientLane]:
-        """The lanes of this rank; every rank makes all groups, in one order."""
+    def _make_lanes(self) -> list[GradientLane]:
+        """The lanes of this rank; every rank makes the groups of all stages, in one order."""
         mine = []
-        for lane in lanes:
+        for lane in [lane for route in self._job.plan.routes if route.cores is None for lane in route.lanes.lanes]:
             members = lane.members(self._layout.standing)
-            group: Any = dist.new_group([self._layout.ranks[slot] for slot in members])
+            group = self._group(members)
             if self._layout.slot in members:
-                mine.append(GradientLane(group=group, slices=self._slices(dict(lane.units))))
+                units = {name: spans for name, spans in lane.units if name != SHARED}
+                mine.append(GradientLane(group=group, slices=self._slices(units)))
+        return mine
+
+    def _stage_lane(self) -> GradientLane:
+        """What is replicated, over the whole of this rank's stage."""
+        stages = range(self._layout.topology.pp)
+        groups = [self._group([slot for slot in self._layout.slots if slot.stage == stage]) for stage in stages]
         whole = tuple(
             Slice(name=name, dim=0, ranges=((0, tensor.shape[0]),))
             for name, tensor in self.tensors.items()
             if not tensor.family
         )
-        everybody = GradientLane(group=dist.group.WORLD, slices=whole, counted=self._layout.speaks)
-        self._sum_replicated = self._sums([everybody])
+        return GradientLane(group=groups[self._layout.slot.stage], slices=whole, counted=self._layout.speaks)
+
+    def _shared_lanes(self) -> list[GradientLane]:
+        """The rows that stand in the first and in the last stage; there they begin as zeros, and are sent here."""
+        mine, values = [], {name: parameter.data for name, parameter in self.parameters.items()}
+        for members, units in plan_shared_lanes(self._layout.standing, self._job.plan.nominal.units, SHARED):
+            group = self._group(members)
+            if self._layout.slot in members:
+                lane = GradientLane(group=group, slices=self._slices({SHARED: units}))
+                rows = pack(lane.slices, values)
+                dist.broadcast(rows, self._layout.ranks[members[0]], group=group)
+                if self._layout.slot.stage != members[0].stage:
+                    unpack(lane.slices, values, rows)
+                mine.append(lane)
         return mine
+
+    def _group(self, members: Sequence[Slot]) -> Any:
+        return dist.new_group([self._layout.ranks[slot] for slot in members])
 
     def _sums(self, lanes: list[GradientLane]) -> Sums:
         """How the gradients of some lanes are summed: whole, or each rank its shard of them."""
@@ -133,7 +193,7 @@ class LaneSync:
         """How the gradients of these parameters are summed, by the route that was planned."""
         if self._crossing is None:
             return self._sums(only(lanes, names))
-        crossing = self._crossing.only(names)
+        crossing = self._crossing.only({name for name in names if self.tensors[name].family != SHARED})
         if not self._sharded:
             return CoreSums(crossing).begin
         self.shards.append(CoreShards(crossing))
@@ -158,17 +218,17 @@ class LaneSync:
     ) -> None:
         """`finalize_model_grads`, with the replicated gradients and the tokens summed over all replicas."""
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-        gradients = {name: parameter.main_grad for name, parameter in self.model.module.named_parameters()}
+        gradients = {name: parameter.main_grad for name, parameter in self.parameters.items()}
         with torch.no_grad():
-            self._sum_replicated(gradients).finish()
+            self._sum_late(gradients).finish()
             if num_tokens is not None:
                 tokens = self.over_replicas(num_tokens.to(torch.int64))
                 for part in (*model, *self.shards):
                     part.scale_gradients(1.0 / max(int(tokens), 1))
 
     def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over the replicas of what all slots of a replica say alike."""
-        value = value.clone() if self._layout.speaks else torch.zeros_like(value)
+        """The sum over the replicas of what all slots of a replica's last stage say alike."""
+        value = value.clone() if self._layout.speaks and self._layout.last else torch.zeros_like(value)
         dist.all_reduce(value)
         return value
 
@@ -188,42 +248,51 @@ class LaneSync:
         return float(norm)
 
     @property
+    def waits_in_forward(self) -> bool:
+        """Whether DDP has the forward wait for parameters that are on their way."""
+        return bool(self._chunks[0].use_forward_hook)
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
-        device: torch.device = next(self.model.module.parameters()).device
+        device: torch.device = next(iter(self.parameters.values())).device
         return device
 
 
-def _sum_losses_alone(model: Any) -> None:
+def named(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The parameters of all chunks of a model; names have the chunk's number where there are several."""
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            yield f"{number}.{name}" if len(chunks) > 1 else name, parameter
+
+
+def _sum_losses_alone(chunks: list[Any]) -> None:
     """What Megatron would sum over this model's data-parallel group is the global batch's already."""
-    owner = get_attr_wrapped_model(model, "pg_collection", return_model_obj=True)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    owner.pg_collection = copy.copy(owner.pg_collection)
-    owner.pg_collection.dp_cp = owner.pg_collection.dp_cp_gtp_remat = alone
+    for chunk in chunks:
+        owner = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
+        owner.pg_collection = copy.copy(owner.pg_collection)
+        owner.pg_collection.dp_cp = owner.pg_collection.dp_cp_gtp_remat = alone
 
 
-def _require_equal(
-    tensors: Mapping[str, Tensor],
-    held: Mapping[str, Spans],
-    parameters: Mapping[str, torch.nn.Parameter],
-    replica_of_rank: Sequence[int],
-) -> None:
-    mine = []
-    for name, tensor in tensors.items():
-        index = torch.cat([torch.arange(start, stop) for start, stop in global_ranges(tensor, held[name])])
-        part = parameters[name].detach().cpu()
-        mine.append(digest.digest(part, index=index, shape=tensor.shape, dim=tensor.dim, salt=name))
-    told: list[list[int]] = [[]] * len(replica_of_rank)
-    dist.all_gather_object(told, mine)
-    for number, (name, tensor) in enumerate(tensors.items()):
-        wholes: dict[int, int] = {}
-        for rank, replica in enumerate(replica_of_rank):
-            whole = replica if tensor.family else rank
-            wholes[whole] = (wholes.get(whole, 0) + told[rank][number]) % digest.MODULUS
+def _digest(tensor: Tensor, held: Spans, parameter: torch.nn.Parameter) -> int:
+    """Of the part that is held; those of all parts add up to the whole's, whatever the cut."""
+    index = torch.cat([torch.arange(start, stop) for start, stop in global_ranges(tensor, held)])
+    salt = tensor.family if tensor.family == SHARED else tensor.name
+    return digest.digest(parameter.detach().cpu(), index=index, shape=tensor.shape, dim=tensor.dim, salt=salt)
+
+
+def _require_equal(told: Iterable[Mapping[str, tuple[str, int]]]) -> None:
+    """Of each rank: tensor -> who holds the whole of it together with others, and the digest of this rank's part."""
+    tensors: dict[str, dict[str, int]] = {}
+    for said in told:
+        for title, (holder, value) in said.items():
+            wholes = tensors.setdefault(title, {})
+            wholes[holder] = (wholes.get(holder, 0) + value) % digest.MODULUS
+    for title, wholes in tensors.items():
         if len(set(wholes.values())) > 1:
-            words = "replica" if tensor.family else "rank"
-            found = ", ".join(f"{words} {whole} {value:016x}" for whole, value in wholes.items())
+            found = ", ".join(f"{holder} {value:016x}" for holder, value in wholes.items())
             raise StateLost(
-                f"{name} is not the same in all replicas: {found}",
+                f"{title} is not the same in all replicas: {found}",
                 way_out="start all replicas with the same seed and arguments",
             )

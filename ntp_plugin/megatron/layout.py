@@ -3,6 +3,10 @@
 Slots are numbered as Megatron numbers ranks (TP fastest, then replicas, then stages), as if nobody were lost. The
 processes that are there take the torch ranks in that order. How many replicas there are nominally follows from how
 many processes were started and how many slots are lost.
+
+A *column* is the slots, one of each stage, between which activations go. A whole replica has one for each TP slot. All
+slots of a stage have the same activations, so in a column that has lost a slot another of that stage stands in: the
+survivors in turn.
 """
 
 import dataclasses
@@ -62,8 +66,13 @@ class Layout:
 
     @property
     def speaks(self) -> bool:
-        """Whether this slot speaks for its replica in sums to which all of its slots would add the same."""
+        """Whether this slot speaks for its group in sums to which all of its slots would add the same."""
         return self.slot.tp == self.survivors[0]
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last stage, the only one that knows losses."""
+        return self.slot.stage == self.topology.pp - 1
 
     def held(self, family: Family) -> Spans:
         """The units of a family that this slot holds, in storage order."""
@@ -78,6 +87,38 @@ class Layout:
         slots = ([self.topology.slot_of(number) for number in group] for group in groups)
         living = ([self.ranks[slot] for slot in group if slot in self.ranks] for group in slots)
         return [group for group in living if group]
+
+    # ------------------------------------------------ columns
+
+    def column(self, replica: int, tp: int) -> tuple[Slot, ...]:
+        """The slots of a column, first stage to last."""
+        return tuple(self._in_column(Slot(replica=replica, stage=stage, tp=tp)) for stage in range(self.topology.pp))
+
+    def _in_column(self, slot: Slot) -> Slot:
+        pattern = self.standing.pattern(slot.replica, slot.stage)
+        if slot.tp not in pattern:
+            return slot
+        survivors = [tp for tp in range(self.topology.tp) if tp not in pattern]
+        return dataclasses.replace(slot, tp=survivors[pattern.index(slot.tp) % len(survivors)])
+
+    def receivers(self, stage: int) -> tuple[Slot, ...]:
+        """The slots of another stage of this replica that are sent to by this one: those in whose columns it is."""
+        group = self.topology.group(self.slot.replica, stage)
+        return tuple(
+            slot
+            for slot in group
+            if slot in self.ranks and self.column(slot.replica, slot.tp)[self.slot.stage] == self.slot
+        )
+
+    def columns(self, groups: Iterable[Iterable[int]]) -> list[list[int]]:
+        """Pipeline groups of nominal ranks as columns of torch ranks; one that has lost everybody is left out."""
+        found = []
+        for first, *_ in groups:
+            slot = self.topology.slot_of(first)
+            column = self.column(slot.replica, slot.tp)
+            if any(member.tp == slot.tp for member in column):
+                found.append([self.ranks[member] for member in column])
+        return found
 
 
 def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: int) -> Layout:
@@ -96,7 +137,7 @@ def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: i
             return layout
         problem = None
     raise problem or ConfigError(
-        f"{processes} processes are not whole replicas of TP {tp} x PP {pp} but for {', '.join(lost)}",
+        f"{processes} processes are not whole replicas of TP {tp} x PP {pp} but for {', '.join(lost) or 'nobody'}",
         way_out="start one process for each slot that is not lost",
     )
 

@@ -1,4 +1,4 @@
-"""What does not work in a hurt layout, and is refused at start: by its flag, with the way out.
+"""What does not work in a hurt layout, or with exact masks, and is refused at start: by its flag, with the way out.
 
 A line here is a promise that nothing is computed wrongly in silence. Whoever builds a feature takes its line out.
 """
@@ -40,13 +40,53 @@ def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way
     )
 
 
+_NO_HYBRID_LAYERS = {
+    "M": "Mamba",
+    "G": "gated delta net",
+    "D": "sparse attention",
+    "+": "latent attention",
+    "E": "experts",
+    "/": "multi-token prediction",
+    "|": "pipeline stages",
+}
+"""What a hybrid model may have besides self-attention and MLP, by its symbol in the pattern."""
+
+
+def _pattern(args: Any) -> str:
+    """That of a hybrid model, which has an older flag as well; else nothing."""
+    flags = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return "".join(getattr(args, flag, None) or "" for flag in flags)
+
+
+def _hybrid(symbol: str, name: str) -> Refusal:
+    """Layers of a hybrid model that are not built yet."""
+    return _not_built(
+        f"--hybrid-layer-pattern with {symbol} ({name})",
+        lambda args: symbol in _pattern(args),
+        way_out="a pattern of * (attention) and - (MLP), or start with whole replicas",
+    )
+
+
 TABLE: tuple[Refusal, ...] = (
     _not_built("--context-parallel-size", _above("context_parallel_size")),
+    _not_built("--hybrid-context-parallel"),
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
     _not_built("--num-experts"),
-    _not_built("--pipeline-model-parallel-size", _above("pipeline_model_parallel_size")),
-    _not_built("--sequence-parallel"),
-    _not_built("--overlap-param-gather"),
+    _not_built(
+        "--hybrid-layer-pattern",
+        lambda args: _pattern(args) and _above("pipeline_model_parallel_size")(args),
+        way_out="--pipeline-model-parallel-size 1, or start with whole replicas",
+    ),
+    _not_built("--overlap-param-gather-with-optimizer-step"),
+    _not_built("--pipeline-model-parallel-layout"),
+    _not_built("--pipeline-model-parallel-comm-backend"),
+    _not_built("--use-ring-exchange-p2p"),
+    _not_built("--defer-embedding-wgrad-compute"),
+    _not_built(
+        "--sequence-parallel",
+        lambda args: getattr(args, "sequence_parallel", False) and _above("pipeline_model_parallel_size")(args),
+        way_out="leave --sequence-parallel out: with a pipeline, a stage would need rows of several slots of another",
+    ),
     _not_built("--use-torch-fsdp2"),
     _not_built("--use-megatron-fsdp"),
     _not_built("--multi-latent-attention"),
@@ -54,8 +94,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--fp16"),
     _not_built("--fp8-format", _given("fp8")),
     _not_built("--fp4-format", _given("fp4")),
-    _not_built("--hidden-dropout", _above("hidden_dropout", 0), way_out="--hidden-dropout 0"),
-    _not_built("--attention-dropout", _above("attention_dropout", 0), way_out="--attention-dropout 0"),
     _not_built("--save", way_out="leave it out: a checkpoint of uneven shards would be written with wrong offsets"),
     _not_built("--load", way_out="leave it out: a checkpoint would be read into uneven shards with wrong offsets"),
     _not_built("--pretrained-checkpoint"),
@@ -77,8 +115,95 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--decrease-batch-size-if-needed"),
     _not_built("--num-distributed-optimizer-instances", _above("num_distributed_optimizer_instances")),
     _not_built("--tensor-parallel-num-weight-shards", lambda args: args.tensor_parallel_num_weight_shards),
+    _not_built("--expert-tensor-parallel-num-weight-shards"),
     _not_built("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") != "none"),
+    _not_built("--enable-cuda-graph"),
+    _not_built("--external-cuda-graph"),
+    _not_built("--optimizer-cuda-graph"),
+    _not_built("--defer-embedding-wgrad-compute"),
+    _not_built("--hybrid-context-parallel"),
+    _not_built("--heterogeneous-layers-config-encoded-json"),
+    _not_built("--inprocess-restart"),
+    _not_built("--skip-train"),
+    _not_built("--freeze-all-layers"),
+    _not_built("--non-persistent-save-interval"),
     _not_built("--experimental-attention-variant"),
+    *(
+        Refusal(
+            flag=f"--save-{what}-interval",
+            applies=_given(f"save_{what}_interval"),
+            why="writes the parts of one replica as if its slots held even shares",
+            way_out="leave it out",
+        )
+        for what in ("params", "wgrads", "dgrads", "activations")
+    ),
+    *(
+        Refusal(
+            flag=flag,
+            applies=_given(flag.removeprefix("--").replace("-", "_")),
+            why="finds logits by the nominal rank that computed a micro-batch, and here others compute it",
+            way_out="leave it out, or start with whole replicas",
+        )
+        for flag in ("--logits-save-dir", "--logits-load-dir")
+    ),
+    *(
+        Refusal(
+            flag=flag,
+            applies=_given(flag.removeprefix("--").replace("-", "_")),
+            why="passes over as many micro-batches as a whole replica would have had",
+            way_out="leave it out, or start with whole replicas",
+        )
+        for flag in ("--iterations-to-skip", "--result-rejected-tracker-filename")
+    ),
+    Refusal(
+        flag="--softmax-type",
+        applies=lambda args: getattr(args, "softmax_type", None) == "learnable",
+        why="learnable has a number for each head that Megatron does not mark as cut",
+        way_out="--softmax-type vanilla or off-by-one",
+    ),
+    Refusal(
+        flag="--distribute-saved-activations",
+        applies=_given("distribute_saved_activations"),
+        why="cuts activations into as many even parts as the replica has slots, and they may not divide",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--cross-entropy-fusion-impl",
+        applies=lambda args: getattr(args, "cross_entropy_fusion_impl", None) == "te",
+        why="te takes all slots before for as wide as this one",
+        way_out="--cross-entropy-fusion-impl native",
+    ),
+    Refusal(
+        flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
+        applies=_given("ddp_param_name_patterns_for_fp32_local_accumulation"),
+        why="keeps gradients outside of the buckets that are scaled and summed",
+        way_out="--accumulate-allreduce-grads-in-fp32",
+    ),
+    Refusal(
+        flag="--ddp-reduce-scatter-with-fp32-accumulation",
+        applies=_given("ddp_reduce_scatter_with_fp32_accumulation"),
+        why="is a way to sum that lanes do not have: they would sum in the gradients' own precision",
+        way_out="--accumulate-allreduce-grads-in-fp32",
+    ),
+    Refusal(
+        flag="--log-params-norm",
+        applies=lambda args: getattr(args, "log_params_norm", False) and getattr(args, "overlap_param_gather", False),
+        why="would tell the norm of the step before: parameters are still on their way (--overlap-param-gather)",
+        way_out="leave one of the two out",
+    ),
+    Refusal(
+        flag="--lazy-mpu-init",
+        applies=_given("lazy_mpu_init"),
+        why="says that every replica has the nominal width",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--no-initialization",
+        applies=lambda args: getattr(args, "perform_initialization", True) is False,
+        why="leaves weights as they are found in memory, and they cannot be loaded",
+        way_out="leave it out",
+    ),
+    *(_hybrid(symbol, name) for symbol, name in _NO_HYBRID_LAYERS.items()),
     Refusal(
         flag="--transformer-impl",
         applies=lambda args: args.transformer_impl != "local",
@@ -105,20 +230,77 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--optimizer",
-        applies=lambda args: args.optimizer != "adam",
+        applies=lambda args: args.optimizer not in ("adam", "sgd"),
         why="is not element-wise, or nobody has tried it: units of one matrix would depend on where they are",
-        way_out="--optimizer adam",
+        way_out="--optimizer adam or sgd",
     ),
 )
 
 
+EXACT_MASKS: tuple[Refusal, ...] = (
+    Refusal(
+        flag="--transformer-impl",
+        applies=lambda args: args.transformer_impl != "local",
+        why="has kernels that draw their masks by themselves",
+        way_out="--transformer-impl local",
+    ),
+    _not_built("--context-parallel-size", _above("context_parallel_size"), way_out="--context-parallel-size 1"),
+    Refusal(
+        flag="--mtp-num-layers",
+        applies=_given("mtp_num_layers"),
+        why="numbers its layers from one again, so they would have the masks of others",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--cuda-graph-impl",
+        applies=lambda args: getattr(args, "cuda_graph_impl", "none") != "none",
+        why="plays back the masks that it has recorded",
+        way_out="--cuda-graph-impl none",
+    ),
+    Refusal(
+        flag="--use-tp-pp-dp-mapping",
+        applies=_given("use_tp_pp_dp_mapping"),
+        why="numbers ranks in another order than slots",
+        way_out="leave it out",
+    ),
+)
+"""What masks that do not depend on the layout cannot have, in a healthy one either."""
+
+_DROPOUTS = ("hidden_dropout", "attention_dropout")
+
+
+def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
+    """Whether the job has dropouts, and their masks are ours."""
+    return policy.enabled and policy.dropout == "exact" and any(_above(name, 0)(args) for name in _DROPOUTS)
+
+
 def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
-    """Raise for the first thing in the arguments that a hurt layout cannot have."""
+    """Raise for the first thing in the arguments that a hurt layout, or masks that are exact, cannot have."""
+    if layout.lost:
+        _refuse_hurt(args, policy, layout)
+        _refuse_broken_groups(args, layout.topology.tp)
+    if draws_exact_masks(args, policy):
+        _refuse_first(EXACT_MASKS, "--ntp-dropout exact", args)
+        _refuse_broken_groups(args, layout.topology.tp)
+
+
+def _refuse_first(table: tuple[Refusal, ...], cause: str, args: Any) -> None:
+    for refusal in table:
+        if refusal.applies(args):
+            raise Refused(f"with {cause}, {refusal.flag} {refusal.why}", way_out=refusal.way_out)
+
+
+def _refuse_hurt(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
     _refuse_policy(policy, layout)
     hurt = f"{', '.join(map(str, sorted(layout.lost)))} lost"
-    for refusal in TABLE:
-        if refusal.applies(args):
-            raise Refused(f"with {hurt}, {refusal.flag} {refusal.why}", way_out=refusal.way_out)
+    _refuse_first(TABLE, hurt, args)
+    for name in _DROPOUTS:
+        if _above(name, 0)(args) and policy.dropout != "exact":
+            flag = "--" + name.replace("_", "-")
+            raise Refused(
+                f"with {hurt}, {flag} {getattr(args, name)} would draw other masks than with nobody lost",
+                way_out=f"--ntp-dropout exact, here and in the run that this one goes on for; or {flag} 0",
+            )
     tp = layout.topology.tp
     if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < tp * layout.topology.pp:
         raise Refused(
@@ -126,6 +308,9 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
             "Megatron's report on memory divides by how many replicas they make",
             way_out="leave --use-distributed-optimizer out",
         )
+
+
+def _refuse_broken_groups(args: Any, tp: int) -> None:
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     if groups % tp:
         raise Refused(

@@ -6,9 +6,10 @@ configuration, vocabulary layers as the number of rows. Only where Megatron comp
 be told.
 
 Which layers these are is a matter of their types: `SelfAttention` and `MLP`, with the parallel layers inside; the
-embedding, and a column-parallel layer outside of both with as many rows: the output. Any other parallel layer is
-refused. How a parameter is cut follows from the attributes that Megatron's layers put on it: parallel or not, along
-which dim, in how many runs (`partition_stride`). It is written down as a `planning` tensor in an attribute of ours.
+embedding, and a column-parallel layer outside of both with as many rows as the vocabulary: the output. Any other
+parallel layer is refused. How a parameter is cut follows from the attributes that Megatron's layers put on it: parallel
+or not, along which dim, in how many runs (`partition_stride`). It is written down as a `planning` tensor in an
+attribute of ours.
 
 Initial weights: Megatron draws the whole matrix and takes the slot's part. It is drawn in its nominal shape, so that
 everything that is drawn later is the same too, and the part is that of the slot's units.
@@ -16,6 +17,7 @@ everything that is drawn later is the same too, and the part is that of the slot
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +39,9 @@ from ntp_plugin.planning.units import (
     default_granule,
 )
 
+SHARED = "shared vocabulary"
+"""The family of a word embedding that stands in the first and in the last stage."""
+
 _CUT = "ntp_cut"
 """The attribute of a parameter that says how it is cut."""
 
@@ -44,8 +49,8 @@ _CUT = "ntp_cut"
 class UnevenLayers:
     """What is put in place of the constructors of Megatron's layers."""
 
-    def __init__(self, layout: Layout, *, granule: int | None) -> None:
-        self._layout, self._granule = layout, granule
+    def __init__(self, layout: Layout, args: Any, *, granule: int | None) -> None:
+        self._layout, self._args, self._granule = layout, args, granule
         self._open: Family | None = None
         self._vocabulary: Family | None = None
 
@@ -96,7 +101,7 @@ class UnevenLayers:
 
         @functools.wraps(original)
         def init(module: Any, num_embeddings: int, *args: Any, **kwargs: Any) -> None:
-            family = self._vocabulary = Family(name=VOCABULARY, units=num_embeddings, contiguous=True)
+            family = self._vocabulary = self._vocabulary_of(num_embeddings)
             with self._cutting(family):
                 original(module, self._virtual(family), *args, **kwargs)
             ((module.vocab_start_index, module.vocab_end_index),) = self._layout.held(family)
@@ -113,9 +118,10 @@ class UnevenLayers:
             if self._open is not None:
                 original(module, input_size, output_size, *args, **kwargs)
                 return
-            family = self._vocabulary
-            if family is None or output_size != family.units:
+            family = self._vocabulary or self._vocabulary_of(self._args.padded_vocab_size)
+            if output_size != family.units:
                 raise _unknown(f"a column-parallel layer with {output_size} rows")
+            self._vocabulary = family
             with self._cutting(family):
                 original(module, input_size, self._virtual(family), *args, **kwargs)
             self._describe(module, family)
@@ -172,6 +178,9 @@ class UnevenLayers:
         """Layers with the same number of units are cut alike."""
         return Family(name=f"{kind} of {label or units}", units=units)
 
+    def _vocabulary_of(self, rows: int) -> Family:
+        return Family(name=VOCABULARY, units=rows, contiguous=True)
+
     def _virtual(self, family: Family) -> int:
         return sp.size(self._layout.held(family)) * self._layout.width
 
@@ -213,14 +222,19 @@ def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: 
     """The units of the layers that were built: cut parameters by their families, all others replicated."""
     tensors, families = [], dict[str, Family]()
     for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise Refused(f"{name} is frozen, and lanes sum all gradients", way_out="start with whole replicas")
         cut: tuple[Tensor, Family] | None = getattr(parameter, _CUT, None)
         if cut is None:
-            assert not getattr(parameter, "tensor_model_parallel", False), f"{name} is cut, and nobody said how"
+            if getattr(parameter, "tensor_model_parallel", False):
+                raise _unknown(f"the layer of {name}")
             tensors.append(Tensor(name=name, shape=tuple(parameter.shape)))
             continue
         part, family = cut
+        if getattr(parameter, "shared_embedding", False):
+            family = dataclasses.replace(family, name=SHARED)
         families[family.name] = family
-        tensors.append(Tensor(name=name, shape=part.shape, family=part.family, dim=part.dim, runs=part.runs))
+        tensors.append(Tensor(name=name, shape=part.shape, family=family.name, dim=part.dim, runs=part.runs))
     return StageUnits(
         families=tuple(families.values()),
         tensors=tuple((tensor, 1) for tensor in tensors),

@@ -4,6 +4,7 @@ Pure: no torch, no clock, no randomness, no state between calls. Every survivor 
 same facts, in whatever order the losses came.
 
     spans.py            sets of whole numbers as runs
+    sequence_rows.py    which rows of a sequence each slot of a group holds
     dealing.py          the one rule: survivors keep, orphans are dealt
     topology.py         slots, the nominal layout, and who still stands after losses
     units.py            which tensors are cut, along which dim, in which units

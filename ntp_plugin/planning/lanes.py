@@ -16,7 +16,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.shard_layout import lay_out, overlay
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing
-from ntp_plugin.planning.units import StageUnits
+from ntp_plugin.planning.units import ModelUnits, StageUnits
 
 type UnitsByFamily = tuple[tuple[str, Spans], ...]
 
@@ -80,6 +80,23 @@ def plan_lanes(standing: Standing, units: StageUnits, stage: int) -> StageLanes:
         for owners in sorted(found)
     )
     return StageLanes(stage=stage, patterns=patterns, lanes=lanes, owners=tuple(sorted(found)))
+
+
+def plan_shared_lanes(standing: Standing, units: ModelUnits, family: str) -> list[tuple[tuple[Slot, ...], Spans]]:
+    """The lanes of a family that several stages have the same values of: one owner in each replica and stage.
+
+    Members are told stage by stage, each with the spans that they all hold. A family of one stage has none.
+    """
+    found = [(stage, part) for stage, said in enumerate(units.stages) for part in said.families if part.name == family]
+    if len(found) < 2:
+        return []
+    groups = [(replica, stage, part) for stage, part in found for replica in standing.replicas]
+    lanes: defaultdict[tuple[Slot, ...], list[sp.Span]] = defaultdict(list)
+    layouts = [lay_out(part, standing.topology.tp, standing.pattern(replica, stage)) for replica, stage, part in groups]
+    for span, owners in overlay(layouts):
+        members = (Slot(replica=r, stage=stage, tp=tp) for (r, stage, _), tp in zip(groups, owners, strict=True))
+        lanes[tuple(members)].append(span)
+    return [(members, sp.joined(lanes[members])) for members in sorted(lanes)]
 
 
 def _detours(

@@ -8,12 +8,13 @@ Five things tell that a rank is gone, and each has its own proof:
     silent    its heart has not beaten for `silent_s`, whatever the system says: the Python lock is held, the host is
               cut off, or the machine is dying.
     hung      its heart beats, but it has neither moved nor waited for others for `hung_s`, while everybody else waits.
-              Whoever stands in a collective waits for others and is innocent; the one they wait for is not.
+              Whoever stands in a collective waits for others and is innocent; the one they wait for is not. Time for
+              which it was ready to run and got no CPU does not count (`heartbeat.py`).
     cut off   everybody waits, and the rank's host and some other host cannot reach each other.
 
 A rank that has never beaten is starting, and is given `start_s`.
 
-The first three are judged by the rank's own host. A hang takes everybody's word: each host tells its `Standstill`,
+The first three are judged by the rank's own host. The others take everybody's word: each host tells its `Standstill`,
 and `judge` looks at all of them. If everybody waits, and some hosts cannot reach each other, links are cut; then the
 largest part that is whole goes on, and the others are out, so that there are never two parts that both go on.
 """

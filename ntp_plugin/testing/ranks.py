@@ -10,6 +10,7 @@ said that they were done (`Driver.finish`).
 a fault was planned and never struck, and where anything is left behind (`leaks.py`).
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -262,7 +263,10 @@ class Ranks:
 
     def _told(self, seat: Seat, verdict: Verdict) -> None:
         if verdict.kind in ("hung", "silent"):  # it would never find out by itself that it is out
-            self.kill(seat.slot)
+            for running in (*self._running.values(), *self._former):
+                if running.seat == seat:
+                    with contextlib.suppress(ProcessLookupError):  # or it has just ended
+                        os.kill(running.process.pid, signal.SIGKILL)
         self.verdicts[seat.slot] = verdict
         self.deaths[seat.slot] = time.monotonic()
 

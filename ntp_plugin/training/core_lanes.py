@@ -161,7 +161,8 @@ class CoreShards(LaneShards):
         whole = tuple(Slice(name=name, dim=0, ranges=((0, shape[0]),)) for name, shape in crossing.seat.parts.items())
         super().__init__([GradientLane(group=crossing.members, slices=whole)])
         self._crossing = crossing
-        self._spread: list[tuple[Crossing, Tensors, Tensors]] = []
+        self._lent: list[tuple[Crossing, Tensors, Tensors]] = []
+        self._returning = False
         self._arrive: Callable[[], None] | None = None
 
     def shard(self, names: Collection[str], parameters: Tensors, *, dtype: torch.dtype) -> list[LaneShard]:
@@ -170,7 +171,7 @@ class CoreShards(LaneShards):
         _, parts = _empty_parts(crossing.seat, next(iter(parameters.values())))
         with torch.no_grad():
             crossing.go(parameters, parts)()
-        self._spread.append((crossing, parts, parameters))
+        self._lent.append((crossing, parts, parameters))
         return super().shard(names, parts, dtype=dtype)
 
     def begin(self, gradients: Tensors) -> "CoreShards":
@@ -195,8 +196,21 @@ class CoreShards(LaneShards):
         super().finish()
         del self._parts
 
-    def spread(self) -> None:
-        """Give every core the parameters of its parts, and these to whoever lent them."""
-        super().spread()
-        for crossing, parts, parameters in self._spread:
+    def begin_spread(self) -> None:
+        """Begin to give every core the parameters of its parts."""
+        super().begin_spread()
+        self._returning = True
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether parameters are; who only lends has none of its own under way, and waits for them too."""
+        return self._returning
+
+    def finish_spread(self) -> None:
+        """Have them in place, and give those of a core to whoever lent them; all ranks of a group in one order."""
+        if not self._returning:
+            return
+        super().finish_spread()
+        for crossing, parts, parameters in self._lent:
             crossing.come_back(parts, parameters)()
+        self._returning = False

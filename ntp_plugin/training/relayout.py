@@ -27,11 +27,12 @@ import torch.distributed as dist
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.transfer import Parcel, exchange
 from ntp_plugin.copies import digest
-from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.errors import StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import Tensor
 from ntp_plugin.training.cuts import Recut, global_ranges, local_ranges, local_shape
+from ntp_plugin.training.optimizers import element_wise, refuse_unknown_state
 from ntp_plugin.training.relayout_plan import NOT_HELD, Held, RelayoutPlan
 
 WEIGHT = "weight"
@@ -138,6 +139,7 @@ class ShardedState:
         self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, *, newcomer: bool = False
     ) -> None:
         self.parameters, self.optimizer = dict(parameters), optimizer
+        self._known = element_wise(optimizer)
         self.versions = dict.fromkeys(self.parameters, NOT_HELD if newcomer else 0)
         self._built: tuple[str, int, Entries] | None = None
 
@@ -154,16 +156,14 @@ class ShardedState:
         """The parameter and what the optimizer keeps in its shape."""
         parameter = self.parameters[name]
         state = self.optimizer.state.get(parameter, {})
-        cut = {key: value for key, value in state.items() if _is_cut(value, parameter)}
+        cut = {key: state[key] for key in self._known.cut if isinstance(state.get(key), torch.Tensor)}
         return {WEIGHT: parameter.data} | cut
 
     def scalars(self, name: str) -> dict[str, object]:
-        """What the optimizer keeps for a parameter in another shape: one number each, the same on all slots."""
-        parameter = self.parameters[name]
+        """What else the optimizer keeps for a parameter: one number each, the same on all slots."""
+        cut = self.entries(name)
         return {
-            key: value
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if not _is_cut(value, parameter)
+            key: value for key, value in self.optimizer.state.get(self.parameters[name], {}).items() if key not in cut
         }
 
     def build(self, name: str, version: int, entries: Entries) -> None:
@@ -209,24 +209,9 @@ class ShardedState:
             self.optimizer.state[self.parameters[name]].update(scalars)
 
     def refuse_what_cannot_be_cut(self) -> None:
-        """Raise unless the optimizer is element-wise, as far as its state and its options tell."""
-        if any(group.get("fused") for group in self.optimizer.param_groups):
-            raise Refused(
-                "the optimizer has fused = True, which rounds an element by its place in memory, so layouts differ",
-                way_out="leave fused out",
-            )
+        """Raise unless all that the optimizer keeps is known."""
         for name, parameter in self.parameters.items():
-            for key, value in self.scalars(name).items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1:
-                    raise Refused(
-                        f"the optimizer keeps {key} of shape {tuple(value.shape)} for {name} of shape "
-                        f"{tuple(parameter.shape)}, which cannot be cut with it",
-                        way_out="use an element-wise optimizer: SGD, Adam, AdamW",
-                    )
-
-
-def _is_cut(value: object, parameter: torch.nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            refuse_unknown_state(self._known, name, parameter, self.optimizer.state.get(parameter, {}))
 
 
 # ---------------------------------------------------------------- the whole move

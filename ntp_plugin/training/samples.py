@@ -6,7 +6,7 @@ than another, and a step can be taken again from its number.
 
 A plan numbers nominal micro-batches replica by replica. A framework may deal them one to each replica in turn, as
 Megatron does; then number k of replica r stands at place k x replicas + r of the batch, and a whole replica gets what
-it always gets.
+it always gets. A replica that runs nominal micro-batches in pieces gets them piece by piece.
 """
 
 import dataclasses
@@ -28,15 +28,17 @@ class ReplicaSamples:
         """One list for each micro-batch, step after step, as far as there are whole global batches."""
         size = self.nominal.total * self.nominal.micro_batch
         for start in range(self.consumed, self.available - size + 1, size):
-            for place in self.places():
-                first = start + place * self.nominal.micro_batch
-                yield list(range(first, first + self.nominal.micro_batch))
+            for place in places(self.nominal, self.share):
+                first = start + place * self.share.size
+                yield list(range(first, first + self.share.size))
 
     def __len__(self) -> int:
         """As Megatron's samplers tell it: the samples in the data set."""
         return self.available
 
-    def places(self) -> list[int]:
-        """Where the replica's micro-batches stand in a global batch, in the order in which it computes them."""
-        turns = (divmod(number, self.nominal.per_replica) for number in self.share.numbers)
-        return [turn * self.nominal.replicas + replica for replica, turn in turns]
+
+def places(nominal: NominalBatch, share: Share) -> list[int]:
+    """Where a replica's micro-batches stand in a global batch of such, in the order in which it computes them."""
+    pieces = nominal.micro_batch // share.size
+    turns = (divmod(number, nominal.per_replica) for number in share.numbers)
+    return [(turn * nominal.replicas + replica) * pieces + piece for replica, turn in turns for piece in range(pieces)]

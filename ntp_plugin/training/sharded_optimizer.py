@@ -3,7 +3,8 @@
 The members of a lane hold the same units, so each of them needs to keep the optimizer's state of a part of them only.
 What a lane holds is packed into one flat buffer, in the lane's order, padded to equal shards. A step sums the
 gradients so that each member gets its shard of them, applies the optimizer to its shard, and gathers the parameters
-back from all.
+back from all. Sums and gathers are begun and finished apart, so that they are under way while something is computed;
+each costs one more copy of what is under way.
 
 In a whole layout the lanes are the TP slots, which is how frameworks shard anyway. When a slot is lost only its own
 lane falls apart into lanes of what was dealt; the members and shards of all others stay.
@@ -23,6 +24,17 @@ from ntp_plugin.training.gradient_lanes import GradientLane, only, pack, unpack
 type Tensors = Mapping[str, torch.Tensor]
 
 
+type _UnderWay = tuple[dist.Work | None, torch.Tensor]
+"""What is waited for, if others are in it, and what it will fill."""
+
+
+def _waited(under_way: _UnderWay) -> torch.Tensor:
+    work, values = under_way
+    if work is not None:
+        work.wait()
+    return values
+
+
 class LaneShard:
     """This member's shard of what a lane holds."""
 
@@ -35,38 +47,48 @@ class LaneShard:
             self.parameter = torch.nn.Parameter(mine.to(dtype, copy=True))
         self.gradient = torch.zeros_like(self.parameter)
         """Of the shard, when a step's sums are finished."""
-        self._under_way: tuple[dist.Work | None, torch.Tensor] | None = None
+        self._sums: _UnderWay | None = None
+        self._spread: _UnderWay | None = None
 
-    def start(self, gradients: Tensors) -> None:
-        """Begin to sum; each member will have its shard of the sums."""
-        assert self._under_way is None, "one step at a time"
+    def begin_sums(self, gradients: Tensors) -> None:
+        """Each member will have its shard of the sums."""
+        assert self._sums is None, "one step at a time"
         buffer = self._packed(gradients)
         if not self.lane.counted:
             buffer.zero_()
         if self.lane.group is None:
-            self._under_way = None, buffer
+            self._sums = None, buffer
             return
         mine = torch.empty_like(self._mine(buffer))
         work = dist.reduce_scatter_tensor(mine, buffer, group=self.lane.group, async_op=True)
-        self._under_way = work, mine
+        self._sums = work, mine
 
-    def finish(self) -> None:
+    def finish_sums(self) -> None:
         """Have the sums in `gradient`."""
-        assert self._under_way is not None, "it was begun"
-        work, mine = self._under_way
-        if work is not None:
-            work.wait()
-        self.gradient.copy_(mine)
-        self._under_way = None
+        assert self._sums is not None, "they were begun"
+        self.gradient.copy_(_waited(self._sums))
+        self._sums = None
 
-    def spread(self) -> None:
-        """Give every member the parameters that all shards together make."""
-        mine = self.parameter.detach().to(next(iter(self._parameters.values())).dtype)
-        whole = mine
-        if self.lane.group is not None:
-            whole = torch.empty(mine.numel() * self._members, dtype=mine.dtype, device=mine.device)
-            dist.all_gather_into_tensor(whole, mine, group=self.lane.group)
-        unpack(self.lane.slices, self._parameters, whole[: self._elements])
+    def begin_spread(self) -> None:
+        """Every member will have the parameters that all shards together make; this shard's are those of now."""
+        assert self._spread is None, "one step at a time"
+        mine = self.parameter.detach().to(next(iter(self._parameters.values())).dtype, copy=True)
+        if self.lane.group is None:
+            self._spread = None, mine
+            return
+        whole = torch.empty(mine.numel() * self._members, dtype=mine.dtype, device=mine.device)
+        work = dist.all_gather_into_tensor(whole, mine, group=self.lane.group, async_op=True)
+        self._spread = work, whole
+
+    @property
+    def on_its_way(self) -> bool:
+        return self._spread is not None
+
+    def finish_spread(self) -> None:
+        """Have the parameters in place, if they are on their way."""
+        if self._spread is not None:
+            unpack(self.lane.slices, self._parameters, _waited(self._spread)[: self._elements])
+            self._spread = None
 
     def _packed(self, tensors: Tensors) -> torch.Tensor:
         """Flat, and padded to equal shards."""
@@ -95,19 +117,29 @@ class LaneShards:
     def begin(self, gradients: Tensors) -> "LaneShards":
         """Begin to sum."""
         for shard in self._shards:
-            shard.start(gradients)
+            shard.begin_sums(gradients)
         return self
 
     def finish(self) -> None:
         """Have every shard's sums."""
         for shard in self._shards:
-            shard.finish()
+            shard.finish_sums()
 
     def scale_gradients(self, factor: float) -> None:
         for shard in self._shards:
             shard.gradient.mul_(factor)
 
-    def spread(self) -> None:
-        """Give every member the parameters."""
+    def begin_spread(self) -> None:
+        """Begin to give every member the parameters."""
         for shard in self._shards:
-            shard.spread()
+            shard.begin_spread()
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether the parameters have been begun to be given, and are not in place yet."""
+        return any(shard.on_its_way for shard in self._shards)
+
+    def finish_spread(self) -> None:
+        """Have them in place, if they are on their way."""
+        for shard in self._shards:
+            shard.finish_spread()

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.numerics import BF16, BOUNDS, TIMES_THE_FLOOR, USUAL_EPS, WRONG, bounds_of, compared, noticed
+from benchmarks.numerics import BF16, BOUNDS, CONTROLS, TIMES_THE_FLOOR, USUAL_EPS, bounds_of, compared, noticed
 from benchmarks.parity.job import STEPS, Job, largest_differences, run, wholes
 from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
 
@@ -109,7 +109,7 @@ def test_a_planned_hurt_run_is_the_same_bits_when_repeated():
     assert_same_training(run(again), run(job), 0.0)
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", CONTROLS)
 def test_the_comparison_notices(wrong):
     assert noticed(wrong)
 

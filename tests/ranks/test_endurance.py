@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from ntp_plugin.plain.data_parallel import DataParallel
 from ntp_plugin.recovery.rank import ElasticRank
@@ -76,3 +77,21 @@ def test_no_rank_is_suspected_on_a_machine_that_is_far_too_busy():
             burner.wait()
     assert len(outcomes) == 4 * cores
     assert not ranks.verdicts
+
+
+def reduce_large_tensors(rank):
+    """How much memory this process has come to hold."""
+    elastic = ElasticRank(rank.place)
+    before = held(elastic.groups)[-1]
+    for _ in range(40):
+        dist.all_reduce(torch.ones(2_000_000))
+    grown = held(elastic.groups)[-1] - before
+    elastic.groups.detach()
+    return grown * os.sysconf("SC_PAGESIZE")
+
+
+def test_what_was_summed_is_let_go_of():
+    """Forty times 8 MB, and none of it is in anybody's hands any more."""
+    with Ranks(2, reduce_large_tensors) as ranks:
+        for grown in ranks.wait(60).values():
+            assert grown < 150e6

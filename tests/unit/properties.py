@@ -60,6 +60,19 @@ def survivors_keep_a_prefix(family, tp, pattern):
             assert each(hurt[slot])[: len(kept)] == kept
 
 
+# ---------------------------------------------------------------- sequences
+
+
+def rows_are_held_once_in_order(rows):
+    """What the slots store, put together, is the sequence and then its pads, and no more of these than needed."""
+    held = [list(range(*rows.held(place))) for place in range(rows.width)]
+    assert [row for part in held for row in part] == list(range(rows.length))
+    assert all(len(part) <= rows.stored for part in held)
+    assert all(len(part) == rows.stored or not any(held[place + 1 :]) for place, part in enumerate(held))
+    assert rows.pads == rows.stored * rows.width - rows.length
+    assert 0 <= rows.pads < rows.width
+
+
 # ---------------------------------------------------------------- lanes
 
 

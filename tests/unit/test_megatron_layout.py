@@ -10,7 +10,7 @@ from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron.activation import read_policy
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.refusals import TABLE, refuse_what_does_not_work
+from ntp_plugin.megatron.refusals import EXACT_MASKS, TABLE, refuse_what_does_not_work
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.planning.units import Family
@@ -62,6 +62,8 @@ def test_a_loss_that_does_not_fit_is_refused(lost, processes, said):
 def test_a_replica_without_slots_is_to_be_left_out():
     with pytest.raises(Refused, match=r"replica 1 has no slot in stage 0.*start fewer processes"):
         layout("r1", processes=4)
+    with pytest.raises(Refused, match=r"replica 1 has no slot in stage 1.*start fewer processes"):
+        layout("r1.s1", processes=12, pp=2)
 
 
 # ---------------------------------------------------------------- refusals
@@ -82,8 +84,20 @@ def arguments(**said):
     return types.SimpleNamespace(**{**fine, **said})
 
 
-def test_what_works_is_not_refused():
-    refuse_what_does_not_work(arguments(), TrainingPolicy(), layout("r1.s0.t3"))
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"hybrid_layer_pattern": "*--*"},
+        {"optimizer": "sgd"},
+        {"softmax_type": "off-by-one"},
+        {"log_params_norm": True},
+        {"overlap_param_gather": True},
+        {"iterations_to_skip": [], "perform_initialization": True, "cross_entropy_fusion_impl": "native"},
+    ],
+)
+def test_what_works_is_not_refused(said):
+    refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
 
 
 @pytest.mark.parametrize(
@@ -92,18 +106,64 @@ def test_what_works_is_not_refused():
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
         ({"optimizer": "muon"}, "--optimizer"),
+        ({"optimizer": "lion"}, "--optimizer"),
         ({"fp8": "hybrid"}, "--fp8-format"),
         ({"attention_dropout": 0.1}, "--attention-dropout"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
         ({"save": "/checkpoints"}, "--save"),
+        ({"hybrid_layer_pattern": "M-*-"}, r"--hybrid-layer-pattern with M \(Mamba\)"),
+        ({"hybrid_override_pattern": "*E"}, r"--hybrid-layer-pattern with E \(experts\)"),
+        ({"hybrid_layer_pattern": "*-/*"}, "--hybrid-layer-pattern with / "),
+        ({"overlap_param_gather_with_optimizer_step": True}, "--overlap-param-gather-with-optimizer-step"),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph"),
+        ({"freeze_all_layers": True}, "--freeze-all-layers"),
+        ({"save_wgrads_interval": 5}, "--save-wgrads-interval"),
+        ({"logits_load_dir": "/teacher"}, "--logits-load-dir"),
+        ({"iterations_to_skip": [3]}, "--iterations-to-skip"),
+        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
+        ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl"),
+        ({"ddp_param_name_patterns_for_fp32_local_accumulation": ["norm"]}, "--ddp-param-name-patterns"),
+        ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
+        ({"log_params_norm": True, "overlap_param_gather": True}, "--log-params-norm"),
+        ({"lazy_mpu_init": True}, "--lazy-mpu-init"),
+        ({"perform_initialization": False}, "--no-initialization"),
+        ({"pipeline_model_parallel_layout": "Et*2|t*2L"}, "--pipeline-model-parallel-layout"),
+        ({"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p"),
         ({"num_query_groups": 2}, "--num-query-groups: 2 query groups do not divide over 4 TP slots"),
     ],
 )
 def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(said, flag):
     with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
         refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
+
+
+EXACT = TrainingPolicy(enabled=True, dropout="exact")
+
+
+def test_exact_masks_are_not_refused_hurt_or_healthy():
+    for found in (layout("r1.s0.t3"), layout(processes=8)):
+        refuse_what_does_not_work(arguments(attention_dropout=0.1), EXACT, found)
+
+
+@pytest.mark.parametrize(
+    ("said", "flag"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
+        ({"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"use_tp_pp_dp_mapping": True}, "--use-tp-pp-dp-mapping"),
+        ({"num_query_groups": 2}, "--num-query-groups"),
+    ],
+)
+def test_where_masks_cannot_be_exact_they_are_refused_with_nobody_lost(said, flag):
+    whole = layout(processes=8)
+    with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
+        refuse_what_does_not_work(arguments(hidden_dropout=0.1, **said), EXACT, whole)
+    refuse_what_does_not_work(arguments(**said), EXACT, whole)
 
 
 @pytest.mark.parametrize(
@@ -133,4 +193,4 @@ def test_flags_win_over_the_file(tmp_path):
 
 
 def test_every_refusal_says_what_to_do():
-    assert all(refusal.flag.startswith("--") and refusal.why and refusal.way_out for refusal in TABLE)
+    assert all(refusal.flag.startswith("--") and refusal.why and refusal.way_out for refusal in (*TABLE, *EXACT_MASKS))

@@ -15,6 +15,7 @@ from ntp_plugin.planning import (
     core_route,
     dealing,
     lanes,
+    sequence_rows,
     shard_layout,
     transfers,
 )
@@ -25,6 +26,7 @@ from tests.unit.strategies import families_with_patterns, situations, situations
 from tests.unit.test_batch_split import batches
 from tests.unit.test_copy_placement import clusters
 from tests.unit.test_lanes import hurt_jobs
+from tests.unit.test_sequence_rows import cuts
 
 
 def swap_first_two_owners(sound):
@@ -152,6 +154,11 @@ def ask_the_empty(sound):
     return lambda change, slot: slot in change.after.lost
 
 
+def hold_pads(sound):
+    """The last slot's pads are taken for rows of the sequence."""
+    return lambda rows, place: (place * rows.stored, (place + 1) * rows.stored)
+
+
 SOUND_LAY_OUT = shard_layout.lay_out
 LAYOUT, BATCH, COPIES = families_with_patterns(), batches(), clusters()
 MUTATIONS = [
@@ -193,6 +200,13 @@ MUTATIONS = [
         ask_the_empty,
         properties.transfers_turn_one_layout_into_the_next,
         situations_with_newcomers(),
+    ),
+    (
+        sequence_rows.SequenceRows,
+        "held",
+        hold_pads,
+        properties.rows_are_held_once_in_order,
+        cuts.map(lambda rows: (rows,)),
     ),
 ]
 

@@ -156,11 +156,8 @@ def test_the_users_objects_stay_and_only_what_has_the_shape_is_cut():
     del graph
 
 
-def test_an_optimizer_that_cannot_be_cut_is_refused():
+def test_state_that_cannot_be_cut_is_refused():
     parameter = torch.nn.Parameter(torch.ones(4, 2))
-    fused = ShardedState({"w": parameter}, torch.optim.Adam([parameter], fused=True))
-    with pytest.raises(Refused, match="fused = True"):
-        fused.refuse_what_cannot_be_cut()
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter]["rows"] = torch.ones(4)
     with pytest.raises(Refused, match=r"keeps rows of shape \(4,\) for w of shape \(4, 2\)"):

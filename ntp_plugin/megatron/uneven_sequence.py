@@ -1,0 +1,104 @@
+"""Sequence parallelism in a replica whose width does not divide the sequence.
+
+Between the parallel layers each slot has its own rows of the sequence, and Megatron's collectives want equally many of
+all. So the last slots store rows that no token stands in, the pads (`planning/sequence_rows.py`). They exist only
+there: whoever works on the whole sequence (attention, MLP, loss) sees exactly its rows.
+
+    scatter             pads with zeros, then splits
+    gather              gathers, then leaves the pads out
+    reduce-scatter      pads with zeros, then adds up and splits
+
+Megatron's autograd functions are made of these three and of nothing else, each one the other's backward: so a pad's
+gradient is zero wherever it is, and what norms and biases compute on pads adds nothing to their gradients. The
+functions themselves, which slot adds what, and the order of the sums stay Megatron's.
+
+A column-parallel layer gathers by itself, and again in its backward, while it computes. It is left to work on the
+padded sequence, and its result is cut: its gradient on pads is then zero as well. So a slot keeps no more than its own
+rows for the backward, as upstream, and computes at most width - 1 rows too many.
+
+The true length is that of the arguments. Whatever else comes along is refused rather than cut wrongly.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning.sequence_rows import SequenceRows
+
+
+class UnevenSequence:
+    """What is put in place of Megatron's functions that split a sequence and put it together."""
+
+    def __init__(self, rows: SequenceRows) -> None:
+        self._rows = rows
+
+    def split(self, original: Any) -> Any:
+        """`_split_along_first_dim`."""
+
+        @functools.wraps(original)
+        def split(whole: torch.Tensor, group: Any) -> Any:
+            return original(self._with_pads(whole), group)
+
+        return split
+
+    def gather(self, original: Any) -> Any:
+        """`_gather_along_first_dim`."""
+
+        @functools.wraps(original)
+        def gather(part: torch.Tensor, group: Any, *args: Any, **kwargs: Any) -> Any:
+            _require_rows(part, self._rows.stored)
+            return self._without_pads(original(part, group, *args, **kwargs))
+
+        return gather
+
+    def reduce_scatter(self, original: Any) -> Any:
+        """`_reduce_scatter_along_first_dim`."""
+
+        @functools.wraps(original)
+        def reduce_scatter(whole: torch.Tensor, group: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self._with_pads(whole), group, *args, **kwargs)
+
+        return reduce_scatter
+
+    def column_linear(self, original: Any) -> Any:
+        """`linear_with_grad_accumulation_and_async_allreduce`."""
+
+        @functools.wraps(original)
+        def linear(part: torch.Tensor, *args: Any, sequence_parallel: bool, **kwargs: Any) -> Any:
+            result = original(part, *args, sequence_parallel=sequence_parallel, **kwargs)
+            return self._without_pads(result) if sequence_parallel else result
+
+        return linear
+
+    def rotary_length(self, original: Any) -> Any:
+        """`RotaryEmbedding.get_rotary_seq_len`."""
+
+        @functools.wraps(original)
+        def rotary_length(  # noqa: PLR0917  (upstream's)
+            module: Any, inference: Any, block: Any, part: Any, config: Any, packed: Any = None, **kwargs: Any
+        ) -> Any:
+            if inference is not None or packed is not None:  # these bring the length along
+                return original(module, inference, block, part, config, packed, **kwargs)
+            _require_rows(part if block.input_tensor is None else block.input_tensor, self._rows.stored)
+            return self._rows.length
+
+        return rotary_length
+
+    def _with_pads(self, whole: torch.Tensor) -> torch.Tensor:
+        _require_rows(whole, self._rows.length)
+        return functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, self._rows.pads))
+
+    def _without_pads(self, whole: torch.Tensor) -> torch.Tensor:
+        _require_rows(whole, self._rows.padded)
+        return whole[: self._rows.length]
+
+
+def _require_rows(tensor: torch.Tensor, rows: int) -> None:
+    if tensor.shape[0] != rows:
+        raise Refused(
+            f"--sequence-parallel: a tensor of {tensor.shape[0]} rows where those of --seq-length make {rows}",
+            way_out="make all sequences as long as --seq-length says, or start with whole replicas",
+        )

@@ -1,0 +1,37 @@
+"""Which rows of a sequence each slot of a TP group holds where sequence parallelism cuts it.
+
+All slots store equally many rows, because collectives want equal parts: the length over the width, rounded up. Rows
+lie in their order from the first slot on, so that those that no sequence fills, the pads, are the last ones of the
+last slots. With a short sequence a slot may hold nothing but pads.
+"""
+
+import dataclasses
+
+from ntp_plugin.planning.spans import Span
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRows:
+    """A sequence of `length` rows over a group of `width` slots."""
+
+    length: int
+    width: int
+
+    @property
+    def stored(self) -> int:
+        """The rows that every slot stores, pads included."""
+        return -(-self.length // self.width)
+
+    @property
+    def padded(self) -> int:
+        """The length with pads."""
+        return self.stored * self.width
+
+    @property
+    def pads(self) -> int:
+        return self.padded - self.length
+
+    def held(self, place: int) -> Span:
+        """The rows of the sequence that the slot at this place of its group holds; it stores them first."""
+        start, stop = place * self.stored, (place + 1) * self.stored
+        return min(start, self.length), min(stop, self.length)

@@ -1,0 +1,87 @@
+"""Which optimizers are element-wise, and what each keeps for a parameter.
+
+A tensor can be cut anew, or sharded, only if the step of an element depends on nothing but that element: its weight,
+its gradient and what the optimizer keeps for it. That cannot be seen from outside, so it is a table: the classes that
+are known to be so, and the names of what they keep. What is *cut* has the parameter's shape and goes where its
+elements go; what is *kept* is one number, the same for every part. Everything else is refused by its name: an
+optimizer that looks at whole matrices (Muon, Shampoo, SOAP, Adafactor) would train another model at every width.
+
+A class is known by the module that defines it, and is imported by nobody here. Two projects are called apex: NVIDIA's
+optimizers are told by the kernel that they carry. A subclass is another optimizer, since it may step as it likes.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from ntp_plugin.errors import Refused
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ElementWise:
+    """An optimizer that is element-wise: the names of what it keeps, and an attribute that all of its kind carry."""
+
+    cut: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+    carries: str = "param_groups"
+
+
+_ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), kept=("step",))
+_SGD = ElementWise(cut=("momentum_buffer",))
+_FUSED_ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq", "master_param"), carries="multi_tensor_adam")
+_FUSED_SGD = ElementWise(cut=("momentum_buffer",), carries="multi_tensor_sgd")
+
+KNOWN: Mapping[tuple[str, str], ElementWise] = {
+    ("torch.optim.adam", "Adam"): _ADAM,
+    ("torch.optim.adamw", "AdamW"): _ADAM,
+    ("torch.optim.sgd", "SGD"): _SGD,
+    ("transformer_engine.pytorch.optimizers.fused_adam", "FusedAdam"): _FUSED_ADAM,
+    ("transformer_engine.pytorch.optimizers.fused_sgd", "FusedSGD"): _FUSED_SGD,
+    ("apex.optimizers.fused_adam", "FusedAdam"): _FUSED_ADAM,
+    ("apex.optimizers.fused_sgd", "FusedSGD"): _FUSED_SGD,
+}
+"""By the module that defines the class, and its name."""
+
+_WAY_OUT = "use SGD, Adam or AdamW, of torch or of NVIDIA's TransformerEngine or apex"
+_ONE_SCALE_FOR_ALL = (torch.float16, torch.uint8)
+
+
+def element_wise(optimizer: object) -> ElementWise:
+    """What is known of an optimizer; raise unless it is element-wise, by its kind and by its options."""
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    known = KNOWN.get((kind.__module__, kind.__qualname__))
+    if known is None:
+        raise Refused(f"the optimizer {name} is not known to be element-wise", way_out=_WAY_OUT)
+    if not hasattr(optimizer, known.carries):
+        raise Refused(f"the optimizer {name} has no {known.carries}: it is not NVIDIA's", way_out=_WAY_OUT)
+    if any(group.get("fused") for group in getattr(optimizer, "param_groups")):  # noqa: B009  (any object may be asked)
+        raise Refused(
+            "the optimizer has fused = True, which rounds an element by its place in memory, so layouts differ",
+            way_out="leave fused out",
+        )
+    for option in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"):
+        dtype = getattr(optimizer, option, None)
+        if dtype in _ONE_SCALE_FOR_ALL:
+            raise Refused(
+                f"the optimizer {name} has {option} = {dtype}: all elements of a tensor have one scale",
+                way_out=f"{option} = torch.float32 or torch.bfloat16",
+            )
+    return known
+
+
+def refuse_unknown_state(known: ElementWise, name: str, parameter: torch.Tensor, state: Mapping[str, object]) -> None:
+    """Raise if an optimizer keeps something for a parameter that is not in the table, or not in its shape."""
+    for key, value in state.items():
+        numbers = value.numel() if isinstance(value, torch.Tensor) else 1
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+        if key in known.cut and (value is None or shape == tuple(parameter.shape)):
+            continue
+        if key in known.kept and numbers == 1:
+            continue
+        raise Refused(
+            f"the optimizer keeps {key} of shape {shape} for {name} of shape {tuple(parameter.shape)}, "
+            "and nobody knows how it is cut",
+            way_out=_WAY_OUT,
+        )

@@ -1,0 +1,81 @@
+"""With `--ntp-dropout exact` a hurt run drops what the uniform one drops.
+
+The reference is one whole replica of TP 4 with exact masks and nobody lost. That these are good masks,
+tests/unit/test_dropout.py shows.
+"""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.numerics import BOUNDS
+from benchmarks.parity.job import STEPS, Job, largest_differences, run
+from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, OPTIONS, hurt, uniform
+from ntp_plugin.errors import Refused
+
+FLOAT64 = BOUNDS["float64"]
+PER_TOKEN = "--calculate-per-token-loss"
+SELECTIVE = "--recompute-granularity selective"
+DROPS = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+def worst(outcomes, reference):
+    return max(largest_differences(outcomes, reference).values())
+
+
+@pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3", "TP2+TP1"])
+def test_the_same_training(layout):
+    assert worst(run(hurt(DROPOUT, layout)), run(uniform(DROPOUT))) <= FLOAT64
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [
+        (OPTIONS["recompute"], "TP4+TP3"),
+        (SELECTIVE, "TP3+TP3"),
+        (f"{OPTIONS['recompute']} {OPTIONS['distributed optimizer, overlap']}", "TP3+TP3"),
+    ],
+)
+def test_options_that_must_make_no_difference(option, layout):
+    assert worst(run(hurt(DROPOUT, layout, more=option)), run(uniform(DROPOUT))) <= FLOAT64
+
+
+def test_micro_batches_of_two_samples_draw_what_each_sample_draws_alone():
+    eight = f"--global-batch-size 8 {PER_TOKEN}"
+    outcomes = run(hurt(DROPOUT, "TP4+TP3", more=f"{eight} --micro-batch-size 2"))
+    assert worst(outcomes, run(uniform(DROPOUT, more=eight))) <= FLOAT64
+
+
+def test_healthy_replicas_of_another_width_draw_the_same():
+    assert worst(run(Job(model=MODELS[DROPOUT], tp=2, dp=2)), run(uniform(DROPOUT))) <= FLOAT64
+
+
+def test_pipelined_micro_batches_keep_their_samples_while_others_are_under_way():
+    """Two stages, and activations that are recomputed in the backward."""
+    stages = f"--pipeline-model-parallel-size 2 {OPTIONS['recompute']}"
+    outcomes = run(Job(model=MODELS[DROPOUT], tp=2, dp=2, more=stages))
+    reference = run(uniform(DROPOUT))[0]
+    assert sorted(len(seen.losses) for seen in outcomes.values()) == [0, 0, STEPS, STEPS], "two stages"
+    for seen in outcomes.values():
+        assert seen.norms == pytest.approx(reference.norms, rel=FLOAT64)
+        assert not seen.losses or seen.losses == pytest.approx(reference.losses, rel=FLOAT64)
+
+
+def test_something_is_dropped():
+    """Or all of this would be true of nothing."""
+    assert worst(run(uniform(DROPOUT)), run(uniform(BASE))) > 1e-2
+
+
+def test_masks_of_the_slots_own_generator_are_another_training():
+    assert worst(run(hurt(DROPOUT, "TP4+TP3", spoil="masks_of_the_slot")), run(uniform(DROPOUT))) > 1e-2
+
+
+def test_in_a_healthy_layout_the_frameworks_masks_stay():
+    """The same bits with the plugin on and off."""
+    off = Job(model=f"{MODELS[BASE]} {DROPS}", tp=2, dp=2)
+    assert worst(run(dataclasses.replace(off, enabled=True)), run(off)) == 0
+
+
+def test_the_frameworks_masks_are_refused_in_a_hurt_one():
+    with pytest.raises(Refused, match=r"--hidden-dropout 0.1 would draw other masks.*Way out: --ntp-dropout exact"):
+        run(hurt(BASE, "TP2+TP1", more=DROPS))

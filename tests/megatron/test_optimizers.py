@@ -1,0 +1,28 @@
+"""Optimizers on hurt replicas: whole, and sharded over lanes."""
+
+import pytest
+
+from benchmarks.numerics import BOUNDS, compared
+from benchmarks.parity.job import run
+from benchmarks.parity.layouts import BASE, OPTIONS, hurt
+from ntp_plugin.errors import Refused
+
+
+@pytest.mark.parametrize(
+    ("feature", "layout"),
+    [
+        ("sgd", "TP4+TP3"),
+        ("sgd, momentum", "TP3+TP3"),
+        ("sgd, momentum; parameter gather overlap", "TP4+TP3"),
+    ],
+)
+def test_float64(feature, layout):
+    worst = compared(feature, layout)
+    assert max(worst.values()) <= BOUNDS["float64"], worst
+
+
+@pytest.mark.parametrize("option", ["", OPTIONS["distributed optimizer"]])
+def test_an_optimizer_that_nobody_knows_is_refused_by_its_name(option):
+    """Megatron takes what it finds: here a subclass stands where torch's own is."""
+    with pytest.raises(Refused, match=r"optimizer .*Preconditioned is not known to be element-wise.*Way out: use SGD"):
+        run(hurt(BASE, "TP2+TP1", more=option, spoil="optimizer_replaced"))

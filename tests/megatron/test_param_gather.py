@@ -1,0 +1,56 @@
+"""`--overlap-param-gather` on hurt replicas: parameters are on their way while the forward begins."""
+
+import pytest
+
+from benchmarks.numerics import BF16, BOUNDS, bounds_of, compared
+from benchmarks.parity.job import STEPS, largest_differences, run
+from benchmarks.parity.layouts import BASE, OPTIONS, hurt, uniform
+
+GATHER = OPTIONS["parameter gather overlap"]
+EVALUATED = "--eval-iters 1 --eval-interval 5"
+BOUND = BOUNDS["float64"]
+
+
+@pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3"])
+def test_gathers_are_under_way_while_the_forward_goes_on(layout):
+    outcomes = run(hurt(BASE, layout, more=GATHER))
+    worst = largest_differences(outcomes, run(uniform(BASE)))
+    assert max(worst.values()) <= BOUND, worst
+    for seen in outcomes.values():
+        assert seen.gathered_ahead >= 3 * (STEPS - 1), "several buckets, from the second step on"
+
+
+def test_without_the_flag_nothing_is_under_way():
+    """A negative control of what is counted."""
+    outcomes = run(hurt(BASE, "TP4+TP3", more=OPTIONS["distributed optimizer, overlap"]))
+    assert {seen.gathered_ahead for seen in outcomes.values()} == {0}
+
+
+def test_evaluation_sees_the_parameters_of_its_step():
+    """It has no hooks to wait with: Megatron has all parameters in place before it."""
+    outcomes = run(hurt(BASE, "TP4+TP3", more=f"{GATHER} {EVALUATED}"))
+    reference = run(uniform(BASE, more=EVALUATED))
+    worst = largest_differences(outcomes, reference)
+    assert max(worst.values()) <= BOUND, worst
+    assert len(set(reference[0].evaluated)) == len(reference[0].evaluated) >= 4
+    for seen in outcomes.values():
+        assert seen.evaluated == pytest.approx(reference[0].evaluated, rel=BOUND)
+
+
+def test_a_replica_without_micro_batches_runs_no_forward_and_joins_every_gather():
+    small = "--global-batch-size 2 --calculate-per-token-loss"
+    layout = {"lost": ("r1.s0.t0,r1.s0.t1,r1.s0.t3",), "tp": 4, "dp": 2}
+    outcomes = run(hurt(BASE, layout, more=f"{small} {GATHER}"))
+    worst = largest_differences(outcomes, run(uniform(BASE, more=small)))
+    assert max(worst.values()) <= BOUND, worst
+    assert [seen.gathered_ahead > 0 for _, seen in sorted(outcomes.items())] == [True] * 4 + [False]
+
+
+def test_bf16_within_four_times_its_noise_floor():
+    worst, bounds = compared("parameter gather overlap", "TP4+TP3", **BF16), bounds_of(BASE, "bfloat16")
+    assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
+
+
+def test_the_comparison_notices_a_forward_that_does_not_wait():
+    outcomes = run(hurt(BASE, "TP4+TP3", more=GATHER, spoil="parameters_not_awaited"))
+    assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > BOUND

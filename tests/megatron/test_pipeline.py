@@ -1,0 +1,100 @@
+"""Replicas in pipeline stages, of which some stages are hurt, train as one whole replica in as many stages does.
+
+The reference is Megatron without us: one replica that computes the whole batch.
+"""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.numerics import BOUNDS, compared
+from benchmarks.parity.job import STEPS, largest_differences, run, told
+from benchmarks.parity.layouts import BASE, OLD, OPTIONS, PIPELINES, hurt, reference
+from ntp_plugin.errors import Refused
+
+FLOAT64, FLOAT32 = BOUNDS["float64"], BOUNDS["float32"]
+FIRST_HURT, LAST_HURT, _, BOTH_REPLICAS, _, MIDDLE_HURT, INTERLEAVED, _ = PIPELINES
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_float64(layout):
+    worst = compared(BASE, layout)
+    assert max(worst.values()) <= FLOAT64, worst
+    assert_one_mind(run(hurt(BASE, layout)), run(reference(BASE, layout)))
+
+
+def assert_one_mind(outcomes, expected):
+    """What is logged is the same on all ranks of the last stage, and the schedule follows the global batch."""
+    (losses,) = {tuple(seen.losses) for seen in told(outcomes)}
+    (norms,) = {tuple(seen.norms) for seen in outcomes.values()}
+    assert len(losses) == len(norms) == STEPS
+    assert losses[-1] < 0.9 * losses[0], "something is learnt"
+    for seen in outcomes.values():
+        assert (seen.rates, seen.consumed) == (expected[0].rates, expected[0].consumed)
+
+
+@pytest.mark.parametrize("layout", [FIRST_HURT, BOTH_REPLICAS])
+def test_float32(layout):
+    worst = compared(BASE, layout, dtype="float32")
+    assert max(worst.values()) <= FLOAT32, worst
+
+
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [
+        ("distributed optimizer", FIRST_HURT),
+        ("distributed optimizer, overlap", LAST_HURT),
+        ("distributed optimizer, overlap", BOTH_REPLICAS),
+        ("recompute", FIRST_HURT),
+        ("recompute", INTERLEAVED),
+        ("distributed optimizer, overlap", INTERLEAVED),
+    ],
+)
+def test_options_that_must_make_no_difference(option, layout):
+    worst = compared(option, layout)
+    assert max(worst.values()) <= FLOAT64, worst
+    outcomes = run(hurt(BASE, layout, more=OPTIONS[option]))
+    most = max(seen.overlapped for seen in outcomes.values())
+    assert (most >= 2 * (STEPS - 1)) == ("overlap" in option), "several buckets, while the backward goes on"
+
+
+@pytest.mark.parametrize(
+    ("feature", "layout"),
+    [
+        ("per-token loss", FIRST_HURT),
+        ("per-token loss", LAST_HURT),
+        ("qk-layernorm", BOTH_REPLICAS),
+        ("biases, layernorm", LAST_HURT),
+    ],
+)
+def test_features(feature, layout):
+    worst = compared(feature, layout)
+    assert max(worst.values()) <= FLOAT64, worst
+
+
+@pytest.mark.parametrize(
+    ("feature", "layout", "more"),
+    [
+        ("tied embeddings", FIRST_HURT, ""),
+        ("tied embeddings", LAST_HURT, OPTIONS["distributed optimizer, overlap"]),
+        ("tied embeddings", BOTH_REPLICAS, ""),
+        ("tied embeddings", MIDDLE_HURT, OPTIONS["distributed optimizer"]),
+        ("tied embeddings", INTERLEAVED, OPTIONS["distributed optimizer, overlap"]),
+        (OLD, FIRST_HURT, ""),
+    ],
+)
+def test_an_embedding_that_is_in_the_first_and_the_last_stage(feature, layout, more):
+    worst = largest_differences(run(hurt(feature, layout, more=more)), run(reference(feature, layout)))
+    assert max(worst.values()) <= FLOAT64, worst
+
+
+def test_a_replica_without_micro_batches_joins_every_sum():
+    settings = {"batch": 2, "more": "--calculate-per-token-loss"}
+    worst = largest_differences(run(hurt(BASE, LAST_HURT, **settings)), run(reference(BASE, LAST_HURT, **settings)))
+    assert max(worst.values()) <= FLOAT64, worst
+
+
+def test_groups_of_micro_batches_that_cannot_be_shared_out_are_refused():
+    """Two replicas of 3 micro-batches, which an interleaved schedule takes by twos."""
+    with pytest.raises(Refused, match=r"a replica has 3 micro-batches.*groups of 2.*multiple of 4"):
+        run(dataclasses.replace(hurt(BASE, INTERLEAVED), batch=6))

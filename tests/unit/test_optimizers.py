@@ -1,0 +1,109 @@
+"""What is known of each optimizer, against what it does."""
+
+import pytest
+import torch
+
+from ntp_plugin.errors import Refused
+from ntp_plugin.training.optimizers import KNOWN, element_wise, refuse_unknown_state
+
+TORCH = {
+    "Adam": {"weight_decay": 0.1},
+    "AdamW": {"amsgrad": True},
+    "SGD": {"weight_decay": 0.1},
+    "SGD, momentum": {"momentum": 0.9, "nesterov": True},
+}
+
+
+def make(name, parameters):
+    return getattr(torch.optim, name.partition(",")[0])(parameters, lr=0.1, **TORCH.get(name, {}))
+
+
+def steps(name, parts, gradients):
+    """What three steps make of a matrix that is held in parts."""
+    parameters = [torch.nn.Parameter(part.clone()) for part in parts]
+    optimizer = make(name, parameters)
+    for gradient in gradients:
+        for parameter, part in zip(parameters, gradient.split([len(part) for part in parts]), strict=True):
+            parameter.grad = part.clone()
+        optimizer.step()
+    return optimizer, parameters
+
+
+def weights_in_parts(name, sizes):
+    draw = torch.Generator().manual_seed(0)
+    matrix, *gradients = torch.randn(4, 7, 5, generator=draw, dtype=torch.float64)
+    return torch.cat([part.detach() for part in steps(name, matrix.split(sizes), gradients)[1]])
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_known_optimizer_steps_parts_as_it_steps_the_whole(name):
+    assert torch.equal(weights_in_parts(name, [7]), weights_in_parts(name, [2, 1, 4]))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_what_a_known_optimizer_keeps_is_in_the_table(name):
+    optimizer, (parameter,) = steps(name, [torch.ones(3, 2)], [torch.ones(3, 2)])
+    known = element_wise(optimizer)
+    refuse_unknown_state(known, "w", parameter, optimizer.state[parameter])
+    tensors = {key for key, value in optimizer.state[parameter].items() if getattr(value, "shape", ()) == (3, 2)}
+    assert tensors <= set(known.cut)
+    assert len(tensors) == {"SGD": 0, "SGD, momentum": 1, "Adam": 2, "AdamW": 3}[name]
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_an_optimizer_that_looks_at_the_matrix_is_refused_by_its_name(name):
+    assert not torch.equal(weights_in_parts(name, [7]), weights_in_parts(name, [2, 1, 4])), "so it has to be"
+    with pytest.raises(Refused, match=rf"torch\.optim\.\S*{name} is not known to be element-wise.*Way out: use SGD"):
+        element_wise(make(name, [torch.nn.Parameter(torch.ones(3, 2))]))
+
+
+def test_a_subclass_is_another_optimizer():
+    class DistributedShampoo(torch.optim.Adam):
+        pass
+
+    with pytest.raises(Refused, match="DistributedShampoo is not known"):
+        element_wise(DistributedShampoo([torch.nn.Parameter(torch.ones(2))]))
+
+
+def test_state_that_is_not_in_the_table_is_refused_by_its_name():
+    parameter, known = torch.ones(4, 2), element_wise(make("Adam", [torch.nn.Parameter(torch.ones(1))]))
+    for state in ({"preconditioner": torch.ones(4, 4)}, {"exp_avg": torch.ones(4)}, {"step": torch.ones(2)}):
+        (key,) = state
+        with pytest.raises(Refused, match=f"keeps {key} of shape .* for w of shape .4, 2."):
+            refuse_unknown_state(known, "w", parameter, state)
+
+
+def test_an_option_that_makes_an_element_depend_on_its_place_is_refused():
+    with pytest.raises(Refused, match="fused = True"):
+        element_wise(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], fused=True))
+
+
+# ---------------------------------------------------------------- NVIDIA's, of which none is on this machine
+
+
+def stand_in(module, name, **attributes):
+    """An object whose class says that it comes from a module; nothing of the table is imported."""
+    kind = type(name, (), {"__module__": module, "param_groups": [{"params": []}]})
+    made = kind()
+    for key, value in attributes.items():
+        setattr(made, key, value)
+    return made
+
+
+FUSED = [place for place in KNOWN if not place[0].startswith("torch.")]
+
+
+@pytest.mark.parametrize(("module", "name"), FUSED)
+def test_nvidias_are_known_by_module_and_kernel(module, name):
+    known = KNOWN[module, name]
+    assert element_wise(stand_in(module, name, **{known.carries: print})) is known
+    with pytest.raises(Refused, match=f"{name} has no {known.carries}: it is not NVIDIA's"):
+        element_wise(stand_in(module, name))
+    with pytest.raises(Refused, match="is not known"):
+        element_wise(stand_in("apex.something.else", name, **{known.carries: print}))
+
+
+def test_states_with_one_scale_for_all_elements_are_refused():
+    module, name = FUSED[0]
+    with pytest.raises(Refused, match=r"exp_avg_dtype = torch.uint8: all elements of a tensor have one scale"):
+        element_wise(stand_in(module, name, multi_tensor_adam=print, exp_avg_dtype=torch.uint8))
