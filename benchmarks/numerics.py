@@ -9,6 +9,7 @@ one replica with as many stages that computes the whole batch. The noise floor i
 uniform widths. Each negative control has one thing wrong on purpose, and must be noticed.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -142,10 +143,16 @@ def main(scale: str) -> int:
     rows: list[dict[str, Any]] = []
     worst: list[float] = []
     for feature, layout, dtype in cases(scale):
-        found = compared(feature, layout, **(BF16 if dtype == "bfloat16" else {"dtype": dtype}))
-        bounds = bounds_of(feature, dtype)
-        rows.append({"feature": feature, "layout": layout, "dtype": dtype, **found, "bound": bounds["weights"]})
-        worst.append(max(found[key] / bounds[key] for key in found))
+        rows.append({"feature": feature, "layout": layout, "dtype": dtype})
+        try:
+            found = compared(feature, layout, **(BF16 if dtype == "bfloat16" else {"dtype": dtype}))
+        except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:  # the other rows are worth knowing
+            rows[-1] |= {"failed": str(error)}
+            worst.append(math.inf)
+        else:
+            bounds = bounds_of(feature, dtype)
+            rows[-1] |= found | {"bound": bounds["weights"]}
+            worst.append(max(found[key] / bounds[key] for key in found))
         print(rows[-1], file=sys.stderr, flush=True)
     usual = {"dtype": "float32", "eps": USUAL_EPS}
     floor, at_usual = noise_floor(BASE, **usual), compared(BASE, "TP4+TP3", **usual)
