@@ -92,11 +92,13 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
         everywhere = scale == "full" or feature in _EVERYWHERE
         for layout in LAYOUTS if everywhere else [list(LAYOUTS)[number % len(LAYOUTS)]]:
             yield feature, layout, "float64"
-            if everywhere:
+            if scale == "full" or feature == BASE:
                 yield feature, layout, "float32"
     for feature, layouts in _IN_PIPELINES.items():
         for layout in PIPELINES if scale == "full" else layouts:
             yield feature, layout, "float64"
+    for feature, layout in ((OLD, "TP3+TP3"), (SEQUENCE, "TP4+TP3"), (_SHARDED, "TP4+TP2")):
+        yield feature, layout, "float32"
     for feature in (BASE, _SHARDED):
         for layout in ("TP4+TP3", "TP2+TP1"):
             yield feature, layout, "bfloat16"
