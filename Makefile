@@ -10,10 +10,11 @@ demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
 	$(PY) recipes/plain/demo.py
 
-test: $(READY)
+test: $(READY)  # on real Megatron a slice: its tests run in a process of their own, because it changes torch when imported
 	$(PY) -m pytest
+	$(PY) -m pytest tests/megatron -m short
 
-test-megatron: $(READY)  # parity on real Megatron: not part of `make test` yet, ten minutes
+test-megatron: $(READY)  # all tests on real Megatron: half an hour on two cores
 	$(PY) -m pytest tests/megatron
 
 check: $(READY)
@@ -32,7 +33,7 @@ show-planning: $(READY)
 show-regroup: $(READY)  # SCALE=ci for a minute's slice, SCALE=full for 4, 8 and 16 ranks
 	$(PY) -m benchmarks.regroup
 
-show-numerics: $(READY)  # SCALE=ci for a two minutes' slice
+show-numerics: $(READY)  # half an hour; SCALE=ci for a slice of a few minutes, SCALE=full for every feature in every layout
 	$(PY) -m benchmarks.numerics
 
 bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds

@@ -23,7 +23,7 @@ def worst(outcomes, reference):
     return max(largest_differences(outcomes, reference).values())
 
 
-@pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3", "TP2+TP1"])
+@pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3", pytest.param("TP2+TP1", marks=pytest.mark.short)])
 def test_the_same_training(layout):
     assert worst(run(hurt(DROPOUT, layout)), run(uniform(DROPOUT))) <= FLOAT64
 
@@ -76,6 +76,7 @@ def test_in_a_healthy_layout_the_frameworks_masks_stay():
     assert worst(run(dataclasses.replace(off, enabled=True)), run(off)) == 0
 
 
+@pytest.mark.short
 def test_the_frameworks_masks_are_refused_in_a_hurt_one():
     with pytest.raises(Refused, match=r"--hidden-dropout 0.1 would draw other masks.*Way out: --ntp-dropout exact"):
         run(hurt(BASE, "TP2+TP1", more=DROPS))

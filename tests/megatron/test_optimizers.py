@@ -21,6 +21,7 @@ def test_float64(feature, layout):
     assert max(worst.values()) <= BOUNDS["float64"], worst
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("option", ["", OPTIONS["distributed optimizer"]])
 def test_an_optimizer_that_nobody_knows_is_refused_by_its_name(option):
     """Megatron takes what it finds: here a subclass stands where torch's own is."""

@@ -11,7 +11,7 @@ EVALUATED = "--eval-iters 1 --eval-interval 5"
 BOUND = BOUNDS["float64"]
 
 
-@pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3"])
+@pytest.mark.parametrize("layout", [pytest.param("TP4+TP3", marks=pytest.mark.short), "TP3+TP3"])
 def test_gathers_are_under_way_while_the_forward_goes_on(layout):
     outcomes = run(hurt(BASE, layout, more=GATHER))
     worst = largest_differences(outcomes, run(uniform(BASE)))

@@ -34,7 +34,7 @@ def assert_one_mind(outcomes, reference):
     ("model", "layout"),
     [
         *((BASE, layout) for layout in LAYOUTS),
-        (OLD, "TP4+TP2"),
+        pytest.param(OLD, "TP4+TP2", marks=pytest.mark.short),
         ("qk-layernorm", "TP3+TP3"),
     ],
 )
@@ -73,6 +73,7 @@ def test_options_that_must_make_no_difference(option, layout):
         )
 
 
+@pytest.mark.short
 def test_a_replica_without_micro_batches_joins_every_sum():
     """Two samples, and a replica that would take four times as long for its own: the other computes both."""
     small = "--global-batch-size 2 --calculate-per-token-loss"
@@ -86,6 +87,7 @@ def test_bf16_within_four_times_its_noise_floor():
     assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
 
 
+@pytest.mark.short
 def test_tokens_are_counted_over_the_global_batch():
     """Samples have different numbers of tokens that count, so that a mean of means is another number."""
     per_token = "--calculate-per-token-loss"
@@ -103,6 +105,7 @@ def test_at_adams_usual_epsilon_no_more_than_four_times_the_noise_floor():
     assert all(worst[key] <= TIMES_THE_FLOOR * floor[key] for key in worst), (worst, floor)
 
 
+@pytest.mark.short
 def test_a_planned_hurt_run_is_the_same_bits_when_repeated():
     job = hurt(BASE, "TP4+TP3")
     again = dataclasses.replace(job, more="--log-interval 1")
@@ -114,6 +117,7 @@ def test_the_comparison_notices(wrong):
     assert noticed(wrong)
 
 
+@pytest.mark.short
 def test_a_healthy_layout_is_megatrons_own_path():
     """The same bits and the same collectives, with the plugin on and off."""
     off = run(Job(model=MODELS[BASE], tp=2, dp=2))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.parity.job import Play, largest_differences, run
 from benchmarks.parity.layouts import BASE, hurt
 from ntp_plugin.testing.ranks import Ranks
@@ -55,6 +57,7 @@ def play_to(file):
         Path(file).write_bytes(pickle.dumps(ranks.wait(120)))
 
 
+@pytest.mark.short
 def test_patches_take_the_place_of_hooks_with_the_same_bits(tmp_path):
     shutil.copytree(installed() / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     for patch in ALL:

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROBE = """
 import argparse, contextlib, io, json, types
 from ntp_plugin.megatron import cpu
@@ -30,6 +32,7 @@ print(json.dumps({"missing": watched.missing, "unknown": unknown, "applies": app
 """
 
 
+@pytest.mark.short
 def test_every_refusal_looks_at_an_argument_that_megatron_has():
     environment = {**os.environ, "NTP_CPU": "1", "TORCHDYNAMO_DISABLE": "1"}
     run = subprocess.run(

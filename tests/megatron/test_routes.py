@@ -39,6 +39,7 @@ def test_float32():
     assert_same_training(routed("TP4+TP3", dtype="float32"), BOUNDS["float32"], dtype="float32")
 
 
+@pytest.mark.short
 def test_biases_and_tied_embeddings():
     assert_same_training(routed("TP4+TP2", model=OLD), model=OLD)
 
@@ -75,6 +76,7 @@ def test_auto_takes_the_cheaper_by_the_plan():
     assert_same_training(run(four_lanes))
 
 
+@pytest.mark.short
 def test_units_that_go_to_the_wrong_core_are_noticed():
     with pytest.raises(StateLost, match="is not the same in all replicas"):
         routed("TP4+TP2", spoil="units_to_the_wrong_core")

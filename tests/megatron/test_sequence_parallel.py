@@ -30,7 +30,7 @@ def test_float32():
 @pytest.mark.parametrize(
     ("feature", "layout"),
     [
-        (f"{SEQUENCE}: {OLD}", "TP4+TP3"),
+        pytest.param(f"{SEQUENCE}: {OLD}", "TP4+TP3", marks=pytest.mark.short),
         (f"{SEQUENCE}: tied embeddings", "TP4+TP3"),
         (f"{SEQUENCE}: qk-layernorm", "TP3+TP3"),
         (f"{SEQUENCE}: per-token loss", "TP4+TP4+TP3"),
@@ -119,6 +119,7 @@ def one_length(length, place):
     return max(float((one - other).detach().abs().max()) for one, other in pairs), held.shape[0]
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("where", ["split", "gather", "reduce_scatter"])
 def test_a_batch_of_another_length_is_refused_where_it_comes(where):
     """Rather than cut wrongly; Megatron's own function is not called."""
@@ -127,6 +128,7 @@ def test_a_batch_of_another_length_is_refused_where_it_comes(where):
         cut(torch.zeros(12, 1, 4), None)
 
 
+@pytest.mark.short
 def test_any_length_over_three_slots():
     with Ranks(WIDTH, cut_and_whole) as ranks:
         outcomes = ranks.wait(60)
