@@ -19,7 +19,10 @@ from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
 from benchmarks.parity.layouts import (
     BASE,
+    BOTH_REPLICAS_HURT,
     DROPOUT,
+    FIRST_HURT,
+    INTERLEAVED,
     LAYOUTS,
     MODELS,
     OLD,
@@ -41,7 +44,6 @@ USUAL_EPS = "1e-8"
 BF16 = {"dtype": "float32", "more": "--bf16"}
 """Of what Megatron calls float32 the weights and activations are bf16 then, and gradients and optimizer stay."""
 _SHARDED = "distributed optimizer, overlap"
-_SMALL, _BOTH_REPLICAS, _INTERLEAVED = (list(PIPELINES)[number] for number in (0, 3, 6))
 
 CONTROLS = {
     "scale_by_replicas": (BASE, "TP4+TP3"),
@@ -56,27 +58,27 @@ CONTROLS = {
     "masks_of_the_slot": (DROPOUT, "TP4+TP3"),
     "heads_numbered_by_the_slot": (DROPOUT, "TP4+TP3"),
     "samples_numbered_by_the_replica": (DROPOUT, "TP4+TP3"),
-    "activations_of_another_micro_batch": (BASE, _SMALL),
-    "shared_rows_not_summed": ("tied embeddings", _SMALL),
+    "activations_of_another_micro_batch": (BASE, FIRST_HURT),
+    "shared_rows_not_summed": ("tied embeddings", FIRST_HURT),
 }
 """What is wrong on purpose (`parity/spoilt.py`), and with what it is seen."""
 
 _EVERYWHERE = (BASE, OLD, SEQUENCE)
 _IN_PIPELINES = {
     BASE: list(PIPELINES),
-    _SHARDED: [_SMALL, _BOTH_REPLICAS, _INTERLEAVED],
-    "parameter gather overlap": [_SMALL, _INTERLEAVED],
-    VIA_CORE: [_SMALL, _BOTH_REPLICAS],
-    DROPOUT: [_SMALL, _INTERLEAVED],
-    "recompute": [_SMALL, _INTERLEAVED],
-    "per-token loss": [_SMALL],
-    "tied embeddings": [_SMALL, _BOTH_REPLICAS, _INTERLEAVED],
+    _SHARDED: [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
+    "parameter gather overlap": [FIRST_HURT, INTERLEAVED],
+    VIA_CORE: [FIRST_HURT, BOTH_REPLICAS_HURT],
+    DROPOUT: [FIRST_HURT, INTERLEAVED],
+    "recompute": [FIRST_HURT, INTERLEAVED],
+    "per-token loss": [FIRST_HURT],
+    "tied embeddings": [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
 }
 _IN_CI = {
-    BASE: ["TP4+TP3", "TP3+TP3", _SMALL],
+    BASE: ["TP4+TP3", "TP3+TP3", FIRST_HURT],
     OLD: ["TP4+TP2"],
     DROPOUT: ["TP2+TP1"],
-    _SHARDED: ["TP4+TP3", _SMALL],
+    _SHARDED: ["TP4+TP3", FIRST_HURT],
     SEQUENCE: ["TP4+TP3"],
     VIA_CORE: ["TP4+TP2"],
 }
