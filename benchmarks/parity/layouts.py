@@ -42,7 +42,7 @@ Exact masks are in the uniform run as well: they are what makes the runs equal.
 
 MODELS |= {
     f"{SEQUENCE}: {feature}": f"{MODELS[feature]} --sequence-parallel"
-    for feature in ("tied embeddings", "qk-layernorm", "per-token loss", OLD)
+    for feature in ("tied embeddings", "qk-layernorm", "per-token loss", DROPOUT, OLD)
 }
 
 _BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 9000"

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.numerics import BOUNDS
 from benchmarks.parity.job import STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, OPTIONS, hurt, uniform
+from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, OPTIONS, SEQUENCE, hurt, uniform
 from ntp_plugin.errors import Refused
 
 FLOAT64 = BOUNDS["float64"]
@@ -46,14 +46,14 @@ def test_micro_batches_of_two_samples_draw_what_each_sample_draws_alone():
     assert worst(outcomes, run(uniform(DROPOUT, more=eight))) <= FLOAT64
 
 
-def test_healthy_replicas_of_another_width_draw_the_same():
-    assert worst(run(Job(model=MODELS[DROPOUT], tp=2, dp=2)), run(uniform(DROPOUT))) <= FLOAT64
+@pytest.mark.parametrize("more", ["", OPTIONS[SEQUENCE]])
+def test_healthy_replicas_of_another_width_draw_the_same(more):
+    assert worst(run(Job(model=MODELS[DROPOUT], tp=2, dp=2, more=more)), run(uniform(DROPOUT))) <= FLOAT64
 
 
 def test_pipelined_micro_batches_keep_their_samples_while_others_are_under_way():
     """Two stages, and activations that are recomputed in the backward."""
-    stages = f"--pipeline-model-parallel-size 2 {OPTIONS['recompute']}"
-    outcomes = run(Job(model=MODELS[DROPOUT], tp=2, dp=2, more=stages))
+    outcomes = run(Job(model=MODELS[DROPOUT], tp=2, pp=2, more=OPTIONS["recompute"]))
     reference = run(uniform(DROPOUT))[0]
     assert sorted(len(seen.losses) for seen in outcomes.values()) == [0, 0, STEPS, STEPS], "two stages"
     for seen in outcomes.values():
