@@ -16,6 +16,7 @@ be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a l
     uneven_layers.py    layers of any width from unmodified classes; how each parameter is cut
     uneven_sequence.py  sequence parallelism where the width does not divide the sequence
     job.py              the plan that all ranks have made alike
+    stage_links.py      PURE: who sends which rows between two stages
     pipeline.py         activations between stages of different width
     buckets.py          Megatron's buckets, reduced in lanes
     lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.planning.sequence_rows import SequenceRows
 from ntp_plugin.training.samples import ReplicaSamples, places
 
 type Losses = dict[str, torch.Tensor]
@@ -50,6 +51,8 @@ class BatchShare:
     def _run(self, run: Any, *, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
         count = num_microbatches if forward_only else self._job.share.count
         total = num_microbatches * self._job.batch.replicas
+        if self._job.args.sequence_parallel:  # divided by the width, it is the rows that another stage sends
+            kwargs["seq_length"] = SequenceRows(length=kwargs["seq_length"], width=self._job.layout.width).padded
         if count:
             losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
         else:

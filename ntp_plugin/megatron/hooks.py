@@ -40,7 +40,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
     job = Job(layout, policy, args)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
-    pipeline = Pipeline(layout)
+    pipeline = Pipeline(layout, args)
     ranks = Offer(
         function="megatron.core.parallel_state:set_rank_lists",
         told=(layout.without_lost, layout.topology.size, layout.topology.dp, layout.slot.replica),

@@ -3,15 +3,14 @@
 Megatron's schedules send what a stage has made to the next rank of their pipeline group, and gradients to the one
 before. Without sequence parallelism all slots of a stage have made the same, bit for bit, so each needs to receive it
 from one slot of the other stage: its column's (`layout.py`). Where slots are lost, one slot is in several columns and
-sends several times; where the receiver is lost, nobody sends. The schedules and the buffers stay Megatron's; only the
-operations that they start are ours.
+sends several times; where the receiver is lost, nobody sends. With sequence parallelism each slot has rows of its own,
+and sends to every slot of the other stage the rows that both have (`planning/sequence_rows.py`); its pads stay zero.
+The schedules and the buffers stay Megatron's; only the operations that they start are ours.
 
 All go through the group of the whole replica, since a pair of ranks need not have a column in common with a third.
 Between two ranks activations and gradients are told apart by a tag, where the backend has tags (gloo). NCCL has none,
 and matches by the order in which both sides start: each starts with what it sends forward, or with what the other
 sends forward, by the parity of its stage, as Megatron does.
-
-Sequence parallelism would need more: slots hold different rows then, and a receiver needs those of several senders.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.stage_links import Link, Links
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -41,14 +41,11 @@ class Handles:
 class Pipeline:
     """What is put in place where Megatron starts to send and receive."""
 
-    def __init__(self, layout: Layout) -> None:
-        stage, stages = layout.slot.stage, layout.topology.pp
-        column = layout.column(layout.slot.replica, layout.slot.tp)
-        before, after = (stage - 1) % stages, (stage + 1) % stages
-        self._before, self._after = layout.ranks[column[before]], layout.ranks[column[after]]
-        self._fed_forward = [layout.ranks[slot] for slot in layout.receivers(after)]
-        self._fed_backward = [layout.ranks[slot] for slot in layout.receivers(before)]
-        self._even = stage % 2 == 0
+    def __init__(self, layout: Layout, args: Any) -> None:
+        links = Links(layout, sequence=args.seq_length if args.sequence_parallel else None)
+        self._from_before, self._from_after = links.senders(links.before), links.senders(links.after)
+        self._to_before, self._to_after = links.receivers(links.before), links.receivers(links.after)
+        self._even = layout.slot.stage % 2 == 0
 
     def batched(self, _: Any) -> Any:
         """`_batched_p2p_ops`: all at once."""
@@ -82,14 +79,24 @@ class Pipeline:
         """By Megatron's names, in the order in which they are to be started."""
         send, receive = dist.isend, dist.irecv
         todo = [
-            ("send_next", send, tensor_send_next, self._fed_forward, _FORWARD),
-            ("recv_prev", receive, tensor_recv_prev, [self._before], _FORWARD),
-            ("send_prev", send, tensor_send_prev, self._fed_backward, _BACKWARD),
-            ("recv_next", receive, tensor_recv_next, [self._after], _BACKWARD),
+            ("send_next", send, tensor_send_next, self._to_after, _FORWARD),
+            ("recv_prev", receive, tensor_recv_prev, self._from_before, _FORWARD),
+            ("send_prev", send, tensor_send_prev, self._to_before, _BACKWARD),
+            ("recv_next", receive, tensor_recv_next, self._from_after, _BACKWARD),
         ]
         if not self._even:
             todo = [todo[1], todo[0], todo[3], todo[2]]
         group = parallel_state.get_model_parallel_group()
-        for name, act, tensor, peers, tag in todo:
-            if tensor is not None:
-                yield name, [dist.P2POp(act, tensor, peer, group, tag) for peer in peers]
+        for name, act, tensor, links, tag in todo:
+            if tensor is None:
+                continue
+            values = tensor.detach()
+            if act is receive:
+                _clear_pads(values, links)
+            yield name, [dist.P2POp(act, values[link.rows], link.peer, group, tag) for link in links]
+
+
+def _clear_pads(values: torch.Tensor, links: Sequence[Link]) -> None:
+    """Nobody sends them, and what norms make of them must be nothing."""
+    filled = max((len(values) if link.rows.stop is None else link.rows.stop for link in links), default=0)
+    values[filled:].zero_()

@@ -82,11 +82,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--pipeline-model-parallel-comm-backend"),
     _not_built("--use-ring-exchange-p2p"),
     _not_built("--defer-embedding-wgrad-compute"),
-    _not_built(
-        "--sequence-parallel",
-        lambda args: getattr(args, "sequence_parallel", False) and _above("pipeline_model_parallel_size")(args),
-        way_out="leave --sequence-parallel out: with a pipeline, a stage would need rows of several slots of another",
-    ),
     _not_built("--use-torch-fsdp2"),
     _not_built("--use-megatron-fsdp"),
     _not_built("--multi-latent-attention"),

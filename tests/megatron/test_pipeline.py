@@ -19,6 +19,7 @@ from benchmarks.parity.layouts import (
     OLD,
     OPTIONS,
     PIPELINES,
+    SEQUENCE,
     hurt,
     reference,
 )
@@ -76,6 +77,9 @@ def test_options_that_must_make_no_difference(option, layout):
         ("per-token loss", LAST_HURT),
         ("qk-layernorm", BOTH_REPLICAS_HURT),
         ("biases, layernorm", LAST_HURT),
+        pytest.param(SEQUENCE, BOTH_REPLICAS_HURT, marks=pytest.mark.short),
+        (f"{SEQUENCE}: {OLD}", BOTH_REPLICAS_HURT),
+        (SEQUENCE, INTERLEAVED),
     ],
 )
 def test_features(feature, layout):

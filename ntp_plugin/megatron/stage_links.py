@@ -1,0 +1,53 @@
+"""Which slots of two stages send to each other, and which rows. PURE.
+
+Both sides find it alone, from the layout: what one expects to receive is what the other sends.
+"""
+
+import dataclasses
+
+from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.planning.sequence_rows import SequenceRows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A rank of another stage, and the rows of this slot's tensor that are also its."""
+
+    peer: int
+    rows: slice = slice(None)
+
+
+class Links:
+    """Whom a slot has to do with: it receives from some, and what it sends goes to some, in each direction."""
+
+    def __init__(self, layout: Layout, *, sequence: int | None) -> None:
+        """`sequence` is the length of the sequence that is cut over the slots, if it is."""
+        stage, stages = layout.slot.stage, layout.topology.pp
+        self.before, self.after = (stage - 1) % stages, (stage + 1) % stages
+        self._layout, self._sequence = layout, sequence
+
+    def senders(self, stage: int) -> list[Link]:
+        """Those of another stage from whom this slot gets what it needs."""
+        if self._sequence is not None:
+            return self._by_rows(stage, self._sequence)
+        slot, layout = self._layout.slot, self._layout
+        return [Link(peer=layout.ranks[layout.column(slot.replica, slot.tp)[stage]])]
+
+    def receivers(self, stage: int) -> list[Link]:
+        """Those of another stage who get what they need from this slot."""
+        if self._sequence is not None:
+            return self._by_rows(stage, self._sequence)
+        return [Link(peer=self._layout.ranks[slot]) for slot in self._layout.receivers(stage)]
+
+    def _by_rows(self, stage: int, length: int) -> list[Link]:
+        layout = self._layout
+        others = [slot for slot in layout.topology.group(layout.slot.replica, stage) if slot in layout.ranks]
+        theirs = SequenceRows(length=length, width=len(others))
+        start, stop = SequenceRows(length=length, width=layout.width).held(layout.survivors.index(layout.slot.tp))
+        links = []
+        for place, slot in enumerate(others):
+            first, last = theirs.held(place)
+            first, last = max(first, start), min(last, stop)
+            if first < last:
+                links.append(Link(peer=layout.ranks[slot], rows=slice(first - start, last - start)))
+        return links
