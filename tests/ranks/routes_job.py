@@ -82,5 +82,7 @@ def weights(routed, buckets, sharded):
         for shard in shards:
             shard.parameter -= RATE * shard.gradient
         for lanes in sharded:
-            lanes.spread()
+            lanes.begin_spread()
+        for lanes in sharded:
+            lanes.finish_spread()
     return values
