@@ -14,7 +14,20 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, PIPELINES, hurt, reference, uniform
+from benchmarks.parity.layouts import (
+    BASE,
+    BOTH_REPLICAS_HURT,
+    FIRST_HURT,
+    INTERLEAVED,
+    LAYOUTS,
+    MODELS,
+    OLD,
+    OPTIONS,
+    PIPELINES,
+    hurt,
+    reference,
+    uniform,
+)
 from ntp_plugin.errors import NtpError
 
 SEED = 1234
@@ -34,13 +47,12 @@ BF16 = {"dtype": "float32", "more": "--bf16"}
 """Of what Megatron calls float32 the weights and activations are bf16 then, and gradients and optimizer stay."""
 _SHARDED = "distributed optimizer, overlap"
 _IN_CI = {BASE: ["TP4+TP3", "TP3+TP3"], OLD: ["TP4+TP2"], _SHARDED: ["TP4+TP3"]}
-_SMALL, _BOTH_REPLICAS, _INTERLEAVED = (list(PIPELINES)[number] for number in (0, 3, 6))
 _IN_PIPELINES = {
     BASE: list(PIPELINES),
-    _SHARDED: [_SMALL, _BOTH_REPLICAS, _INTERLEAVED],
-    "recompute": [_SMALL, _INTERLEAVED],
-    "per-token loss": [_SMALL],
-    "tied embeddings": [_SMALL, _BOTH_REPLICAS, _INTERLEAVED],
+    _SHARDED: [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
+    "recompute": [FIRST_HURT, INTERLEAVED],
+    "per-token loss": [FIRST_HURT],
+    "tied embeddings": [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
 }
 _BIASED = (OLD, "biases, layernorm", "qkv bias")
 _SOME = ["TP4+TP2", "TP3+TP3", "TP2+TP1"]
@@ -55,7 +67,7 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
             if everywhere and scale != "ci":
                 yield feature, layout, "float32"
     for feature, layouts in _IN_PIPELINES.items():
-        for layout in list(PIPELINES)[:1] if scale == "ci" else PIPELINES if scale == "full" else layouts:
+        for layout in [FIRST_HURT] if scale == "ci" else PIPELINES if scale == "full" else layouts:
             yield feature, layout, "float64"
     for feature in (BASE, _SHARDED) if scale != "ci" else ():
         for layout in ("TP4+TP3", "TP2+TP1"):
@@ -112,7 +124,8 @@ def main(scale: str) -> int:
     floor, at_usual = noise_floor(BASE, **usual), compared(BASE, "TP4+TP3", **usual)
     controls = [{"name": wrong, "noticed": noticed(wrong)} for wrong in WRONG]
     controls += [
-        {"name": wrong, "noticed": noticed(wrong, feature, _SMALL)} for wrong, feature in WRONG_IN_A_PIPELINE.items()
+        {"name": wrong, "noticed": noticed(wrong, feature, FIRST_HURT)}
+        for wrong, feature in WRONG_IN_A_PIPELINE.items()
     ]
     holds = (
         max(worst) <= 1

@@ -40,15 +40,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+FIRST_HURT, LAST_HURT = "PP2: TP2,TP2 + TP1,TP2", "PP2: TP2,TP2 + TP2,TP1"
+BOTH_REPLICAS_HURT, MIDDLE_HURT = "PP2: TP3,TP4 + TP4,TP2", "PP4: TP2,TP1,TP1,TP2 + whole"
+INTERLEAVED = "PP2 x 2: TP2,TP2 + TP1,TP2"
 _INTERLEAVED = {"tp": 2, "pp": 2, "chunks": 2, "dp": 2, "batch": 8}
 PIPELINES: dict[str, dict[str, Any]] = {
-    "PP2: TP2,TP2 + TP1,TP2": {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s0.t1",)},
-    "PP2: TP2,TP2 + TP2,TP1": {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s1.t0",)},
+    FIRST_HURT: {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s0.t1",)},
+    LAST_HURT: {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s1.t0",)},
     "PP2: TP4,TP4 + TP4,TP3": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r1.s1.t3",)},
-    "PP2: TP3,TP4 + TP4,TP2": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r0.s0.t1", "r1.s1.t0,r1.s1.t3")},
+    BOTH_REPLICAS_HURT: {"tp": 4, "pp": 2, "dp": 2, "lost": ("r0.s0.t1", "r1.s1.t0,r1.s1.t3")},
+    "PP2: TP2,TP2 + TP1,TP1": {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s0.t0,r1.s1.t1",)},
     "PP2: TP4,TP4 + TP3,TP3": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r1.s0.t2,r1.s1.t3",)},
-    "PP4: TP2,TP1,TP1,TP2 + whole": {"tp": 2, "pp": 4, "dp": 2, "lost": ("r0.s1.t0,r0.s2.t1",)},
-    "PP2 x 2: TP2,TP2 + TP1,TP2": {**_INTERLEAVED, "lost": ("r1.s0.t1",)},
+    MIDDLE_HURT: {"tp": 2, "pp": 4, "dp": 2, "lost": ("r0.s1.t0,r0.s2.t1",)},
+    INTERLEAVED: {**_INTERLEAVED, "lost": ("r1.s0.t1",)},
     "PP2 x 2: TP2,TP1 + TP1,TP2": {**_INTERLEAVED, "lost": ("r0.s1.t0", "r1.s0.t0")},
 }
 """Replicas in stages, of which some are hurt; "x 2": on each rank two virtual stages, which are interleaved."""

@@ -23,16 +23,17 @@ from megatron.core import parallel_state
 
 from ntp_plugin.megatron.layout import Layout
 
+_PIPELINE = "pp"
+
 
 def without_lost(layout: Layout) -> Callable[[Any], Any]:
     """`RankGenerator` whose lists have only those who are there, by their torch ranks."""
-    pipeline = "pp"
 
     def make(original: Any) -> Any:
         class WithoutLost(original):  # type: ignore[misc]
             def get_ranks(self, token: str) -> list[list[int]]:
                 nominal = super().get_ranks(token)
-                return layout.columns(nominal) if token == pipeline else layout.without_lost(nominal)
+                return layout.columns(nominal) if token == _PIPELINE else layout.without_lost(nominal)
 
         return WithoutLost
 
