@@ -28,8 +28,8 @@ MODELS = {
     "gated attention, window, sink, mup, own rates": f"--swiglu {_BARE} {_GQA} {_UNTIED} --attention-output-gate "
     "--softmax-type off-by-one --window-size 6,0 --use-mup --mup-base-hidden-size 32 --decoupled-lr 1e-3 "
     "--qk-layernorm --apply-wd-to-qk-layernorm",
-    "squared relu, partial rope, fused loss": f"--squared-relu {_BARE} {_GQA} {_UNTIED} --rotary-percent 0.5 "
-    "--apply-residual-connection-post-layernorm --cross-entropy-loss-fusion",
+    "squared relu, partial rope": f"--squared-relu {_BARE} {_GQA} {_UNTIED} --rotary-percent 0.5 "
+    "--apply-residual-connection-post-layernorm",
     HYBRID: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *--*",
     DROPOUT: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hidden-dropout 0.1 --attention-dropout 0.1 "
     "--ntp-enable --ntp-dropout exact",
@@ -57,6 +57,8 @@ OPTIONS = {
     SEQUENCE: "--sequence-parallel",
     VIA_CORE: "--ntp-route via_core",
     f"{VIA_CORE}, distributed optimizer, overlap": f"--ntp-route via_core --use-distributed-optimizer {_BUCKETS}",
+    f"{VIA_CORE}, parameter gather overlap": f"--ntp-route via_core --use-distributed-optimizer {_BUCKETS} "
+    "--overlap-param-gather",
 }
 """What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
 

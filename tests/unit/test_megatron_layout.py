@@ -113,6 +113,7 @@ def test_what_works_is_not_refused(said):
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
         ({"save": "/checkpoints"}, "--save"),
+        ({"rampup_batch_size": [2, 2, 100]}, "--rampup-batch-size"),
         ({"hybrid_layer_pattern": "M-*-"}, r"--hybrid-layer-pattern with M \(Mamba\)"),
         ({"hybrid_override_pattern": "*E"}, r"--hybrid-layer-pattern with E \(experts\)"),
         ({"hybrid_layer_pattern": "*-/*"}, "--hybrid-layer-pattern with / "),
