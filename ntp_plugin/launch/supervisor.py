@@ -153,7 +153,7 @@ class Supervisor:
         if beat.count != ward.beats:
             ward.beats = beat.count
             self.has_heard_beats = True
-            ward.pulse = heard(ward.pulse, now=now, moved_at=beat.moved_at, waiting=beat.waiting)
+            ward.pulse = heard(ward.pulse, now=now, moved_at=beat.moved_at, waiting=beat.waiting, leaving=beat.leaving)
         silence = now - (ward.pulse.beat_at or now)
         stopped = silence > self._thresholds.frozen_s and ward.pulse.ended is None and _is_stopped(ward.pid)
         ward.pulse = dataclasses.replace(ward.pulse, stopped=stopped)

@@ -6,7 +6,8 @@ Five things tell that a rank is gone, and each has its own proof:
     frozen    its heart has not beaten for `frozen_s`, and the system says that the process is stopped. A rank that is
               only starved of CPU is runnable or sleeping, not stopped, so that load alone never makes this verdict.
     silent    its heart has not beaten for `silent_s`, whatever the system says: the Python lock is held, the host is
-              cut off, or the machine is dying.
+              cut off, or the machine is dying. Who has said that it ends has `hung_s`, if that is longer: taking a
+              process down is no work that beats.
     hung      its heart beats, but it has neither moved nor waited for others for `hung_s`, while everybody else waits.
               Whoever stands in a collective waits for others and is innocent; the one they wait for is not. Time for
               which it was ready to run and got no CPU does not count (`heartbeat.py`).
@@ -78,6 +79,8 @@ class Pulse:
     """When it last entered or left a collective, as it tells itself: a late beat does not make it later."""
     waiting: bool = False
     """It stands in a collective."""
+    leaving: bool = False
+    """It said that it ends, with its last beat."""
     stopped: bool = False
     """The system says that the process is stopped."""
     ended: int | None = None
@@ -95,9 +98,9 @@ class Verdict:
     reason: str
 
 
-def heard(pulse: Pulse, *, now: float, moved_at: float, waiting: bool) -> Pulse:
+def heard(pulse: Pulse, *, now: float, moved_at: float, waiting: bool, leaving: bool = False) -> Pulse:
     """After a beat that told when the rank last moved, and whether it waits for others."""
-    return dataclasses.replace(pulse, beat_at=now, waiting=waiting, moved_at=moved_at)
+    return dataclasses.replace(pulse, beat_at=now, waiting=waiting, moved_at=moved_at, leaving=leaving)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +199,8 @@ def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) ->
     if pulse.stopped and silence > thresholds.frozen_s:
         reason = f"its process is stopped, no beat in {silence:.2f} s (limit {thresholds.frozen_s} s)"
         return Verdict(slot=slot, kind="frozen", reason=reason)
-    if silence > thresholds.silent_s:
-        reason = f"no beat in {silence:.1f} s (limit {thresholds.silent_s} s)"
+    limit = max(thresholds.silent_s, thresholds.hung_s) if pulse.leaving else thresholds.silent_s
+    if silence > limit:
+        reason = f"no beat in {silence:.1f} s (limit {limit} s)" + " after it said that it ends" * pulse.leaving
         return Verdict(slot=slot, kind="silent", reason=reason)
     return None

@@ -4,8 +4,8 @@ A rank writes its own record, that it lives and moves; the supervisor writes the
 job's store, so that one look at the store serves all ranks of a host. Nobody waits for anybody. When a beat came is
 told by the supervisor's clock alone, as the moment at which it saw the count change.
 
-Nobody locks anything, so what must be read together stands in one word of eight bytes, which is stored in one go: when
-a rank last moved, and whether it waits. The count of its beats is stored after it.
+Nobody locks anything, so what must be read together is in one word of eight bytes, which is stored in one go: when
+a rank last moved, whether it waits, and whether it leaves. The count of its beats is stored after it.
 
 A rank that is ready to run, and gets no CPU, does not hang: on a loaded machine the time for which the system has kept
 it waiting is no time in which it stood still.
@@ -31,6 +31,8 @@ class Beat:
     moved_at: float
     """On the monotonic clock, which is one for all processes of a host, and later by what it waited for a CPU since."""
     waiting: bool
+    leaving: bool = False
+    """It was the last one: the process ends."""
 
 
 class HeartbeatFile:
@@ -58,13 +60,13 @@ class HeartbeatFile:
 
     def write(self, slot: int, beat: Beat) -> None:
         at = _FIRST_RECORD + slot * _WORDS_OF_A_RECORD
-        self._words[at + 1] = int(beat.moved_at * 1e9) << 1 | beat.waiting
+        self._words[at + 1] = int(beat.moved_at * 1e9) << 2 | beat.leaving << 1 | beat.waiting
         self._words[at] = beat.count
 
     def read(self, slot: int) -> Beat:
         at = _FIRST_RECORD + slot * _WORDS_OF_A_RECORD
         count, state = self._words[at], self._words[at + 1]
-        return Beat(count=count, moved_at=(state >> 1) / 1e9, waiting=bool(state & 1))
+        return Beat(count=count, moved_at=(state >> 2) / 1e9, waiting=bool(state & 1), leaving=bool(state & 2))
 
 
 class Heart:
@@ -93,10 +95,12 @@ class Heart:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, if it was started."""
+        """End the thread, if it was started, and say that there will be no more beats."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
+            last = self._file.read(self._slot)
+            self._file.write(self._slot, dataclasses.replace(last, count=last.count + 1, leaving=True))
 
     def _beat(self) -> None:
         count = self._file.read(self._slot).count

@@ -38,6 +38,12 @@ def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
     assert found == ({0: kind} if kind else {})
 
 
+@pytest.mark.parametrize(("silence", "kind"), [(29.0, None), (31.0, "silent")])
+def test_who_said_that_it_ends_has_as_long_as_one_that_hangs(silence, kind):
+    found = kinds({0: beating(10.0, leaving=True), 1: beating(10.0 + silence)}, now=10.0 + silence)
+    assert found == ({0: kind} if kind else {})
+
+
 def test_a_stopped_process_that_beats_is_left_alone():
     assert kinds({0: beating(10.0, stopped=True)}, now=10.1) == {}
 

@@ -97,3 +97,15 @@ def test_what_is_told_together_is_read_together(file):
     finally:
         writer.kill()
         writer.wait()
+
+
+def test_the_last_beat_says_so(file):
+    heart = Heart(file, 0, every_s=0.001, moved=lambda: (3.0, False), starved=lambda: 0.0)
+    heart.start()
+    while not file.read(0).count:
+        time.sleep(0.001)
+    assert not file.read(0).leaving
+    before = file.read(0).count
+    heart.stop()
+    assert file.read(0).leaving
+    assert file.read(0).count > before
