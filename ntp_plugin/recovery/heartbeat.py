@@ -13,8 +13,8 @@ it waiting is no time in which it stood still.
 
 import contextlib
 import dataclasses
-import functools
 import mmap
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +84,8 @@ class Heart:
         """`moved` tells when the rank last moved, and whether it waits for others now; `starved`, for how long in all
         it has waited for a CPU (by default: the thread that makes this heart)."""
         self._file, self._slot, self._every_s, self._moved = file, slot, every_s, moved
-        self._starved = starved or functools.partial(waited_for_cpu, threading.get_native_id())
+        self._wait_for_cpu = WaitForCpu(threading.get_native_id())
+        self._starved = starved or self._wait_for_cpu
         self._moved_last = 0.0
         self._starved_before = self._starved_last = self._starved()
         self._stopping = threading.Event()
@@ -101,6 +102,7 @@ class Heart:
             self._thread.join()
             last = self._file.read(self._slot)
             self._file.write(self._slot, dataclasses.replace(last, count=last.count + 1, leaving=True))
+        self._wait_for_cpu.close()
 
     def _beat(self) -> None:
         count = self._file.read(self._slot).count
@@ -121,10 +123,26 @@ class Heart:
         return moved_at if waiting else moved_at + starved - self._starved_before, waiting
 
 
-def waited_for_cpu(thread: int) -> float:
+class WaitForCpu:
     """For how many seconds a thread of this process was ready to run and was not run; 0 where Linux does not tell."""
-    try:
-        _ran, waited, _turns = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return 0.0
-    return int(waited) / 1e9
+
+    def __init__(self, thread: int) -> None:
+        """Opened once: what a process holds is to be the same at all times."""
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+
+    def __call__(self) -> float:
+        if self._descriptor is None:
+            return 0.0
+        try:
+            _ran, waited, _turns = os.pread(self._descriptor, 128, 0).split()
+        except (OSError, ValueError):
+            return 0.0
+        return int(waited) / 1e9
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

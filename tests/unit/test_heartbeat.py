@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile, waited_for_cpu
+from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile, WaitForCpu
 
 SPIN = """
 import os, sys, time
@@ -44,6 +44,7 @@ def beats(file, told, starved):
     heart = Heart(file, 0, every_s=0.001, moved=lambda: now[0][0], starved=lambda: now[0][1])
     for now[0] in moments:
         yield heart._moved_or_starved()
+    heart.stop()
 
 
 def test_time_without_a_cpu_is_no_standstill(file):
@@ -69,16 +70,18 @@ def test_the_system_tells_how_long_a_thread_waited_for_a_cpu():
     cpu = min(allowed)
     other = subprocess.Popen([sys.executable, "-c", SPIN, str(cpu)])
     os.sched_setaffinity(0, {cpu})
+    waited = WaitForCpu(me)
     try:
-        before, until = waited_for_cpu(me), time.monotonic() + 1.0
+        before, until = waited(), time.monotonic() + 1.0
         while time.monotonic() < until:
             pass
-        assert waited_for_cpu(me) - before > 0.1
+        assert waited() - before > 0.1
     finally:
         os.sched_setaffinity(0, allowed)
         other.kill()
         other.wait()
-    assert waited_for_cpu(0) == 0.0, "there is no such thread"
+    waited.close()
+    assert waited() == WaitForCpu(0)() == 0.0, "closed, and no such thread"
 
 
 def test_what_is_told_together_is_read_together(file):
