@@ -89,6 +89,21 @@ def test_a_signal_ends_everything_within_seconds(tmp_path, how):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):
+    store = Command([*NTP, "store", "--port", "0"], tmp_path / "store")
+    port = store.wait_for(r"ntp store: 127\.0\.0\.1:(\d+)")[1]
+    flags = ["--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-conf", "is_host=0"]
+    words = [*NTP, "run", *flags, f"--rdzv-endpoint=127.0.0.1:{port}", str(RECIPES / "train.py")]
+    code, said = Command(words, tmp_path / "first", STEPS="3", PAUSE_S="0").end()
+    assert code == 0, said
+    code, said = Command(words, tmp_path / "second", STEPS="3", PAUSE_S="0").end()
+    store.process.send_signal(signal.SIGTERM)
+    assert store.end()[0] == 0
+    assert code == 2, said
+    assert "a job with this --rdzv-id has ended before this machine came. Way out: use another --rdzv-id" in said
+    assert "Traceback" not in said
+
+
 def test_a_job_whose_workers_all_fail_has_failed(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(7)")
