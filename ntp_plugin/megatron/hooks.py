@@ -36,18 +36,26 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
     if not layout.lost:
         replica, replicas = layout.slot.replica, layout.topology.dp
         return _masks(layout, policy, args, lambda count: range(replica, count * replicas, replicas))
-    layers = UnevenLayers(layout, args, granule=policy.granule)
     job = Job(layout, policy, args)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
-    pipeline = Pipeline(layout, args)
+    return (
+        *_groups(layout),
+        *_layers(UnevenLayers(layout, args, granule=policy.granule)),
+        *_sums(sync),
+        *_stages(Pipeline(layout, args)),
+        *_batch(share),
+        *_sequences(layout, args),
+        *_masks(layout, policy, args, share.places),
+    )
+
+
+def _groups(layout: Layout) -> tuple[Replacement, ...]:
+    """Who is in a group."""
     ranks = Offer(
         function="megatron.core.parallel_state:set_rank_lists",
         told=(layout.without_lost, layout.topology.size, layout.topology.dp, layout.slot.replica),
     )
-    norm = Offer(function="megatron.core.optimizer.clip_grads:set_norm_agreement", told=(sync.agreed_norm,))
-    rows = Offer(function="megatron.core.tensor_parallel.utils:set_vocab_range", told=(layers.vocabulary_range(None),))
-    sampler = Offer(function="megatron.training.datasets.data_samplers:set_training_sampler", told=(share.samples,))
     return (
         Replacement(
             target="megatron.core.parallel_state:RankGenerator",
@@ -61,6 +69,13 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             make=groups.of_nominal_size(layout),
             offer=ranks,
         ),
+    )
+
+
+def _layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
+    """How wide a layer is, and what it begins with."""
+    rows = Offer(function="megatron.core.tensor_parallel.utils:set_vocab_range", told=(layers.vocabulary_range(None),))
+    return (
         Replacement(
             target="megatron.core.transformer.attention:SelfAttention.__init__",
             why="it divides the query groups evenly",
@@ -97,6 +112,13 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             make=layers.vocabulary_range,
             offer=rows,
         ),
+    )
+
+
+def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
+    """Gradients, the optimizer, and the norm."""
+    norm = Offer(function="megatron.core.optimizer.clip_grads:set_norm_agreement", told=(sync.agreed_norm,))
+    return (
         Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             why="its buckets are reduced over replicas of one width",
@@ -113,6 +135,12 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             make=sync.norm,
             offer=norm,
         ),
+    )
+
+
+def _stages(pipeline: Pipeline) -> tuple[Replacement, ...]:
+    """What goes from stage to stage."""
+    return (
         Replacement(
             target=f"{_P2P}:_batched_p2p_ops",
             why="each rank sends to one rank of the next stage, which may be wider",
@@ -123,6 +151,13 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             why="as above",
             make=pipeline.one_by_one,
         ),
+    )
+
+
+def _batch(share: BatchShare) -> tuple[Replacement, ...]:
+    """How many micro-batches a replica runs, and of which samples."""
+    sampler = Offer(function="megatron.training.datasets.data_samplers:set_training_sampler", told=(share.samples,))
+    return (
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",
             why="all replicas run the same number of micro-batches",
@@ -140,8 +175,6 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
             make=share.loader,
             offer=sampler,
         ),
-        *_of_sequences(layout, args),
-        *_masks(layout, policy, args, share.places),
     )
 
 
@@ -174,7 +207,7 @@ def _masks(layout: Layout, policy: TrainingPolicy, args: Any, places: Places) ->
     )
 
 
-def _of_sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
+def _sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
     """Those of `--sequence-parallel`: none in a replica of nominal width, few where the width divides the sequence."""
     rows = SequenceRows(length=args.seq_length, width=layout.width)
     if not args.sequence_parallel or (layout.width == layout.topology.tp and not rows.pads):

@@ -118,39 +118,62 @@ def _empty_parts(seat: CoreSeat, like: torch.Tensor) -> tuple[torch.Tensor, dict
     return flat, {name: values.view(shape) for (name, shape), values in views}
 
 
+class Lending:
+    """What one reduction lends: under way until the next one has begun, or until it is waited for."""
+
+    flat: torch.Tensor
+    parts: dict[str, torch.Tensor]
+
+    def __init__(self, crossing: Crossing, arrived: Callable[[], object]) -> None:
+        """`arrived` begins what the cores do with it."""
+        self._crossing, self._arrived = crossing, arrived
+        self._arrive: Callable[[], None] | None = None
+
+    def begin(self, gradients: Tensors) -> None:
+        """Lend; until they have arrived the gradients stay as they are."""
+        assert self._arrive is None, "one step at a time"
+        self.flat, self.parts = _empty_parts(self._crossing.seat, next(iter(gradients.values())))
+        self._arrive = self._crossing.go(gradients, self.parts)
+        self._crossing.turns.take(self)
+
+    def add_up(self) -> None:
+        """Have it, and begin what comes of it, unless that is begun."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+            self._arrived()
+
+    def let_go(self) -> None:
+        """Of the parts."""
+        del self.flat, self.parts
+
+
 class CoreSums:
     """The sums of some gradients, step after step."""
 
     def __init__(self, crossing: Crossing) -> None:
         self._crossing = crossing
-        self._arrive: Callable[[], None] | None = None
+        self._lending = Lending(crossing, self._sum)
         self._work: dist.Work | None = None
 
     def begin(self, gradients: Tensors) -> "CoreSums":
         """Lend; until `finish` the gradients stay as they are."""
-        assert self._arrive is None, "one step at a time"
         self._gradients = gradients
-        self._flat, self._parts = _empty_parts(self._crossing.seat, next(iter(gradients.values())))
-        self._arrive = self._crossing.go(gradients, self._parts)
-        self._crossing.turns.take(self)
+        self._lending.begin(gradients)
         return self
 
-    def add_up(self) -> None:
-        """Have what was lent, and begin to sum it with the cores of the other replicas."""
-        if self._arrive is None:
-            return
-        self._arrive()
-        self._arrive = None
-        if self._crossing.members is not None and self._flat.numel():
-            self._work = dist.all_reduce(self._flat, group=self._crossing.members, async_op=True)
+    def _sum(self) -> None:
+        if self._crossing.members is not None and self._lending.flat.numel():
+            self._work = dist.all_reduce(self._lending.flat, group=self._crossing.members, async_op=True)
 
     def finish(self) -> None:
         """Wait, and replace the gradients by their sums."""
-        self.add_up()
+        self._lending.add_up()
         if self._work is not None:
             self._work.wait()
-        self._crossing.come_back(self._parts, self._gradients)()
-        del self._gradients, self._flat, self._parts
+        self._crossing.come_back(self._lending.parts, self._gradients)()
+        self._lending.let_go()
+        del self._gradients
         self._work = None
 
 
@@ -163,7 +186,7 @@ class CoreShards(LaneShards):
         self._crossing = crossing
         self._lent: list[tuple[Crossing, Tensors, Tensors]] = []
         self._returning = False
-        self._arrive: Callable[[], None] | None = None
+        self._lending = Lending(crossing, self._sum)
 
     def shard(self, names: Collection[str], parameters: Tensors, *, dtype: torch.dtype) -> list[LaneShard]:
         """Shards of the parts of these parameters; all ranks of a group call this together."""
@@ -176,25 +199,17 @@ class CoreShards(LaneShards):
 
     def begin(self, gradients: Tensors) -> "CoreShards":
         """Lend."""
-        assert self._arrive is None, "one step at a time"
-        _, self._parts = _empty_parts(self._crossing.seat, next(iter(gradients.values())))
-        self._arrive = self._crossing.go(gradients, self._parts)
-        self._crossing.turns.take(self)
+        self._lending.begin(gradients)
         return self
 
-    def add_up(self) -> None:
-        """Have what was lent, and begin to sum it."""
-        if self._arrive is None:
-            return
-        self._arrive()
-        self._arrive = None
-        super().begin(self._parts)
+    def _sum(self) -> None:
+        super().begin(self._lending.parts)
 
     def finish(self) -> None:
         """Have every shard's sums; nobody else needs them."""
-        self.add_up()
+        self._lending.add_up()
         super().finish()
-        del self._parts
+        self._lending.let_go()
 
     def begin_spread(self) -> None:
         """Begin to give every core the parameters of its parts."""
