@@ -74,13 +74,13 @@ class TensorParallel(VotedStep):
         self.slot = self._nominal.topology.slot_of(groups.slot)
         self.state = ShardedState(parameters, optimizer, newcomer=newcomer)
         self.state.refuse_what_cannot_be_cut()
-        self._plan = plan_relayout(self._nominal, {rank: self._founding() for rank in range(ranks)}, 0)
+        (self._plan,) = plan_relayout(self._nominal, {rank: self._founding() for rank in range(ranks)}, 0)
         self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
         self._lanes: list[GradientLane] = []
         self._lanes_of = -1
 
     def _founding(self) -> Held:
-        return Held(versions=(0,) * len(self.state.parameters), built=None, lost={0: ()})
+        return Held(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class TensorParallel(VotedStep):
     def plan(self, agreed: Agreed) -> str:
         """Who holds what, computes what and sends what, from what everybody reported."""
         held = {rank: Held.decode(report.held) for rank, report in agreed.reports.items()}
-        self._next = plan_relayout(self._nominal, held, agreed.view.epoch)
+        (self._next,) = plan_relayout(self._nominal, held, agreed.view.epoch)
         return self._next.digest
 
     def stand_on(self, agreed: Agreed) -> None:
@@ -187,7 +187,7 @@ class TensorParallel(VotedStep):
         if self._groups.slot in agreed.decision.roll_forward:
             self._apply()
         self._prepared, self._plan, self._lost = False, self._next, self._next.lost
-        relayout(self._plan, self.state, self._groups, step=agreed.decision.step)
+        relayout([self._plan], self.state, self._groups, step=agreed.decision.step)
         self.applied, self._newcomer = agreed.decision.step, False
 
 

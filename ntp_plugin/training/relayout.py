@@ -6,20 +6,23 @@ every entry of the optimizer that has the tensor's shape. Entries that are one n
 stay: the `nn.Parameter` gets other data, the optimizer's state other entries under the same key.
 
 A death may interrupt the move anywhere, so what is built is not switched to by itself. All members compare digests of
-what they have built (`survey`), and who has left that comparison switches. It is the rule of the vote on a step: who
-left it knows that all had entered it, so all hold the new tensor built. If anybody has switched, then whoever has not
-does so in the next walk (`settle`), and if nobody has, then all drop what they built, and have what they had. So each
-tensor is always in one layout on all members, and no tensor is without its old units before all have its new ones.
+what they have built (`survey`), for a batch of tensors at a time, and who has left that comparison switches. It is the
+rule of the vote on a step: who left it knows that all had entered it, so all hold the new tensors built. If anybody
+has switched, then whoever has not does so in the next walk (`settle`); if nobody has, then all drop what they built,
+and have what they had. So each tensor is always in one layout on all members, and no tensor is without its old units
+before all have its new ones.
 
 Every tensor therefore has a *version*: the epoch whose losses its layout follows, the same for all members; -1 is
 held by nobody. Versions are reported before each walk, and the plan is made of them.
 
-Memory: the tensor that moves and its optimizer entries, twice; nothing else. Time: one comparison for each tensor,
-also for those that stay, because a digest of everything is to be compared before anybody trains.
+Memory: what a batch moves with its optimizer entries, twice; nothing else, and a batch is no more than the largest
+tensor. Digests are of all tensors, also of those that stay, because everything is to be compared before anybody trains.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +38,8 @@ from ntp_plugin.training.cuts import Recut, global_ranges, local_ranges, local_s
 from ntp_plugin.training.optimizers import element_wise, refuse_unknown_state
 from ntp_plugin.training.relayout_plan import NOT_HELD, Held, RelayoutPlan
 
-WEIGHT = "weight"
-"""The entry that is the parameter itself, beside those of the optimizer."""
+WEIGHT, MAIN = "weight", "main"
+"""The entries that are the parameter itself, and its copy that the optimizer steps, beside those of the optimizer."""
 
 type Entries = dict[str, torch.Tensor]
 type Survey = Mapping[str, tuple[int, int]]
@@ -136,44 +139,60 @@ class ShardedState:
     """The parameters of this process and their optimizer state, each tensor in the layout of its version."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, *, newcomer: bool = False
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        mains: Mapping[str, torch.nn.Parameter] | None = None,
+        newcomer: bool = False,
     ) -> None:
+        """`mains` are what the optimizer steps instead of some parameters: copies of more digits."""
         self.parameters, self.optimizer = dict(parameters), optimizer
+        self._mains = dict(mains or {})
         self._known = element_wise(optimizer)
         self.versions = dict.fromkeys(self.parameters, NOT_HELD if newcomer else 0)
-        self._built: tuple[str, int, Entries] | None = None
+        self._built: dict[str, tuple[int, Entries]] = {}
 
     def held(self, lost: Mapping[int, tuple[int, ...]]) -> Held:
         """What is reported before a walk: `lost` are the losses behind the versions."""
         names = list(self.parameters)
         return Held(
             versions=tuple(self.versions.values()),
-            built=(names.index(self._built[0]), self._built[1]) if self._built else None,
+            built=tuple((names.index(name), version) for name, (version, _) in self._built.items()),
             lost=lost,
         )
 
     def entries(self, name: str) -> Entries:
         """The parameter and what the optimizer keeps in its shape."""
-        parameter = self.parameters[name]
-        state = self.optimizer.state.get(parameter, {})
+        state = self._state(name)
         cut = {key: state[key] for key in self._known.cut if isinstance(state.get(key), torch.Tensor)}
-        return {WEIGHT: parameter.data} | cut
+        main = {MAIN: self._mains[name].data} if name in self._mains else {}
+        return {WEIGHT: self.parameters[name].data} | main | cut
+
+    def _stepped(self, name: str) -> torch.nn.Parameter:
+        return self._mains.get(name, self.parameters[name])
+
+    def _state(self, name: str) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state.get(self._stepped(name), {})
+        return state
 
     def scalars(self, name: str) -> dict[str, object]:
         """What else the optimizer keeps for a parameter: one number each, the same on all slots."""
         cut = self.entries(name)
-        return {
-            key: value for key, value in self.optimizer.state.get(self.parameters[name], {}).items() if key not in cut
-        }
+        return {key: _told(value) for key, value in self._state(name).items() if key not in cut}
 
     def build(self, name: str, version: int, entries: Entries) -> None:
         """Keep what is to be switched to."""
-        self._built = (name, version, entries)
+        self._built[name] = version, entries
 
     def switch(self) -> None:
-        """Let the user's objects have what was built; the old part is let go of."""
-        assert self._built is not None, "something was built"
-        name, version, entries = self._built
+        """Let the user's objects have what was built; the old parts are let go of."""
+        while self._built:
+            name = next(iter(self._built))
+            self._switch(name, *self._built[name])
+            del self._built[name]
+
+    def _switch(self, name: str, version: int, entries: Entries) -> None:
         parameter = self.parameters[name]
         if entries[WEIGHT].shape != parameter.shape:
             parameter.grad = None
@@ -181,16 +200,17 @@ class ShardedState:
             # the parameter, and forgets it only for another dtype.
             parameter.data = torch.empty(0, dtype=torch.half if parameter.dtype != torch.half else torch.float)
         parameter.data = entries[WEIGHT]
+        if MAIN in entries:
+            self._mains[name].grad, self._mains[name].data = None, entries[MAIN]
         for key, value in entries.items():
-            if key != WEIGHT:
-                self.optimizer.state[parameter][key] = value
-        self.versions[name], self._built = version, None
+            if key not in (WEIGHT, MAIN):
+                self.optimizer.state[self._stepped(name)][key] = value
+        self.versions[name] = version
 
     def settle(self, newest: Mapping[str, int]) -> None:
-        """After an interrupted move: switch if anybody has, else drop what was built."""
-        if self._built is not None and newest[self._built[0]] == self._built[1]:
-            self.switch()
-        self._built = None
+        """After an interrupted move: switch to what anybody has switched to, and drop what else was built."""
+        self._built = {name: built for name, built in self._built.items() if newest[name] == built[0]}
+        self.switch()
 
     def options(self) -> list[dict[str, object]]:
         """What the optimizer's groups are set to, a learning rate that a schedule has changed say."""
@@ -206,12 +226,33 @@ class ShardedState:
     def take_scalars(self, name: str, scalars: Mapping[str, object]) -> None:
         """What the others' optimizers keep besides the shape."""
         if scalars:
-            self.optimizer.state[self.parameters[name]].update(scalars)
+            self.optimizer.state[self._stepped(name)].update({key: _heard(value) for key, value in scalars.items()})
 
     def refuse_what_cannot_be_cut(self) -> None:
         """Raise unless all that the optimizer keeps is known."""
-        for name, parameter in self.parameters.items():
-            refuse_unknown_state(self._known, name, parameter, self.optimizer.state.get(parameter, {}))
+        for name in self.parameters:
+            refuse_unknown_state(self._known, name, self._stepped(name), self._state(name))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Number:
+    """A tensor of one number. Tensors are not sent as objects: frameworks change how they are packed."""
+
+    value: float
+    dtype: torch.dtype
+    device: str
+
+
+def _told(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return _Number(value=value.item(), dtype=value.dtype, device=value.device.type)
+    return value
+
+
+def _heard(value: object) -> object:
+    if isinstance(value, _Number):
+        return torch.tensor(value.value, dtype=value.dtype, device=value.device)
+    return value
 
 
 # ---------------------------------------------------------------- the whole move
@@ -221,36 +262,47 @@ type Inventory = dict[str, tuple[dict[str, object], dict[str, torch.dtype]]]
 """Tensor -> what its holder's optimizer keeps as numbers, and the entries that are cut with it."""
 
 
-def relayout(plan: RelayoutPlan, state: ShardedState, groups: ElasticGroups, *, step: int) -> None:
-    """Take every tensor into the plan's layout, on all members of the world together; they stand on the same step."""
-    slot = plan.nominal.topology.slot_of(groups.slot)
+def relayout(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups, *, step: int) -> None:
+    """Take every tensor into the layout of its stage's plan, on all members of the world together; they stand on the
+    same step."""
+    slot = plans[0].nominal.topology.slot_of(groups.slot)
+    plan = plans[slot.stage]
     state.settle({move.tensor.name: move.version for move in plan.moves})
     held = [move.tensor.name for move in plan.moves if slot in move.holders]
-    inventory = _share_inventory(state, held, step)
-    for move in plan.moves:
-        tensor, recut = move.tensor, plan.recut(move, slot)
-        scalars, dtypes = inventory[tensor.name]
-        before = state.entries(tensor.name)
-        after = rebuild(recut, before, dtypes, groups.rank_of)
-        state.build(tensor.name, plan.version, after)
-        surveys: list[Survey] = [{}] * len(groups.members)
-        dist.all_gather_object(surveys, survey(recut, before, after, dtypes, step=step))
-        wholes_before, wholes_after = plan.wholes(move)
-        told = dict(zip(groups.members, surveys, strict=True))
-        compare(tensor, told, wholes_before=wholes_before, wholes_after=wholes_after)
+    inventory = _share_inventory(state, slot.stage, held, step)
+    for number in range(max(len(each.batches) for each in plans)):
+        moves = plan.batches[number] if number < len(plan.batches) else ()
+        mine: dict[str, Survey] = {}
+        for move in moves:
+            _, dtypes = inventory[move.tensor.name]
+            recut, before = plan.recut(move, slot), state.entries(move.tensor.name)
+            after = rebuild(recut, before, dtypes, groups.rank_of)
+            state.build(move.tensor.name, plan.version, after)
+            mine[move.tensor.name] = survey(recut, before, after, dtypes, step=step)
+        told: list[dict[str, Survey]] = [{}] * len(groups.members)
+        dist.all_gather_object(told, mine)
+        for move in moves:
+            of_stage = {
+                member: surveys[move.tensor.name]
+                for member, surveys in zip(groups.members, told, strict=True)
+                if plan.nominal.topology.slot_of(member).stage == slot.stage
+            }
+            wholes_before, wholes_after = plan.wholes(move)
+            compare(move.tensor, of_stage, wholes_before=wholes_before, wholes_after=wholes_after)
         state.switch()
-        state.take_scalars(tensor.name, scalars)
+        for move in moves:
+            state.take_scalars(move.tensor.name, inventory[move.tensor.name][0])
 
 
-def _share_inventory(state: ShardedState, held: Sequence[str], step: int) -> Inventory:
+def _share_inventory(state: ShardedState, stage: int, held: Sequence[str], step: int) -> Inventory:
     """What goes with the tensors and is the same wherever they are held; the optimizer's options likewise."""
     mine: Inventory = {
         name: (state.scalars(name), {key: entry.dtype for key, entry in state.entries(name).items()}) for name in held
     }
-    told: list[tuple[Inventory, list[dict[str, object]]]] = [({}, [])] * dist.get_world_size()
-    dist.all_gather_object(told, (mine, state.options() if held else []))
+    told: list[tuple[int, Inventory, list[dict[str, object]]]] = [(stage, {}, [])] * dist.get_world_size()
+    dist.all_gather_object(told, (stage, mine, state.options() if held else []))
     inventory: Inventory = {}
-    for theirs, _ in told:
+    for theirs in [theirs for of, theirs, _ in told if of == stage]:
         for name, thing in theirs.items():
             if inventory.setdefault(name, thing) != thing:
                 raise StateLost(
@@ -258,5 +310,5 @@ def _share_inventory(state: ShardedState, held: Sequence[str], step: int) -> Inv
                     f"{inventory[name]} and {thing}",
                     way_out="restart from the last checkpoint",
                 )
-    state.take_options(next(options for _, options in told if options))
+    state.take_options(next(options for of, _, options in told if of == stage and options))
     return inventory

@@ -26,11 +26,11 @@ NOT_HELD = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What one member holds: the version of each tensor, one that is built and not switched to (its number and its
+    """What one member holds: the version of each tensor, those that are built and not switched to (by number, with the
     version), and the losses behind each version that it knows, as ranks of the nominal layout."""
 
     versions: tuple[int, ...]
-    built: tuple[int, int] | None
+    built: tuple[tuple[int, int], ...]
     lost: Mapping[int, tuple[int, ...]]
 
     def encode(self) -> str:
@@ -41,7 +41,7 @@ class Held:
         versions, built, lost = json.loads(text)
         return cls(
             versions=tuple(versions),
-            built=(built[0], built[1]) if built else None,
+            built=tuple((number, version) for number, version in built),
             lost={version: tuple(ranks) for version, ranks in lost},
         )
 
@@ -58,9 +58,10 @@ class TensorMove:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelayoutPlan:
-    """Every tensor's way into the layout of `version`."""
+    """The way of every tensor of a stage into the layout of `version`."""
 
     nominal: Nominal
+    stage: int
     version: int
     lost: Mapping[int, tuple[int, ...]]
     moves: tuple[TensorMove, ...]
@@ -75,6 +76,24 @@ class RelayoutPlan:
     def goal(self) -> RecoveryPlan:
         """What all the plans have in common: the layout, the lanes and the batch."""
         return self.moves[0].plan
+
+    @functools.cached_property
+    def batches(self) -> tuple[tuple[TensorMove, ...], ...]:
+        """The moves in batches, each of no more elements that change hands than the largest tensor has."""
+        most = max(move.tensor.elements for move in self.moves)
+        batches: list[list[TensorMove]] = [[]]
+        elements = 0
+        for move in self.moves:
+            family = move.tensor.family or REPLICATED
+            moving = any(
+                transfer.family == family and transfer.target.stage == self.stage for transfer in move.plan.transfers
+            )
+            if elements + moving * move.tensor.elements > most:
+                batches.append([])
+                elements = 0
+            batches[-1].append(move)
+            elements += moving * move.tensor.elements
+        return tuple(map(tuple, batches))
 
     @property
     def standing(self) -> Standing:
@@ -125,7 +144,7 @@ class RelayoutPlan:
 
     def _trained(self, standing: Standing) -> list[Slot]:
         group = self.nominal.topology.group
-        slots = [slot for replica in standing.replicas for slot in group(replica, 0)]
+        slots = [slot for replica in standing.replicas for slot in group(replica, self.stage)]
         return [slot for slot in slots if slot not in standing.lost]
 
     def _units(self, standing: Standing, tensor: Tensor, slot: Slot) -> Spans:
@@ -133,22 +152,42 @@ class RelayoutPlan:
             return ()
         if not tensor.family:
             return WHOLE_UNITS
-        family = next(family for family in self.nominal.units.stages[0].families if family.name == tensor.family)
-        return lay_out(family, self.nominal.topology.tp, standing.pattern(slot.replica, 0)).holdings[slot.tp]
+        families = self.nominal.units.stages[self.stage].families
+        family = next(family for family in families if family.name == tensor.family)
+        return lay_out(family, self.nominal.topology.tp, standing.pattern(slot.replica, self.stage)).holdings[slot.tp]
 
 
-def plan_relayout(nominal: Nominal, held: Mapping[int, Held], version: int) -> RelayoutPlan:
-    """From what each member (by its rank in the nominal layout) holds, to the layout of those who are members now."""
-    assert nominal.topology.pp == 1, "pipelines are not built yet"
-    topology, tensors = nominal.topology, [tensor for tensor, _ in nominal.units.stages[0].tensors]
+type _Plans = dict[tuple[int, frozenset[int]], RecoveryPlan]
+"""By the version that is found, and who holds nothing of it: the same for all tensors, as a rule."""
+
+
+def plan_relayout(nominal: Nominal, held: Mapping[int, Held], version: int) -> tuple[RelayoutPlan, ...]:
+    """For each stage: from what each member (by its rank in the nominal layout) holds, to the layout of those who are
+    members now."""
     lost = {known: ranks for told in held.values() for known, ranks in told.lost.items()}
-    lost[version] = tuple(rank for rank in range(topology.size) if rank not in held)
-    newest = [max(told.versions[number] for told in held.values()) for number in range(len(tensors))]
-    plans: dict[tuple[int, frozenset[int]], RecoveryPlan] = {}
-    moves = []
-    for number, tensor in enumerate(tensors):
-        found = newest[number]
-        empty = frozenset(rank for rank, told in held.items() if not _holds(told, number, found))
+    lost[version] = tuple(rank for rank in range(nominal.topology.size) if rank not in held)
+    plans: _Plans = {}
+    return tuple(
+        _plan_stage(nominal, stage, held, version, lost=lost, plans=plans) for stage in range(nominal.topology.pp)
+    )
+
+
+def _plan_stage(
+    nominal: Nominal,
+    stage: int,
+    held: Mapping[int, Held],
+    version: int,
+    *,
+    lost: Mapping[int, tuple[int, ...]],
+    plans: _Plans,
+) -> RelayoutPlan:
+    mine = {rank: told for rank, told in held.items() if nominal.topology.slot_of(rank).stage == stage}
+    nowhere = {rank for rank, told in held.items() if set(told.versions) == {NOT_HELD} and not told.built}
+    moves, known = [], {version}
+    for number, (tensor, _) in enumerate(nominal.units.stages[stage].tensors):
+        found = max((told.versions[number] for told in mine.values()), default=version)
+        known.add(found)
+        empty = frozenset({rank for rank, told in mine.items() if not _holds(told, number, found)} | nowhere)
         if (found, empty) not in plans:
             plans[found, empty] = plan_recovery(
                 nominal,
@@ -157,16 +196,21 @@ def plan_relayout(nominal: Nominal, held: Mapping[int, Held], version: int) -> R
                 empty=_slots(nominal, empty),
             )
         standing = _standing(nominal, lost[found])
-        there = _slots(nominal, (rank for rank in held if rank not in empty)) - standing.lost
+        there = _slots(nominal, (rank for rank in mine if rank not in empty)) - standing.lost
         holders = frozenset(slot for slot in there if slot.replica not in standing.dropped)
         moves.append(TensorMove(tensor=tensor, version=found, holders=holders, plan=plans[found, empty]))
-    known = {found: lost[found] for found in {*newest, version}}
-    return RelayoutPlan(nominal=nominal, version=version, lost=known, moves=tuple(moves))
+    losses = {found: lost[found] for found in sorted(known)}
+    return RelayoutPlan(nominal=nominal, stage=stage, version=version, lost=losses, moves=tuple(moves))
+
+
+def digest_of(plans: Sequence[RelayoutPlan]) -> str:
+    """Equal on every member that planned the same for all stages."""
+    return hashlib.blake2b("".join(plan.digest for plan in plans).encode(), digest_size=16).hexdigest()
 
 
 def _holds(told: Held, number: int, version: int) -> bool:
     """Whether a member has a tensor in a version, or has it built so: it will switch, as others have."""
-    return told.versions[number] == version or told.built == (number, version)
+    return told.versions[number] == version or (number, version) in told.built
 
 
 def _slots(nominal: Nominal, ranks: Iterable[int]) -> frozenset[Slot]:

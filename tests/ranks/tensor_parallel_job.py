@@ -82,8 +82,8 @@ def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
 
 def strike_tensors(job, rank):
     """Tell the rank of moments inside the first re-layout: its k-th tensor is built, compared, or switched to."""
-    state, count = job.state, 0
-    build, switch = state.build, state.switch
+    state, count, switched = job.state, 0, 0
+    build, switch = state.build, state._switch
 
     def told_build(*args):
         nonlocal count
@@ -91,12 +91,14 @@ def strike_tensors(job, rank):
         rank.reached("build", count)
         build(*args)
 
-    def told_switch():
-        rank.reached("switch", count)
-        switch()
-        rank.reached("after switch", count)
+    def told_switch(*args):
+        nonlocal switched
+        switched += 1
+        rank.reached("switch", switched)
+        switch(*args)
+        rank.reached("after switch", switched)
 
-    state.build, state.switch = told_build, told_switch
+    state.build, state._switch = told_build, told_switch
 
 
 def strike_lanes(groups, rank):

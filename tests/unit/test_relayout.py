@@ -171,7 +171,7 @@ def test_what_was_built_is_dropped_unless_somebody_switched():
     state.settle({"w": 0})
     assert parameter.shape == (4,)
     state.build("w", 3, {WEIGHT: torch.zeros(3)})
-    assert state.held({}).built == (0, 3)
+    assert state.held({}).built == ((0, 3),)
     state.settle({"w": 3})
     assert parameter.shape == (3,)
     assert state.held({}).versions == (3,)

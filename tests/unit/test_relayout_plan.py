@@ -48,7 +48,7 @@ class Member:
     built: tuple[int, int, frozenset[int]] | None = None
 
     def held(self):
-        built = self.built[:2] if self.built else None
+        built = (self.built[:2],) if self.built else ()
         return Held.decode(Held(versions=tuple(self.versions), built=built, lost=self.lost).encode())
 
     def switch(self):
@@ -65,7 +65,7 @@ def newcomer():
 
 
 def founding(nominal):
-    plan = plan_relayout(nominal, {rank: held_at_first() for rank in range(nominal.topology.size)}, 0)
+    (plan,) = plan_relayout(nominal, {rank: held_at_first() for rank in range(nominal.topology.size)}, 0)
     return {
         rank: Member(
             units=[each(plan.units_of(tensor, nominal.topology.slot_of(rank))) for tensor in TENSORS],
@@ -77,12 +77,12 @@ def founding(nominal):
 
 
 def held_at_first():
-    return Held(versions=(0,) * len(TENSORS), built=None, lost={0: ()})
+    return Held(versions=(0,) * len(TENSORS), built=(), lost={0: ()})
 
 
 def walk(nominal, members, epoch, stop_at, halfway):
     """One walk; it stops in tensor `stop_at`, when those in `halfway` have built it (or switched, if all have)."""
-    plan = plan_relayout(nominal, {rank: member.held() for rank, member in members.items()}, epoch)
+    (plan,) = plan_relayout(nominal, {rank: member.held() for rank, member in members.items()}, epoch)
     slots = {rank: nominal.topology.slot_of(rank) for rank in members}
     for member in members.values():
         member.lost = dict(plan.lost)
