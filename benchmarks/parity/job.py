@@ -250,8 +250,8 @@ class Looker:
 
     @property
     def _sync(self) -> Any:
-        """The plugin's part that holds the lanes."""
-        return self._chunks[0].config.finalize_model_grads_func.__self__
+        """The plugin's part that holds the lanes; None in a whole layout."""
+        return getattr(self._chunks[0].config.finalize_model_grads_func, "__self__", None)
 
     def seen(self) -> Seen:
         """Everything, at the end."""
@@ -273,17 +273,17 @@ class Looker:
             evaluated=self._evaluated,
             gathered_ahead=self._gathered_ahead,
             sent=self._sent,
-            route=self._sync._job.plan.routes[0] if self._job.lost else None,
+            route=self._sync._job.plan.routes[0] if self._sync else None,
         )
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
         from ntp_plugin.megatron.lane_sync import named  # noqa: PLC0415
 
-        for name, parameter in named([chunk.module for chunk in self._chunks]):
+        for name, parameter in named(self._chunks):
             values = parameter.detach().double().numpy()
             shape, dim = values.shape, 0
             ranges = [(0, shape[0])]
-            if parameter.tensor_model_parallel and self._job.lost:
+            if parameter.tensor_model_parallel and self._sync:
                 tensor = self._sync.tensors[name]
                 shape, dim, ranges = tensor.shape, tensor.dim, list(tensor.local_index(self._sync.held()[name]))
             elif parameter.tensor_model_parallel:

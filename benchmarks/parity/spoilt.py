@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.dropout import ExactDropout
+from ntp_plugin.megatron.lane_groups import Made
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.replacements import Replacement
@@ -203,8 +204,8 @@ def shared_rows_not_summed() -> None:
     """Each stage steps its copy of the word embedding by its own gradient."""
     make = LaneSync._shared_lanes
 
-    def alone(sync: LaneSync) -> list[GradientLane]:
-        return [dataclasses.replace(lane, group=None) for lane in make(sync)]
+    def alone(sync: LaneSync, made: Made, **said: Any) -> list[GradientLane]:
+        return [dataclasses.replace(lane, group=None) for lane in make(sync, made, **said)]
 
     _put(LaneSync, "_shared_lanes", alone)
 

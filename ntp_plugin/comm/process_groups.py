@@ -301,11 +301,10 @@ class ElasticGroups:
 
         Every member of the world calls this with the same tuples; the order of a tuple is the order of its ranks.
         """
-        self._drop_lanes()
         self._lanes_made += 1
         wanted = [(index, slots) for index, slots in enumerate(slots_of) if self.slot in slots and len(slots) > 1]
         lanes = {index: self._make_lane(index, slots) for index, slots in wanted}
-        self._lanes = list(lanes.values())
+        self._lanes = [*self._lanes, *lanes.values()]
         mine = {
             (index, kind): backend.reach() for index, lane in lanes.items() for kind, backend in lane.backends().items()
         }

@@ -105,8 +105,18 @@ class BatchShare:
 
         @functools.wraps(original)
         def build(dataset: Any, consumed_samples: int) -> Any:
+            make = self.by_share(original) if dataset is self._training_set else original
+            return make(dataset, consumed_samples)
+
+        return build
+
+    def by_share(self, original: Any) -> Any:
+        """`build_pretraining_data_loader`, for the training set."""
+
+        @functools.wraps(original)
+        def build(dataset: Any, consumed_samples: int) -> Any:
             even = original(dataset, consumed_samples)
-            if dataset is None or dataset is not self._training_set:
+            if dataset is None:
                 return even
             return torch.utils.data.DataLoader(
                 dataset,

@@ -15,15 +15,34 @@ differently there, and lanes sum them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.planning.topology import Slot
+
+type MakeGroups = Callable[[Sequence[Sequence[Slot]]], list[Any]]
+"""Makes a group of each of these lists of slots; every rank calls it with the same lists. What stands for a group
+that this rank is not in is not to be used."""
 
 _PIPELINE = "pp"
+
+
+def by_torch(layout: Layout) -> MakeGroups:
+    """As torch makes groups: one after the other, for good."""
+
+    def make(wanted: Sequence[Sequence[Slot]]) -> list[Any]:
+        return [dist.new_group([layout.ranks[slot] for slot in slots]) for slots in wanted]
+
+    return make
+
+
+def alone() -> Any:
+    """A group of this rank by itself."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def without_lost(layout: Layout) -> Callable[[Any], Any]:

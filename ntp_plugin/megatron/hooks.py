@@ -36,17 +36,25 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
     if not layout.lost:
         replica, replicas = layout.slot.replica, layout.topology.dp
         return _masks(layout, policy, args, lambda count: range(replica, count * replicas, replicas))
-    job = Job(layout, policy, args)
+    job = Job(layout, policy, args, make_groups=groups.by_torch(layout), alone=groups.alone)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
     return (
         *_groups(layout),
-        *_layers(UnevenLayers(layout, args, granule=policy.granule)),
-        *_sums(sync),
-        *_stages(Pipeline(layout, args)),
+        *of_a_layout(job, UnevenLayers(layout, args, granule=policy.granule), sync),
+        *_optimizer(sync),
         *_batch(share),
-        *_sequences(layout, args),
         *_masks(layout, policy, args, share.places),
+    )
+
+
+def of_a_layout(job: Job, layers: UnevenLayers, sync: LaneSync) -> tuple[Replacement, ...]:
+    """Those that a layout needs, whether a job begins with it or comes to it."""
+    return (
+        *of_layers(layers),
+        *_sums(sync),
+        *_stages(Pipeline(job.layout, job.args)),
+        *_sequences(job.layout, job.args),
     )
 
 
@@ -72,7 +80,7 @@ def _groups(layout: Layout) -> tuple[Replacement, ...]:
     )
 
 
-def _layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
+def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
     """How wide a layer is, and what it begins with."""
     rows = Offer(function="megatron.core.tensor_parallel.utils:set_vocab_range", told=(layers.vocabulary_range(None),))
     return (
@@ -116,7 +124,7 @@ def _layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
 
 
 def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
-    """Gradients, the optimizer, and the norm."""
+    """Gradients, and their norm."""
     norm = Offer(function="megatron.core.optimizer.clip_grads:set_norm_agreement", told=(sync.agreed_norm,))
     return (
         Replacement(
@@ -125,15 +133,21 @@ def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
             make=sync.model_wrapper,
         ),
         Replacement(
-            target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
-            why="the distributed optimizer cuts its state over replicas of one width; one that nobody knows is refused",
-            make=LaneOptimizer(sync).build,
-        ),
-        Replacement(
             target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
             why="each replica finds it by itself, with other last bits",
             make=sync.norm,
             offer=norm,
+        ),
+    )
+
+
+def _optimizer(sync: LaneSync) -> tuple[Replacement, ...]:
+    """What steps."""
+    return (
+        Replacement(
+            target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+            why="the distributed optimizer cuts its state over replicas of one width; one that nobody knows is refused",
+            make=LaneOptimizer(sync).build,
         ),
     )
 

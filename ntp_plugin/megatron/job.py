@@ -4,29 +4,45 @@ An interleaved schedule takes micro-batches in groups of a fixed size. Replicas 
 a group is one nominal micro-batch, which is run in as many pieces.
 """
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, State, TrainingPolicy
 from ntp_plugin.errors import PlansDiffer, Refused
+from ntp_plugin.megatron.groups import MakeGroups
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery, replica_paces
+from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
 _NO_COPIES = CopyPolicy(count=0)
 
 
 class Job:
-    """The layout from the beginning; the plan from when the model has been built and described."""
+    """The layout from the beginning; the plan from when the model has been built and described, if none is given."""
 
-    def __init__(self, layout: Layout, policy: TrainingPolicy, args: Any) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        policy: TrainingPolicy,
+        args: Any,
+        *,
+        make_groups: MakeGroups,
+        alone: Callable[[], Any],
+        plan: RecoveryPlan | None = None,
+    ) -> None:
+        """`alone` makes a group of this rank by itself."""
         self.layout, self.policy, self.args = layout, policy, args
-        self._together = _taken_together(args, layout.topology.dp)
-        self._plan: RecoveryPlan | None = None
+        self.make_groups, self.alone = make_groups, alone
+        _taken_together(args, layout.topology.dp)  # refused here, before anything is built
+        self._plan = plan
+
+    @property
+    def planned(self) -> bool:
+        """Whether there is a plan already."""
+        return self._plan is not None
 
     @property
     def plan(self) -> RecoveryPlan:
@@ -35,39 +51,12 @@ class Job:
 
     def agree(self, units: StageUnits) -> RecoveryPlan:
         """Plan, and make sure that every rank has planned the same; all ranks call this together."""
-        args = self.args
-        nominal = Nominal(
-            topology=self.layout.topology,
-            units=ModelUnits(stages=self._stages(units)),
-            batch=Batch(micro_batch=args.micro_batch_size * self._together, global_batch=args.global_batch_size),
-            state=State(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8),
-            hardware=Hardware(),
-            policy=_without_copies(self.policy),
-        )
-        paces = replica_paces(nominal, self.layout.standing, {})
-        self._plan = plan_recovery(
-            nominal,
-            lost=self.layout.lost,
-            lost_before=self.layout.lost,
-            measured={replica: dataclasses.replace(pace, pieces=self._together) for replica, pace in paces.items()},
-        )
+        nominal = nominal_job(self.layout, self.policy, self.args, share_units(self.layout, units))
+        self._plan = plan_recovery(nominal, lost=self.layout.lost, lost_before=self.layout.lost)
         told: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(told, self._plan.digest)
         _compare(told, self.layout)
         return self._plan
-
-    def _stages(self, units: StageUnits) -> tuple[StageUnits, ...]:
-        """What each stage is made of, as its own ranks say."""
-        told: list[StageUnits] = [units] * dist.get_world_size()
-        dist.all_gather_object(told, units)
-        found: dict[int, StageUnits] = {}
-        for slot, said in zip(self.layout.slots, told, strict=True):
-            if found.setdefault(slot.stage, said) != said:
-                raise PlansDiffer(
-                    f"{slot} has other layers than the first slot of stage {slot.stage}",
-                    way_out="start all with the same arguments",
-                )
-        return tuple(found[stage] for stage in sorted(found))
 
     @property
     def batch(self) -> NominalBatch:
@@ -87,6 +76,34 @@ class Job:
         share = next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
         assert share.size == self.args.micro_batch_size, "no plan has smaller micro-batches: memory is not guarded yet"
         return share
+
+
+def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
+    """The job with nobody lost, as planning knows it."""
+    together = _taken_together(args, layout.topology.dp)
+    return Nominal(
+        topology=layout.topology,
+        units=units,
+        batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=args.global_batch_size),
+        state=State(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8),
+        hardware=Hardware(),
+        policy=_without_copies(policy),
+        pieces=together,
+    )
+
+
+def share_units(layout: Layout, units: StageUnits) -> ModelUnits:
+    """What each stage is made of, as its own ranks say; all ranks call this together."""
+    told: list[StageUnits] = [units] * dist.get_world_size()
+    dist.all_gather_object(told, units)
+    found: dict[int, StageUnits] = {}
+    for slot, said in zip(layout.slots, told, strict=True):
+        if found.setdefault(slot.stage, said) != said:
+            raise PlansDiffer(
+                f"{slot} has other layers than the first slot of stage {slot.stage}",
+                way_out="start all with the same arguments",
+            )
+    return ModelUnits(stages=tuple(found[stage] for stage in sorted(found)))
 
 
 def _taken_together(args: Any, replicas: int) -> int:

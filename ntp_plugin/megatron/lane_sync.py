@@ -29,12 +29,13 @@ from megatron.core.utils import get_attr_wrapped_model
 from ntp_plugin.copies import digest
 from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
-from ntp_plugin.megatron.core_groups import make_crossing
+from ntp_plugin.megatron.core_groups import find_crossing
 from ntp_plugin.megatron.job import Job
-from ntp_plugin.megatron.uneven_layers import SHARED, describe
+from ntp_plugin.megatron.lane_groups import Made, wanted_groups
+from ntp_plugin.megatron.layout import SHARED
+from ntp_plugin.megatron.uneven_layers import describe
 from ntp_plugin.planning.lanes import plan_shared_lanes
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.topology import Slot
 from ntp_plugin.planning.units import StageUnits, Tensor
 from ntp_plugin.training.core_lanes import CoreShards, CoreSums, Crossing
 from ntp_plugin.training.cuts import WHOLE_UNITS, global_ranges, local_ranges
@@ -81,13 +82,17 @@ class LaneSync:
 
     def _take_over(self) -> None:
         """Plan, make the lanes, check the weights, and have the buckets go into lanes."""
-        self.parameters = dict(named([chunk.module for chunk in self._chunks]))
+        self.parameters = dict(named(self._chunks))
         units = self._units_of(self.parameters)
         self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
-        plan = self._job.agree(units)
-        self._crossing = make_crossing(self._layout, plan)
-        lanes, late = self._make_lanes(), [self._stage_lane(), *self._shared_lanes()]
-        self.require_equal_units()
+        at_start = not self._job.planned  # later weights have been moved, and compared
+        plan = self._job.agree(units) if at_start else self._job.plan
+        wanted = wanted_groups(self._layout, plan)
+        made = dict(zip(wanted, self._job.make_groups(list(wanted.values())), strict=True))
+        self._crossing = find_crossing(self._layout, plan, wanted, made)
+        lanes, late = self._make_lanes(made), [self._stage_lane(made), *self._shared_lanes(made, even_out=at_start)]
+        if at_start:
+            self.require_equal_units()
         names = {parameter: name for name, parameter in self.parameters.items()}
         self._sum_late = self._sums(late)
         summed_late = tuple(self.shards)
@@ -96,7 +101,7 @@ class LaneSync:
             LaneBucketGroup.take_over(group, begin, names, self.scale, (*summed_late, *self.shards[-1:]))
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = self.finalize
-        _sum_losses_alone(self._chunks)
+        _sum_losses_alone(self._chunks, self._job.alone())
 
     def _units_of(self, parameters: dict[str, Any]) -> StageUnits:
         return describe(parameters, sequence=self._job.args.seq_length, last=self._layout.last)
@@ -143,44 +148,41 @@ class LaneSync:
 
     # ------------------------------------------------ lanes
 
-    def _make_lanes(self) -> list[GradientLane]:
-        """The lanes of this rank; every rank makes the groups of all stages, in one order."""
-        mine = []
-        for lane in [lane for route in self._job.plan.routes if route.cores is None for lane in route.lanes.lanes]:
-            members = lane.members(self._layout.standing)
-            group = self._group(members)
-            if self._layout.slot in members:
+    def _make_lanes(self, made: Made) -> list[GradientLane]:
+        """The lanes of this rank, where its stage has some."""
+        mine, stage = [], self._layout.slot.stage
+        route = self._job.plan.routes[stage]
+        for number, lane in enumerate(route.lanes.lanes if route.cores is None else ()):
+            if self._layout.slot in lane.members(self._layout.standing):
                 units = {name: spans for name, spans in lane.units if name != SHARED}
-                mine.append(GradientLane(group=group, slices=self._slices(units)))
+                mine.append(GradientLane(group=made["lane", stage, number], slices=self._slices(units)))
         return mine
 
-    def _stage_lane(self) -> GradientLane:
+    def _stage_lane(self, made: Made) -> GradientLane:
         """What is replicated, over the whole of this rank's stage."""
-        stages = range(self._layout.topology.pp)
-        groups = [self._group([slot for slot in self._layout.slots if slot.stage == stage]) for stage in stages]
         whole = tuple(
             Slice(name=name, dim=0, ranges=((0, tensor.shape[0]),))
             for name, tensor in self.tensors.items()
             if not tensor.family
         )
-        return GradientLane(group=groups[self._layout.slot.stage], slices=whole, counted=self._layout.speaks)
+        group = made["stage", self._layout.slot.stage, 0]
+        return GradientLane(group=group, slices=whole, counted=self._layout.speaks)
 
-    def _shared_lanes(self) -> list[GradientLane]:
+    def _shared_lanes(self, made: Made, *, even_out: bool) -> list[GradientLane]:
         """The rows that stand in the first and in the last stage; there they begin as zeros, and are sent here."""
         mine, values = [], {name: parameter.data for name, parameter in self.parameters.items()}
-        for members, units in plan_shared_lanes(self._layout.standing, self._job.plan.nominal.units, SHARED):
-            group = self._group(members)
+        shared = plan_shared_lanes(self._layout.standing, self._job.plan.nominal.units, SHARED)
+        for number, (members, units) in enumerate(shared):
             if self._layout.slot in members:
+                group = made["shared", 0, number]
                 lane = GradientLane(group=group, slices=self._slices({SHARED: units}))
-                rows = pack(lane.slices, values)
-                dist.broadcast(rows, self._layout.ranks[members[0]], group=group)
-                if self._layout.slot.stage != members[0].stage:
-                    unpack(lane.slices, values, rows)
                 mine.append(lane)
+                if even_out:
+                    rows = pack(lane.slices, values)
+                    dist.broadcast(rows, self._layout.ranks[members[0]], group=group)
+                    if self._layout.slot.stage != members[0].stage:
+                        unpack(lane.slices, values, rows)
         return mine
-
-    def _group(self, members: Sequence[Slot]) -> Any:
-        return dist.new_group([self._layout.ranks[slot] for slot in members])
 
     def _sums(self, lanes: list[GradientLane]) -> Sums:
         """How the gradients of some lanes are summed: whole, or each rank its shard of them."""
@@ -260,15 +262,22 @@ class LaneSync:
 
 
 def named(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """The parameters of all chunks of a model; names have the chunk's number where there are several."""
+    """The parameters of all chunks of a model, whatever wraps them; with the chunk's number where there are several."""
     for number, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in bare(chunk).named_parameters():
             yield f"{number}.{name}" if len(chunks) > 1 else name, parameter
 
 
-def _sum_losses_alone(chunks: list[Any]) -> None:
+def bare(chunk: Any) -> torch.nn.Module:
+    """The model inside of what Megatron wraps it in."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    module: torch.nn.Module = chunk
+    return module
+
+
+def _sum_losses_alone(chunks: list[Any], alone: Any) -> None:
     """What Megatron would sum over this model's data-parallel group is the global batch's already."""
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for chunk in chunks:
         owner = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
         owner.pg_collection = copy.copy(owner.pg_collection)

@@ -20,6 +20,9 @@ from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import Pattern, Slot, Standing, Topology, parse_slots
 from ntp_plugin.planning.units import Family
 
+SHARED = "shared vocabulary"
+"""The family of a word embedding that stands in the first and in the last stage."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:

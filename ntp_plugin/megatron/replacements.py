@@ -12,6 +12,9 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+type TakeBack = Callable[[], None]
+"""Puts what was there before back in its place."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
@@ -38,19 +41,28 @@ class Replacement:
     make: Callable[[Any], Any]
     offer: Offer | None = None
 
-    def apply(self) -> None:
+    def apply(self, *, offered: bool = True) -> TakeBack:
         """Put the new thing in its place; a target that does not exist is an error of ours."""
-        if self.offer is not None and self.offer.take():
-            return
+        if offered and self.offer is not None and self.offer.take():
+            return lambda: None
         module, _, path = self.target.partition(":")
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, importlib.import_module(module))
         raw = vars(owner).get(name)
         made = self.make(getattr(owner, name))
         setattr(owner, name, staticmethod(made) if isinstance(raw, staticmethod) else made)
+        return (
+            functools.partial(setattr, owner, name, raw) if raw is not None else functools.partial(delattr, owner, name)
+        )
 
 
-def apply_all(table: Iterable[Replacement]) -> None:
-    """The whole table, in its order."""
-    for replacement in table:
-        replacement.apply()
+def apply_all(table: Iterable[Replacement], *, offered: bool = True) -> TakeBack:
+    """The whole table, in its order. What a patched upstream was told is not taken back: without `offered` it is told
+    nothing, and all is replaced."""
+    done = [replacement.apply(offered=offered) for replacement in table]
+
+    def take_back() -> None:
+        for undo in reversed(done):
+            undo()
+
+    return take_back

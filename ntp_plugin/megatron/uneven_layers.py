@@ -26,7 +26,7 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from ntp_plugin.errors import Refused
-from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.units import (
     ATTENTION,
@@ -38,9 +38,6 @@ from ntp_plugin.planning.units import (
     Tensor,
     default_granule,
 )
-
-SHARED = "shared vocabulary"
-"""The family of a word embedding that stands in the first and in the last stage."""
 
 _CUT = "ntp_cut"
 """The attribute of a parameter that says how it is cut."""
@@ -206,6 +203,16 @@ class UnevenLayers:
             if getattr(parameter, "tensor_model_parallel", False):
                 cut = self._cut(family, parameter.shape, parameter.partition_dim, parameter.partition_stride)  # type: ignore[attr-defined]
                 setattr(parameter, _CUT, (cut, family))
+
+
+def copy_cuts(module: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Let a model's parameters be cut as another's, that was built of our layers; cuts are of the whole tensor, and the
+    same in every layout."""
+    built = dict(model.named_parameters())
+    for name, parameter in module.named_parameters():
+        cut = getattr(built[name], _CUT, None)
+        if cut is not None:
+            setattr(parameter, _CUT, cut)
 
 
 def _unknown(what: str) -> Refused:

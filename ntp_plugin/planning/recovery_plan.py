@@ -26,7 +26,7 @@ from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing, Topolog
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
 from ntp_plugin.planning.units import ModelUnits, transformer_units
 
-FORMAT = 2
+FORMAT = 3
 """Raised with every change to what a plan says, so that ranks with different versions do not act together."""
 
 
@@ -40,6 +40,8 @@ class Nominal:
     state: State
     hardware: Hardware
     policy: Policy
+    pieces: int = 1
+    """In so many pieces a replica runs what is a micro-batch here."""
 
     @classmethod
     def of(cls, job: Job) -> "Nominal":
@@ -158,11 +160,11 @@ def plan_recovery(
 def replica_paces(nominal: Nominal, standing: Standing, measured: Mapping[int, Pace]) -> dict[int, Pace]:
     """The pace of every replica that goes on: as measured, else by its widest slots."""
     topology = nominal.topology
-    whole = Pace(ns=HEALTHY_NS)
+    whole = Pace(ns=HEALTHY_NS, pieces=nominal.pieces)
     paces = dict.fromkeys(standing.replicas, whole)
     for replica in standing.hurt_replicas:
         patterns = tuple(standing.pattern(replica, stage) for stage in range(topology.pp))
-        paces[replica] = Pace(ns=micro_batch_ns(nominal.units, topology.tp, patterns))
+        paces[replica] = Pace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), pieces=nominal.pieces)
     return paces | {replica: measured[replica] for replica in standing.replicas if replica in measured}
 
 
