@@ -33,6 +33,7 @@ from ntp_plugin.launch import tenancy
 from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.probes import Door, own_address
 from ntp_plugin.launch.run_folder import RunFolder
+from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.supervisor import LOOK_S, LOOK_S_PER_HOST, Supervisor
 from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
@@ -163,6 +164,8 @@ class TolerantAgent(LocalElasticAgent):
         self._lost: set[int] = set()
         self._lock = threading.Lock()
         self._finished = False
+        if isinstance(worker_group.spec.entrypoint, str):
+            worker_group.spec.args = with_hooks(worker_group.spec.args)
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for worker in worker_group.workers:
             self._watch(worker.global_rank, worker.local_rank, founding_occupant(worker.global_rank, place.tenant))

@@ -17,7 +17,12 @@ def main() -> None:
         activation.install()
         del sys.argv[0]
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as exit_:
+            if exit_.code:
+                raise
+        activation.end()
     except NtpError as error:
         print(f"ntp: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -7,6 +7,7 @@ processes, and so do all numbers that it derives: data-parallel size, micro-batc
 """
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_what_does_not_work
+from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_live, refuse_what_does_not_work
 from ntp_plugin.megatron.replacements import Replacement, apply_all
+from ntp_plugin.recovery.place import Place
 
 _PREFIX = "ntp-"
 
@@ -24,6 +26,12 @@ _PREFIX = "ntp-"
 def install() -> None:
     """Make the flags known, for the rest of this process."""
     apply_all(FLAGS)
+
+
+def end() -> None:
+    """After a script that ended well: the ranks of a live job end together."""
+    if "ntp_plugin.megatron.live.start" in sys.modules:
+        sys.modules["ntp_plugin.megatron.live.start"].end()
 
 
 def _with_flags(original: Any) -> Any:
@@ -48,6 +56,13 @@ def _with_layout(original: Any) -> Any:
         policy = read_policy(args)
         if policy.lost and not policy.enabled:
             raise ConfigError("--ntp-lost names slots, and the plugin is off", way_out="--ntp-enable")
+        if policy.enabled and not policy.lost and Place.is_told():
+            from ntp_plugin.megatron.live import start  # noqa: PLC0415  (it imports the rest of Megatron)
+
+            refuse_live(args, policy)
+            validated = original(args, *rest, **kwargs)
+            start.begin(args, policy)
+            return validated
         if not policy.lost and not draws_exact_masks(args, policy):
             return original(args, *rest, **kwargs)
         layout = plan_start(

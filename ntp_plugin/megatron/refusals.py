@@ -40,6 +40,16 @@ def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way
     )
 
 
+def _not_yet_live(flag: str, applies: Callable[[Any], object]) -> Refusal:
+    """Something that works in a hurt layout, but not yet while a job goes over into it."""
+    return Refusal(
+        flag=flag,
+        applies=applies,
+        why="is not built yet",
+        way_out=f"leave {flag} out, or start by torchrun: a loss ends the job then",
+    )
+
+
 _NO_HYBRID_LAYERS = {
     "M": "Mamba",
     "G": "gated delta net",
@@ -280,6 +290,31 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
         _refuse_broken_groups(args, layout.topology.tp)
 
 
+LIVE: tuple[Refusal, ...] = (
+    _not_yet_live("--pipeline-model-parallel-size", _above("pipeline_model_parallel_size")),
+    _not_yet_live("--attention-dropout", _above("attention_dropout", 0)),
+    _not_yet_live("--hidden-dropout", _above("hidden_dropout", 0)),
+    _not_yet_live("--async-save", _given("async_save")),
+    _not_yet_live("--exit-duration-in-mins", _given("exit_duration_in_mins")),
+    _not_yet_live("--exit-signal-handler", _given("exit_signal_handler")),
+    _not_yet_live("--log-straggler", _given("log_straggler")),
+    _not_yet_live("--log-params-norm", _given("log_params_norm")),
+)
+"""What a hurt layout could have, and a job that comes to it by a loss cannot yet."""
+
+_SAVED_WHOLE = ("--save", "--load", "--pretrained-checkpoint", "--non-persistent-save-interval")
+"""Refused in a job that begins hurt; a live one writes and reads these while nobody is lost."""
+
+
+def refuse_live(args: Any, policy: TrainingPolicy) -> None:
+    """Raise for the first thing in the arguments that a job could not have once a slot is lost."""
+    cause = "--ntp-enable under `ntp run`, where any slot may be lost"
+    _refuse_first(tuple(line for line in TABLE if line.flag not in _SAVED_WHOLE), cause, args)
+    _refuse_first(LIVE, cause, args)
+    _refuse_broken_groups(args, args.tensor_model_parallel_size)
+    _refuse_batch(policy)
+
+
 def _refuse_first(table: tuple[Refusal, ...], cause: str, args: Any) -> None:
     for refusal in table:
         if refusal.applies(args):
@@ -315,12 +350,16 @@ def _refuse_broken_groups(args: Any, tp: int) -> None:
         )
 
 
-def _refuse_policy(policy: TrainingPolicy, layout: Layout) -> None:
+def _refuse_batch(policy: TrainingPolicy) -> None:
     if policy.batch.mode != "strict":
         raise Refused(
             f"--ntp-batch-mode {policy.batch.mode} is not built yet on Megatron",
             way_out="leave it out: strict computes every sample of the global batch",
         )
+
+
+def _refuse_policy(policy: TrainingPolicy, layout: Layout) -> None:
+    _refuse_batch(policy)
     for (replica, stage), pattern in layout.standing.patterns.items():
         width = layout.topology.tp - len(pattern)
         if width < policy.min_tp_width:

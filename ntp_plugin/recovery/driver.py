@@ -82,6 +82,18 @@ class Driver:
                     raise
                 self._walk()
 
+    def let_go[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
+        """Run something that may be left out; None where a loss has interrupted it."""
+        try:
+            self._groups.check()
+            return (work(),)
+        except PeerLost:
+            return None
+        except RuntimeError:
+            if not self._a_loss_follows():
+                raise
+            return None
+
     def finish(self) -> None:
         """Wait until all members are done, through whatever losses: who just ends is missed by the others, and lost."""
         while not self._agreement.everybody_is_done():

@@ -8,6 +8,8 @@ from pathlib import Path
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.errors import ConfigError
 
+_TOLD_BY = "NTP_HEARTBEATS"
+
 
 def corner(run_id: str) -> str:
     """The corner of the store that belongs to a job, so that several jobs can share one."""
@@ -41,10 +43,15 @@ class Place:
         """Whether this process takes the place of one that was lost."""
         return self.seat not in self.first_view.seats
 
+    @staticmethod
+    def is_told(environment: Mapping[str, str] = os.environ) -> bool:
+        """Whether `ntp run` started this process."""
+        return _TOLD_BY in environment
+
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> "Place":
         """From the environment that `ntp run` made."""
-        if "NTP_HEARTBEATS" not in environment:
+        if _TOLD_BY not in environment:
             raise ConfigError("this process was not started by `ntp run`", way_out="ntp run takes torchrun's flags")
         tenant = int(environment.get("NTP_TENANT", "0"))
         return cls(

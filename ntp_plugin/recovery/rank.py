@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
 from ntp_plugin.recovery.driver import Driver
 from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
 from ntp_plugin.recovery.place import Place
@@ -44,15 +45,28 @@ class ElasticRank:
         place = self.place
         joined = Agreement.joining if place.joining else Agreement.founding
         agreement = joined(self._agreeing, place.first_view, place.seat)
+        self.doorkeeper = Doorkeeper(self._agreeing, lambda: self.groups.epoch, agreement.newer_view_exists)
         newest = self._heartbeats.newest_epoch
         self._driver = Driver(agreement=agreement, newest_epoch=newest, groups=self.groups, trainer=trainer)
         return self._driver
 
+    def wait_to_be_let_in(self) -> None:
+        """As a newcomer, before it is driven: until the members open for it."""
+        wait_to_be_let_in(self._agreeing, self.place.first_view)
+
     def start(self) -> None:
         """Begin to beat and to watch; a newcomer comes in."""
+        self.beat()
+        self.watch()
+
+    def watch(self) -> None:
+        """Begin to watch for losses; a newcomer comes in."""
         assert self._driver is not None, "there is a trainer to drive"
-        self._heart.start()
         self._driver.start()
+
+    def beat(self) -> None:
+        """Begin to beat: from now on a process that stands still is taken for lost."""
+        self._heart.start()
 
     def leave(self) -> None:
         """End the threads, and leave torch as it was."""

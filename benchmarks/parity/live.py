@@ -1,0 +1,181 @@
+"""A live run of Megatron's own pretrain in ranks of the harness: as `ntp run` would start it, and some ranks die."""
+
+import dataclasses
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parity.job import RECIPES, Job, Looker, Seen
+from ntp_plugin.errors import NtpError
+from ntp_plugin.testing.faults import Fault
+from ntp_plugin.testing.ranks import Rank, Ranks
+
+MOMENTS = (
+    *("setup", "step", "forward", "backward", "bucket", "reduced", "clip", "vote", "after vote", "apply", "applied"),
+    *("scheduled", "log", "between", "evaluate", "evaluated"),
+    *("report", "plan", "regroup", "stand on", "moved", "built", "made", "stood"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lived:
+    """What one rank of a live run saw."""
+
+    seen: Seen
+    recoveries: list[dict[str, float]]
+    epoch: int
+    width: int
+
+
+def live(
+    job: Job, *, faults: Sequence[Fault] = (), timeout_s: float = 180.0
+) -> tuple[dict[int, Lived], list[list[int]]]:
+    """What the ranks saw that were left, and which samples went into which attempt: [step, epoch, sample]."""
+    os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    with Ranks(job.processes, Play(job), faults=faults, moments=MOMENTS) as ranks:
+        outcomes = ranks.wait(timeout_s)
+    return outcomes, ranks.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Play:
+    """What a rank does, in a process of its own."""
+
+    job: Job
+
+    def __call__(self, rank: Rank) -> Lived:
+        nothing = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        try:
+            return self._play(rank)
+        except NtpError:
+            raise
+        except BaseException:
+            raise RuntimeError(f"rank {rank.slot}:\n{traceback.format_exc()[-6000:]}") from None
+
+    def _play(self, rank: Rank) -> Lived:
+        place = rank.place
+        os.environ |= {
+            "RANK": str(rank.slot),
+            "LOCAL_RANK": str(rank.slot),
+            "WORLD_SIZE": str(place.slots),
+            "LOCAL_WORLD_SIZE": str(place.slots),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(rank.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": Path(place.corner).name,
+            "NTP_HEARTBEATS": str(place.heartbeats),
+            "NTP_BEAT_S": str(place.beat_s),
+            "NTP_OCCUPANT": rank.seat.occupant,
+        }
+        from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
+        from ntp_plugin.megatron.live import start  # noqa: PLC0415
+
+        cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
+        activation.install()
+        looker = Looker(self.job)
+        tell_moments(rank)
+        recipe = str(self.job.recipe)
+        sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
+        sys.path[0] = str(RECIPES)
+        runpy.run_path(recipe, run_name="__main__")
+        assert start.Jobs.now is not None, "it was a live job"
+        trainer = start.Jobs.now.trainer
+        lived = Lived(
+            seen=looker.seen(),
+            recoveries=[],
+            epoch=start.Jobs.now.rank.groups.epoch,
+            width=trainer.layout(trainer.lost).width,
+        )
+        start.end()
+        return lived
+
+
+def tell_moments(rank: Rank) -> None:
+    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
+    from ntp_plugin.megatron.live import start  # noqa: PLC0415
+
+    begin = start.LiveJob.__init__
+
+    def told(job: Any, *args: Any) -> None:
+        begin(job, *args)
+        _tell_of_steps(rank, job)
+        _tell_of_walks(rank, job)
+
+    setattr(start.LiveJob, "__init__", told)  # noqa: B010
+
+
+def _tell_of_steps(rank: Rank, job: Any) -> None:
+    from megatron.core.pipeline_parallel import schedules  # noqa: PLC0415
+
+    def step() -> int:
+        return int(job.loop.done) + 1
+
+    def tells(owner: Any, name: str, before: str | None, after: str | None) -> None:
+        original = getattr(owner, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            number = step()
+            if before:
+                rank.reached(before, number)
+            result = original(*args, **kwargs)
+            if after:
+                rank.reached(after, number)
+            return result
+
+        setattr(owner, name, told)
+
+    tells(job.step, "_begin", "step", None)
+    tells(job.step, "reported", "reduced", None)
+    tells(job.loop, "vote", "vote", None)
+    tells(job.loop, "apply", "apply", "applied")
+    tells(job.loop, "between", "between", None)
+    tells(job.step, "_told", "scheduled", None)
+    tells(schedules, "forward_step", "forward", None)
+    tells(schedules, "backward_step", "backward", None)
+    _record_samples(rank, job, step)
+
+
+def _record_samples(rank: Rank, job: Any, step: Any) -> None:
+    """Write down which samples a rank draws, where a kill cannot take it back; the first of a TP group draws."""
+    from megatron.core.datasets.gpt_dataset import MockGPTDataset  # noqa: PLC0415
+
+    item = MockGPTDataset.__getitem__
+
+    def drawn(dataset: Any, index: Any) -> Any:
+        if job.loop._inside and dataset is job.samples._sets[0]:
+            rank.write([["drawn", step(), job.rank.groups.epoch, int(index)]])
+        return item(dataset, index)
+
+    MockGPTDataset.__getitem__ = drawn
+
+
+def _tell_of_walks(rank: Rank, job: Any) -> None:
+    def epoch() -> int:
+        return int(job.driver._agreement.member.view.epoch)
+
+    def tells(owner: Any, name: str, before: str | None, after: str | None = None) -> None:
+        original = getattr(owner, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                rank.reached(before, epoch=epoch())
+            result = original(*args, **kwargs)
+            if after:
+                rank.reached(after, epoch=epoch())
+            return result
+
+        setattr(owner, name, told)
+
+    tells(job.driver, "_report", "report")
+    tells(job.trainer, "plan", "plan")
+    tells(job.driver, "_regroup", "regroup")
+    tells(job.trainer, "stand_on", "stand on", "stood")
+    tells(job.trainer, "_put_in", "moved")
+    tells(job.anatomy, "wrap_again", "built", "made")

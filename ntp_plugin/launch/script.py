@@ -1,0 +1,116 @@
+"""A worker's script, with the plugin's hooks in the framework that it imports.
+
+`ntp run` puts this module before the script of a worker whose arguments switch the plugin on (`--ntp-enable`,
+`--ntp-config`), so that a recipe needs no line of ours:
+
+    python -m ntp_plugin.launch.script pretrain_gpt.py ARGUMENTS          or   ... -m MODULE ARGUMENTS
+
+Nothing is imported for it. The hooks go in when the script has imported the framework's arguments, and not at all
+where it never does. Only the rehearsal on CPU has to be there before the framework (`megatron/cpu.py`).
+"""
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ntp_plugin.errors import NtpError
+
+SWITCHES = ("--ntp-enable", "--ntp-config")
+_MEGATRON = "megatron.training.arguments"
+
+
+def with_hooks(words: Sequence[str]) -> tuple[str, ...]:
+    """A worker's command behind `python`, with this module before its script where its arguments switch us on."""
+    if not any(word.split("=")[0] in SWITCHES for word in words):
+        return tuple(words)
+    place = next(number for number, word in enumerate(words) if word == "-m" or not word.startswith("-"))
+    if words[place : place + 2] == ("-m", "ntp_plugin.megatron"):
+        return tuple(words)
+    return (*words[:place], "-m", __name__, *words[place:])
+
+
+class AfterImport(MetaPathFinder):
+    """Calls a function once, right after a module was imported by whoever imports it first."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
+        """Its own spec, with a loader that calls the function in the end."""
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader, self._then)
+        return spec
+
+
+class _Then(Loader):
+    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then()
+
+    def __getattr__(self, name: str) -> Any:  # whatever else is asked of a module's loader: its source, say
+        return getattr(self._loader, name)
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the script as Python would; an error of ours ends it with one line and its exit code."""
+    try:
+        _rehearse_on_cpu()
+        sys.meta_path.insert(0, AfterImport(_MEGATRON, _hook_megatron))
+        try:
+            _run(words)
+        except SystemExit as exit_:
+            if exit_.code:
+                raise
+        _end()
+    except NtpError as error:
+        print(f"ntp: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+def _run(words: Sequence[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _rehearse_on_cpu() -> None:
+    if os.environ.get("NTP_CPU"):
+        from ntp_plugin.megatron import cpu  # noqa: PLC0415  (it brings torch)
+
+        cpu.install(cpu.wanted())
+
+
+def _hook_megatron() -> None:
+    from ntp_plugin.megatron import activation  # noqa: PLC0415  (the framework is there now)
+
+    activation.install()
+
+
+def _end() -> None:
+    if "ntp_plugin.megatron.activation" in sys.modules:
+        sys.modules["ntp_plugin.megatron.activation"].end()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

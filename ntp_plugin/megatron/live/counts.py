@@ -1,0 +1,56 @@
+"""What a job counts outside of its model and optimizer, as a newcomer is told it.
+
+A checkpoint holds the same: how far the training has come, how many samples it has consumed, where the schedule of the
+learning rate stands. A newcomer comes in where a step begins, or not at all: its own loop can begin nowhere else.
+"""
+
+import dataclasses
+from typing import Any
+
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from ntp_plugin.errors import Excluded
+from ntp_plugin.megatron.live.anatomy import Anatomy
+from ntp_plugin.megatron.live.loop import Loop
+
+_ARGUMENTS = (
+    *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
+    *("num_floating_point_operations_so_far", "do_train", "do_valid", "do_test"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Of a member, at the beginning of a section."""
+
+    in_step: bool
+    iteration: int
+    sections: int
+    arguments: dict[str, Any]
+    scheduled: int
+    """Samples, as the schedule of the learning rate counts them."""
+
+
+def count(args: Any, anatomy: Anatomy, loop: Loop) -> Counts:
+    """Of this rank."""
+    return Counts(
+        in_step=loop.in_step,
+        iteration=args.curr_iteration,
+        sections=loop.done,
+        arguments={name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)},
+        scheduled=anatomy.scheduler.num_steps,
+    )
+
+
+def adopt(counts: Counts, args: Any, anatomy: Anatomy, loop: Loop) -> None:
+    """Go on from there."""
+    if not counts.in_step:
+        raise Excluded(
+            f"the others were not about to take a step, after {counts.iteration} iterations",
+            way_out="this process ends; a new one may join in its slot",
+        )
+    vars(args).update(counts.arguments)
+    args.iteration = args.curr_iteration = counts.iteration
+    get_rerun_state_machine().current_iteration = counts.iteration
+    loop.done = counts.sections
+    anatomy.scheduler.num_steps = counts.scheduled  # what it has set the optimizer to came with that

@@ -1,0 +1,160 @@
+"""Everything of Megatron's that a live job has replaced from its start, with the reason of each.
+
+With nobody lost none of it computes anything but the vote. What a hurt layout needs is put in place by the walk
+(`trainer.py`), and taken out again when everybody is back.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ntp_plugin.megatron.live.loop import Loop
+from ntp_plugin.megatron.replacements import Replacement
+
+if TYPE_CHECKING:
+    from ntp_plugin.megatron.live.start import LiveJob
+
+_TRAINING = "megatron.training.training"
+
+
+def table(job: "LiveJob") -> tuple[Replacement, ...]:
+    """The hooks of a live job."""
+    return (*_what_is_built(job), *_sections(job), *_between(job.loop))
+
+
+def _what_is_built(job: "LiveJob") -> tuple[Replacement, ...]:
+    return (
+        Replacement(
+            target=f"{_TRAINING}:setup_model_and_optimizer",
+            why="the model is built again for another layout, by the same recipe",
+            make=lambda original: _then(job.anatomy.set_up(original), job.model_is_built),
+        ),
+        Replacement(
+            target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+            why="its buffers are made again, with what it was first given",
+            make=job.anatomy.wrapper,
+        ),
+        Replacement(
+            target=f"{_TRAINING}:build_train_valid_test_datasets",
+            why="another slot may become the first of its TP group, which alone reads samples",
+            make=job.samples.data_sets,
+        ),
+        Replacement(
+            target=f"{_TRAINING}:build_pretraining_data_loader",
+            why="a step that is taken again needs its samples again, by another share maybe",
+            make=job.samples.loader,
+        ),
+    )
+
+
+def _sections(job: "LiveJob") -> tuple[Replacement, ...]:
+    return (
+        Replacement(
+            target=f"{_TRAINING}:get_forward_backward_func",
+            why="it is asked for once, and which micro-batches it is to run changes with the layout",
+            make=lambda original: _schedule(job, original),
+        ),
+        Replacement(
+            target=f"{_TRAINING}:train",
+            why="sections begin here, and newcomers come in before it asks how many iterations are done",
+            make=lambda original: _first(job.begin_sections, original),
+        ),
+        Replacement(
+            target=f"{_TRAINING}:train_step",
+            why="a step that a loss interrupts is taken again",
+            make=job.step.section,
+        ),
+        *(
+            Replacement(
+                target=f"{_TRAINING}:{name}",
+                why="ranks must know whether all have ended it, before they go on",
+                make=lambda original: _voted(job.loop, original),
+            )
+            for name in ("evaluate_and_print_results", "save_checkpoint_and_time")
+        ),
+    )
+
+
+def _between(loop: Loop) -> tuple[Replacement, ...]:
+    return (
+        Replacement(
+            target="torch.distributed:barrier",
+            why="Megatron's timers and messages wait for everybody between steps, and can do without",
+            make=lambda original: _left_out(loop, original),
+        ),
+        *(
+            Replacement(
+                target=f"megatron.core.timers:Timers.{name}",
+                why="it asks all ranks for their times",
+                make=lambda original: _left_out(loop, original),
+            )
+            for name in ("log", "write")
+        ),
+        Replacement(
+            target=f"{_TRAINING}:reduce_max_stat_across_model_parallel_group",
+            why="the log asks for a learning rate that all have",
+            make=lambda original: _left_out(loop, original, lambda stat, *_, **__: stat),
+        ),
+    )
+
+
+def _then(function: Any, after: Any) -> Any:
+    @functools.wraps(function)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        after()
+        return result
+
+    return both
+
+
+def _first(before: Any, function: Any) -> Any:
+    @functools.wraps(function)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return function(*args, **kwargs)
+
+    return both
+
+
+def _schedule(job: "LiveJob", original: Any) -> Any:
+    """`get_forward_backward_func`: by this replica's share while somebody is lost, else Megatron's own."""
+
+    @functools.wraps(original)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        def run(**said: Any) -> Any:
+            share = job.trainer.share
+            losses = (share.schedule(original) if share else original)(*args, **kwargs)(**said)
+            if not said.get("forward_only"):
+                job.step.reported(losses, of_all=share is not None)
+            return losses
+
+        return run
+
+    return get
+
+
+def _voted(loop: Loop, original: Any) -> Any:
+    """A section that changes nothing of the training."""
+
+    @functools.wraps(original)
+    def section(*args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = []
+
+        def work() -> Any:
+            results[:] = [original(*args, **kwargs)]
+            loop.vote(lambda: None, torch.zeros(1))
+            return results[0]
+
+        return loop.section(work, lambda: results[0])
+
+    return section
+
+
+def _left_out(loop: Loop, original: Any, instead: Any = lambda *_, **__: None) -> Any:
+    @functools.wraps(original)
+    def maybe(*args: Any, **kwargs: Any) -> Any:
+        return loop.between(lambda: original(*args, **kwargs), lambda: instead(*args, **kwargs))
+
+    return maybe

@@ -1,0 +1,135 @@
+"""Megatron's training loop as a sequence of sections, each of which ends with a vote.
+
+A section is a training step, an evaluation, or a checkpoint. It is numbered, in the same order on all ranks; its number
+is what members report, and decide on, in a walk. Before the vote nothing has been applied, so that everybody does the
+section again. Whoever has left the vote knows that all have come to it: it applies, and if a loss keeps others from
+leaving, they apply in the next walk (`roll_forward`).
+
+The vote is one all-reduce over the world. It sums a few numbers, so that what is to be told of a section is known to
+all who left it; who rolls forward is told by one of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.recovery.driver import Driver
+
+
+class Recalled(Protocol):
+    """What the loop around the sections was like when one of them began."""
+
+    def restore(self) -> None:
+        """Have it so again: the section is done once more, from its beginning."""
+
+
+class Surroundings(Protocol):
+    """The loop around the sections."""
+
+    def recall(self) -> Recalled:
+        """What it is like now."""
+
+    def begin_work(self) -> None:
+        """A section is begun, for the first time or again."""
+
+
+class Loop:
+    """Where this rank is in the sequence."""
+
+    def __init__(self, groups: ElasticGroups, surroundings: Surroundings) -> None:
+        self._groups, self._surroundings = groups, surroundings
+        self.driver: Driver | None = None
+        """Once the job is driven."""
+        self.done = 0
+        """Sections that are over, everywhere."""
+        self.prepared = False
+        """Whether this rank came to the vote of the section in flight."""
+        self.outcome = torch.zeros(0)
+        """The numbers that the last vote summed."""
+        self.in_step = False
+        """Whether the section in flight is a training step."""
+        self._apply: Callable[[], Any] = _nothing
+        self._inside = False
+        self._apart = False
+        """Others may be past what lies between here and the next section."""
+
+    def drive(self, driver: Driver, *, apart: bool) -> None:
+        """Sections may be entered from now on. `apart`: the others are past whatever comes before the first of them."""
+        self.driver, self._apart = driver, apart
+
+    def section[Result](
+        self, work: Callable[[], Result], told: Callable[[], Result], *, is_step: bool = False
+    ) -> Result:
+        """Do it, through whatever losses. `work` calls `vote` once; `told` says its result where the vote was followed
+        by a loss."""
+        if self._inside:  # a part of another section
+            return work()
+        assert self.driver is not None, "sections are part of a driven job"
+        number, recalled = self.done + 1, self._surroundings.recall()
+        first = True
+
+        def attempt() -> Result:
+            nonlocal first
+            if self.done == number:
+                self._apart = True
+                return told()
+            if not first:
+                recalled.restore()
+            first, self._apart = False, False
+            self._surroundings.begin_work()
+            return work()
+
+        self._inside, self.in_step = True, is_step
+        try:
+            return self.driver.carry_through(attempt)
+        finally:
+            self._inside = self.in_step = False
+
+    def vote[Result](self, apply: Callable[[], Result], numbers: torch.Tensor) -> Result:
+        """Wait for all to come here, have the sums of these numbers, and apply."""
+        self._groups.confirm()
+        self._apply, self.prepared = apply, True
+        summed = numbers.to("cpu" if dist.get_backend() == "gloo" else "cuda")
+        dist.all_reduce(summed)
+        self._groups.confirm()
+        self.outcome = summed.cpu()
+        result: Result = self.apply()
+        return result
+
+    def roll_forward(self, *, mine: bool, newcomer: bool) -> None:
+        """All members call this when some left the vote and others, this one if `mine`, did not."""
+        told: list[list[float] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if mine or newcomer else self.outcome.tolist())
+        if mine:
+            numbers = next(numbers for numbers in told if numbers is not None)
+            self.outcome = torch.tensor(numbers, dtype=torch.float64)
+            self.apply()
+
+    def apply(self) -> Any:
+        """What the section in flight was about; it is over with that."""
+        assert self.prepared, "nothing is applied before the vote"
+        result = self._apply()
+        self._apply, self.prepared, self.done = _nothing, False, self.done + 1
+        return result
+
+    def begin_again(self) -> None:
+        """The section in flight is not over: whoever was ready for its vote does it again."""
+        self._apply, self.prepared = _nothing, False
+
+    def between[Result](self, work: Callable[[], Result], instead: Callable[[], Result]) -> Result:
+        """Something that Megatron does together between two sections, and can do without."""
+        if self._inside or self.driver is None:
+            return work()
+        if not self._apart:
+            result = self.driver.let_go(work)
+            if result is not None:
+                return result[0]
+            self._apart = True
+        return instead()
+
+
+def _nothing() -> None:
+    """Sections that only wait for each other apply nothing."""

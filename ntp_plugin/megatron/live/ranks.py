@@ -1,0 +1,60 @@
+"""Megatron's lists of ranks, after its groups were edited.
+
+The groups are edited in place, so that every handle that Megatron and the user's script keep goes on. Beside them
+Megatron has the ranks of its groups as lists, and two numbers that it may be told: how many replicas there are, and
+which one this is. In a hurt layout they stay the nominal ones, as in a job that begins hurt (`megatron/groups.py`).
+
+A pipeline's group is the one that cannot be edited: in a column that has lost a slot another of its stage stands in,
+which is not among those that the group was made of. So in a hurt layout it is one of the groups of the epoch, and there
+are no embedding groups, again as in a job that begins hurt.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ntp_plugin.megatron.groups import MakeGroups
+from ntp_plugin.megatron.layout import Layout
+
+_LISTS = {
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "_DATA_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "_CONTEXT_PARALLEL_GROUP",
+    "_PIPELINE_GLOBAL_RANKS": "_PIPELINE_MODEL_PARALLEL_GROUP",
+    "_EMBEDDING_GLOBAL_RANKS": "_EMBEDDING_GROUP",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS": "_POSITION_EMBEDDING_GROUP",
+}
+_OF_A_PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS")
+
+
+class MegatronRanks:
+    """What Megatron believes."""
+
+    def __init__(self) -> None:
+        self._nominal: dict[str, Any] = {}
+
+    def tell(self, layout: Layout, make_groups: MakeGroups) -> None:
+        """Have Megatron's own numbers be those of the groups as they are now; all ranks call this together."""
+        self._nominal = self._nominal or {name: getattr(parallel_state, name) for name in _OF_A_PIPELINE}
+        vars(parallel_state).update(self._nominal)
+        hurt = bool(layout.lost)
+        if hurt and layout.topology.pp > 1:
+            parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = _own_column(layout, make_groups)
+            parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
+        for ranks, name in _LISTS.items():
+            group = getattr(parallel_state, name)
+            if group is not None:
+                setattr(parallel_state, ranks, dist.get_process_group_ranks(group))
+        parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = layout.topology.dp if hurt else None
+        parallel_state.set_data_parallel_rank(layout.slot.replica if hurt else None)
+
+
+def _own_column(layout: Layout, make_groups: MakeGroups) -> Any:
+    replicas = sorted({slot.replica for slot in layout.slots})
+    columns = [layout.column(replica, tp) for replica in replicas for tp in range(layout.topology.tp)]
+    wanted = [column for column in dict.fromkeys(columns) if column]
+    made = dict(zip(wanted, make_groups(wanted), strict=True))
+    return made[layout.column(layout.slot.replica, layout.slot.tp)]

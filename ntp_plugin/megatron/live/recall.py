@@ -1,0 +1,69 @@
+"""What a section changes before its vote besides gradients, and how it is had back for another try.
+
+A section can be left anywhere. Then timers of Megatron's run that nobody stopped, its machine for repeated steps
+believes to be in one, an evaluation has switched dropouts off and timers away and has counted samples. Loaders stand
+somewhere, and after a walk they are to be those of another share of the batch.
+"""
+
+import dataclasses
+from typing import Any
+
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+from megatron.training.global_vars import get_timers
+
+from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.megatron.live.anatomy import Anatomy
+from ntp_plugin.megatron.live.samples import Samples
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Before:
+    """What was so when a section began."""
+
+    args: Any
+    anatomy: Anatomy
+    running: frozenset[str]
+    machine: tuple[int, Any]
+    consumed_in_validation: int
+    timers: Any
+    training: tuple[bool, ...]
+
+    def restore(self) -> None:
+        """Have it so again."""
+        for name, timer in get_timers()._timers.items():
+            if name not in self.running:
+                timer._started = False
+        machine = get_rerun_state_machine()
+        machine.state = RerunState.NOT_RUNNING_YET
+        machine.current_iteration, machine.mode = self.machine
+        self.args.consumed_valid_samples = self.consumed_in_validation
+        self.anatomy.chunks[0].config.timers = self.timers
+        for chunk, training in zip(self.anatomy.chunks, self.training, strict=True):
+            chunk.train(training)
+
+
+class LoopState:
+    """Looks at what is so, and has loaders follow the epochs."""
+
+    def __init__(self, args: Any, anatomy: Anatomy, samples: Samples, groups: ElasticGroups) -> None:
+        self._args, self._anatomy, self._samples, self._groups = args, anatomy, samples, groups
+        self._epoch = 0
+
+    def recall(self) -> Before:
+        """As it is now."""
+        machine, config = get_rerun_state_machine(), self._anatomy.chunks[0].config
+        return Before(
+            args=self._args,
+            anatomy=self._anatomy,
+            running=frozenset(name for name, timer in get_timers()._timers.items() if timer._started),
+            machine=(machine.current_iteration, machine.mode),
+            consumed_in_validation=self._args.consumed_valid_samples,
+            timers=config.timers,
+            training=tuple(chunk.training for chunk in self._anatomy.chunks),
+        )
+
+    def begin_work(self) -> None:
+        """A section is begun, for the first time or again: after a walk, from the samples that are consumed."""
+        if self._epoch != self._groups.epoch:
+            self._samples.rewind()
+            self._epoch = self._groups.epoch

@@ -1,0 +1,109 @@
+"""What happens when Megatron has parsed the arguments of a job that `ntp run` started with `--ntp-enable`.
+
+Connections are opened and the world is made here, before Megatron would make it; Megatron finds it made. The rank
+begins to watch for losses at once: until the first section there is no way to go on after one, and whoever waits for
+the lost is let out with an error. It begins to beat with the first section, because what comes before may take long.
+"""
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ntp_plugin.config.sections import Parallel, TrainingPolicy
+from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.live import hooks
+from ntp_plugin.megatron.live.anatomy import Anatomy
+from ntp_plugin.megatron.live.loop import Loop
+from ntp_plugin.megatron.live.newcomer import Alone
+from ntp_plugin.megatron.live.recall import LoopState
+from ntp_plugin.megatron.live.samples import Samples
+from ntp_plugin.megatron.live.trainer import MegatronTrainer
+from ntp_plugin.megatron.live.training_step import TrainingStep
+from ntp_plugin.megatron.replacements import apply_all
+from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.rank import ElasticRank
+
+
+class LiveJob:
+    """This process in a live job, from its arguments to its end."""
+
+    def __init__(self, args: Any, policy: TrainingPolicy) -> None:
+        place, each = Place.read(), args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+        if place.slots % each:
+            raise Refused(
+                f"{place.slots} processes do not make whole replicas of {each}",
+                way_out=f"start a multiple of {each}",
+            )
+        topology = Topology.of(
+            Parallel(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, dp=place.slots // each)
+        )
+        if torch.cuda.device_count() > 0 and args.distributed_backend != "gloo":
+            torch.cuda.set_device(args.local_rank)
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
+        self.anatomy, self.samples = Anatomy(args), Samples(args)
+        self.state = LoopState(args, self.anatomy, self.samples, self.rank.groups)
+        self.loop = Loop(self.rank.groups, self.state)
+        self.step = TrainingStep(args, self.loop, self.rank)
+        self.trainer = MegatronTrainer(
+            args,
+            policy,
+            topology,
+            groups=self.rank.groups,
+            loop=self.loop,
+            anatomy=self.anatomy,
+            samples=self.samples,
+            newcomer=place.joining,
+        )
+        self._alone = Alone()
+        if place.joining:
+            args.load = args.pretrained_checkpoint = None  # it gets all from the others
+            apply_all(self._alone.table())
+        else:
+            self.driver = self.rank.drive(self.trainer)
+            self.rank.watch()
+        apply_all(hooks.table(self))
+
+    def model_is_built(self) -> None:
+        """The last moment before training at which all ranks are together."""
+        self.trainer.begin()
+        self.step.into(self.anatomy.optimizer)
+
+    def begin_sections(self) -> None:
+        """The job is driven from here on; a newcomer comes in."""
+        self.rank.beat()
+        if self.rank.place.joining:
+            self.rank.wait_to_be_let_in()
+            self.driver = self.rank.drive(self.trainer)
+            self._alone.over = True
+            self.rank.watch()
+        self.loop.drive(self.driver, apart=self.rank.place.joining)
+
+    def end(self) -> None:
+        """With the others: a process that ends without it is lost, whatever its code."""
+        if self.loop.driver is not None:
+            self.driver.finish()
+        self.rank.leave()
+
+
+class Jobs:
+    """The one job of this process, if it is a live one."""
+
+    now: LiveJob | None = None
+
+
+def begin(args: Any, policy: TrainingPolicy) -> None:
+    """Make this process a rank of a live job."""
+    assert Jobs.now is None, "arguments are checked once"
+    Jobs.now = LiveJob(args, policy)
+
+
+def end() -> None:
+    """After the user's script, where it ended well."""
+    if Jobs.now is not None:
+        sys.stdout.flush()
+        Jobs.now.end()
+        Jobs.now = None

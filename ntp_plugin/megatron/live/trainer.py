@@ -1,0 +1,214 @@
+"""What a rank of a live Megatron job does in a walk: where it stands, what comes next, and to stand on that.
+
+`stand_on` may be interrupted anywhere. Parameters and optimizer state are held together by `training/relayout.py`.
+Everything else is made from nothing each time: Megatron's own functions are put back first, and then what the new
+layout needs is put in their place. So the way does not matter by which a layout was come to, and with nobody lost
+Megatron runs by itself again.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.comm.agreement import Agreed
+from ntp_plugin.comm.membership import Report
+from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.megatron import hooks
+from ntp_plugin.megatron.batch_share import BatchShare
+from ntp_plugin.megatron.job import Job, nominal_job, share_units
+from ntp_plugin.megatron.lane_sync import LaneSync, named
+from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.live.anatomy import Anatomy
+from ntp_plugin.megatron.live.counts import Counts, adopt, count
+from ntp_plugin.megatron.live.loop import Loop
+from ntp_plugin.megatron.live.ranks import MegatronRanks
+from ntp_plugin.megatron.live.samples import Samples
+from ntp_plugin.megatron.replacements import apply_all
+from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
+from ntp_plugin.planning.recovery_plan import Nominal
+from ntp_plugin.planning.topology import Slot, Topology
+from ntp_plugin.training.relayout import ShardedState, relayout
+from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
+
+_CONNECT_S = 5.0
+"""For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""
+
+
+class MegatronTrainer:
+    """A `Trainer` of one rank."""
+
+    def __init__(
+        self,
+        args: Any,
+        policy: TrainingPolicy,
+        topology: Topology,
+        *,
+        groups: ElasticGroups,
+        loop: Loop,
+        anatomy: Anatomy,
+        samples: Samples,
+        newcomer: bool,
+    ) -> None:
+        self._args, self._policy, self._topology = args, policy, topology
+        self._groups, self._loop, self._anatomy, self._samples = groups, loop, anatomy, samples
+        self._newcomer = newcomer
+        self.share: BatchShare | None = None
+        """Of the global batch, while somebody is lost."""
+        self._nominal: Nominal
+        self._state: ShardedState
+        self._next: tuple[RelayoutPlan, ...]
+        self._alone: Any = None
+        self._own: tuple[Any, Any] | None = None
+        """The model's configuration, and how Megatron itself ends a backward."""
+        self._take_back = _nothing
+        self._ranks = MegatronRanks()
+        self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
+
+    def layout(self, lost: frozenset[Slot] = frozenset()) -> Layout:
+        """Of those who are members, without the lost."""
+        rank = self._groups.rank_of(self._groups.slot)
+        return Layout(topology=self._topology, lost=lost, rank=rank)
+
+    @property
+    def lost(self) -> frozenset[Slot]:
+        """Who is not a member now."""
+        newest = self._lost[max(self._lost)]
+        return frozenset(map(self._topology.slot_of, newest))
+
+    def begin(self) -> None:
+        """Know the model, now that there is one; what could not be cut is refused here. All ranks come together."""
+        layout, anatomy = self.layout(), self._anatomy
+        layers = UnevenLayers(layout, self._args, granule=self._policy.granule)
+        take_back = apply_all(hooks.of_layers(layers), offered=False)
+        try:
+            anatomy.take_over(anatomy.elsewhere())
+        finally:
+            take_back()
+        parameters = dict(named(anatomy.chunks))
+        units = describe(parameters, sequence=self._args.seq_length, last=layout.last)
+        self._nominal = nominal_job(layout, self._policy, self._args, share_units(layout, units))
+        self._state = ShardedState(
+            parameters,
+            anatomy.optimizer.optimizer,
+            mains=_mains(anatomy.optimizer, parameters),
+            newcomer=self._newcomer,
+        )
+        self._state.refuse_what_cannot_be_cut()
+        self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    # ------------------------------------------------ a walk
+
+    def report(self) -> Report:
+        """An update is made in place, so there is no way back."""
+        loop, held = self._loop, self._state.held(self._lost).encode()
+        return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=held)
+
+    def plan(self, agreed: Agreed) -> str:
+        """Who holds what, computes what and sends what, from what everybody reported."""
+        held = {rank: Held.decode(report.held) for rank, report in agreed.reports.items()}
+        self._next = plan_relayout(self._nominal, held, agreed.view.epoch)
+        gone = [self._topology.slot_of(rank) for rank in range(self._topology.size) if rank not in held]
+        if self._args.use_distributed_optimizer:
+            raise StateLost(
+                f"{', '.join(map(str, gone))} lost, and with it the optimizer's state that only it held "
+                f"(--use-distributed-optimizer) after {agreed.decision.step} steps",
+                way_out=_restart(self._args),
+            )
+        if self._next[0].goal.idle:
+            idle = ", ".join(map(str, self._next[0].goal.idle))
+            raise Refused(f"{idle} would have to stand idle, which is not built yet", way_out=_restart(self._args))
+        return digest_of(self._next)
+
+    def stand_on(self, agreed: Agreed) -> None:
+        """Roll forward, move what changes hands, compare everything, and have Megatron run in the new layout."""
+        if agreed.decision.roll_forward:
+            mine = self._groups.slot in agreed.decision.roll_forward
+            self._loop.roll_forward(mine=mine, newcomer=self._newcomer)
+        self._loop.begin_again()
+        self._put_back()
+        self._lost = self._next[self.layout().slot.stage].lost
+        relayout(self._next, self._state, self._groups, step=agreed.decision.step)
+        if any(report.newcomer for report in agreed.reports.values()):
+            self._share_counts()
+        assert self._loop.done == agreed.decision.step, "all stand on one step"
+        layout = self.layout(self.lost)
+        self._ranks.tell(layout, self._make_groups)
+        self._args.rank, self._args.world_size = layout.rank, len(layout.slots)
+        self._put_in(layout)
+        self._newcomer = False
+
+    def _share_counts(self) -> None:
+        """What the job has counted so far, from who was there to newcomers."""
+        told: list[Counts | None] = [None] * len(self._groups.members)
+        dist.all_gather_object(told, None if self._newcomer else count(self._args, self._anatomy, self._loop))
+        if self._newcomer:
+            adopt(next(counts for counts in told if counts), self._args, self._anatomy, self._loop)
+
+    # ------------------------------------------------ Megatron's functions
+
+    def _put_back(self) -> None:
+        self._take_back()
+        self._take_back = _nothing
+        self.share, self._samples.make_training = None, _as_it_is
+        if self._own is not None:
+            config, finalize = self._own
+            config.finalize_model_grads_func = finalize
+
+    def _put_in(self, layout: Layout) -> None:
+        anatomy, args = self._anatomy, self._args
+        if self._own is None:  # Megatron sets it when training begins
+            config = anatomy.chunks[0].config
+            self._own = config, config.finalize_model_grads_func
+        job = Job(
+            layout,
+            self._policy,
+            args,
+            make_groups=self._make_groups,
+            alone=lambda: self._alone,
+            plan=self._next[0].goal,
+        )
+        sync, layers = LaneSync(job), UnevenLayers(layout, args, granule=self._policy.granule)
+        hurt = bool(layout.lost)
+        self._take_back = apply_all(
+            hooks.of_a_layout(job, layers, sync) if hurt else hooks.of_layers(layers), offered=False
+        )
+        anatomy.take_over(anatomy.elsewhere())
+        if not hurt:
+            self._take_back()
+            self._take_back = _nothing
+        anatomy.wrap_again()
+        if hurt:
+            self.share = BatchShare(job, sync)
+            self._samples.make_training = self.share.by_share
+
+    def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
+        tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]
+        return list(self._groups.make_lanes(tuples, timeout_s=_CONNECT_S))
+
+
+def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
+    """The float32 copies that are stepped instead of parameters in bf16, by the parameters' names."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    (optimizer,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    groups = zip(
+        getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
+    )
+    pairs = [pair for halves, mains in groups for pair in zip(halves, mains, strict=True)]
+    return {names[half]: main for half, main in pairs}
+
+
+def _restart(args: Any) -> str:
+    saved = f"the last checkpoint in {args.save}" if args.save else "the last checkpoint (this job saves none: --save)"
+    return f"restart from {saved}"
+
+
+def _nothing() -> None:
+    """There is nothing to take back."""
+
+
+def _as_it_is(even: Any) -> Any:
+    return even

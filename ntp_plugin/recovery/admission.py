@@ -1,0 +1,69 @@
+"""Newcomers come in where the members let them: between two steps, so that nobody's work is interrupted.
+
+A newcomer asks, on the job's store, and waits. One member looks whether somebody asks, tells the others with its next
+vote, and opens; then all wait a moment for the view with the newcomer in it, which breaks nothing off. Askings of one
+epoch are numbered, so that one who asked and died does not hold the members up twice.
+"""
+
+import time
+from collections.abc import Callable
+
+from ntp_plugin.comm.membership import View, newest_view
+from ntp_plugin.comm.store import KeyStore
+
+_POLL_S = 0.01
+"""A newcomer's look at the store, and a member's for the view that it has opened for."""
+_WAIT_S = 2.0
+"""From the opening to the newcomer's view: it takes some milliseconds, unless the newcomer has just died."""
+
+
+def _asked(epoch: int, number: int) -> str:
+    return f"asked/{epoch}/{number}"
+
+
+def _opened(epoch: int, number: int) -> str:
+    return f"opened/{epoch}/{number}"
+
+
+def wait_to_be_let_in(store: KeyStore, first: View) -> None:
+    """As a newcomer: ask, again in each epoch, until a member opens; also who asks with others is let in."""
+    view, number = newest_view(store.read, first), 0
+    while not view.over:  # whoever joins then is told that it comes too late
+        while store.present([_opened(view.epoch, number)]):  # for those who asked before
+            number += 1
+        store.create(_asked(view.epoch, number), "")
+        while (newest := newest_view(store.read, view)) == view:
+            if store.present([_opened(view.epoch, number)]):
+                return
+            time.sleep(_POLL_S)
+        view, number = newest, 0
+
+
+class Doorkeeper:
+    """The members' side, in each of them; one of them is the one who looks."""
+
+    def __init__(self, store: KeyStore, epoch: Callable[[], int], newer_view_exists: Callable[[], bool]) -> None:
+        self._store, self._epoch, self._newer_view_exists = store, epoch, newer_view_exists
+        self._of_epoch, self._number = 0, 0
+
+    def somebody_asks(self) -> bool:
+        """Whether the door should be opened."""
+        self._begin_epoch()
+        return self._store.present([_asked(self._epoch(), self._number)])
+
+    def open(self, *, mine: bool) -> bool:
+        """All members call this, and it is `mine` to say on one. Whether somebody is coming in."""
+        self._begin_epoch()
+        if mine:
+            self._store.create(_opened(self._epoch(), self._number), "")
+        self._number += 1
+        deadline = time.monotonic() + _WAIT_S
+        while not self._newer_view_exists():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _begin_epoch(self) -> None:
+        if self._of_epoch != self._epoch():
+            self._of_epoch, self._number = self._epoch(), 0
