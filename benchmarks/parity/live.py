@@ -4,8 +4,9 @@ import dataclasses
 import os
 import runpy
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,26 @@ class Lived:
     width: int
 
 
+type Rows = list[list[Any]]
+
+
 def live(
-    job: Job, *, faults: Sequence[Fault] = (), timeout_s: float = 180.0
-) -> tuple[dict[int, Lived], list[list[int]]]:
-    """What the ranks saw that were left, and which samples went into which attempt: [step, epoch, sample]."""
+    job: Job,
+    *,
+    faults: Sequence[Fault] = (),
+    back: Mapping[int, int] | None = None,
+    timeout_s: float = 180.0,
+) -> tuple[dict[int, Lived], Rows]:
+    """What the ranks saw that were left, and which samples went into which attempt: ["drawn", step, epoch, sample].
+
+    `back`: slots that start again once they are dead, and the section at which the others wait until they ask.
+    """
     os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    with Ranks(job.processes, Play(job), faults=faults, moments=MOMENTS) as ranks:
+    with Ranks(job.processes, Play(job, back or {}), faults=faults, moments=MOMENTS) as ranks:
+        for slot in back or {}:
+            ranks.wait_for_death(slot, timeout_s)
+            ranks.start_again(slot)
         outcomes = ranks.wait(timeout_s)
     return outcomes, ranks.rows
 
@@ -47,6 +61,7 @@ class Play:
     """What a rank does, in a process of its own."""
 
     job: Job
+    back: Mapping[int, int]
 
     def __call__(self, rank: Rank) -> Lived:
         nothing = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -55,8 +70,10 @@ class Play:
         try:
             return self._play(rank)
         except NtpError:
+            traceback.print_exc()
             raise
         except BaseException:
+            traceback.print_exc()
             raise RuntimeError(f"rank {rank.slot}:\n{traceback.format_exc()[-6000:]}") from None
 
     def _play(self, rank: Rank) -> Lived:
@@ -80,7 +97,7 @@ class Play:
         cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
         activation.install()
         looker = Looker(self.job)
-        tell_moments(rank)
+        tell_moments(rank, self.back)
         recipe = str(self.job.recipe)
         sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
         sys.path[0] = str(RECIPES)
@@ -97,7 +114,7 @@ class Play:
         return lived
 
 
-def tell_moments(rank: Rank) -> None:
+def tell_moments(rank: Rank, back: Mapping[int, int]) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
     from ntp_plugin.megatron.live import start  # noqa: PLC0415
 
@@ -106,7 +123,9 @@ def tell_moments(rank: Rank) -> None:
     def told(job: Any, *args: Any) -> None:
         begin(job, *args)
         _tell_of_steps(rank, job)
-        _tell_of_walks(rank, job)
+        if not rank.joining:  # no fault is planned for who comes back, and it is driven later
+            _tell_of_walks(rank, job)
+        _wait_for_those_who_come_back(rank, job, back)
 
     setattr(start.LiveJob, "__init__", told)  # noqa: B010
 
@@ -140,6 +159,23 @@ def _tell_of_steps(rank: Rank, job: Any) -> None:
     tells(schedules, "forward_step", "forward", None)
     tells(schedules, "backward_step", "backward", None)
     _record_samples(rank, job, step)
+
+
+def _wait_for_those_who_come_back(rank: Rank, job: Any, back: Mapping[int, int]) -> None:
+    begin, ask = job.step._begin, job.rank.wait_to_be_let_in
+
+    def wait_and_begin(*args: Any, **kwargs: Any) -> Any:
+        for slot, section in back.items():
+            while job.loop.done + 1 == section and not (Path(rank.folder) / f"asks-{slot}").exists():
+                time.sleep(0.01)
+                job.rank.groups.check()
+        return begin(*args, **kwargs)
+
+    def told_ask() -> None:
+        (Path(rank.folder) / f"asks-{rank.slot}").touch()
+        ask()
+
+    job.step._begin, job.rank.wait_to_be_let_in = wait_and_begin, told_ask
 
 
 def _record_samples(rank: Rank, job: Any, step: Any) -> None:

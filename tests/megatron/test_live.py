@@ -1,20 +1,36 @@
-"""Ranks of a Megatron job die, and the job goes on as if it had not happened."""
+"""Ranks of a Megatron job die, and the job goes on as if it had not happened.
+
+The reference is Megatron without us: one whole replica that computes the whole batch.
+"""
+
+import dataclasses
 
 import pytest
 
 from benchmarks.numerics import BOUNDS
-from benchmarks.parity.job import STEPS, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, Job, uniform
+from benchmarks.parity.job import STEPS, Job, largest_differences, run
+from benchmarks.parity.layouts import BASE, MODELS, uniform
 from benchmarks.parity.live import live
+from ntp_plugin.errors import StateLost
 from ntp_plugin.testing.faults import kill
+
+IN_A_STEP = ["step", "forward", "backward", "reduced", "vote", "apply", "applied", "between"]
+IN_A_WALK = ["report", "plan", "regroup", "stand on", "moved", "built", "made", "stood"]
 
 
 def job(**options):
     return Job(**{"model": MODELS[BASE], "tp": 2, "dp": 2, "enabled": True, **options})
 
 
-def assert_same_training(lived, reference):
-    worst = largest_differences({slot: one.seen for slot, one in lived.items()}, reference)
+def assert_same_training(lived, reference=None):
+    """Of a newcomer's steps only the last are its own; before that it is taken for what the others are."""
+    oldest = max((one.seen for one in lived.values()), key=lambda seen: len(seen.norms))
+    seen = {}
+    for slot, one in lived.items():
+        missing = STEPS - len(one.seen.norms)
+        losses = [*oldest.losses[:missing], *one.seen.losses] if one.seen.losses else []
+        seen[slot] = dataclasses.replace(one.seen, losses=losses, norms=[*oldest.norms[:missing], *one.seen.norms])
+    worst = largest_differences(seen, reference or run(uniform(BASE)))
     assert max(worst.values()) <= BOUNDS["float64"], worst
 
 
@@ -27,19 +43,78 @@ def assert_every_sample_once(rows, batch=6):
         assert sorted(samples) == list(range((step - 1) * batch, step * batch)), step
 
 
+def widths(lived):
+    return {slot: one.width for slot, one in lived.items()}
+
+
 def test_nobody_is_lost():
     lived, rows = live(job())
     assert len(lived) == 4
-    assert_same_training(lived, run(uniform(BASE)))
+    assert_same_training(lived)
     assert_every_sample_once(rows)
 
 
 @pytest.mark.parametrize(
-    "moment",
-    ["step", "backward", "reduced", "vote", "apply", "applied", "between"],
+    "moment", [pytest.param(moment, marks=[pytest.mark.short] * (moment == "backward")) for moment in IN_A_STEP]
 )
 def test_a_rank_dies(moment):
     lived, rows = live(job(), faults=[kill(3, during=moment, step=5)])
-    assert {slot: one.width for slot, one in lived.items()} == {0: 2, 1: 2, 2: 1}
-    assert_same_training(lived, run(uniform(BASE)))
+    assert widths(lived) == {0: 2, 1: 2, 2: 1}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2])
+def test_any_slot_may_be_the_one(slot):
+    """The first of a TP group is the one that reads samples; rank 0 prints, and the last rank tells the loss."""
+    lived, rows = live(job(), faults=[kill(slot, during="backward", step=5)])
+    assert sorted(lived) == [other for other in range(4) if other != slot]
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_before_the_first_step():
+    lived, rows = live(job(), faults=[kill(3, during="step", step=1)])
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+@pytest.mark.parametrize("moment", IN_A_WALK)
+def test_another_dies_in_the_recovery(moment):
+    """TP4 + TP4: one of the first replica dies while the others recover from a loss in the second."""
+    lived, rows = live(
+        job(tp=4), faults=[kill(7, during="backward", step=5), kill(1, during=moment, epoch=1)], timeout_s=240
+    )
+    assert widths(lived) == dict.fromkeys((0, 2, 3, 4, 5, 6), 3)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_a_replica_gets_narrower_until_it_is_gone():
+    faults = [kill(3, during="backward", step=4), kill(2, during="forward", step=8)]
+    lived, rows = live(job(), faults=faults)
+    assert widths(lived) == {0: 2, 1: 2}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_a_whole_replica_dies_at_once():
+    lived, rows = live(job(), faults=[kill(slot, during="backward", step=5) for slot in (0, 1)])
+    assert widths(lived) == {2: 2, 3: 2}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_what_nobody_else_holds_ends_the_job():
+    """Both holders of the same units are gone: the error names them, and what to do."""
+    with pytest.raises(StateLost, match="restart from"):
+        live(job(), faults=[kill(slot, during="backward", step=5) for slot in (1, 3)])
+
+
+@pytest.mark.short
+def test_a_rank_comes_back():
+    lived, rows = live(job(), faults=[kill(3, during="backward", step=5)], back={3: 10})
+    assert widths(lived) == dict.fromkeys(range(4), 2)
+    assert_same_training(lived)
+    assert lived[3].seen.losses == lived[2].seen.losses[-len(lived[3].seen.losses) :]
     assert_every_sample_once(rows)

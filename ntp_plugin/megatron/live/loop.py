@@ -39,7 +39,7 @@ class Surroundings(Protocol):
 class Loop:
     """Where this rank is in the sequence."""
 
-    def __init__(self, groups: ElasticGroups, surroundings: Surroundings) -> None:
+    def __init__(self, groups: ElasticGroups, surroundings: Surroundings, *, newcomer: bool) -> None:
         self._groups, self._surroundings = groups, surroundings
         self.driver: Driver | None = None
         """Once the job is driven."""
@@ -53,12 +53,8 @@ class Loop:
         """Whether the section in flight is a training step."""
         self._apply: Callable[[], Any] = _nothing
         self._inside = False
-        self._apart = False
-        """Others may be past what lies between here and the next section."""
-
-    def drive(self, driver: Driver, *, apart: bool) -> None:
-        """Sections may be entered from now on. `apart`: the others are past whatever comes before the first of them."""
-        self.driver, self._apart = driver, apart
+        self._apart = newcomer
+        """Others may be past what lies between here and the next section; where a newcomer starts, they are."""
 
     def section[Result](
         self, work: Callable[[], Result], told: Callable[[], Result], *, is_step: bool = False
@@ -121,9 +117,9 @@ class Loop:
 
     def between[Result](self, work: Callable[[], Result], instead: Callable[[], Result]) -> Result:
         """Something that Megatron does together between two sections, and can do without."""
-        if self._inside or self.driver is None:
+        if self._inside or (self.driver is None and not self._apart):
             return work()
-        if not self._apart:
+        if self.driver is not None and not self._apart:
             result = self.driver.let_go(work)
             if result is not None:
                 return result[0]

@@ -46,7 +46,7 @@ class LiveJob:
         self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
         self.anatomy, self.samples = Anatomy(args), Samples(args)
         self.state = LoopState(args, self.anatomy, self.samples, self.rank.groups)
-        self.loop = Loop(self.rank.groups, self.state)
+        self.loop = Loop(self.rank.groups, self.state, newcomer=place.joining)
         self.step = TrainingStep(args, self.loop, self.rank)
         self.trainer = MegatronTrainer(
             args,
@@ -80,7 +80,7 @@ class LiveJob:
             self.driver = self.rank.drive(self.trainer)
             self._alone.over = True
             self.rank.watch()
-        self.loop.drive(self.driver, apart=self.rank.place.joining)
+        self.loop.driver = self.driver
 
     def end(self) -> None:
         """With the others: a process that ends without it is lost, whatever its code."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.megatron.live.loop import Loop
@@ -64,6 +65,8 @@ class TrainingStep:
 
     def into(self, optimizer: Any) -> None:
         """Have an optimizer of Megatron's vote before it changes anything, or where it does not because of a norm."""
+        for group in SEPARATE_GRAD_NORM_GROUPS:
+            optimizer.has_grad_norm_group(group)  # asked of all once, and kept: not in a step, that some may do twice
         step, apply = optimizer.step, optimizer.step_with_ready_grads
 
         @functools.wraps(step)
