@@ -291,7 +291,6 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
 
 
 LIVE: tuple[Refusal, ...] = (
-    _not_yet_live("--pipeline-model-parallel-size", _above("pipeline_model_parallel_size")),
     _not_yet_live("--attention-dropout", _above("attention_dropout", 0)),
     _not_yet_live("--hidden-dropout", _above("hidden_dropout", 0)),
     _not_yet_live("--async-save", _given("async_save")),

@@ -8,7 +8,10 @@ driver.finish()                     # with the others: a process that ends witho
 rank.leave()
 """
 
+import base64
+import pickle
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -49,6 +52,16 @@ class ElasticRank:
         newest = self._heartbeats.newest_epoch
         self._driver = Driver(agreement=agreement, newest_epoch=newest, groups=self.groups, trainer=trainer)
         return self._driver
+
+    def leave_word(self, name: str, value: object) -> None:
+        """For newcomers, by one founder: what all of them know alike, and a newcomer cannot find out by itself."""
+        self._agreeing.create(f"word/{name}", base64.b64encode(pickle.dumps(value)).decode())
+
+    def word(self, name: str) -> Any:
+        """What was left, as a newcomer reads it."""
+        value = self._agreeing.read(f"word/{name}")
+        assert value is not None, "newcomers come when founders have begun"
+        return pickle.loads(base64.b64decode(value))
 
     def wait_to_be_let_in(self) -> None:
         """As a newcomer, before it is driven: until the members open for it."""

@@ -24,12 +24,14 @@ def job(**options):
 
 def assert_same_training(lived, reference=None):
     """Of a newcomer's steps only the last are its own; before that it is taken for what the others are."""
-    oldest = max((one.seen for one in lived.values()), key=lambda seen: len(seen.norms))
+    norms, losses_of_all = (
+        max((getattr(one.seen, what) for one in lived.values()), key=len) for what in ("norms", "losses")
+    )
     seen = {}
     for slot, one in lived.items():
         missing = STEPS - len(one.seen.norms)
-        losses = [*oldest.losses[:missing], *one.seen.losses] if one.seen.losses else []
-        seen[slot] = dataclasses.replace(one.seen, losses=losses, norms=[*oldest.norms[:missing], *one.seen.norms])
+        losses = [*losses_of_all[:missing], *one.seen.losses] if one.seen.losses else []
+        seen[slot] = dataclasses.replace(one.seen, losses=losses, norms=[*norms[:missing], *one.seen.norms])
     worst = largest_differences(seen, reference or run(uniform(BASE)))
     assert max(worst.values()) <= BOUNDS["float64"], worst
 
@@ -118,3 +120,58 @@ def test_a_rank_comes_back():
     assert_same_training(lived)
     assert lived[3].seen.losses == lived[2].seen.losses[-len(lived[3].seen.losses) :]
     assert_every_sample_once(rows)
+
+
+PIPELINE = {"tp": 2, "pp": 2, "dp": 2}
+
+
+@pytest.mark.parametrize("slot", [0, 7])
+@pytest.mark.parametrize("model", [BASE, "tied embeddings"])
+def test_a_stage_is_hurt(slot, model):
+    reference = run(uniform(model, tp=2, pp=2))
+    lived, _ = live(job(model=MODELS[model], **PIPELINE), faults=[kill(slot, during="backward", step=5)])
+    assert len(lived) == 7
+    assert_same_training(lived, reference)
+
+
+def test_a_rank_comes_back_into_its_stage():
+    lived, _ = live(job(**PIPELINE), faults=[kill(6, during="backward", step=5)], back={6: 10})
+    assert widths(lived) == dict.fromkeys(range(8), 2)
+    assert_same_training(lived, run(uniform(BASE, tp=2, pp=2)))
+
+
+def test_two_stages_of_a_replica_are_hurt_one_after_the_other_in_an_interleaved_pipeline():
+    interleaved = {**PIPELINE, "chunks": 2, "batch": 8}
+    reference = run(uniform(BASE, tp=2, pp=2, chunks=2, batch=8))
+    faults = [kill(0, during="backward", step=4), kill(5, during="forward", step=9)]
+    lived, _ = live(job(**interleaved), faults=faults)
+    assert_same_training(lived, reference)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--sequence-parallel",
+        "--overlap-grad-reduce --ddp-bucket-size 9000",
+        "--calculate-per-token-loss",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--clip-grad 0",
+    ],
+)
+def test_with(more):
+    options = {"more": more, "tp": 4}
+    whole = run(uniform(BASE, more=more))
+    lived, rows = live(job(**options), faults=[kill(5, during="backward", step=5)])
+    assert_same_training(lived, whole)
+    assert_every_sample_once(rows)
+
+
+@pytest.mark.parametrize("moment", ["forward", "vote", "applied"])
+def test_in_an_evaluation(moment):
+    """Each fifth section is one; it is done again as a whole, and its samples are read again."""
+    more = "--eval-interval 4 --eval-iters 2"
+    whole = run(uniform(BASE, more=more))
+    lived, rows = live(job(more=more), faults=[kill(3, during=moment, step=5)])
+    assert_same_training(lived, whole)
+    last = [one.seen.evaluated[-1] for one in lived.values()]
+    assert last == pytest.approx([whole[0].evaluated[-1]] * 3, rel=1e-12)

@@ -52,7 +52,7 @@ class LiveJob:
             args,
             policy,
             topology,
-            groups=self.rank.groups,
+            rank=self.rank,
             loop=self.loop,
             anatomy=self.anatomy,
             samples=self.samples,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
-from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.megatron import hooks
@@ -31,9 +30,11 @@ from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
 from ntp_plugin.planning.recovery_plan import Nominal
 from ntp_plugin.planning.topology import Slot, Topology
+from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.training.relayout import ShardedState, relayout
 from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
 
+_UNITS = "units of all stages"
 _CONNECT_S = 5.0
 """For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""
 
@@ -47,14 +48,15 @@ class MegatronTrainer:
         policy: TrainingPolicy,
         topology: Topology,
         *,
-        groups: ElasticGroups,
+        rank: ElasticRank,
         loop: Loop,
         anatomy: Anatomy,
         samples: Samples,
         newcomer: bool,
     ) -> None:
         self._args, self._policy, self._topology = args, policy, topology
-        self._groups, self._loop, self._anatomy, self._samples = groups, loop, anatomy, samples
+        self._rank, self._groups = rank, rank.groups
+        self._loop, self._anatomy, self._samples = loop, anatomy, samples
         self._newcomer = newcomer
         self.share: BatchShare | None = None
         """Of the global batch, while somebody is lost."""
@@ -90,7 +92,13 @@ class MegatronTrainer:
             take_back()
         parameters = dict(named(anatomy.chunks))
         units = describe(parameters, sequence=self._args.seq_length, last=layout.last)
-        self._nominal = nominal_job(layout, self._policy, self._args, share_units(layout, units))
+        if self._newcomer:
+            of_all = self._rank.word(_UNITS)
+        else:
+            of_all = share_units(layout, units)
+            if layout.rank == 0:
+                self._rank.leave_word(_UNITS, of_all)
+        self._nominal = nominal_job(layout, self._policy, self._args, of_all)
         self._state = ShardedState(
             parameters,
             anatomy.optimizer.optimizer,
