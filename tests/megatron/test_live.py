@@ -5,11 +5,12 @@ The reference is Megatron without us: one whole replica that computes the whole 
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from benchmarks.numerics import BOUNDS
+from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, uniform
+from benchmarks.parity.layouts import BASE, MODELS, hurt, uniform
 from benchmarks.parity.live import live
 from ntp_plugin.errors import StateLost
 from ntp_plugin.testing.faults import kill
@@ -171,7 +172,25 @@ def test_in_an_evaluation(moment):
     """Each fifth section is one; it is done again as a whole, and its samples are read again."""
     more = "--eval-interval 4 --eval-iters 2"
     whole = run(uniform(BASE, more=more))
-    lived, rows = live(job(more=more), faults=[kill(3, during=moment, step=5)])
+    lived, _ = live(job(more=more), faults=[kill(3, during=moment, step=5)])
     assert_same_training(lived, whole)
     last = [one.seen.evaluated[-1] for one in lived.values()]
     assert last == pytest.approx([whole[0].evaluated[-1]] * 3, rel=1e-12)
+
+
+def test_is_bit_for_bit_a_run_that_was_planned_so():
+    """A loss before anything is applied: then every step is one of the hurt layout."""
+    planned = run(hurt(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}))
+    lived, _ = live(job(), faults=[kill(3, during="step", step=1)])
+    for slot, one in lived.items():
+        assert (one.seen.losses, one.seen.norms) == (planned[slot].losses, planned[slot].norms)
+        for name, part in planned[slot].parts.items():
+            assert np.array_equal(one.seen.parts[name].values, part.values), name
+
+
+def test_bf16():
+    """Its float32 copies move with the weights; bounded by what Megatron itself differs by in bf16."""
+    lived, _ = live(job(**BF16), faults=[kill(3, during="backward", step=5)])
+    worst = largest_differences({slot: one.seen for slot, one in lived.items()}, run(uniform(BASE, **BF16)))
+    bounds = bounds_of(BASE, "bfloat16")
+    assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
