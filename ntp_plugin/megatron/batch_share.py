@@ -82,8 +82,8 @@ class BatchShare:
         """What the script reports, which a replica without micro-batches cannot know by itself; asked for once."""
         if forward_only not in self._kinds:
             mine = {name: (loss.numel(), loss.dtype) for name, loss in (losses[0] if losses else {}).items()}
-            told: list[dict[str, Kind]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(told, mine)
+            told: list[dict[str, Kind]] = [{}] * dist.get_world_size(self._sync.everybody)
+            dist.all_gather_object(told, mine, group=self._sync.everybody)
             self._kinds[forward_only] = dict(sorted({**dict(pair for kinds in told for pair in kinds.items())}.items()))
         return self._kinds[forward_only]
 

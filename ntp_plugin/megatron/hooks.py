@@ -53,6 +53,7 @@ def of_a_layout(job: Job, layers: UnevenLayers, sync: LaneSync) -> tuple[Replace
     return (
         *of_layers(layers),
         *_sums(sync),
+        *(_questions(sync) if job.layout.idle else ()),
         *_stages(Pipeline(job.layout, job.args)),
         *_sequences(job.layout, job.args),
     )
@@ -137,6 +138,17 @@ def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
             why="each replica finds it by itself, with other last bits",
             make=sync.norm,
             offer=norm,
+        ),
+    )
+
+
+def _questions(sync: LaneSync) -> tuple[Replacement, ...]:
+    """What Megatron asks of all in a step, where some are there that take none."""
+    return (
+        Replacement(
+            target="megatron.core.rerun_state_machine:RerunStateMachine._reduce_any",
+            why="it asks the whole world whether a step is to be computed again",
+            make=sync.any_of_all,
         ),
     )
 

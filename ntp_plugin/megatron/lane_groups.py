@@ -8,6 +8,7 @@ Every rank makes all of them, at once and in this order, whether it is in them o
     domain      the slots of one replica's stage, on the way over cores: apart from Megatron's own TP group, which is at
                 work while something is lent
     core        who is the same core in each replica
+    all         everybody who trains, where others are there as well
 """
 
 from collections.abc import Mapping
@@ -45,5 +46,7 @@ def wanted_groups(layout: Layout, plan: RecoveryPlan) -> Wanted:
                 for core in range(len(route.cores.cores))
             }
         wanted["stage", stage, 0] = tuple(slot for slot in layout.slots if slot.stage == stage)
+    if layout.idle:
+        wanted["all", 0, 0] = layout.slots
     shared = plan_shared_lanes(standing, plan.nominal.units, SHARED)
     return wanted | {("shared", 0, number): tuple(members) for number, (members, _) in enumerate(shared)}

@@ -54,6 +54,8 @@ class LaneSync:
         """The same as planning knows them."""
         self.shards: list[LaneShards] = []
         """With the distributed optimizer: all that this rank has to keep state for. What is summed late comes first."""
+        self.everybody: Any = None
+        """The group of all who train; None where that is the world."""
         self._sharded = False
         self._crossing: Crossing | None = None
         self._sum_late: Sums
@@ -89,6 +91,7 @@ class LaneSync:
         plan = self._job.agree(units) if at_start else self._job.plan
         wanted = wanted_groups(self._layout, plan)
         made = dict(zip(wanted, self._job.make_groups(list(wanted.values())), strict=True))
+        self.everybody = made.get(("all", 0, 0))
         self._crossing = find_crossing(self._layout, plan, wanted, made)
         lanes, late = self._make_lanes(made), [self._stage_lane(made), *self._shared_lanes(made, even_out=at_start)]
         if at_start:
@@ -231,7 +234,7 @@ class LaneSync:
     def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over the replicas of what all slots of a replica's last stage say alike."""
         value = value.clone() if self._layout.speaks and self._layout.last else torch.zeros_like(value)
-        dist.all_reduce(value)
+        dist.all_reduce(value, group=self.everybody)
         return value
 
     def norm(self, original: Any) -> Any:
@@ -246,8 +249,19 @@ class LaneSync:
     def agreed_norm(self, found: float) -> float:
         """The largest of what the replicas found."""
         norm = torch.tensor([found], dtype=torch.float64, device=self.device)
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self.everybody)
         return float(norm)
+
+    def any_of_all(self, _: Any) -> Any:
+        """`RerunStateMachine._reduce_any`."""
+
+        def any_of_all(_: Any, said: bool | list[bool]) -> bool | tuple[bool, ...]:
+            told = torch.tensor(said if isinstance(said, list) else [said], dtype=torch.int32, device=self.device)
+            dist.all_reduce(told, group=self.everybody)
+            answers = tuple(bool(answer) for answer in told.tolist())
+            return answers if isinstance(said, list) else answers[0]
+
+        return any_of_all
 
     @property
     def waits_in_forward(self) -> bool:

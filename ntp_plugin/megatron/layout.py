@@ -26,31 +26,48 @@ SHARED = "shared vocabulary"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The nominal layout without the lost slots, as one of its ranks sees it."""
+    """The nominal layout without the lost slots, as one of its ranks sees it. Slots of replicas that are too narrow to
+    go on are `idle`: they are there, and train nothing."""
 
     topology: Topology
     lost: frozenset[Slot]
     rank: int
+    idle: frozenset[Slot] = frozenset()
+
+    @property
+    def hurt(self) -> bool:
+        """Whether somebody trains less, or not at all."""
+        return bool(self.lost)
 
     @functools.cached_property
-    def slots(self) -> tuple[Slot, ...]:
+    def present(self) -> tuple[Slot, ...]:
         """Who is there, by torch rank."""
         everybody = (self.topology.slot_of(number) for number in range(self.topology.size))
         return tuple(slot for slot in everybody if slot not in self.lost)
 
     @functools.cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Who trains."""
+        return tuple(slot for slot in self.present if slot not in self.idle)
+
+    @functools.cached_property
     def ranks(self) -> dict[Slot, int]:
-        """The torch rank of everybody who is there."""
-        return {slot: rank for rank, slot in enumerate(self.slots)}
+        """The torch rank of everybody who trains."""
+        return {slot: rank for rank, slot in enumerate(self.present) if slot not in self.idle}
 
     @property
     def slot(self) -> Slot:
         """This rank's."""
-        return self.slots[self.rank]
+        return self.present[self.rank]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank trains nothing."""
+        return self.slot in self.idle
 
     @functools.cached_property
     def standing(self) -> Standing:
-        return Standing(topology=self.topology, lost=self.lost, min_tp_width=1)
+        return Standing(topology=self.topology, lost=self.lost | self.idle, min_tp_width=1)
 
     @property
     def pattern(self) -> Pattern:

@@ -16,6 +16,7 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.testing.faults import kill
 
 IN_A_STEP = ["step", "forward", "backward", "reduced", "vote", "apply", "applied", "between"]
+PIPELINE = {"tp": 2, "pp": 2, "dp": 2}
 IN_A_WALK = ["report", "plan", "regroup", "stand on", "moved", "built", "made", "stood"]
 
 
@@ -101,6 +102,21 @@ def test_a_replica_gets_narrower_until_it_is_gone():
     assert_every_sample_once(rows)
 
 
+def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
+    """Its survivor is a member that trains nothing, here the first of all; then the replica is whole again."""
+    lived, rows = live(job(more="--ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=5)], back={1: 10})
+    assert widths(lived) == dict.fromkeys(range(4), 2)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_a_replica_that_has_lost_a_stage_stands_idle():
+    reference = run(uniform(BASE, tp=2, pp=2))
+    lived, _ = live(job(**PIPELINE), faults=[kill(slot, during="forward", step=5) for slot in (0, 1)])
+    trained = {slot: one for slot, one in lived.items() if slot not in (4, 5)}
+    assert_same_training(trained, reference)
+
+
 def test_a_whole_replica_dies_at_once():
     lived, rows = live(job(), faults=[kill(slot, during="backward", step=5) for slot in (0, 1)])
     assert widths(lived) == {2: 2, 3: 2}
@@ -121,9 +137,6 @@ def test_a_rank_comes_back():
     assert_same_training(lived)
     assert lived[3].seen.losses == lived[2].seen.losses[-len(lived[3].seen.losses) :]
     assert_every_sample_once(rows)
-
-
-PIPELINE = {"tp": 2, "pp": 2, "dp": 2}
 
 
 @pytest.mark.parametrize("slot", [0, 7])

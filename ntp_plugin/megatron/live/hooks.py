@@ -69,7 +69,7 @@ def _sections(job: "LiveJob") -> tuple[Replacement, ...]:
             Replacement(
                 target=f"{_TRAINING}:{name}",
                 why="ranks must know whether all have ended it, before they go on",
-                make=lambda original: _voted(job.loop, original),
+                make=lambda original: _voted(job, original),
             )
             for name in ("evaluate_and_print_results", "save_checkpoint_and_time")
         ),
@@ -135,15 +135,16 @@ def _schedule(job: "LiveJob", original: Any) -> Any:
     return get
 
 
-def _voted(loop: Loop, original: Any) -> Any:
+def _voted(job: "LiveJob", original: Any) -> Any:
     """A section that changes nothing of the training."""
+    loop = job.loop
 
     @functools.wraps(original)
     def section(*args: Any, **kwargs: Any) -> Any:
         results: list[Any] = []
 
         def work() -> Any:
-            results[:] = [original(*args, **kwargs)]
+            results[:] = [None if job.trainer.idle else original(*args, **kwargs)]
             loop.vote(lambda: None, torch.zeros(1))
             return results[0]
 

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 
 from ntp_plugin.megatron.groups import MakeGroups
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.planning.topology import Slot
 
 _LISTS = {
     "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "_TENSOR_MODEL_PARALLEL_GROUP",
@@ -40,10 +41,13 @@ class MegatronRanks:
         """Have Megatron's own numbers be those of the groups as they are now; all ranks call this together."""
         self._nominal = self._nominal or {name: getattr(parallel_state, name) for name in _OF_A_PIPELINE}
         vars(parallel_state).update(self._nominal)
-        hurt = bool(layout.lost)
+        hurt = layout.hurt
         if hurt and layout.topology.pp > 1:
-            parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = _own_column(layout, make_groups)
-            parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
+            columns = _make_columns(layout, make_groups)
+            if not layout.is_idle:
+                own = layout.column(layout.slot.replica, layout.slot.tp)
+                parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = columns[own]
+                parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
         for ranks, name in _LISTS.items():
             group = getattr(parallel_state, name)
             if group is not None:
@@ -52,9 +56,7 @@ class MegatronRanks:
         parallel_state.set_data_parallel_rank(layout.slot.replica if hurt else None)
 
 
-def _own_column(layout: Layout, make_groups: MakeGroups) -> Any:
+def _make_columns(layout: Layout, make_groups: MakeGroups) -> dict[tuple[Slot, ...], Any]:
     replicas = sorted({slot.replica for slot in layout.slots})
-    columns = [layout.column(replica, tp) for replica in replicas for tp in range(layout.topology.tp)]
-    wanted = [column for column in dict.fromkeys(columns) if column]
-    made = dict(zip(wanted, make_groups(wanted), strict=True))
-    return made[layout.column(layout.slot.replica, layout.slot.tp)]
+    wanted = dict.fromkeys(layout.column(replica, tp) for replica in replicas for tp in range(layout.topology.tp))
+    return dict(zip(wanted, make_groups(list(wanted)), strict=True))

@@ -47,7 +47,6 @@ class LiveJob:
         self.anatomy, self.samples = Anatomy(args), Samples(args)
         self.state = LoopState(args, self.anatomy, self.samples, self.rank.groups)
         self.loop = Loop(self.rank.groups, self.state, newcomer=place.joining)
-        self.step = TrainingStep(args, self.loop, self.rank)
         self.trainer = MegatronTrainer(
             args,
             policy,
@@ -58,6 +57,7 @@ class LiveJob:
             samples=self.samples,
             newcomer=place.joining,
         )
+        self.step = TrainingStep(args, self.loop, self.rank, self.trainer)
         self._alone = Alone()
         if place.joining:
             args.load = args.pretrained_checkpoint = None  # it gets all from the others

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import Job, nominal_job, share_units
+from ntp_plugin.megatron.lane_groups import wanted_groups
 from ntp_plugin.megatron.lane_sync import LaneSync, named
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
@@ -60,6 +61,8 @@ class MegatronTrainer:
         self._newcomer = newcomer
         self.share: BatchShare | None = None
         """Of the global batch, while somebody is lost."""
+        self.idle, self.first = False, self._groups.slot == 0
+        """Whether this rank trains nothing, its replica being too narrow; and whether it is the first of who trains."""
         self._nominal: Nominal
         self._state: ShardedState
         self._next: tuple[RelayoutPlan, ...]
@@ -70,10 +73,10 @@ class MegatronTrainer:
         self._ranks = MegatronRanks()
         self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
 
-    def layout(self, lost: frozenset[Slot] = frozenset()) -> Layout:
+    def layout(self, lost: frozenset[Slot] = frozenset(), idle: frozenset[Slot] = frozenset()) -> Layout:
         """Of those who are members, without the lost."""
         rank = self._groups.rank_of(self._groups.slot)
-        return Layout(topology=self._topology, lost=lost, rank=rank)
+        return Layout(topology=self._topology, lost=lost, idle=idle, rank=rank)
 
     @property
     def lost(self) -> frozenset[Slot]:
@@ -126,9 +129,6 @@ class MegatronTrainer:
                 f"(--use-distributed-optimizer) after {agreed.decision.step} steps",
                 way_out=_restart(self._args),
             )
-        if self._next[0].goal.idle:
-            idle = ", ".join(map(str, self._next[0].goal.idle))
-            raise Refused(f"{idle} would have to stand idle, which is not built yet", way_out=_restart(self._args))
         return digest_of(self._next)
 
     def stand_on(self, agreed: Agreed) -> None:
@@ -143,10 +143,14 @@ class MegatronTrainer:
         if any(report.newcomer for report in agreed.reports.values()):
             self._share_counts()
         assert self._loop.done == agreed.decision.step, "all stand on one step"
-        layout = self.layout(self.lost)
+        layout = self.layout(self.lost, frozenset(self._next[0].goal.idle))
         self._ranks.tell(layout, self._make_groups)
-        self._args.rank, self._args.world_size = layout.rank, len(layout.slots)
-        self._put_in(layout)
+        self._args.rank, self._args.world_size = layout.rank, len(layout.present)
+        self.idle, self.first = layout.is_idle, layout.slots[0] == layout.slot
+        if self.idle:
+            self._make_groups(list(wanted_groups(layout, self._next[0].goal).values()))
+        else:
+            self._put_in(layout)
         self._newcomer = False
 
     def _share_counts(self) -> None:
@@ -180,7 +184,7 @@ class MegatronTrainer:
             plan=self._next[0].goal,
         )
         sync, layers = LaneSync(job), UnevenLayers(layout, args, granule=self._policy.granule)
-        hurt = bool(layout.lost)
+        hurt = layout.hurt
         self._take_back = apply_all(
             hooks.of_a_layout(job, layers, sync) if hurt else hooks.of_layers(layers), offered=False
         )

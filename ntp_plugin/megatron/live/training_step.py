@@ -18,7 +18,11 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.megatron.live.loop import Loop
+from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.recovery.rank import ElasticRank
+
+_SOMEBODY_ASKS, _NORM, _LOSSES = range(3)
+"""What the numbers of the vote are; the last are as many as the losses have."""
 
 type Losses = list[dict[str, torch.Tensor]]
 
@@ -26,8 +30,8 @@ type Losses = list[dict[str, torch.Tensor]]
 class TrainingStep:
     """What is put around `train_step` and into the optimizer."""
 
-    def __init__(self, args: Any, loop: Loop, rank: ElasticRank) -> None:
-        self._args, self._loop, self._rank = args, loop, rank
+    def __init__(self, args: Any, loop: Loop, rank: ElasticRank, trainer: MegatronTrainer) -> None:
+        self._args, self._loop, self._rank, self._trainer = args, loop, rank, trainer
         self._somebody_asks = False
         self._kinds: tuple[int, Mapping[str, int]] | None = None
         self._losses: Losses = []
@@ -55,6 +59,9 @@ class TrainingStep:
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a newcomer comes in")
         self._losses, self._norm, self._skipped = [], None, False
+        if self._trainer.idle:
+            self._vote(_nothing)
+            return self._told()
         return original(*args, **kwargs)
 
     def reported(self, losses: Losses, *, of_all: bool) -> None:
@@ -97,15 +104,17 @@ class TrainingStep:
     def _vote(self, apply: Any) -> Any:
         kinds = self._kinds_of_losses()
         mine = [self._sum(name, size) for name, size in kinds.items()] if self._speaks() else []
-        numbers = torch.zeros(1 + sum(kinds.values()), dtype=torch.float64)
+        numbers = torch.zeros(_LOSSES + sum(kinds.values()), dtype=torch.float64)
         if mine:
-            numbers[1:] = torch.cat(mine)
+            numbers[_LOSSES:] = torch.cat(mine)
+        if self._trainer.first:
+            numbers[_NORM] = float(self._norm or 0.0)
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
-            numbers[0] = 1
+            numbers[_SOMEBODY_ASKS] = 1
         return self._loop.vote(functools.partial(self._heard, apply), numbers)
 
     def _heard(self, apply: Any) -> Any:
-        self._somebody_asks = bool(self._loop.outcome[0])
+        self._somebody_asks = bool(self._loop.outcome[_SOMEBODY_ASKS])
         return apply()
 
     # ------------------------------------------------ what is told
@@ -121,7 +130,7 @@ class TrainingStep:
 
     def _speaks(self) -> bool:
         if self._global:
-            return dist.get_rank() == 0
+            return self._trainer.first
         return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
     def _sum(self, name: str, size: int) -> torch.Tensor:
@@ -139,7 +148,7 @@ class TrainingStep:
         if not self._skipped and self._scheduler.num_steps == self._scheduled_before:
             samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
             self._scheduler.step(increment=samples * args.gtp_weight_remat_size)
-        losses, at = {}, 1
+        losses, at = {}, _LOSSES
         assert self._kinds is not None, "there was a vote"
         for name, size in self._kinds[1].items():
             numbers = self._loop.outcome[at : at + size]
@@ -147,7 +156,8 @@ class TrainingStep:
             at += size
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             losses = {}
-        return losses, int(self._skipped), False, False, 0, self._norm, None, 0
+        norm = float(self._loop.outcome[_NORM]) if self._norm is None else self._norm
+        return losses, int(self._skipped), False, False, 0, norm, None, 0
 
 
 def _nothing() -> None:
