@@ -5,6 +5,7 @@ begins to watch for losses at once: until the first section there is no way to g
 the lost is let out with an error. It begins to beat with the first section, because what comes before may take long.
 """
 
+import logging
 import sys
 from datetime import timedelta
 from typing import Any
@@ -26,11 +27,14 @@ from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
 
+_LOG = logging.getLogger(__name__)
+
 
 class LiveJob:
     """This process in a live job, from its arguments to its end."""
 
     def __init__(self, args: Any, policy: TrainingPolicy) -> None:
+        self._args = args
         place, each = Place.read(), args.tensor_model_parallel_size * args.pipeline_model_parallel_size
         if place.slots % each:
             raise Refused(
@@ -69,8 +73,21 @@ class LiveJob:
 
     def model_is_built(self) -> None:
         """The last moment before training at which all ranks are together."""
+        self._warn()
         self.trainer.begin()
         self.step.into(self.anatomy.optimizer)
+
+    def _warn(self) -> None:
+        """What a loss would end the job by, said while something can still be done about it."""
+        if self.rank.place.slot:
+            return
+        if self._args.use_distributed_optimizer:
+            _LOG.warning(
+                "--use-distributed-optimizer: a lost rank takes its part of the optimizer's state with it, and copies"
+                " are not built yet, so a loss will end this job; leave the flag out, or save often"
+            )
+        elif self._args.data_parallel_size == 1:
+            _LOG.warning("there is one replica: nobody else holds what a lost rank held, so a loss will end this job")
 
     def begin_sections(self) -> None:
         """The job is driven from here on; a newcomer comes in."""
