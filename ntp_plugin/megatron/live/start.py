@@ -5,6 +5,7 @@ begins to watch for losses at once: until the first section there is no way to g
 the lost is let out with an error. It begins to beat with the first section, because what comes before may take long.
 """
 
+import os
 import sys
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.telemetry import Began, Ended, Teller
 
 
 class LiveJob:
@@ -44,10 +46,12 @@ class LiveJob:
             torch.cuda.set_device(args.local_rank)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
-        self.anatomy, self.samples = Anatomy(args), Samples(args)
+        self.args, self.topology = args, topology
+        self.teller = Teller(policy.events, str(topology.slot_of(place.slot)))
+        self.anatomy, self.samples = Anatomy(args), Samples(args, noted=self.teller.is_heard)
         self.state = LoopState(args, self.anatomy, self.samples, self.rank.groups)
         self.loop = Loop(self.rank.groups, self.state, newcomer=place.joining)
-        self.step = TrainingStep(args, self.loop, self.rank)
+        self.step = TrainingStep(args, self.loop, self.rank, samples=self.samples, teller=self.teller)
         self.trainer = MegatronTrainer(
             args,
             policy,
@@ -57,6 +61,7 @@ class LiveJob:
             anatomy=self.anatomy,
             samples=self.samples,
             newcomer=place.joining,
+            teller=self.teller,
         )
         self._alone = Alone()
         if place.joining:
@@ -81,11 +86,27 @@ class LiveJob:
             self._alone.over = True
             self.rank.watch()
         self.loop.driver = self.driver
+        self._tell_the_beginning()
+
+    def _tell_the_beginning(self) -> None:
+        each = self.args.global_batch_size // (self.args.micro_batch_size * self.topology.dp)
+        self.teller.tell(
+            Began(
+                pid=os.getpid(),
+                newcomer=self.rank.place.joining,
+                replicas=self.topology.dp,
+                stages=self.topology.pp,
+                tp=self.topology.tp,
+                micro_batches=[each] * self.topology.dp,
+            )
+        )
 
     def end(self) -> None:
         """With the others: a process that ends without it is lost, whatever its code."""
         if self.loop.driver is not None:
             self.driver.finish()
+        self.teller.tell(Ended())
+        self.teller.close()
         self.rank.leave()
 
 
