@@ -13,7 +13,7 @@ from demo_view import Picture
 
 ROUNDING = 1e-10
 """Relative, in double precision. What is seen is around 1e-15; a sample left out moves the loss in the third digit."""
-BLUE, SKY, VERMILION, SAND, GREY = "#0072B2", "#9BD0F0", "#C1440E", "#F0C463", "#555555"
+BLUE, SKY, VERMILION, GREEN, SAND, GREY = "#0072B2", "#9BD0F0", "#C1440E", "#00664B", "#F0C463", "#555555"
 """Of Okabe and Ito's palette or near it: told apart by all eyes, on paper too."""
 NO_PICTURE = "There is no picture: matplotlib is not installed (pip install 'ntp-plugin[plots]')."
 
@@ -66,6 +66,15 @@ class Report:
             if epochs and min(epoch for _, epoch in told) >= min(epochs):
                 return max(at for at, _ in told) - kill.at
         return None
+
+    def returns(self) -> list[tuple[str, int]]:
+        """Who came back, and before which step."""
+        found = []
+        for epoch, recovered in self.disturbed.recoveries.items():
+            commits = self.disturbed.commits.items()
+            after = [step for step, told in commits if min(then for _, then in told.values()) >= epoch]
+            found += [(slot, min(after)) for slot in recovered.back if after]
+        return found
 
     def differences(self) -> dict[int, float]:
         """Step -> how far the losses are apart, relative to the undisturbed one."""
@@ -167,7 +176,8 @@ def _draw_losses(axes: Any, report: Report) -> None:
     axes.plot(list(calm), list(calm.values()), color=SKY, linewidth=7, solid_capstyle="round", label="left alone")
     axes.plot(list(hurt), list(hurt.values()), color=BLUE, linewidth=1.6, label="two ranks killed")
     axes.set_ylabel("loss")
-    axes.set_title("Two ranks die, and the training is the same", loc="left", fontsize=13, fontweight="bold", pad=14)
+    title = "Two ranks die, one comes back, and" if report.returns() else "Two ranks die, and"
+    axes.set_title(f"{title} the training is the same", loc="left", fontsize=13, fontweight="bold", pad=14)
     top = max([*calm.values(), *hurt.values()])
     for kill in report.kills:
         seconds = report.recovery_s(kill)
@@ -181,7 +191,10 @@ def _draw_losses(axes: Any, report: Report) -> None:
             va="top",
             fontsize=9,
         )
-    _mark_kills(axes, report)
+    for slot, step in report.returns():
+        place = {"xytext": (6, -40), "textcoords": "offset points"}
+        axes.annotate(f"{slot} is back", (step - 0.5, top), color=GREEN, va="top", fontsize=9, **place)
+    _mark_changes(axes, report)
     axes.legend(frameon=False, loc="lower left")
 
 
@@ -197,7 +210,7 @@ def _draw_differences(axes: Any, report: Report) -> None:
     axes.set_yticks([1e-17, 1e-15, 1e-13, 1e-11], ["equal", "$10^{-15}$", "$10^{-13}$", "$10^{-11}$"])
     axes.minorticks_off()
     axes.set_ylabel("losses apart,\nrelative")
-    _mark_kills(axes, report)
+    _mark_changes(axes, report)
 
 
 def _draw_shares(axes: Any, report: Report) -> None:
@@ -212,7 +225,7 @@ def _draw_shares(axes: Any, report: Report) -> None:
             axes.annotate(text, (first, place), color="white" if colour == BLUE else "black", va="center", fontsize=9)
         below = [low + share for low, share in zip(below, shares, strict=True)]
     axes.set_ylabel("micro-batches")
-    _mark_kills(axes, report)
+    _mark_changes(axes, report)
 
 
 def _stretches(report: Report, steps: list[int], replica: int) -> list[tuple[int, int, int]]:
@@ -227,9 +240,11 @@ def _stretches(report: Report, steps: list[int], replica: int) -> list[tuple[int
     return found
 
 
-def _mark_kills(axes: Any, report: Report) -> None:
+def _mark_changes(axes: Any, report: Report) -> None:
     for kill in report.kills:
         axes.axvline(kill.step - 0.5, color=VERMILION, linewidth=1.2, linestyle=(0, (4, 2)))
+    for _, step in report.returns():
+        axes.axvline(step - 0.5, color=GREEN, linewidth=1.2, linestyle=(0, (1, 1.5)))
 
 
 def _as_svg(figure: Any) -> str:
