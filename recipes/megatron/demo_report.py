@@ -251,7 +251,7 @@ def _as_svg(figure: Any) -> str:
     if figure is None:
         return f"<p>{html.escape(NO_PICTURE)}</p>"
     drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
+    figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     whole = drawn.getvalue()
     return whole[whole.index("<svg") :]
 
@@ -267,7 +267,6 @@ h2 { font-size: 1.15rem; margin-top: 2.2rem }
 table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid #ddd; vertical-align: top }
 th { font-weight: 600; color: #555 }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 .yes { color: #0072B2; font-weight: 600 } .no { color: #C1440E; font-weight: 600 }
 svg { width: 100%; height: auto }
 footer, .small { color: #555; font-size: .9rem }
