@@ -8,7 +8,7 @@ PY := .venv/bin/python
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
-	$(PY) recipes/plain/demo.py
+	$(PY) recipes/megatron/demo.py
 
 test: $(READY)  # on real Megatron a slice: its tests run in a process of their own, because it changes torch when imported
 	$(PY) -m pytest

@@ -185,6 +185,9 @@ class TrainingPolicy(Policy):
         help="exact: masks that do not depend on the layout, from the start; framework: its own, while nobody is lost",
         choices=("framework", "exact"),
     )
+    events: str | None = key(
+        None, help="append what happens to the job to this file, one line of JSON for each event", metavar="FILE"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

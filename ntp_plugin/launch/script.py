@@ -31,9 +31,17 @@ def with_hooks(words: Sequence[str]) -> tuple[str, ...]:
     if not any(word.split("=")[0] in SWITCHES for word in words):
         return tuple(words)
     place = next(number for number, word in enumerate(words) if word == "-m" or not word.startswith("-"))
-    if words[place : place + 2] == ("-m", "ntp_plugin.megatron"):
+    if tuple(words[place : place + 2]) == ("-m", "ntp_plugin.megatron"):
         return tuple(words)
     return (*words[:place], "-m", __name__, *words[place:])
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call a function as soon as a module is imported: now, if it is already, as the rehearsal on CPU brings it."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, AfterImport(name, then))
 
 
 class AfterImport(MetaPathFinder):
@@ -72,7 +80,7 @@ def main(words: Sequence[str]) -> None:
     """Run the script as Python would; an error of ours ends it with one line and its exit code."""
     try:
         _rehearse_on_cpu()
-        sys.meta_path.insert(0, AfterImport(_MEGATRON, _hook_megatron))
+        after_import(_MEGATRON, _hook_megatron)
         try:
             _run(words)
         except SystemExit as exit_:

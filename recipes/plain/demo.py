@@ -1,4 +1,4 @@
-"""Kill a rank of a tensor-parallel job and watch: `make demo`. About a minute on 2 cores.
+"""Kill a rank of a tensor-parallel job in plain PyTorch and watch. About a minute on 2 cores.
 
 Runs train_tp.py twice: undisturbed, and with a worker killed by SIGKILL whose place a warm spare takes. Shows
 what the second run said, and both last losses, which agree but for the last digits.

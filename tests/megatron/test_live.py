@@ -13,6 +13,7 @@ from benchmarks.parity.job import STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, hurt, uniform
 from benchmarks.parity.live import live
 from ntp_plugin.errors import StateLost
+from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
 
 IN_A_STEP = ["step", "forward", "backward", "reduced", "vote", "apply", "applied", "between"]
@@ -207,3 +208,22 @@ def test_bf16():
     worst = largest_differences({slot: one.seen for slot, one in lived.items()}, run(uniform(BASE, **BF16)))
     bounds = bounds_of(BASE, "bfloat16")
     assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
+
+
+def test_what_happens_is_told(tmp_path):
+    """With `--ntp-events`: steps with loss and samples, the recovery, the end."""
+    path = tmp_path / "events"
+    live(job(more=f"--ntp-events={path}"), faults=[kill(3, during="backward", step=5)])
+    told = Follower(path).news()
+    steps = [one.event for one in told if isinstance(one.event, Committed)]
+    for step in range(1, STEPS + 1):
+        mine = [event for event in steps if event.step == step]
+        assert sorted(sample for event in mine for sample in event.samples) == list(range((step - 1) * 6, step * 6))
+        assert len({event.losses["lm loss"] for event in mine}) == 1
+        assert {event.epoch for event in mine} == {int(step >= 5)}
+    recovered = [one for one in told if isinstance(one.event, Recovered)]
+    assert sorted(one.slot for one in recovered) == ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0"]
+    assert {(*one.event.lost, *map(tuple, one.event.widths)) for one in recovered} == {("r1.s0.t1", (2,), (1,))}
+    assert {sum(one.event.micro_batches) for one in recovered} == {6}
+    assert sum(isinstance(one.event, Began) for one in told) == 4
+    assert sum(isinstance(one.event, Ended) for one in told) == 3

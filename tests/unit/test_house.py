@@ -7,6 +7,7 @@ PURE = [
     "ntp_plugin",
     "ntp_plugin.errors",
     "ntp_plugin.config.sections",
+    "ntp_plugin.telemetry",
     "ntp_plugin.planning.recovery_plan",
     "ntp_plugin.cli.main",
 ]

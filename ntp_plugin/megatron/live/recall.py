@@ -64,6 +64,7 @@ class LoopState:
 
     def begin_work(self) -> None:
         """A section is begun, for the first time or again: after a walk, from the samples that are consumed."""
+        self._samples.drawn.clear()
         if self._epoch != self._groups.epoch:
             self._samples.rewind()
             self._epoch = self._groups.epoch

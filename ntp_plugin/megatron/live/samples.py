@@ -7,6 +7,7 @@ no worker started, until it is asked. How many samples the job has consumed is c
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,17 +20,26 @@ type Make = Callable[[Any, int], Any]
 class Rewindable:
     """An iterator over a loader's batches."""
 
-    def __init__(self, make: Callable[[int], Any], consumed: int) -> None:
-        self._make, self._consumed = make, consumed
+    def __init__(self, make: Callable[[int], Any], consumed: int, *, note: Callable[[Any], None] | None = None) -> None:
+        """`note` is told which samples each batch has, where the loader says that."""
+        self._make, self._consumed, self._note = make, consumed, note
         self._batches: Iterator[Any] | None = None
+        self._ahead: deque[Any] = deque()
+        """What a loader has asked of its sampler, and not handed out yet."""
 
     def __iter__(self) -> "Rewindable":
         return self
 
     def __next__(self) -> Any:
         if self._batches is None:
-            self._batches = iter(self._make(self._consumed))
-        return next(self._batches)
+            loader = self._make(self._consumed)
+            if self._note is not None:
+                self._look_into(loader)
+            self._batches = iter(loader)
+        batch = next(self._batches)
+        if self._note is not None and self._ahead:
+            self._note(self._ahead.popleft())
+        return batch
 
     def __len__(self) -> int:
         return len(self._make(0))
@@ -37,13 +47,38 @@ class Rewindable:
     def rewind(self, consumed: int) -> None:
         """The next sample is the one after so many."""
         self._batches, self._consumed = None, consumed
+        self._ahead.clear()
+
+    def _look_into(self, loader: Any) -> None:
+        """torch's loaders keep their sampler from being replaced, but it only has to be looked at."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is not None:
+            vars(loader)["batch_sampler"] = _Seen(sampler, self._ahead)
+
+
+class _Seen:
+    """A sampler whose batches are noted as they are asked for."""
+
+    def __init__(self, sampler: Any, ahead: deque[Any]) -> None:
+        self._sampler, self._ahead = sampler, ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._sampler:
+            self._ahead.append(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
 class Samples:
     """What is put around Megatron's data sets and loaders."""
 
-    def __init__(self, args: Any) -> None:
-        self._args = args
+    def __init__(self, args: Any, *, noted: bool = False) -> None:
+        """`noted`: whether somebody wants to know which samples were drawn."""
+        self._args, self._noted = args, noted
+        self.drawn: list[int] = []
+        """By this process, from the training set, since the section was begun; if they are noted."""
         self._sets: tuple[Any, Any, Any] = (None, None, None)
         self._training: list[Rewindable] = []
         self._validation: list[Rewindable] = []
@@ -76,7 +111,7 @@ class Samples:
             def make(consumed: int) -> Any:
                 return (self.make_training(original) if training else original)(dataset, consumed)
 
-            loader = Rewindable(make, consumed)
+            loader = Rewindable(make, consumed, note=self.drawn.extend if training and self._noted else None)
             if training:
                 self._training.append(loader)
             elif dataset is self._sets[1]:

@@ -6,6 +6,7 @@ the lost is let out with an error. It begins to beat with the first section, bec
 """
 
 import logging
+import os
 import sys
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.telemetry import Began, Ended, Teller
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,7 +36,6 @@ class LiveJob:
     """This process in a live job, from its arguments to its end."""
 
     def __init__(self, args: Any, policy: TrainingPolicy) -> None:
-        self._args = args
         place, each = Place.read(), args.tensor_model_parallel_size * args.pipeline_model_parallel_size
         if place.slots % each:
             raise Refused(
@@ -48,7 +49,9 @@ class LiveJob:
             torch.cuda.set_device(args.local_rank)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
-        self.anatomy, self.samples = Anatomy(args), Samples(args)
+        self.args, self.topology = args, topology
+        self.teller = Teller(policy.events, str(topology.slot_of(place.slot)))
+        self.anatomy, self.samples = Anatomy(args), Samples(args, noted=self.teller.is_heard)
         self.state = LoopState(args, self.anatomy, self.samples, self.rank.groups)
         self.loop = Loop(self.rank.groups, self.state, newcomer=place.joining)
         self.trainer = MegatronTrainer(
@@ -60,8 +63,9 @@ class LiveJob:
             anatomy=self.anatomy,
             samples=self.samples,
             newcomer=place.joining,
+            teller=self.teller,
         )
-        self.step = TrainingStep(args, self.loop, self.rank, self.trainer)
+        self.step = TrainingStep(args, self.loop, self.rank, self.trainer, samples=self.samples, teller=self.teller)
         self._alone = Alone()
         if place.joining:
             args.load = args.pretrained_checkpoint = None  # it gets all from the others
@@ -81,12 +85,12 @@ class LiveJob:
         """What a loss would end the job by, said while something can still be done about it."""
         if self.rank.place.slot:
             return
-        if self._args.use_distributed_optimizer:
+        if self.args.use_distributed_optimizer:
             _LOG.warning(
                 "--use-distributed-optimizer: a lost rank takes its part of the optimizer's state with it, and copies"
                 " are not built yet, so a loss will end this job; leave the flag out, or save often"
             )
-        elif self._args.data_parallel_size == 1:
+        elif self.args.data_parallel_size == 1:
             _LOG.warning("there is one replica: nobody else holds what a lost rank held, so a loss will end this job")
 
     def begin_sections(self) -> None:
@@ -98,11 +102,27 @@ class LiveJob:
             self._alone.over = True
             self.rank.watch()
         self.loop.driver = self.driver
+        self._tell_the_beginning()
+
+    def _tell_the_beginning(self) -> None:
+        each = self.args.global_batch_size // (self.args.micro_batch_size * self.topology.dp)
+        self.teller.tell(
+            Began(
+                pid=os.getpid(),
+                newcomer=self.rank.place.joining,
+                replicas=self.topology.dp,
+                stages=self.topology.pp,
+                tp=self.topology.tp,
+                micro_batches=[each] * self.topology.dp,
+            )
+        )
 
     def end(self) -> None:
         """With the others: a process that ends without it is lost, whatever its code."""
         if self.loop.driver is not None:
             self.driver.finish()
+        self.teller.tell(Ended())
+        self.teller.close()
         self.rank.leave()
 
 

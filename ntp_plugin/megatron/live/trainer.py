@@ -6,6 +6,7 @@ layout needs is put in their place. So the way does not matter by which a layout
 Megatron runs by itself again.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,9 @@ from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
 from ntp_plugin.planning.recovery_plan import Nominal
-from ntp_plugin.planning.topology import Slot, Topology
+from ntp_plugin.planning.topology import Slot, Standing, Topology
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.telemetry import Recovered, Teller
 from ntp_plugin.training.relayout import ShardedState, relayout
 from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
 
@@ -54,11 +56,13 @@ class MegatronTrainer:
         anatomy: Anatomy,
         samples: Samples,
         newcomer: bool,
+        teller: Teller,
     ) -> None:
         self._args, self._policy, self._topology = args, policy, topology
         self._rank, self._groups = rank, rank.groups
         self._loop, self._anatomy, self._samples = loop, anatomy, samples
-        self._newcomer = newcomer
+        self._newcomer, self._teller = newcomer, teller
+        self._walking_since: float | None = None
         self.share: BatchShare | None = None
         """Of the global batch, while somebody is lost."""
         self.idle, self.first = False, self._groups.slot == 0
@@ -115,6 +119,7 @@ class MegatronTrainer:
 
     def report(self) -> Report:
         """An update is made in place, so there is no way back."""
+        self._walking_since = self._walking_since or time.monotonic()
         loop, held = self._loop, self._state.held(self._lost).encode()
         return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=held)
 
@@ -152,6 +157,28 @@ class MegatronTrainer:
         else:
             self._put_in(layout)
         self._newcomer = False
+        self._tell(agreed)
+
+    def _tell(self, agreed: Agreed) -> None:
+        """Whoever looks on hears that this rank goes on, and in which layout."""
+        topology, lost = self._topology, self.lost
+        since, self._walking_since = self._walking_since or time.monotonic(), None
+        standing = Standing(topology=topology, lost=lost, min_tp_width=self._policy.min_tp_width)
+        stages, shares = range(topology.pp), {share.replica: share.count for share in self._next[0].goal.batch.shares}
+        back = [rank for rank, report in agreed.reports.items() if report.newcomer]
+        self._teller.tell(
+            Recovered(
+                epoch=agreed.view.epoch,
+                seconds=time.monotonic() - since,
+                lost=[str(slot) for slot in sorted(lost)],
+                back=[str(topology.slot_of(rank)) for rank in sorted(back)],
+                widths=[
+                    [topology.tp - len(standing.pattern(replica, stage)) for stage in stages]
+                    for replica in range(topology.dp)
+                ],
+                micro_batches=[shares.get(replica, 0) for replica in range(topology.dp)],
+            )
+        )
 
     def _share_counts(self) -> None:
         """What the job has counted so far, from who was there to newcomers."""

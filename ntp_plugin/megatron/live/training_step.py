@@ -7,6 +7,7 @@ tells the same by what it remembers. The losses of the global batch travel with 
 """
 
 import functools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.megatron.live.loop import Loop
+from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.telemetry import Committed, Teller
 
 _SOMEBODY_ASKS, _NORM, _LOSSES = range(3)
 """What the numbers of the vote are; the last are as many as the losses have."""
@@ -30,8 +33,18 @@ type Losses = list[dict[str, torch.Tensor]]
 class TrainingStep:
     """What is put around `train_step` and into the optimizer."""
 
-    def __init__(self, args: Any, loop: Loop, rank: ElasticRank, trainer: MegatronTrainer) -> None:
+    def __init__(
+        self,
+        args: Any,
+        loop: Loop,
+        rank: ElasticRank,
+        trainer: MegatronTrainer,
+        *,
+        samples: Samples,
+        teller: Teller,
+    ) -> None:
         self._args, self._loop, self._rank, self._trainer = args, loop, rank, trainer
+        self._samples, self._teller = samples, teller
         self._somebody_asks = False
         self._kinds: tuple[int, Mapping[str, int]] | None = None
         self._losses: Losses = []
@@ -48,8 +61,10 @@ class TrainingStep:
         def step(*args: Any, **kwargs: Any) -> Any:
             self._scheduler = kwargs.get("opt_param_scheduler", args[4] if len(args) > 4 else None)
             self._scheduled_before = self._scheduler.num_steps
-            work = functools.partial(self._begin, original, *args, **kwargs)
-            return self._loop.section(work, self._told, is_step=True)
+            work, began_at = functools.partial(self._begin, original, *args, **kwargs), time.monotonic()
+            result = self._loop.section(work, self._told, is_step=True)
+            self._tell(time.monotonic() - began_at)
+            return result
 
         return step
 
@@ -148,16 +163,33 @@ class TrainingStep:
         if not self._skipped and self._scheduler.num_steps == self._scheduled_before:
             samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
             self._scheduler.step(increment=samples * args.gtp_weight_remat_size)
+        losses = self._losses_of_all() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else {}
+        norm = float(self._loop.outcome[_NORM]) if self._norm is None else self._norm
+        return losses, int(self._skipped), False, False, 0, norm, None, 0
+
+    def _losses_of_all(self) -> dict[str, torch.Tensor]:
+        """As the vote summed them."""
         losses, at = {}, _LOSSES
         assert self._kinds is not None, "there was a vote"
         for name, size in self._kinds[1].items():
             numbers = self._loop.outcome[at : at + size]
             losses[name] = numbers[0] / numbers[1] if size == 2 else numbers
             at += size
-        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            losses = {}
-        norm = float(self._loop.outcome[_NORM]) if self._norm is None else self._norm
-        return losses, int(self._skipped), False, False, 0, norm, None, 0
+        return losses
+
+    def _tell(self, seconds: float) -> None:
+        """Whoever looks on hears of the step."""
+        if not self._teller.is_heard:
+            return
+        self._teller.tell(
+            Committed(
+                step=self._args.curr_iteration + 1,
+                epoch=self._rank.groups.epoch,
+                seconds=seconds,
+                losses={name: float(value.mean()) for name, value in self._losses_of_all().items()},
+                samples=list(self._samples.drawn),
+            )
+        )
 
 
 def _nothing() -> None:

@@ -1,0 +1,58 @@
+"""A worker's script with hooks put into what it imports."""
+
+import importlib
+import sys
+
+import pytest
+
+from ntp_plugin.launch.script import AfterImport, after_import, with_hooks
+
+US = ("-m", "ntp_plugin.launch.script")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("-u train.py --ntp-enable", ("-u", *US, "train.py", "--ntp-enable")),
+        ("-u train.py --ntp-config=a.toml", ("-u", *US, "train.py", "--ntp-config=a.toml")),
+        ("-u -m package.train --ntp-enable", ("-u", *US, "-m", "package.train", "--ntp-enable")),
+        ("-u train.py --lr 1", ("-u", "train.py", "--lr", "1")),
+        ("-m ntp_plugin.megatron train.py --ntp-enable", ("-m", "ntp_plugin.megatron", "train.py", "--ntp-enable")),
+    ],
+)
+def test_it_stands_before_a_script_that_switches_us_on(words, wanted):
+    assert with_hooks(words.split()) == wanted
+
+
+@pytest.fixture
+def imports(tmp_path, monkeypatch):
+    """A module that can be imported, and a list of what was done after that."""
+    (tmp_path / "framework_of_a_test.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = []
+    yield lambda: done.append(sys.modules["framework_of_a_test"].VALUE), done
+    sys.modules.pop("framework_of_a_test", None)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
+
+
+def test_hooks_go_in_when_the_framework_has_been_imported(imports):
+    then, done = imports
+    after_import("framework_of_a_test", then)
+    assert not done
+    importlib.import_module("framework_of_a_test")
+    importlib.import_module("framework_of_a_test")
+    assert done == [1]
+
+
+def test_hooks_go_in_at_once_where_it_is_imported_already(imports):
+    then, done = imports
+    importlib.import_module("framework_of_a_test")
+    after_import("framework_of_a_test", then)
+    assert done == [1]
+
+
+def test_a_script_that_never_imports_it_gets_no_hooks(imports):
+    then, done = imports
+    after_import("framework_that_nobody_has", then)
+    importlib.import_module("framework_of_a_test")
+    assert not done
