@@ -31,6 +31,8 @@ _ITERATION = re.compile(r"^ \[.*\] iteration +(\d+)/")
 _BEFORE = 5
 """So many iterations are logged before a worker is killed; two checkpoints are complete then."""
 _PATIENCE_S = 180.0
+_LAST_WORDS_S = 0.3
+"""After the kill: the others end the iteration that they are in, if they can."""
 _STAND_IN = """
 class Process:
     rss = 0
@@ -59,9 +61,14 @@ def _one_restart(ranks: int, chance: random.Random) -> float:
         try:
             log.wait_for(_BEFORE)
             time.sleep(chance.uniform(0, 1))
-            known, struck = log.newest, time.monotonic()
+            struck = time.monotonic()
             os.kill(_a_worker(job.pid), signal.SIGKILL)
-            return log.wait_for(known + 1) - struck
+            time.sleep(_LAST_WORDS_S)
+            known = log.iterations[-1]
+            back = log.wait_for(known + 1)
+            resumed = log.iterations[log.iterations.index(known) + 1]
+            assert 1 < resumed <= known + 1, f"it went on with iteration {resumed} after {known}"
+            return back - struck
         finally:
             job.terminate()  # torchrun ends its workers
             job.wait(60)
@@ -92,25 +99,22 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 class _Log:
-    """What a job says, and when each iteration was logged for the first time."""
+    """What a job says; of all of its lives, which iterations it logged, and when."""
 
     def __init__(self, job: "subprocess.Popen[str]") -> None:
         self._job = job
         self._said: list[str] = []
-        self._logged: dict[int, float] = {}
+        self._times: list[float] = []
+        self.iterations: list[int] = []
         threading.Thread(target=self._read, daemon=True).start()
 
-    @property
-    def newest(self) -> int:
-        return max(self._logged)
-
     def wait_for(self, iteration: int) -> float:
-        """When it, or a later one, was logged."""
+        """When it, or a later one, was logged first."""
         deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline and self._job.poll() is None:
-            logged = [at for number, at in self._logged.copy().items() if number >= iteration]
-            if logged:
-                return min(logged)
+            for number, at in zip(self.iterations.copy(), self._times, strict=False):
+                if number >= iteration:
+                    return at
             time.sleep(0.02)
         raise TimeoutError(f"iteration {iteration} was not logged; the last that was said:\n{self._last_words()}")
 
@@ -120,7 +124,8 @@ class _Log:
             self._said.append(line)
             found = _ITERATION.match(line)
             if found:
-                self._logged.setdefault(int(found[1]), time.monotonic())
+                self._times.append(time.monotonic())
+                self.iterations.append(int(found[1]))
 
     def _last_words(self) -> str:
         return "".join(self._said[-40:])
