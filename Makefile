@@ -36,7 +36,7 @@ show-regroup: $(READY)  # SCALE=ci for a minute's slice, SCALE=full for 4, 8 and
 show-numerics: $(READY)  # half an hour; SCALE=ci for a slice of a few minutes, SCALE=full for every feature in every layout
 	$(PY) -m benchmarks.numerics
 
-show-recovery: $(READY)  # a quarter of an hour on a quiet machine; SCALE=ci for three trials
+show-recovery: $(READY)  # for long; SCALE=ci for three trials
 	$(PY) -m benchmarks.recovery
 
 bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
