@@ -224,10 +224,13 @@ def trials(case: Case, chance: random.Random) -> list[Trial]:
                 if case.fault == "sigstop":
                     ranks.kill(one.slot)
             lived = ranks.wait(120, but=[one.slot for one in drawn])
+        assert len(lived) == left, f"{len(lived)} ranks came to the end, of {left}"
         wrong = _what_is_wrong({slot: one.seen for slot, one in lived.items()})
     except (AssertionError, NtpError, RuntimeError, TimeoutError) as caught:
-        lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
-        error = f"{type(caught).__name__}: {caught} (lost: {lost or 'nobody'}; drawn: {drawn})"
+        error = f"{type(caught).__name__}: {caught}"
+    lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
+    told_of = f" (lost: {lost or 'nobody'}; drawn: {drawn})"
+    error, wrong = error and error + told_of, wrong and wrong + told_of
     struck |= {slot: at for kind, slot, at, *_ in ranks.rows if kind == _struck(slot)}
     told = [
         _trial(ranks, one.slot, struck[one.slot], left=case.ranks - number - 1, wrong=wrong)
