@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics bench-lanes show-overhead soak-cycles clean
+.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics show-recovery bench-lanes show-overhead soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -35,6 +35,9 @@ show-regroup: $(READY)  # SCALE=ci for a minute's slice, SCALE=full for 4, 8 and
 
 show-numerics: $(READY)  # half an hour; SCALE=ci for a slice of a few minutes, SCALE=full for every feature in every layout
 	$(PY) -m benchmarks.numerics
+
+show-recovery: $(READY)  # for long; SCALE=ci for three trials
+	$(PY) -m benchmarks.recovery
 
 bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
 	$(PY) -m benchmarks.lanes

@@ -51,4 +51,6 @@ def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.3f}"
+    if isinstance(value, Mapping):
+        return "\n".join(f"{name} {_cell(part)}" for name, part in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)
