@@ -19,6 +19,7 @@ import contextlib
 import copy
 import functools
 import os
+import queue
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -354,5 +355,10 @@ MEGATRON: tuple[Replacement, ...] = (
         target="megatron.core.dist_checkpointing.strategies.filesystem_async:_process_memory",
         why="writing a checkpoint logs it, and asks psutil, which the wheel does not bring",
         make=_answer(0),
+    ),
+    Replacement(
+        target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+        why="a queue between processes, for which it starts one that imports everything again; here one process writes",
+        make=_instead(lambda *_, **__: queue.Queue()),
     ),
 )
