@@ -156,8 +156,17 @@ class Play:
         recipe = str(self.job.recipe)
         sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
         sys.path[0] = str(RECIPES)
-        runpy.run_path(recipe, run_name="__main__")
+        run_script(recipe)
         return looker.seen()
+
+
+def run_script(path: str) -> None:
+    """As `python -m ntp_plugin.megatron` runs it, up to its end; a script may end itself early."""
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 class Looker:

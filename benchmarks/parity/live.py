@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import runpy
 import sys
 import time
 import traceback
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parity.job import RECIPES, Job, Looker, Seen
+from benchmarks.parity.job import RECIPES, Job, Looker, Seen, run_script
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank, Ranks
@@ -101,7 +100,7 @@ class Play:
         recipe = str(self.job.recipe)
         sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
         sys.path[0] = str(RECIPES)
-        runpy.run_path(recipe, run_name="__main__")
+        run_script(recipe)
         assert start.Jobs.now is not None, "it was a live job"
         trainer = start.Jobs.now.trainer
         lived = Lived(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from ntp_plugin.megatron import checkpoints
 from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_groups import Made
@@ -21,6 +22,7 @@ from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
+from ntp_plugin.planning.units import ATTENTION, Tensor
 from ntp_plugin.training import core_seats
 from ntp_plugin.training.core_seats import CoreSeat
 from ntp_plugin.training.gradient_lanes import GradientLane, Slice
@@ -208,6 +210,20 @@ def shared_rows_not_summed() -> None:
         return [dataclasses.replace(lane, group=None) for lane in make(sync, made, **said)]
 
     _put(LaneSync, "_shared_lanes", alone)
+
+
+def units_swapped_in_a_checkpoint() -> None:
+    """The first and the last query group of a slot change places in what it writes, its own output projection not."""
+    in_pieces = checkpoints.in_pieces
+
+    def swapped(entry: Any, whole: Tensor, places: Spans) -> Any:
+        if whole.family.startswith(ATTENTION) and whole.dim == 0:
+            size = whole.runs[0].unit_size
+            first, *others, last = [(at, at + size) for start, stop in places for at in range(start, stop, size)]
+            places = (last, *others, first)
+        return in_pieces(entry, whole, places)
+
+    _put(checkpoints, "in_pieces", swapped)
 
 
 def _put(owner: Any, name: str, spoilt: object) -> None:

@@ -23,6 +23,7 @@ be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a l
     core_groups.py      the same by way of core slots: the groups of that route
     lane_optimizer.py   Megatron's optimizer on the shards of lanes
     batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
+    checkpoints.py      what a hurt layout saves and loads is what the nominal one does
     dropout.py          masks that do not depend on the layout, healthy or hurt
     hooks.py            the table of all hooks, with the reason of each
 

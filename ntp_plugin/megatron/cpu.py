@@ -19,6 +19,7 @@ import contextlib
 import copy
 import functools
 import os
+import queue
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -90,6 +91,12 @@ class _Properties:
 def _answer(value: Any) -> Callable[[Any], Any]:
     """A function that says the same to whatever it is asked."""
     return lambda _: lambda *_, **__: value
+
+
+def _said_once(original: Any) -> Any:
+    """A function that goes on saying what it says now."""
+    said = original()
+    return lambda: said
 
 
 def _instead(replacement: Any) -> Callable[[Any], Any]:
@@ -291,6 +298,14 @@ TORCH: tuple[Replacement, ...] = (
 
 DOUBLE: tuple[Replacement, ...] = (
     *(
+        Replacement(
+            target=f"torch.storage:{name}",
+            why="torch makes this table when it first reads a tensor from a file, of names that mean doubles by then",
+            make=_said_once,
+        )
+        for name in ("_dtype_to_storage_type_map", "_storage_type_to_dtype_map")
+    ),
+    *(
         Replacement(target=f"torch:{name}", why="what Megatron calls float32 is a double", make=_instead(torch.float64))
         for name in ("float32", "float")
     ),
@@ -335,5 +350,15 @@ MEGATRON: tuple[Replacement, ...] = (
         target="megatron.core.datasets.utils:compile_helpers",
         why="the wheel has the helpers compiled, and no Makefile",
         make=_answer(None),
+    ),
+    Replacement(
+        target="megatron.core.dist_checkpointing.strategies.filesystem_async:_process_memory",
+        why="writing a checkpoint logs it, and asks psutil, which the wheel does not bring",
+        make=_answer(0),
+    ),
+    Replacement(
+        target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+        why="a queue between processes, for which it starts one that imports everything again; here one process writes",
+        make=_instead(lambda *_, **__: queue.Queue()),
     ),
 )

@@ -12,6 +12,7 @@ from typing import Any
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
+from ntp_plugin.megatron.checkpoints import Checkpoints
 from ntp_plugin.megatron.dropout import ExactDropout, Places
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
@@ -29,6 +30,7 @@ _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _TRAINING = "megatron.training.training"
+_PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
 
 def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacement, ...]:
@@ -56,6 +58,7 @@ def of_a_layout(job: Job, layers: UnevenLayers, sync: LaneSync) -> tuple[Replace
         *(_questions(sync) if job.layout.idle else ()),
         *_stages(Pipeline(job.layout, job.args)),
         *_sequences(job.layout, job.args),
+        *_checkpoints(Checkpoints(job.layout, job.args, sync)),
     )
 
 
@@ -200,6 +203,32 @@ def _batch(share: BatchShare) -> tuple[Replacement, ...]:
             why="its sampler shares samples out evenly",
             make=share.loader,
             offer=sampler,
+        ),
+    )
+
+
+def _checkpoints(checkpoints: Checkpoints) -> tuple[Replacement, ...]:
+    """What is saved and loaded, by whom."""
+    return (
+        Replacement(
+            target="megatron.training.checkpointing:generate_state_dict",
+            why="it takes every slot's part for an even share, and counts replicas in groups that have gaps",
+            make=checkpoints.state,
+        ),
+        Replacement(
+            target=f"{_TRAINING}:load_checkpoint",
+            why="what was loaded is compared over the replicas",
+            make=checkpoints.load,
+        ),
+        Replacement(
+            target=f"{_PARALLEL}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+            why="it knows a shard by where it begins, and replicas of another width have longer ones there",
+            make=checkpoints.share_out_nothing,
+        ),
+        Replacement(
+            target=f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load",
+            why="as above",
+            make=checkpoints.each_for_itself,
         ),
     )
 

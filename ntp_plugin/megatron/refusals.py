@@ -30,6 +30,11 @@ def _given(name: str) -> Callable[[Any], object]:
     return lambda args: getattr(args, name, None)
 
 
+def _has_checkpoints(args: Any) -> bool:
+    """Whether the job may write or read one."""
+    return any(getattr(args, name, None) for name in ("save", "load", "pretrained_checkpoint"))
+
+
 def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way_out: str = "") -> Refusal:
     """Something that could work, and is not built yet."""
     return Refusal(
@@ -99,9 +104,17 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--fp16"),
     _not_built("--fp8-format", _given("fp8")),
     _not_built("--fp4-format", _given("fp4")),
-    _not_built("--save", way_out="leave it out: a checkpoint of uneven shards would be written with wrong offsets"),
-    _not_built("--load", way_out="leave it out: a checkpoint would be read into uneven shards with wrong offsets"),
-    _not_built("--pretrained-checkpoint"),
+    Refusal(
+        flag="--ckpt-format",
+        applies=lambda args: _has_checkpoints(args) and getattr(args, "ckpt_format", "torch_dist") != "torch_dist",
+        why="has files of slots, and those of a hurt replica fit no other layout",
+        way_out="--ckpt-format torch_dist",
+    ),
+    _not_built("--async-save"),
+    _not_built("--ckpt-assume-constant-structure"),
+    _not_built("--ckpt-convert-format"),
+    _not_built("--load-main-params-from-ckpt"),
+    _not_built("--non-persistent-ckpt-type"),
     _not_built("--use-checkpoint-args"),
     _not_built("--yaml-cfg"),
     _not_built("--heterogeneous-layers-config-path"),
@@ -293,7 +306,6 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
 LIVE: tuple[Refusal, ...] = (
     _not_yet_live("--attention-dropout", _above("attention_dropout", 0)),
     _not_yet_live("--hidden-dropout", _above("hidden_dropout", 0)),
-    _not_yet_live("--async-save", _given("async_save")),
     _not_yet_live("--exit-duration-in-mins", _given("exit_duration_in_mins")),
     _not_yet_live("--exit-signal-handler", _given("exit_signal_handler")),
     _not_yet_live("--log-straggler", _given("log_straggler")),
@@ -301,14 +313,21 @@ LIVE: tuple[Refusal, ...] = (
 )
 """What a hurt layout could have, and a job that comes to it by a loss cannot yet."""
 
-_SAVED_WHOLE = ("--save", "--load", "--pretrained-checkpoint", "--non-persistent-save-interval")
-"""Refused in a job that begins hurt; a live one writes and reads these while nobody is lost."""
+FROM_START: tuple[Refusal, ...] = (
+    Refusal(
+        flag="--use-distributed-optimizer",
+        applies=lambda args: getattr(args, "use_distributed_optimizer", False) and _has_checkpoints(args),
+        why="has state in shards of lanes, which is not built yet to be written to a checkpoint or read from one",
+        way_out="leave it out, or leave --save, --load and --pretrained-checkpoint out",
+    ),
+)
+"""What a job that begins hurt cannot have; one that a loss would end may write and read it while nobody is lost."""
 
 
 def refuse_live(args: Any, policy: TrainingPolicy) -> None:
     """Raise for the first thing in the arguments that a job could not have once a slot is lost."""
     cause = "--ntp-enable under `ntp run`, where any slot may be lost"
-    _refuse_first(tuple(line for line in TABLE if line.flag not in _SAVED_WHOLE), cause, args)
+    _refuse_first(TABLE, cause, args)
     _refuse_first(LIVE, cause, args)
     _refuse_broken_groups(args, args.tensor_model_parallel_size)
     _refuse_batch(policy)
@@ -323,7 +342,7 @@ def _refuse_first(table: tuple[Refusal, ...], cause: str, args: Any) -> None:
 def _refuse_hurt(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
     _refuse_policy(policy, layout)
     hurt = f"{', '.join(map(str, sorted(layout.lost)))} lost"
-    _refuse_first(TABLE, hurt, args)
+    _refuse_first((*TABLE, *FROM_START), hurt, args)
     for name in _DROPOUTS:
         if _above(name, 0)(args) and policy.dropout != "exact":
             flag = "--" + name.replace("_", "-")

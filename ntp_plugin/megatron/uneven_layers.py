@@ -205,12 +205,17 @@ class UnevenLayers:
                 setattr(parameter, _CUT, (cut, family))
 
 
+def cut_of(parameter: Any) -> tuple[Tensor, Family] | None:
+    """The whole of which a parameter is a part, and its family; none of what is replicated, or is no parameter."""
+    return getattr(parameter, _CUT, None)
+
+
 def copy_cuts(module: torch.nn.Module, model: torch.nn.Module) -> None:
     """Let a model's parameters be cut as another's, that was built of our layers; cuts are of the whole tensor, and the
     same in every layout."""
     built = dict(model.named_parameters())
     for name, parameter in module.named_parameters():
-        cut = getattr(built[name], _CUT, None)
+        cut = cut_of(built[name])
         if cut is not None:
             setattr(parameter, _CUT, cut)
 
@@ -231,7 +236,7 @@ def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: 
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             raise Refused(f"{name} is frozen, and lanes sum all gradients", way_out="start with whole replicas")
-        cut: tuple[Tensor, Family] | None = getattr(parameter, _CUT, None)
+        cut = cut_of(parameter)
         if cut is None:
             if getattr(parameter, "tensor_model_parallel", False):
                 raise _unknown(f"the layer of {name}")

@@ -5,6 +5,7 @@ With nobody lost none of it computes anything but the vote. What a hurt layout n
 """
 
 import functools
+import queue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,14 @@ _TRAINING = "megatron.training.training"
 
 def table(job: "LiveJob") -> tuple[Replacement, ...]:
     """The hooks of a live job."""
-    return (*_what_is_built(job), *_sections(job), *_between(job.loop))
+    return (*_what_is_built(job), *_sections(job), *_between(job.loop), _WRITES_BY_ITSELF)
+
+
+_WRITES_BY_ITSELF = Replacement(
+    target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+    why="a queue between processes, for which it starts one that stays behind when this rank is killed",
+    make=lambda _: lambda *_, **__: queue.Queue(),
+)
 
 
 def _what_is_built(job: "LiveJob") -> tuple[Replacement, ...]:

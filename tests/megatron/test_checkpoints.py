@@ -1,0 +1,121 @@
+"""What a hurt job saves, a job of any other layout goes on from as if nobody had been lost; and the other way round.
+
+The reference is Megatron without us that trains all steps in one go.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+
+from benchmarks.numerics import BF16, BOUNDS, bounds_of
+from benchmarks.parity.job import Job, largest_differences, run
+from benchmarks.parity.layouts import BASE, FIRST_HURT, MODELS, OLD, hurt, reference, uniform
+from benchmarks.parity.live import live
+from benchmarks.parity.saved import HALF, joined, largest_difference, loading, saving, wholes_in
+from ntp_plugin.testing.faults import kill
+
+FLOAT64 = BOUNDS["float64"]
+TIED = "tied embeddings"
+
+
+def with_arguments(job, more):
+    return dataclasses.replace(job, more=f"{job.more} {more}")
+
+
+@pytest.fixture(scope="module")
+def first_half(tmp_path_factory):
+    """Runs a job up to its middle, once: what its ranks saw, and where it saved."""
+
+    @functools.cache
+    def half(job):
+        folder = tmp_path_factory.mktemp("saved")
+        return run(with_arguments(job, saving(folder)), 240), folder
+
+    return half
+
+
+def whole_run(first_half, first, second, more=""):
+    seen, folder = first_half(first)
+    return joined(seen, run(with_arguments(second, f"{loading(folder)} {more}"), 240))
+
+
+def assert_same_training(outcomes, expected, bound=FLOAT64):
+    worst = largest_differences(outcomes, run(expected))
+    assert max(worst.values()) <= bound, worst
+
+
+def nominal(model, layout, **options):
+    """The layout with nobody lost, and without the plugin."""
+    return dataclasses.replace(hurt(model, layout, **options), lost=())
+
+
+@pytest.mark.short
+def test_a_nominal_job_goes_on_from_what_a_hurt_one_saved(first_half):
+    """Adam counts its steps in a number that all parameters share: one that began again would be far off."""
+    outcomes = whole_run(first_half, hurt(BASE, "TP2+TP1"), nominal(BASE, "TP2+TP1"))
+    assert_same_training(outcomes, uniform(BASE))
+
+
+def test_a_hurt_job_goes_on_from_what_a_nominal_one_saved(first_half):
+    outcomes = whole_run(first_half, nominal(BASE, "TP2+TP1"), hurt(BASE, "TP2+TP1"))
+    assert_same_training(outcomes, uniform(BASE))
+
+
+def test_a_hurt_job_goes_on_from_what_another_hurt_one_saved(first_half):
+    """Four slots that hold several ranges of one tensor each; other replicas, other slots, other widths."""
+    outcomes = whole_run(first_half, hurt(BASE, "TP4+TP3"), hurt(BASE, "TP3+TP3"))
+    assert_same_training(outcomes, uniform(BASE))
+
+
+@pytest.mark.parametrize("shared_out", [True, False])
+def test_a_checkpoint_of_a_hurt_job_is_that_of_a_whole_one(first_half, shared_out):
+    """Tensor for tensor, of the optimizer as well, whether the replicas share the writing out or one does it all."""
+    job = hurt(BASE, "TP4+TP3", more="" if shared_out else "--no-ckpt-fully-parallel-save")
+    _, mine = first_half(job)
+    _, theirs = first_half(uniform(BASE, tp=2))
+    assert any("exp_avg_sq" in name for name in wholes_in(theirs))
+    assert largest_difference(wholes_in(mine), wholes_in(theirs)) <= FLOAT64
+
+
+@pytest.mark.parametrize("model", [OLD, "sgd, momentum", "qk-layernorm"])
+def test_models(first_half, model):
+    outcomes = whole_run(first_half, hurt(model, "TP2+TP1"), nominal(model, "TP2+TP1"))
+    assert_same_training(outcomes, uniform(model))
+
+
+def test_a_tied_embedding_in_two_stages_of_different_width(first_half):
+    outcomes = whole_run(first_half, hurt(TIED, FIRST_HURT), nominal(TIED, FIRST_HURT))
+    assert_same_training(outcomes, reference(TIED, FIRST_HURT))
+    back = whole_run(first_half, nominal(TIED, FIRST_HURT), hurt(TIED, FIRST_HURT))
+    assert_same_training(back, reference(TIED, FIRST_HURT))
+
+
+def test_bf16_with_its_float32_copies(first_half):
+    outcomes = whole_run(first_half, hurt(BASE, "TP2+TP1", **BF16), nominal(BASE, "TP2+TP1", **BF16))
+    worst, bounds = largest_differences(outcomes, run(uniform(BASE, **BF16))), bounds_of(BASE, "bfloat16")
+    assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
+
+
+def test_each_rank_reads_for_itself_where_replicas_would_share_the_reading(first_half):
+    outcomes = whole_run(first_half, hurt(BASE, "TP2+TP1"), hurt(BASE, "TP2+TP1"), "--ckpt-fully-parallel-load")
+    assert_same_training(outcomes, uniform(BASE))
+
+
+def test_two_units_that_change_places_in_what_is_written_are_noticed(first_half):
+    spoilt = hurt(BASE, "TP2+TP1", spoil="units_swapped_in_a_checkpoint")
+    _, mine = first_half(spoilt)
+    _, theirs = first_half(uniform(BASE, tp=2))
+    assert largest_difference(wholes_in(mine), wholes_in(theirs)) > 1e-3
+    outcomes = whole_run(first_half, spoilt, nominal(BASE, "TP2+TP1"))
+    assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > 1e-3
+
+
+def test_a_live_job_saves_after_a_loss(tmp_path):
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=saving(tmp_path))
+    lived, _ = live(job, faults=[kill(3, during="backward", step=5)], timeout_s=300)
+    assert {slot: one.width for slot, one in lived.items()} == {0: 2, 1: 2, 2: 1}
+    first = {slot: one.seen for slot, one in lived.items()}
+    assert all(len(seen.norms) == HALF for seen in first.values())
+    second = run(with_arguments(nominal(BASE, "TP2+TP1"), loading(tmp_path)), 240)
+    assert_same_training(joined(first, second), uniform(BASE))
