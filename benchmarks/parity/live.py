@@ -26,7 +26,6 @@ class Lived:
     """What one rank of a live run saw."""
 
     seen: Seen
-    recoveries: list[dict[str, float]]
     epoch: int
     width: int
 
@@ -60,7 +59,7 @@ class Play:
     """What a rank does, in a process of its own."""
 
     job: Job
-    back: Mapping[int, int]
+    back: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def __call__(self, rank: Rank) -> Lived:
         nothing = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -105,7 +104,6 @@ class Play:
         trainer = start.Jobs.now.trainer
         lived = Lived(
             seen=looker.seen(),
-            recoveries=[],
             epoch=start.Jobs.now.rank.groups.epoch,
             width=trainer.layout(trainer.lost).width,
         )

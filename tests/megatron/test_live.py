@@ -131,6 +131,11 @@ def test_what_nobody_else_holds_ends_the_job():
         live(job(), faults=[kill(slot, during="backward", step=5) for slot in (1, 3)])
 
 
+def test_a_part_of_a_sharded_optimizer_is_lost_with_its_rank():
+    with pytest.raises(StateLost, match="--use-distributed-optimizer"):
+        live(job(more="--use-distributed-optimizer"), faults=[kill(3, during="backward", step=5)])
+
+
 @pytest.mark.short
 def test_a_rank_comes_back():
     lived, rows = live(job(), faults=[kill(3, during="backward", step=5)], back={3: 10})
