@@ -33,7 +33,7 @@ VICTIMS = {10: "r0.s0.t1", 22: "r1.s0.t3"}
 """After which step which slot is killed."""
 STEPS_TO_RETURN = 120
 """A newcomer imports and builds for as long as so many steps take."""
-PATIENCE_S = 280.0
+PATIENCE_S = 600.0
 """For one run, on a machine that is busy with other things besides."""
 LOOK_S = 0.05
 
