@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, FIRST_HURT, MODELS, OLD, hurt, reference, uniform
+from benchmarks.parity.layouts import BASE, FIRST_HURT, HYBRID, MODELS, OLD, hurt, reference, uniform
 from benchmarks.parity.live import live
 from benchmarks.parity.saved import HALF, joined, largest_difference, loading, saving, wholes_in
 from ntp_plugin.testing.faults import kill
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_a_hurt_job_is_that_of_a_whole_one(first_half, shared_ou
     assert largest_difference(wholes_in(mine), wholes_in(theirs)) <= FLOAT64
 
 
-@pytest.mark.parametrize("model", [OLD, "sgd, momentum", "qk-layernorm"])
+@pytest.mark.parametrize("model", [OLD, HYBRID, "sgd, momentum", "qk-layernorm"])
 def test_models(first_half, model):
     outcomes = whole_run(first_half, hurt(model, "TP2+TP1"), nominal(model, "TP2+TP1"))
     assert_same_training(outcomes, uniform(model))
