@@ -109,20 +109,13 @@ class Driver:
                 if self._some_are_put_out(agreed):
                     continue
                 self._regroup(agreed)
-            except PeerLost:
-                continue
-            except RuntimeError:
-                failures += 1
-                if not self._a_loss_follows() and not self._try_again(agreed, failures):
-                    raise
-                continue
-            try:
                 self._trainer.stand_on(agreed)
                 return
             except PeerLost:
                 continue
             except RuntimeError:
-                if not self._a_loss_follows():
+                failures += 1
+                if not self._a_loss_follows() and not self._try_again(agreed, failures):
                     raise
 
     def _agree(self) -> Agreed:
@@ -139,7 +132,8 @@ class Driver:
         self._groups.regroup(agreed.view.epoch, offers, timeout_s=self._patience.regroup_s)
 
     def _try_again(self, agreed: Agreed, failures: int) -> bool:
-        """After an edit that failed while nobody was lost: without newcomers, who may be what it failed by."""
+        """After an edit that failed while nobody was lost, or groups for the epoch that did not come about in time:
+        without newcomers, who may be what it failed by."""
         reports, came = agreed.reports, agreed.view.newcomers
         newcomers = [slot for slot, report in reports.items() if report.newcomer or slot in came]
         if failures > self._patience.regroup_again or len(newcomers) == len(agreed.reports):
