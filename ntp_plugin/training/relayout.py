@@ -212,6 +212,11 @@ class ShardedState:
         self._built = {name: built for name, built in self._built.items() if newest[name] == built[0]}
         self.switch()
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been held here yet."""
+        return set(self.versions.values()) == {NOT_HELD}
+
     def options(self) -> list[dict[str, object]]:
         """What the optimizer's groups are set to, a learning rate that a schedule has changed say."""
         return [
@@ -310,5 +315,6 @@ def _share_inventory(state: ShardedState, stage: int, held: Sequence[str], step:
                     f"{inventory[name]} and {thing}",
                     way_out="restart from the last checkpoint",
                 )
-    state.take_options(next(options for of, _, options in told if of == stage and options))
+    if state.is_new:  # members have their own: a schedule may have come further on one than on another by now
+        state.take_options(next(options for of, _, options in told if of == stage and options))
     return inventory

@@ -69,6 +69,12 @@ def test_a_rank_dies(moment):
     assert_every_sample_once(rows)
 
 
+def test_the_learning_rate_of_a_rank_that_has_scheduled_is_not_set_back_by_one_that_has_not():
+    """After the vote slot 0 waits for its lost neighbour, before the schedule; the other replica has come past that."""
+    lived, _ = live(job(), faults=[kill(1, during="apply", step=5)])
+    assert_same_training(lived)
+
+
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_any_slot_may_be_the_one(slot):
     """The first of a TP group is the one that reads samples; rank 0 prints, and the last rank tells the loss."""
