@@ -82,7 +82,7 @@ def main(words: Sequence[str]) -> None:
         _rehearse_on_cpu()
         after_import(_MEGATRON, _hook_megatron)
         try:
-            _run(words)
+            run(words)
         except SystemExit as exit_:
             if exit_.code:
                 raise
@@ -92,7 +92,8 @@ def main(words: Sequence[str]) -> None:
         sys.exit(error.exit_code)
 
 
-def _run(words: Sequence[str]) -> None:
+def run(words: Sequence[str]) -> None:
+    """A script, or `-m` and a module, with what is behind it, as Python itself would."""
     if words[0] == "-m":
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

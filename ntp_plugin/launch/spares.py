@@ -8,14 +8,13 @@ started with it.
 import importlib
 import json
 import os
-import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ntp_plugin.errors import Refused
+from ntp_plugin.launch.script import run
 
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "ntp_plugin.plain.job")
 """What a spare imports; NTP_PRELOAD names more, separated by commas."""
@@ -87,13 +86,7 @@ def main(arguments: Sequence[str]) -> None:
         if path:
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(arguments)
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)
-        runpy.run_path(arguments[0], run_name="__main__")
+    run(arguments)
 
 
 if __name__ == "__main__":

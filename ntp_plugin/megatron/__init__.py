@@ -20,12 +20,14 @@ be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a l
     pipeline.py         activations between stages of different width
     buckets.py          Megatron's buckets, reduced in lanes
     lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
-    core_groups.py      the same by way of core slots: the groups of that route
+    lane_groups.py      PURE: which process groups the lanes of a layout need
+    core_groups.py      this rank's way over core slots, in the groups that were made for it
     lane_optimizer.py   Megatron's optimizer on the shards of lanes
     batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
     checkpoints.py      what a hurt layout saves and loads is what the nominal one does
     dropout.py          masks that do not depend on the layout, healthy or hurt
     hooks.py            the table of all hooks, with the reason of each
+    live/               a job under `ntp run` that comes to a hurt layout, and out of it, while it runs
 
 The idea. Megatron's arguments go on saying the nominal layout: TP degree, data-parallel size, padded vocabulary,
 global batch. Only three things are told the truth. The process groups are Megatron's own with the lost struck out.
