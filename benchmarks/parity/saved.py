@@ -1,6 +1,7 @@
 """What a checkpoint holds, read by torch alone; a run in two halves, of which the second loads what the first saved."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def wholes_in(folder: Path, step: int = HALF) -> Whole:
         for name, about in stored.items()
         if isinstance(about, TensorStorageMetadata)
     }
-    load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # it says that it loads in one process, although it was told to
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=True)
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
 

@@ -78,7 +78,7 @@ def test_a_checkpoint_of_a_hurt_job_is_that_of_a_whole_one(first_half, shared_ou
     assert largest_difference(wholes_in(mine), wholes_in(theirs)) <= FLOAT64
 
 
-@pytest.mark.parametrize("model", [OLD, HYBRID, "sgd, momentum", "qk-layernorm"])
+@pytest.mark.parametrize("model", [OLD, HYBRID, "qk-layernorm"])
 def test_models(first_half, model):
     outcomes = whole_run(first_half, hurt(model, "TP2+TP1"), nominal(model, "TP2+TP1"))
     assert_same_training(outcomes, uniform(model))
