@@ -78,7 +78,13 @@ class StoreLost(NtpError):
 
 
 class PeerLost(NtpError):
-    """A collective was left because the membership changes; recovery follows."""
+    """A collective was left because the membership changes; recovery follows.
+
+    A process ends by it only where nothing has begun yet that could go on: while a framework starts up, say.
+    """
+
+    def __init__(self, what: str, *, way_out: str = "") -> None:
+        super().__init__(what, way_out=way_out or "a loss before training has begun ends a job: start it again")
 
 
 class AgreementError(NtpError):

@@ -329,8 +329,15 @@ def refuse_live(args: Any, policy: TrainingPolicy) -> None:
     cause = "--ntp-enable under `ntp run`, where any slot may be lost"
     _refuse_first(TABLE, cause, args)
     _refuse_first(LIVE, cause, args)
-    _refuse_broken_groups(args, args.tensor_model_parallel_size)
+    tp = args.tensor_model_parallel_size
+    _refuse_broken_groups(args, tp)
     _refuse_batch(policy)
+    if policy.min_tp_width > tp:
+        raise Refused(
+            f"--ntp-min-tp-width {policy.min_tp_width} is above --tensor-model-parallel-size {tp}: "
+            "the first loss would leave no replica that may train",
+            way_out=f"choose 1 to {tp}",
+        )
 
 
 def _refuse_first(table: tuple[Refusal, ...], cause: str, args: Any) -> None:

@@ -10,7 +10,7 @@ from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron.activation import read_policy
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.refusals import EXACT_MASKS, TABLE, refuse_what_does_not_work
+from ntp_plugin.megatron.refusals import EXACT_MASKS, LIVE, TABLE, refuse_live, refuse_what_does_not_work
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.planning.units import Family
@@ -186,6 +186,35 @@ def test_where_masks_cannot_be_exact_they_are_refused_with_nobody_lost(said, fla
 def test_a_policy_that_is_not_built_is_refused(policy, said):
     with pytest.raises(Refused, match=f"{said}.*Way out: ."):
         refuse_what_does_not_work(arguments(), policy, layout("r1.s0.t3"))
+
+
+def live_arguments(**said):
+    return arguments(tensor_model_parallel_size=4, **said)
+
+
+def test_a_usual_job_may_be_live_also_with_checkpoints_and_the_distributed_optimizer():
+    refuse_live(
+        live_arguments(save="there", use_distributed_optimizer=True), TrainingPolicy(enabled=True, min_tp_width=4)
+    )
+
+
+@pytest.mark.parametrize("refusal", LIVE, ids=lambda refusal: refusal.flag)
+def test_what_no_live_job_can_have_is_refused_at_its_start(refusal):
+    name = refusal.flag.removeprefix("--").replace("-", "_")
+    with pytest.raises(Refused, match=f"{refusal.flag} .*Way out: ."):
+        refuse_live(live_arguments(**{name: 1}), TrainingPolicy(enabled=True))
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
+        (TrainingPolicy(min_tp_width=5), "--ntp-min-tp-width 5 is above --tensor-model-parallel-size 4"),
+    ],
+)
+def test_a_policy_that_no_loss_could_be_met_with_is_refused_at_the_start(policy, said):
+    with pytest.raises(Refused, match=f"{said}.*Way out: ."):
+        refuse_live(live_arguments(), policy)
 
 
 def test_flags_win_over_the_file(tmp_path):

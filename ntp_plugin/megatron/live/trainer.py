@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.errors import StateLost
+from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import Job, nominal_job, share_units
@@ -30,7 +30,7 @@ from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
-from ntp_plugin.planning.recovery_plan import Nominal
+from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.topology import Slot, Standing, Topology
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Recovered, Teller
@@ -106,6 +106,7 @@ class MegatronTrainer:
             if layout.rank == 0:
                 self._rank.leave_word(_UNITS, of_all)
         self._nominal = nominal_job(layout, self._policy, self._args, of_all)
+        plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now, and not when a rank has died
         self._state = ShardedState(
             parameters,
             anatomy.optimizer.optimizer,
@@ -232,7 +233,13 @@ class MegatronTrainer:
 def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
     """The float32 copies that are stepped instead of parameters in bf16, by the parameters' names."""
     names = {parameter: name for name, parameter in parameters.items()}
-    (optimizer,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chained) != 1:
+        raise Refused(
+            f"Megatron made {len(chained)} optimizers for this model, and only one can be taken through a loss",
+            way_out="leave out what some parameters have an optimizer of their own for, or start by torchrun",
+        )
+    (optimizer,) = chained
     groups = zip(
         getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
     )

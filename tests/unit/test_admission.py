@@ -1,0 +1,92 @@
+"""Who asks to be let in is let in, and who has died meanwhile holds nobody up twice."""
+
+import threading
+
+import pytest
+
+from ntp_plugin.comm.membership import Seat, View, the_end, view_key, without
+from ntp_plugin.recovery import admission
+from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
+
+FIRST = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"{slot}/0") for slot in range(3)))
+
+
+class Keys(dict):
+    """A store in memory."""
+
+    def read(self, key):
+        return self.get(key)
+
+    def create(self, key, value):
+        return self.setdefault(key, value)
+
+    def present(self, keys):
+        return all(key in self for key in keys)
+
+
+@pytest.fixture(autouse=True)
+def _no_long_waits(monkeypatch):
+    monkeypatch.setattr(admission, "_WAIT_S", 0.05)
+    monkeypatch.setattr(admission, "_POLL_S", 0.001)
+
+
+def asking(store):
+    newcomer = threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), daemon=True)
+    newcomer.start()
+    return newcomer
+
+
+def wait_until_asked(door):
+    while not door.somebody_asks():
+        pass
+
+
+def let_in(newcomer):
+    newcomer.join(5)
+    return not newcomer.is_alive()
+
+
+def test_who_asks_is_let_in_when_the_door_is_opened():
+    store = Keys()
+    door = Doorkeeper(store, lambda: 0, lambda: True)
+    assert not door.somebody_asks()
+    newcomer = asking(store)
+    wait_until_asked(door)
+    assert newcomer.is_alive(), "it waits for the door"
+    assert door.open(mine=True)
+    assert let_in(newcomer)
+
+
+def test_members_open_for_one_who_has_died_once():
+    store = Keys()
+    store.create("asked/0/0", "")
+    door, other = Doorkeeper(store, lambda: 0, lambda: False), Doorkeeper(store, lambda: 0, lambda: False)
+    assert door.somebody_asks()
+    assert not door.open(mine=True), "nobody came"
+    assert not other.open(mine=False)
+    assert not door.somebody_asks()
+    newcomer = asking(store)
+    wait_until_asked(other)
+    assert newcomer.is_alive(), "the door that was opened for the other is shut"
+    other.open(mine=True)
+    assert let_in(newcomer)
+
+
+def test_who_waits_asks_again_in_the_next_epoch():
+    store, epoch = Keys(), 0
+    door = Doorkeeper(store, lambda: epoch, lambda: True)
+    newcomer = asking(store)
+    wait_until_asked(door)
+    following = without(FIRST, [1])
+    store.create(view_key(1), following.encode())
+    epoch = 1
+    wait_until_asked(door)
+    assert newcomer.is_alive()
+    door.open(mine=True)
+    assert let_in(newcomer)
+
+
+def test_who_comes_too_late_does_not_wait():
+    store = Keys()
+    store.create(view_key(1), the_end(FIRST).encode())
+    assert let_in(asking(store)), "joining says that the job is over"
