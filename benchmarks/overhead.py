@@ -35,7 +35,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks import evidence, lanes
-from benchmarks.parity.job import COLLECTIVES, RECIPES, Job
+from benchmarks.parity.job import COLLECTIVES, RECIPES, Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -177,8 +177,7 @@ def count_collectives() -> dict[str, int]:
 
 def side_by_side(pairs: int, **settings: Any) -> tuple[list[float], bool]:
     """The ratios of the second job to the first, and whether both had the same collectives, and no hook."""
-    os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    have_megatron_imported()
     second = TCPStore("127.0.0.1", 0, None, True, _PATIENCE, wait_for_workers=False)
     play = SideBySide(steps=WARM_UP + pairs + 1, second_port=second.port, **settings)
     with Ranks(2 * RANKS, play) as ranks:

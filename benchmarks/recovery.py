@@ -41,7 +41,7 @@ from typing import Any
 from benchmarks import evidence
 from benchmarks.megatron_restart import restart_seconds
 from benchmarks.parity import live
-from benchmarks.parity.job import Job, largest_differences, run
+from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, uniform
 from ntp_plugin.errors import NtpError
 from ntp_plugin.recovery.detector import Thresholds
@@ -241,6 +241,7 @@ def trials(case: Case, chance: random.Random) -> list[Trial]:
 
 
 def _ranks(case: Case, drawn: Sequence[Strike]) -> Ranks:
+    have_megatron_imported()
     hangs = case.fault == "hang"
     faults = [hang(one.slot, during=one.moment, step=one.after_step + 1) for one in drawn if hangs]
     thresholds = HUNG if hangs else Thresholds()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parity.job import RECIPES, Job, Looker, Seen, run_script
+from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank, Ranks
@@ -44,8 +44,7 @@ def live(
 
     `back`: slots that start again once they are dead, and the section at which the others wait until they ask.
     """
-    os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    have_megatron_imported()
     with Ranks(job.processes, Play(job, back or {}), faults=faults, moments=MOMENTS) as ranks:
         for slot in back or {}:
             ranks.wait_for_death(slot, timeout_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity.job import Play, largest_differences, run
+from benchmarks.parity.job import Play, have_megatron_imported, largest_differences, run
 from benchmarks.parity.layouts import BASE, hurt
 from ntp_plugin.testing.ranks import Ranks
 from tests.unit.test_patches import ALL, apply, installed
@@ -52,7 +52,7 @@ class Looking(Play):
 
 def play_to(file):
     """What is run with the patched sources first in the path."""
-    os.environ |= {"NTP_PRELOAD": "megatron.training.training", "TORCHDYNAMO_DISABLE": "1"}
+    have_megatron_imported()
     with Ranks(JOB.processes, Looking(JOB)) as ranks:
         Path(file).write_bytes(pickle.dumps(ranks.wait(120)))
 
