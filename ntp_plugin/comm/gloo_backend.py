@@ -1,10 +1,10 @@
 """Gloo's part in a process group.
 
-Gloo's `abort()` does nothing, so its sockets are shut instead. And gloo can lose a send or receive that stands in a
-broken connection: nobody ever ends it, and it keeps one of the backend's two worker threads until its time limit. A
-backend with such an operation is replaced by a fresh one before the edit; its peers see only another handle. So is one
-whose edit was left behind: a member that waits for the connection of a peer that has just died would wait for five time
-limits, and nothing in gloo can end that.
+Gloo's `abort()` does nothing, so its sockets are shut instead (`sockets.py`). And gloo can lose a send or receive that
+stands in a broken connection: nobody ever ends it, and it keeps one of the backend's two worker threads until its time
+limit. A backend with such an operation is replaced by a fresh one before the edit; its peers see only another handle.
+So is one whose edit was left behind: a member that waits for the connection of a peer that has just died would wait for
+five time limits, and nothing in gloo can end that.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ReconfigureOptions, Work
 
-from ntp_plugin.comm.sockets import SocketId, connected_since, open_sockets, shut
 from ntp_plugin.comm.waits import BreakableWaits
 
 _CPU = torch.device("cpu")
@@ -32,14 +31,13 @@ class GlooBackend:
         handle: dist.ProcessGroup,
         store: Any,
         timeout: timedelta,
-        sockets: frozenset[SocketId],
         *,
         waits: BreakableWaits,
         default: bool = True,
     ) -> None:
         """`default`: the group's rank, size and barrier are this backend's."""
         self._handle, self._store, self._timeout = handle, store, timeout
-        self._sockets, self._waits, self._default = sockets, waits, default
+        self._waits, self._default = waits, default
         self._backend: Any = handle._get_backend(_CPU)
         self._running: dict[int, Work] = {}
         self._generation = 0
@@ -55,10 +53,6 @@ class GlooBackend:
     def busy(self) -> bool:
         """Whether some operation, or an edit, still holds a thread."""
         return self._half_edited or any(not work.is_completed() for work in list(self._running.values()))
-
-    def break_out(self) -> int:
-        """Break all connections; from any thread. Returns how many there were."""
-        return shut(self._sockets)
 
     def ready(self, rank: int, members: Sequence[int]) -> bool:
         """Replace this backend if it is still busy; whether that was so."""
@@ -76,11 +70,9 @@ class GlooBackend:
         """Connect anew, to these and no others."""
         options = ReconfigureOptions()
         options.uuid, options.handles, options.timeout = uuid, handles, timedelta(seconds=timeout_s)
-        before = open_sockets()
         self._half_edited = True
         self._waits.beside(lambda: self._backend.reconfigure(options))
         self._half_edited = False
-        self._sockets = connected_since(before)
 
     def failed(self) -> bool:
         """Never: waits on gloo's operations raise."""

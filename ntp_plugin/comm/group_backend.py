@@ -10,9 +10,6 @@ class GroupBackend(Protocol):
     def busy(self) -> bool:
         """Whether an operation that a break-out should have ended is still there."""
 
-    def break_out(self) -> int:
-        """End what this process waits for; from any thread. Returns the number of connections that were broken."""
-
     def ready(self, rank: int, members: Sequence[int]) -> bool:
         """After a break-out: become such that an edit can succeed; whether it took a replacement."""
 

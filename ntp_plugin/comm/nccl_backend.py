@@ -51,10 +51,9 @@ class NcclBackend:
         """Never: after a break-out nothing runs any more."""
         return False
 
-    def break_out(self) -> int:
+    def break_out(self) -> None:
         """Revoke the communicator; from any thread."""
         self._backend.abort()
-        return 1
 
     def ready(self, _rank: int, _members: Sequence[int]) -> bool:
         """Wait until the device is through with the broken step, so that nothing of it writes into the next."""

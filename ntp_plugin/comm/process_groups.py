@@ -6,7 +6,7 @@ where all are made, and can then
     break_out   end whatever this process waits for in any group
     offer       say how others reach this process in the next epoch
     regroup     edit all groups at once to the members of a view
-    make_lanes  make groups that live until the next regroup
+    make_lanes  make groups that live until the next regroup, as far as they are not there
 
 Slots are for life; ranks are dense and change with every view. A group is remembered by the slots that it was made of,
 and holds those of them that are in the view. `torch`'s own table of ranks is mended after each edit.
@@ -37,8 +37,8 @@ from ntp_plugin.comm.group_backend import GroupBackend
 from ntp_plugin.comm.meeting_store import MeetingStore
 from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
 from ntp_plugin.comm.nccl_requirements import require_nccl
-from ntp_plugin.comm.sockets import SocketId, connected_since, open_sockets
-from ntp_plugin.comm.waits import GRACE_S, BreakableWaits
+from ntp_plugin.comm.sockets import Connections
+from ntp_plugin.comm.waits import BreakableWaits
 from ntp_plugin.errors import PeerLost, Refused
 
 _HOOK = 0x4E5450
@@ -62,6 +62,8 @@ class _Group:
     members: tuple[int, ...]
     gloo: GlooBackend | None
     nccl: NcclBackend | None
+    connected: tuple[int, ...]
+    """The members of its last edit that came through."""
 
     def forget_works(self) -> None:
         """Take the hooks back that saw the group's works."""
@@ -108,6 +110,8 @@ class ElasticGroups:
         self._lanes_made = 0
         self._put_aside: list[_Group] = []
         self._waits = BreakableWaits()
+        self._connections = Connections()
+        """Gloo's."""
         self._meshes = DeviceMeshes(slot)
         self._lock = threading.Lock()
         self._make_group: Any = None
@@ -149,19 +153,17 @@ class ElasticGroups:
             require_nccl()
             self._device = self._device or device_of(options.get("device_id"))
             options["device_id"] = None  # with it torch would split groups off the world, which needs all ranks of it
-        before = open_sockets()
         if not ranks:  # the world; torch makes the stores of all other groups from its store
             store = self._meeting = MeetingStore(store, self.check)
-        handle, store = self._make_group(size, rank, ranks, backend, store, *args, **options)
+        with self._connections.made_here():
+            handle, store = self._make_group(size, rank, ranks, backend, store, *args, **options)
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
             return handle, store
         if not ranks:
             self.members, self._of_world = tuple(range(size)), (backend, kinds, options["timeout"])
             self._meshes.tell(self.members)
         slots = tuple(self.members[other] for other in ranks) if ranks else self.members
-        group = self._remember(
-            handle, store, slots, kinds=kinds, sockets=connected_since(before), timeout=options["timeout"]
-        )
+        group = self._remember(handle, store, slots, kinds=kinds, timeout=options["timeout"])
         if group.nccl is not None and not self._joining:
             self._connect(group, store, options["timeout"])
         self._groups.append(group)
@@ -174,14 +176,14 @@ class ElasticGroups:
         slots: tuple[int, ...],
         *,
         kinds: frozenset[str],
-        sockets: frozenset[SocketId],
         timeout: timedelta,
     ) -> _Group:
         nccl = NcclBackend(handle, self._device) if "nccl" in kinds and self._device is not None else None
         gloo = None
         if "gloo" in kinds:
-            gloo = GlooBackend(handle, store, timeout, sockets, waits=self._waits, default=nccl is None)
-        group = _Group(handle=handle, slots=slots, members=slots, gloo=gloo, nccl=nccl)
+            gloo = GlooBackend(handle, store, timeout, waits=self._waits, default=nccl is None)
+        connected = () if self._joining else slots
+        group = _Group(handle=handle, slots=slots, members=slots, gloo=gloo, nccl=nccl, connected=connected)
         self._watch_works(group, timeout)
         return group
 
@@ -219,15 +221,16 @@ class ElasticGroups:
     def break_out(self, epoch: int) -> int:
         """End what this process waits for, on the way to `epoch`; from any thread, and once for each epoch.
 
-        Returns the number of connections that were broken: none where that epoch, or a later one, is reached already,
-        so that a late call never hits the new connections.
+        Returns the number of gloo's connections that were broken: none where that epoch, or a later one, is reached
+        already, so that a late call never hits the new connections.
         """
         with self._lock:
             if epoch <= max(self.epoch, self._broken_for):
                 return 0
             self._broken_for = epoch
             self._waits.begin_break_out()
-            return sum(backend.break_out() for backend in self._backends())
+            self._revoke()
+            return self._connections.shut()
 
     def check(self) -> None:
         """Raise where a break-out is under way: for loops that enter no collective."""
@@ -249,8 +252,7 @@ class ElasticGroups:
 
     def offer(self) -> dict[str, str]:
         """Backend and group -> how others reach this process in it. Gloo that holds a lost operation is made fresh."""
-        deadline = time.monotonic() + GRACE_S
-        while any(backend.busy() for backend in self._backends()) and time.monotonic() < deadline:
+        while any(backend.busy() for backend in self._backends()) and not self._waits.given_up():
             time.sleep(0.002)
         self._drop_lanes()
         self._groups = [group for group in self._groups if group.handle in c10d._world.pg_map]  # others were destroyed
@@ -279,20 +281,22 @@ class ElasticGroups:
             self.epoch, self.members, self._lanes_made, self._joining = epoch, members, 0, False
             if self._broken_for <= epoch:
                 self._waits.end_break_out()
-        for group in self._groups:
-            group.members = tuple(slot for slot in group.slots if slot in ranks)
-            for kind, backend in group.backends().items():
-                handles = [offers[slot][f"{kind}/{group.handle.group_name}"] for slot in group.members]
-                backend.edit(epoch, handles, timeout_s)
-            c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
+        with self._connections.made_here(instead=True):
+            for group in self._groups:
+                group.members = tuple(slot for slot in group.slots if slot in ranks)
+                c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
+                if group.nccl is None and group.connected == group.members == (self.slot,):  # alone, as ever
+                    continue
+                for kind, backend in group.backends().items():
+                    handles = [offers[slot][f"{kind}/{group.handle.group_name}"] for slot in group.members]
+                    backend.edit(epoch, handles, timeout_s)
+                group.connected = group.members
         # Torch names groups by a counter, and a newcomer has not made those that others had dropped.
         c10d._world.group_count = epoch * _GROUPS_IN_AN_EPOCH
         self._meshes.tell(members)
         with self._lock:
             if self._broken_for > epoch:  # it found the old communicators: gloo's waits leave by themselves
-                for group in self._groups:
-                    if group.nccl is not None:
-                        group.nccl.break_out()
+                self._revoke()
 
     # ------------------------------------------------ groups for one epoch
 
@@ -302,19 +306,29 @@ class ElasticGroups:
         Every member of the world calls this with the same tuples; the order of a tuple is the order of its ranks.
         """
         self._lanes_made += 1
-        wanted = [(index, slots) for index, slots in enumerate(slots_of) if self.slot in slots and len(slots) > 1]
-        lanes = {index: self._make_lane(index, slots) for index, slots in wanted}
+        wanted = {index: slots for index, slots in enumerate(slots_of) if self.slot in slots and len(slots) > 1}
+        there = {index: group.handle for index, slots in wanted.items() if (group := self._group_of(slots)) is not None}
+        lanes = {index: self._make_lane(index, slots) for index, slots in wanted.items() if index not in there}
         self._lanes = [*self._lanes, *lanes.values()]
         mine = {
             (index, kind): backend.reach() for index, lane in lanes.items() for kind, backend in lane.backends().items()
         }
         told: list[dict[tuple[int, str], str]] = [{}] * len(self.members)
         dist.all_gather_object(told, mine)
-        for index, lane in lanes.items():  # ascending everywhere: nobody waits for who waits for it
-            for kind, backend in lane.backends().items():
-                handles = [told[self.rank_of(slot)][index, kind] for slot in lane.slots]
-                backend.edit(self.epoch, handles, timeout_s)
-        return [lanes[index].handle if index in lanes else None for index in range(len(slots_of))]
+        with self._connections.made_here():
+            for index, lane in lanes.items():  # ascending everywhere: nobody waits for who waits for it
+                for kind, backend in lane.backends().items():
+                    handles = [told[self.rank_of(slot)][index, kind] for slot in lane.slots]
+                    backend.edit(self.epoch, handles, timeout_s)
+        there |= {index: lane.handle for index, lane in lanes.items()}
+        return [there.get(index) for index in range(len(slots_of))]
+
+    def _group_of(self, slots: tuple[int, ...]) -> _Group | None:
+        """One that is there anyway, as most of a framework's data-parallel groups are; the last that was made, because
+        the first may be the world itself."""
+        assert self._of_world is not None, "there is a world"
+        alike = (group for group in reversed(self._groups) if group.members == slots)
+        return next((group for group in alike if group.backends().keys() == self._of_world[1]), None)
 
     def _make_lane(self, index: int, slots: tuple[int, ...]) -> _Group:
         assert self._of_world is not None, "there is a world"
@@ -333,7 +347,7 @@ class ElasticGroups:
             enable_reconfigure=True,
         )
         c10d._world.pg_group_ranks[handle] = {rank: own for own, rank in enumerate(ranks)}
-        return self._remember(handle, store, slots, kinds=kinds, sockets=frozenset(), timeout=timeout)
+        return self._remember(handle, store, slots, kinds=kinds, timeout=timeout)
 
     def _drop_lanes(self) -> None:
         lanes, self._lanes = [*self._put_aside, *self._lanes], []
@@ -346,6 +360,11 @@ class ElasticGroups:
     def moved(self) -> tuple[float, bool]:
         """When this process last entered or left a wait for others, and whether it stands in one."""
         return self._waits.moved()
+
+    def _revoke(self) -> None:
+        for group in (*self._groups, *self._lanes):
+            if group.nccl is not None:
+                group.nccl.break_out()
 
     def _backends(self) -> list[GroupBackend]:
         return [backend for group in (*self._groups, *self._lanes) for backend in group.backends().values()]

@@ -1,18 +1,43 @@
-"""The sockets that a process group opened, found again, and shut from outside.
+"""The sockets that process groups opened, found again, and shut from outside.
 
 Gloo's `abort()` does nothing, and a collective whose peer is gone would wait for its full time limit. What does end it
 is that its sockets break. A socket is remembered by descriptor *and* inode, so that a descriptor that was closed and
 used again by somebody else is never touched.
+
+All groups are broken off together, so one look before and one after serve any number of them: a look asks the kernel
+for every descriptor of this process, and there are a hundred.
 """
 
+import contextlib
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 type SocketAction = Callable[[socket.socket], object]
 type SocketId = tuple[int, str]
 """A descriptor, and what it must still point to ("socket:[inode]")."""
+
+
+class Connections:
+    """Those of all groups of this process."""
+
+    def __init__(self) -> None:
+        self._sockets: frozenset[SocketId] = frozenset()
+
+    @contextlib.contextmanager
+    def made_here(self, *, instead: bool = False) -> Iterator[None]:
+        """Find what groups open in this block; `instead` of all that are known, which are shut."""
+        before = open_sockets()
+        try:
+            yield
+        finally:
+            found = connected_since(before)
+            self._sockets = found if instead else self._sockets | found
+
+    def shut(self) -> int:
+        """Break them all; from any thread. Returns how many there were."""
+        return shut(self._sockets)
 
 
 def open_sockets() -> frozenset[SocketId]:

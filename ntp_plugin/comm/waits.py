@@ -97,6 +97,10 @@ class BreakableWaits:
         """From now on waits leave operations that gloo does not end within the grace."""
         self._give_up_at = time.monotonic() + GRACE_S
 
+    def given_up(self) -> bool:
+        """Whether what gloo has not ended by now counts as lost; always so where nothing is broken off."""
+        return self._give_up_at is None or time.monotonic() > self._give_up_at
+
     def end_break_out(self) -> None:
         """The groups are whole again."""
         self._give_up_at = None
@@ -148,5 +152,5 @@ class BreakableWaits:
             self._moved_at, self._waiting = time.monotonic(), self._waiting - 1
 
     def _leave_if_lost(self) -> None:
-        if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+        if self._give_up_at is not None and self.given_up():
             raise PeerLost("an operation was left behind because the membership changes")

@@ -215,12 +215,14 @@ class Ranks:
         """Until the ranks have written so many rows that begin with `first`."""
         deadline, record = time.monotonic() + timeout_s, self._folder / "record"
         begins = tuple(json.dumps([first])[:-1].encode() + end for end in (b",", b"]"))
-        while True:  # the rows are not decoded: a long record would keep a core busy, beside the ranks
-            lines = record.read_bytes().splitlines() if record.exists() else []
-            if sum(line.startswith(begins) for line in lines) >= count:
-                return
-            assert time.monotonic() < deadline, f"{count} rows of {first!r} were not written within {timeout_s} s"
-            time.sleep(0.002)
+        record.touch()
+        with record.open("rb") as rows:  # each is read once, and none is decoded: this runs beside the ranks
+            found, unfinished = 0, b""
+            while found < count:
+                *lines, unfinished = (unfinished + rows.read()).split(b"\n")
+                found += sum(line.startswith(begins) for line in lines)
+                assert time.monotonic() < deadline, f"{count} rows of {first!r} were not written within {timeout_s} s"
+                time.sleep(0.002)
 
     def wait(self, timeout_s: float, *, but: Sequence[int] = ()) -> dict[int, Any]:
         """Slot -> what its newest process returned; those that were killed are absent. Raises what a rank raised."""
