@@ -6,26 +6,48 @@ another, held twice or missing changes it. The salt tells tensors and their vers
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 MODULUS = 1 << 64
+BLOCK = 1 << 18
+"""Elements, of eight bytes each: with what a hash makes of them they stay in a processor's cache."""
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: torch.Tensor, *, salt: str, shape: Sequence[int], dim: int, index: torch.Tensor) -> int:
     """The sum for a part of a tensor of `shape`: all of it but along `dim`, where it holds the places in `index`."""
-    if not tensor.numel():
-        return 0
-    bits = tensor.detach().contiguous().view(_WIDTHS[tensor.element_size()]).to(torch.int64)
-    places = torch.zeros((), dtype=torch.int64)
-    for axis, size in enumerate(shape):
-        along = index if axis == dim else torch.arange(size)
-        places = places.unsqueeze(-1) * size + along
-    seed = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), signed=True)
-    hashed = _mix(bits.reshape(places.shape) ^ _mix(places ^ seed))
-    return int(hashed.sum()) % MODULUS
+    (total,) = digests([tensor], salts=[salt], shape=shape, dim=dim, index=index)
+    return total
+
+
+def digests(
+    tensors: Sequence[torch.Tensor], *, salts: Sequence[str], shape: Sequence[int], dim: int, index: torch.Tensor
+) -> list[int]:
+    """The sums for the same part of several tensors of one shape: each place is hashed once."""
+    if not tensors or not tensors[0].numel():
+        return [0] * len(tensors)
+    device = tensors[0].device
+    axes = [index.to(device) if axis == dim else torch.arange(size, device=device) for axis, size in enumerate(shape)]
+    parts = [tensor.detach().reshape([len(axis) for axis in axes]) for tensor in tensors]
+    seeds = [int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), signed=True) for salt in salts]
+    totals = [0] * len(tensors)
+    for rows in _blocks(parts[0]):
+        places = torch.zeros((), dtype=torch.int64, device=device)
+        for size, along in zip(shape, [axes[0][rows], *axes[1:]], strict=True):
+            places = places.unsqueeze(-1) * size + along
+        places = _mix(places)
+        for number, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
+            bits = part[rows].contiguous().view(_WIDTHS[part.element_size()]).to(torch.int64)
+            totals[number] += int(_mix(bits ^ places ^ seed).sum())
+    return [total % MODULUS for total in totals]
+
+
+def _blocks(part: torch.Tensor) -> Iterator[slice]:
+    """Rows for so many elements at a time: a hash takes several times the memory of what is hashed."""
+    rows = max(1, BLOCK * len(part) // part.numel())
+    return (slice(start, start + rows) for start in range(0, len(part), rows))
 
 
 def _mix(numbers: torch.Tensor) -> torch.Tensor:

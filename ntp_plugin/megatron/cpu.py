@@ -227,6 +227,11 @@ _MEMORY = (
 
 TORCH: tuple[Replacement, ...] = (
     Replacement(
+        target="torch.utils._device:_device_constructors",
+        why="`with torch.device(...)` knows factories by identity, and some are replaced here",
+        make=_said_once,
+    ),
+    Replacement(
         target="torch.cuda:is_available",
         why="Megatron asserts that there is a GPU; torch's optimizers would ask it for its streams",
         make=_to_megatron(lambda: True),

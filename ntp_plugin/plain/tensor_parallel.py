@@ -27,8 +27,9 @@ from ntp_plugin.planning.recovery_plan import Nominal
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.training.cuts import local_ranges
 from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice
-from ntp_plugin.training.relayout import ShardedState, relayout
+from ntp_plugin.training.relayout import relayout
 from ntp_plugin.training.relayout_plan import Held, plan_relayout
+from ntp_plugin.training.sharded_state import ShardedState
 
 _CONNECT_S = 5.0
 """For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""

@@ -9,7 +9,9 @@
     optimizers.py         which are element-wise, and what each keeps for a parameter
     cuts.py               PURE: where the units of a tensor stand in a part of it
     relayout_plan.py      PURE: which tensor goes from which layout to which
-    relayout.py           parameters and optimizer state from one layout to the next, tensor by tensor
+    rebuilding.py         one tensor: its new part, and digests of both to compare
+    sharded_state.py      the user's objects, whose tensors change
+    relayout.py           all parameters and optimizer state from one layout to the next
 
 Plain torch, without a framework: the adapters say which tensors there are and how they are cut.
 """

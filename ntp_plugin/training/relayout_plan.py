@@ -46,6 +46,11 @@ class Held:
         )
 
 
+LEAST = 1 << 22
+"""Elements that a batch may have in any case: with Adam's two entries a hundred megabytes in float32, twice. What costs
+is that members compare after each batch."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorMove:
     """One tensor: the version that it is found in, who holds it so, and the plan from there."""
@@ -79,8 +84,8 @@ class RelayoutPlan:
 
     @functools.cached_property
     def batches(self) -> tuple[tuple[TensorMove, ...], ...]:
-        """The moves in batches, each of no more elements that change hands than the largest tensor has."""
-        most = max(move.tensor.elements for move in self.moves)
+        """The moves in batches, each of no more elements that change hands than the largest tensor has, or `LEAST`."""
+        most = max(LEAST, *(move.tensor.elements for move in self.moves))
         batches: list[list[TensorMove]] = [[]]
         elements = 0
         for move in self.moves:
@@ -95,11 +100,16 @@ class RelayoutPlan:
             elements += moving * move.tensor.elements
         return tuple(map(tuple, batches))
 
-    @property
+    @functools.cached_property
+    def somebody_lacks_something(self) -> bool:
+        """Whether a slot will hold a part of a tensor of which it holds nothing now."""
+        return any(not move.holders.issuperset(self.training) for move in self.moves)
+
+    @functools.cached_property
     def standing(self) -> Standing:
         return self._standing(self.version)
 
-    @property
+    @functools.cached_property
     def training(self) -> list[Slot]:
         """The slots that train from now on, ascending."""
         return self._trained(self.standing)
@@ -140,7 +150,11 @@ class RelayoutPlan:
         )
 
     def _standing(self, version: int) -> Standing:
-        return _standing(self.nominal, self.lost[version])
+        return self._standings[version]
+
+    @functools.cached_property
+    def _standings(self) -> dict[int, Standing]:
+        return {version: _standing(self.nominal, lost) for version, lost in self.lost.items()}
 
     def _trained(self, standing: Standing) -> list[Slot]:
         group = self.nominal.topology.group

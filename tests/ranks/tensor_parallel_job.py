@@ -10,6 +10,7 @@ from ntp_plugin.plain.parallel_layers import TensorParallelGroup, TensorParallel
 from ntp_plugin.plain.tensor_parallel import TensorParallel
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.training import relayout_plan
 from ntp_plugin.training.cuts import local_ranges
 from tests.ranks.plain_job import loss_of, record_samples, strike
 
@@ -33,6 +34,7 @@ def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
 
     After each step in `hold_at` the ranks wait until all slots are members again: newcomers surely get in there.
     """
+    relayout_plan.LEAST = 0  # so that a move takes several batches
     torch.manual_seed(0 if not rank.joining else 99)  # a newcomer's own weights must not matter
     torch.set_default_dtype(torch.float64)
     within = TensorParallelGroup(rank.slot % tp, tp)

@@ -9,7 +9,7 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Ranks
-from ntp_plugin.training import gradient_lanes, relayout
+from ntp_plugin.training import gradient_lanes, rebuilding
 from tests.ranks.plain_job import IN_A_RECOVERY, IN_A_STEP
 from tests.ranks.tensor_parallel_job import HIDDEN, PER_REPLICA, STEPS, play
 
@@ -166,10 +166,10 @@ def test_swapped_units_are_found_before_anybody_trains_on_them():
 
 
 def play_swapped(rank):
-    sound = relayout._put
+    sound = rebuilding._put
 
     def swapped(tensor, part, held, wanted, values):
         sound(tensor, part, held, wanted, values.flip(tensor.dim) if rank.slot == 0 else values)
 
-    relayout._put = swapped
+    rebuilding._put = swapped
     return play(rank)

@@ -10,10 +10,11 @@ from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.units import Family, Run, Tensor
-from ntp_plugin.training import relayout
 from ntp_plugin.training.cuts import Recut, global_ranges, local_ranges, local_shape
 from ntp_plugin.training.gradient_lanes import Slice, pack, unpack
-from ntp_plugin.training.relayout import WEIGHT, ShardedState, compare, rebuild, survey
+from ntp_plugin.training.rebuilding import WEIGHT, Rebuilding, compare, survey
+from ntp_plugin.training.relayout_plan import NOT_HELD
+from ntp_plugin.training.sharded_state import ShardedState
 
 
 @st.composite
@@ -72,7 +73,7 @@ def test_a_part_is_built_of_what_was_kept(case):
         kept = sp.intersection(sp.union(nominal.holdings[slot]), sp.union(after))
         entries = {WEIGHT: part(tensor, values, nominal.holdings[slot])}
         recut = Recut(tensor=tensor, before=nominal.holdings[slot], after=kept)
-        built = rebuild(recut, entries, {WEIGHT: torch.float64}, lambda slot: slot)
+        built = Rebuilding.begin(recut, entries, {WEIGHT: torch.float64}).end()
         assert torch.equal(built[WEIGHT], part(tensor, values, kept))
 
 
@@ -129,7 +130,7 @@ def test_a_tensor_that_differs_is_named_with_the_slots():
         entries = {WEIGHT: part(tensor, values, units)}
         if slot == 1:
             entries[WEIGHT] = entries[WEIGHT].flip(0)
-        surveys[slot] = survey(recut, entries, entries, {WEIGHT: torch.float32}, step=3)
+        surveys[slot] = survey(recut, entries, entries, step=3)
     compare(tensor, surveys, wholes_before=[[2]], wholes_after=[[2]])
     with pytest.raises(
         StateLost, match=r"column\.weight \(weight\) is not the same.*after in slots 0, 1 \w{16}; after"
@@ -144,8 +145,8 @@ def test_the_users_objects_stay_and_only_what_has_the_shape_is_cut():
     optimizer.step()
     state = ShardedState({"w": parameter}, optimizer)
     assert state.entries("w").keys() == {WEIGHT, "exp_avg", "exp_avg_sq"}
-    assert state.scalars("w").keys() == {"step"}
-    state.build("w", 1, {name: torch.zeros(3, 2) for name in state.entries("w")})
+    assert state.kept("w").numbers.keys() == {"step"}
+    state.build("w", 1, {name: torch.zeros(3, 2) for name in state.entries("w")}, state.kept("w").numbers)
     assert parameter.shape == (4, 2), "nothing is switched before it is compared"
     graph = parameter.square().sum()  # of the interrupted step, and still alive
     state.switch()
@@ -167,12 +168,27 @@ def test_state_that_cannot_be_cut_is_refused():
 def test_what_was_built_is_dropped_unless_somebody_switched():
     parameter = torch.nn.Parameter(torch.ones(4))
     state = ShardedState({"w": parameter}, torch.optim.SGD([parameter]))
-    state.build("w", 2, {WEIGHT: torch.zeros(3)})
+    state.build("w", 2, {WEIGHT: torch.zeros(3)}, {})
     state.settle({"w": 0})
     assert parameter.shape == (4,)
-    state.build("w", 3, {WEIGHT: torch.zeros(3)})
+    state.build("w", 3, {WEIGHT: torch.zeros(3)}, {"step": 7})
     assert state.held({}).built == ((0, 3),)
     state.settle({"w": 3})
     assert parameter.shape == (3,)
     assert state.held({}).versions == (3,)
-    assert relayout.NOT_HELD not in state.held({}).versions
+    assert NOT_HELD not in state.held({}).versions
+
+
+def test_who_switches_takes_what_the_others_keep():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adam([parameter])
+    state = ShardedState({"w": parameter}, optimizer, newcomer=True)
+    entries = {WEIGHT: torch.zeros(3), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    other = torch.nn.Parameter(torch.ones(4))
+    theirs = torch.optim.Adam([other])
+    other.sum().backward()
+    theirs.step()
+    state.build("w", 3, entries, ShardedState({"w": other}, theirs).kept("w").numbers)
+    state.settle({"w": 3})  # also in the walk after one that was interrupted
+    assert optimizer.state[parameter]["step"] == theirs.state[other]["step"] == 1
+    assert torch.equal(optimizer.state[parameter]["exp_avg"], torch.ones(3))

@@ -115,8 +115,12 @@ def _chunks(model_type: Any, provider: Any, container: Any) -> list[Any]:
     return chunks
 
 
-_WHILE_BUILT = {"use_cpu_initialization": True, "init_model_with_meta_device": True}
-"""So that Megatron names no other device, and sums no embeddings over stages."""
+_WHILE_BUILT = {
+    "use_cpu_initialization": True,
+    "init_model_with_meta_device": True,
+    "perform_initialization": False,
+}
+"""So that Megatron names no other device, sums no embeddings over stages, and draws nothing."""
 
 
 @contextlib.contextmanager

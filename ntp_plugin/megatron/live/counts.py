@@ -5,6 +5,7 @@ learning rate stands. A newcomer comes in where a step begins, or not at all: it
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -26,6 +27,7 @@ class Counts:
     in_step: bool
     iteration: int
     sections: int
+    kinds: Mapping[str, int] | None
     arguments: dict[str, Any]
     scheduled: int
     """Samples, as the schedule of the learning rate counts them."""
@@ -37,6 +39,7 @@ def count(args: Any, anatomy: Anatomy, loop: Loop) -> Counts:
         in_step=loop.in_step,
         iteration=args.curr_iteration,
         sections=loop.done,
+        kinds=loop.kinds,
         arguments={name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)},
         scheduled=anatomy.scheduler.num_steps,
     )
@@ -52,5 +55,5 @@ def adopt(counts: Counts, args: Any, anatomy: Anatomy, loop: Loop) -> None:
     vars(args).update(counts.arguments)
     args.iteration = args.curr_iteration = counts.iteration
     get_rerun_state_machine().current_iteration = counts.iteration
-    loop.done = counts.sections
+    loop.done, loop.kinds = counts.sections, counts.kinds
     anatomy.scheduler.num_steps = counts.scheduled  # what it has set the optimizer to came with that

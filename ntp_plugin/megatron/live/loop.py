@@ -9,7 +9,7 @@ The vote is one all-reduce over the world. It sums a few numbers, so that what i
 all who left it; who rolls forward is told by one of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,8 @@ class Loop:
         """Whether this rank came to the vote of the section in flight."""
         self.outcome = torch.zeros(0)
         """The numbers that the last vote summed."""
+        self.kinds: Mapping[str, int] | None = None
+        """Of the losses that a step's vote sums: name -> how many numbers. Once a step is done all know them."""
         self.in_step = False
         """Whether the section in flight is a training step."""
         self._apply: Callable[[], Any] = _nothing

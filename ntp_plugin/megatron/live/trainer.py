@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
@@ -34,8 +35,9 @@ from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.topology import Slot, Standing, Topology
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Recovered, Teller
-from ntp_plugin.training.relayout import ShardedState, relayout
+from ntp_plugin.training.relayout import relayout
 from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
+from ntp_plugin.training.sharded_state import ShardedState
 
 _UNITS = "units of all stages"
 _CONNECT_S = 5.0
@@ -115,6 +117,23 @@ class MegatronTrainer:
         )
         self._state.refuse_what_cannot_be_cut()
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        if not (self._newcomer or self._args.use_distributed_optimizer):
+            self._refuse_unequal_replicas()
+
+    def _refuse_unequal_replicas(self) -> None:
+        """A move to where everything is already, which compares everything."""
+        stages, slot_of = self._nominal.units.stages, self._topology.slot_of
+        held = {
+            rank: Held(versions=(0,) * len(stages[slot_of(rank).stage].tensors), built=(), lost={0: ()})
+            for rank in range(self._topology.size)
+        }
+        try:
+            relayout(plan_relayout(self._nominal, held, 0), self._state, self._groups, step=0)
+        except StateLost as found:
+            raise Refused(
+                f"the replicas do not begin alike: {found.what}",
+                way_out="have all of them load one checkpoint, or draw their weights from one seed",
+            ) from found
 
     # ------------------------------------------------ a walk
 
@@ -200,9 +219,9 @@ class MegatronTrainer:
 
     def _put_in(self, layout: Layout) -> None:
         anatomy, args = self._anatomy, self._args
-        if self._own is None:  # Megatron sets it when training begins
+        if self._own is None:  # Megatron sets it when training begins, which a newcomer comes in before
             config = anatomy.chunks[0].config
-            self._own = config, config.finalize_model_grads_func
+            self._own = config, config.finalize_model_grads_func or finalize_model_grads
         job = Job(
             layout,
             self._policy,

@@ -47,6 +47,7 @@ class TrainingStep:
         self._samples, self._teller = samples, teller
         self._somebody_asks = False
         self._kinds: tuple[int, Mapping[str, int]] | None = None
+        """As all said in an epoch, until a step is done."""
         self._losses: Losses = []
         self._global = False
         self._norm: Any = None
@@ -130,12 +131,17 @@ class TrainingStep:
 
     def _heard(self, apply: Any) -> Any:
         self._somebody_asks = bool(self._loop.outcome[_SOMEBODY_ASKS])
+        if self._loop.kinds is None:
+            assert self._kinds is not None, "the numbers were made of them"
+            self._loop.kinds = self._kinds[1]
         return apply()
 
     # ------------------------------------------------ what is told
 
     def _kinds_of_losses(self) -> Mapping[str, int]:
         """Name -> how many numbers are reported under it, which only the last stage knows by itself."""
+        if self._loop.kinds is not None:
+            return self._loop.kinds
         if self._kinds is None or self._kinds[0] != self._rank.groups.epoch:
             mine = {name: value.numel() for name, value in (self._losses[0] if self._losses else {}).items()}
             told: list[dict[str, int]] = [{}] * dist.get_world_size()
@@ -170,8 +176,8 @@ class TrainingStep:
     def _losses_of_all(self) -> dict[str, torch.Tensor]:
         """As the vote summed them."""
         losses, at = {}, _LOSSES
-        assert self._kinds is not None, "there was a vote"
-        for name, size in self._kinds[1].items():
+        assert self._loop.kinds is not None, "there was a vote"
+        for name, size in self._loop.kinds.items():
             numbers = self._loop.outcome[at : at + size]
             losses[name] = numbers[0] / numbers[1] if size == 2 else numbers
             at += size
