@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics show-recovery bench-lanes show-overhead soak-cycles clean
+.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics show-recovery show-returns bench-lanes show-overhead soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -38,6 +38,9 @@ show-numerics: $(READY)  # half an hour; SCALE=ci for a slice of a few minutes, 
 
 show-recovery: $(READY)  # for long; SCALE=ci for three trials
 	$(PY) -m benchmarks.recovery
+
+show-returns: $(READY)  # ten minutes; SCALE=ci for three returns
+	$(PY) -m benchmarks.returns
 
 bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
 	$(PY) -m benchmarks.lanes

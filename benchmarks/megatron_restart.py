@@ -77,7 +77,7 @@ def _one_restart(ranks: int, chance: random.Random) -> float:
 def _command(ranks: int, folder: Path) -> list[str]:
     saved = str(folder / "checkpoints")
     more = f"--train-iters 1000 --save {saved} --load {saved} --save-interval 2 --data-cache-path {folder}/samples"
-    job = Job(model=MODELS[BASE], tp=ranks // 2, dp=2, more=more)
+    job = Job(model=MODELS[BASE], tp=ranks // 2, dp=2, batch=2, more=more)
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--monitor-interval=0.1"]
     recipe = ["-m", "ntp_plugin.megatron", str(job.recipe), *job.words]
     return [sys.executable, "-m", *torchrun, f"--max-restarts={_MOST_LIVES}", *recipe]

@@ -3,10 +3,13 @@
     python -m benchmarks.recovery             4 and 8 ranks, 30 kills at 8 ranks, 10 trials of each other case
     SCALE=ci python -m benchmarks.recovery    the slice for CI: one trial of each fault at 4 ranks
 
-The job is recipes/megatron/pretrain_gpt.py on a tiny GPT, two replicas of half the ranks each. Two different slots are
-struck one after the other in a job, one in the slice for CI, each at a random moment of a random step. The time is that
-of the last survivor, from the fault to the end of the first step that it takes with the new members: a step that was
-only rolled forward does not count. It is told by phases, each of which ends where the next one begins:
+The job is recipes/megatron/pretrain_gpt.py on a tiny GPT, two replicas of half the ranks each, and a micro-batch for
+each. Where there are more ranks than processors, an ordinary step takes a good part of the time: `step_s` tells.
+
+Two different slots are struck one after the other in a job, one in the slice for CI, each at a random moment of a
+random step. The time is that of the last survivor, from the fault to the end of the first step that it takes with the
+new members: a step that was only rolled forward does not count. It is told by phases, each of which ends where the next
+one begins:
 
     signal      the supervisor has published that the slot is lost
     break out   the survivor has left whatever it was in
@@ -51,6 +54,7 @@ from ntp_plugin.testing.ranks import Rank, Ranks
 SEED = 2504_06095
 HUNG = Thresholds(hung_s=1.0)
 """Of jobs in which a rank hangs; 30 s, the default, would only be waited for."""
+BATCH = 2
 PATIENCE_S = 20.0
 WRONG = 1e-9
 
@@ -85,6 +89,8 @@ class Trial:
 
     seconds: float = math.inf
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    step_s: float = math.inf
+    """Of an ordinary step of its job."""
     wrong: str = ""
     hung: str = ""
 
@@ -182,7 +188,7 @@ def _members(count: int) -> str:
 
 def job_of(ranks: int) -> Job:
     """Two replicas."""
-    return Job(model=MODELS[BASE], tp=ranks // 2, dp=2, enabled=True)
+    return Job(model=MODELS[BASE], tp=ranks // 2, dp=2, batch=BATCH, enabled=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,7 +271,16 @@ def _trial(ranks: Ranks, victim: int, struck: float, *, left: int, wrong: str) -
     last = max(back, key=lambda slot: back[slot])
     ended = [(at, phase) for phase, at in (row[2:] for row in ranks.rows if row[:2] == ["ended", last])]
     within = [(at, phase) for at, phase in [*ended, (ranks.deaths[victim], "signal")] if struck < at <= back[last]]
-    return Trial(seconds=back[last] - struck, phases=by_phase(struck, within), wrong=wrong)
+    return Trial(
+        seconds=back[last] - struck, phases=by_phase(struck, within), step_s=_an_ordinary_step(ranks.rows), wrong=wrong
+    )
+
+
+def _an_ordinary_step(rows: Sequence[Sequence[Any]]) -> float:
+    """The median, of the steps before anybody was struck but for the first."""
+    steps = map(_step, range(1, _AFTER[0].start + 1))
+    ends: list[float] = [max(row[2] for row in rows if row[0] == step) for step in steps]
+    return statistics.median(until - since for since, until in pairwise(ends))
 
 
 def by_phase(begin: float, ended: Iterable[tuple[float, str]]) -> dict[str, float]:
@@ -278,7 +293,7 @@ def by_phase(begin: float, ended: Iterable[tuple[float, str]]) -> dict[str, floa
 
 
 def _what_is_wrong(seen: Mapping[int, Any]) -> str:
-    worst = largest_differences(seen, run(uniform(BASE)))
+    worst = largest_differences(seen, run(uniform(BASE, batch=BATCH)))
     return "" if max(worst.values()) <= WRONG else f"different from the twin: {worst}"
 
 
@@ -301,6 +316,7 @@ def measure(case: Case) -> dict[str, Any]:
         "trials": len(found),
         "p50_s": statistics.median(seconds),
         "p99_s": seconds[math.ceil(0.99 * len(seconds)) - 1],
+        "step_s": statistics.median(trial.step_s for trial in back),
         "phases": {phase: round(statistics.median(trial.phases[phase] for trial in back), 4) for phase in PHASES},
         "wrong": sum(bool(trial.wrong) for trial in found),
         "hung": sum(bool(trial.hung) for trial in found),

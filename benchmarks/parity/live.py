@@ -15,8 +15,8 @@ from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 MOMENTS = (
-    *("setup", "step", "forward", "backward", "bucket", "reduced", "clip", "vote", "after vote", "apply", "applied"),
-    *("scheduled", "log", "between", "evaluate", "evaluated"),
+    *("step", "forward", "backward", "reduced", "vote", "apply", "applied", "scheduled", "between"),
+    *("save", "written"),
     *("report", "plan", "regroup", "stand on", "moved", "built", "made", "stood"),
 )
 
@@ -44,9 +44,11 @@ def live(
 
     `back`: slots that start again once they are dead, and the section at which the others wait until they ask.
     """
+    back = back or {}
+    asking = {f"{slot}/{number}": section for number, (slot, section) in enumerate(back.items(), start=1)}
     have_megatron_imported()
-    with Ranks(job.processes, Play(job, back or {}), faults=faults, moments=MOMENTS) as ranks:
-        for slot in back or {}:
+    with Ranks(job.processes, Play(job, asking), faults=faults, moments=MOMENTS) as ranks:
+        for slot in back:
             ranks.wait_for_death(slot, timeout_s)
             ranks.start_again(slot)
         outcomes = ranks.wait(timeout_s)
@@ -58,7 +60,8 @@ class Play:
     """What a rank does, in a process of its own."""
 
     job: Job
-    back: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    asking: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Who comes in later, and the section at which the others wait until it asks."""
 
     def __call__(self, rank: Rank) -> Lived:
         nothing = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -94,7 +97,7 @@ class Play:
         cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
         activation.install()
         looker = Looker(self.job)
-        tell_moments(rank, self.back)
+        tell_moments(rank, self.asking)
         recipe = str(self.job.recipe)
         sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
         sys.path[0] = str(RECIPES)
@@ -110,7 +113,7 @@ class Play:
         return lived
 
 
-def tell_moments(rank: Rank, back: Mapping[int, int]) -> None:
+def tell_moments(rank: Rank, asking: Mapping[str, int]) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
     from ntp_plugin.megatron.live import start  # noqa: PLC0415
 
@@ -121,12 +124,13 @@ def tell_moments(rank: Rank, back: Mapping[int, int]) -> None:
         _tell_of_steps(rank, job)
         if not rank.joining:  # no fault is planned for who comes back, and it is driven later
             _tell_of_walks(rank, job)
-        _wait_for_those_who_come_back(rank, job, back)
+        _wait_for_those_who_come_back(rank, job, asking)
 
     setattr(start.LiveJob, "__init__", told)  # noqa: B010
 
 
 def _tell_of_steps(rank: Rank, job: Any) -> None:
+    from megatron.core import dist_checkpointing  # noqa: PLC0415
     from megatron.core.pipeline_parallel import schedules  # noqa: PLC0415
 
     def step() -> int:
@@ -154,24 +158,41 @@ def _tell_of_steps(rank: Rank, job: Any) -> None:
     tells(job.step, "_told", "scheduled", None)
     tells(schedules, "forward_step", "forward", None)
     tells(schedules, "backward_step", "backward", None)
+    tells(dist_checkpointing, "save", "save", "written")
     _record_samples(rank, job, step)
 
 
-def _wait_for_those_who_come_back(rank: Rank, job: Any, back: Mapping[int, int]) -> None:
+def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Mapping[str, int]) -> None:
     begin, ask = job.step._begin, job.rank.wait_to_be_let_in
 
     def wait_and_begin(*args: Any, **kwargs: Any) -> Any:
-        for slot, section in back.items():
-            while job.loop.done + 1 == section and not (Path(rank.folder) / f"asks-{slot}").exists():
+        for occupant, section in asking.items():
+            while job.loop.done + 1 == section and not _asks(rank, occupant).exists():
                 time.sleep(0.01)
                 job.rank.groups.check()
         return begin(*args, **kwargs)
 
     def told_ask() -> None:
-        (Path(rank.folder) / f"asks-{rank.slot}").touch()
+        _asks(rank, rank.seat.occupant).touch()
         ask()
 
     job.step._begin, job.rank.wait_to_be_let_in = wait_and_begin, told_ask
+
+
+def _asks(rank: Rank, occupant: str) -> Path:
+    return Path(rank.folder) / f"asks-{occupant.replace('/', '-')}"
+
+
+def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:
+    """Of a newcomer's steps only the last are its own; before that it is taken for what the others are."""
+    longest = {what: max((getattr(one.seen, what) for one in lived.values()), key=len) for what in ("norms", "losses")}
+    seen = {}
+    for slot, one in lived.items():
+        missing = len(longest["norms"]) - len(one.seen.norms)
+        losses = [*longest["losses"][:missing], *one.seen.losses] if one.seen.losses else []
+        norms = [*longest["norms"][:missing], *one.seen.norms]
+        seen[slot] = dataclasses.replace(one.seen, losses=losses, norms=norms)
+    return seen
 
 
 def _record_samples(rank: Rank, job: Any, step: Any) -> None:

@@ -16,6 +16,8 @@ from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_groups import Made
 from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.live.recall import LoopState
+from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
@@ -23,7 +25,7 @@ from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import ATTENTION, Tensor
-from ntp_plugin.training import core_seats
+from ntp_plugin.training import core_seats, rebuilding, relayout
 from ntp_plugin.training.core_seats import CoreSeat
 from ntp_plugin.training.gradient_lanes import GradientLane, Slice
 
@@ -224,6 +226,43 @@ def units_swapped_in_a_checkpoint() -> None:
         return in_pieces(entry, whole, places)
 
     _put(checkpoints, "in_pieces", swapped)
+
+
+def samples_not_rewound() -> None:
+    """A step that is taken again goes on with the samples that follow, by the share of before."""
+
+    def begin_work(state: LoopState) -> None:
+        state._samples.drawn.clear()
+
+    _put(LoopState, "begin_work", begin_work)
+
+
+def replicas_begin_apart() -> None:
+    """One slot has drawn a weight that the other replicas have not."""
+    compare = MegatronTrainer._refuse_unequal_replicas
+
+    def apart(trainer: MegatronTrainer) -> None:
+        if trainer._groups.slot == 1:
+            next(iter(trainer._state.parameters.values())).data[0, 0] += 1e-12
+        compare(trainer)
+
+    _put(MegatronTrainer, "_refuse_unequal_replicas", apart)
+
+
+def dealt_units_swapped() -> None:
+    """What a slot receives it puts where its neighbour belongs; digests see that."""
+    put = rebuilding._put
+
+    def swapped(tensor: Tensor, part: torch.Tensor, held: Spans, wanted: Spans, values: torch.Tensor) -> None:
+        put(tensor, part, held, wanted, values.flip(tensor.dim))
+
+    _put(rebuilding, "_put", swapped)
+
+
+def dealt_units_swapped_and_not_compared() -> None:
+    """The same where nobody looks."""
+    dealt_units_swapped()
+    _put(relayout, "compare", lambda *_, **__: None)
 
 
 def _put(owner: Any, name: str, spoilt: object) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.sockets import SocketId, open_sockets
 
 
@@ -32,6 +33,13 @@ def left_behind(before: Before, process_groups: Sequence[int], folder: Path) -> 
         *(f"{socket} as descriptor {descriptor}" for descriptor, socket in sorted(open_sockets() - before.sockets)),
         *([f"folder {folder}"] if folder.exists() else []),
     ]
+
+
+def held(groups: ElasticGroups) -> tuple[int, int, int]:
+    """This process' threads and descriptors, less what torch keeps for each replaced backend; its memory in bytes."""
+    threads, descriptors = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return threads - 3 * groups.replaced, descriptors - 4 * groups.replaced, pages * os.sysconf("SC_PAGESIZE")
 
 
 def end_what_they_started(process_groups: Sequence[int]) -> None:

@@ -3,16 +3,15 @@
 The reference is Megatron without us: one whole replica that computes the whole batch.
 """
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, hurt, uniform
-from benchmarks.parity.live import live
-from ntp_plugin.errors import StateLost
+from benchmarks.parity.live import as_if_always_there, live
+from benchmarks.parity.saved import largest_difference, wholes_in
+from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
 
@@ -26,16 +25,7 @@ def job(**options):
 
 
 def assert_same_training(lived, reference=None):
-    """Of a newcomer's steps only the last are its own; before that it is taken for what the others are."""
-    norms, losses_of_all = (
-        max((getattr(one.seen, what) for one in lived.values()), key=len) for what in ("norms", "losses")
-    )
-    seen = {}
-    for slot, one in lived.items():
-        missing = STEPS - len(one.seen.norms)
-        losses = [*losses_of_all[:missing], *one.seen.losses] if one.seen.losses else []
-        seen[slot] = dataclasses.replace(one.seen, losses=losses, norms=[*norms[:missing], *one.seen.norms])
-    worst = largest_differences(seen, reference or run(uniform(BASE)))
+    worst = largest_differences(as_if_always_there(lived), reference or run(uniform(BASE)))
     assert max(worst.values()) <= BOUNDS["float64"], worst
 
 
@@ -151,6 +141,15 @@ def test_a_rank_comes_back():
     assert_every_sample_once(rows)
 
 
+def test_who_has_come_back_lives_through_the_next_loss_and_return():
+    """Its training began in the middle of the others': what Megatron sets up at the beginning, it has to have too."""
+    faults = [kill(3, during="backward", step=4), kill(0, during="backward", step=10)]
+    lived, rows = live(job(), faults=faults, back={3: 7, 0: 13})
+    assert widths(lived) == dict.fromkeys(range(4), 2)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
 @pytest.mark.parametrize("slot", [0, 7])
 @pytest.mark.parametrize("model", [BASE, "tied embeddings"])
 def test_a_stage_is_hurt(slot, model):
@@ -201,6 +200,54 @@ def test_in_an_evaluation(moment):
     assert_same_training(lived, whole)
     last = [one.seen.evaluated[-1] for one in lived.values()]
     assert last == pytest.approx([whole[0].evaluated[-1]] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("moment", "section"), [("save", 6), ("written", 6), ("vote", 6), ("applied", 6), ("forward", 7)]
+)
+def test_in_a_checkpoint(moment, section, tmp_path):
+    """After five steps the sixth section saves, and the last too; both checkpoints are those of a whole job."""
+    more = "--save {} --save-interval 5 --dist-ckpt-format torch_dist"
+    whole = uniform(BASE, tp=2, more=more.format(tmp_path / "whole"))
+    lived, _ = live(job(more=more.format(tmp_path / "mine")), faults=[kill(3, during=moment, step=section)])
+    assert_same_training(lived, run(whole))
+    for step in (5, 10, STEPS):
+        mine, theirs = (wholes_in(tmp_path / name, step) for name in ("mine", "whole"))
+        assert largest_difference(mine, theirs) <= BOUNDS["float64"]
+
+
+def test_a_checkpoint_while_a_replica_stands_idle(tmp_path):
+    more = f"--save {tmp_path} --save-interval 10 --ntp-min-tp-width 2"
+    lived, _ = live(job(more=more), faults=[kill(1, during="backward", step=5)])
+    assert_same_training(lived)
+    assert all("nan" not in str(float(whole.sum())) for whole in wholes_in(tmp_path, 10).values())
+
+
+def test_two_ranks_of_eight_are_left():
+    """TP4 + TP4 shrinks six times, in every replica, to TP1 + TP1."""
+    victims = {2: 7, 4: 0, 6: 5, 8: 2, 10: 6, 12: 3}
+    faults = [kill(slot, during="backward", step=step) for step, slot in victims.items()]
+    lived, rows = live(job(tp=4), faults=faults, timeout_s=300)
+    assert widths(lived) == {1: 1, 4: 1}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_replicas_that_do_not_begin_alike_are_refused():
+    with pytest.raises(Refused, match=r"do not begin alike: .*weight.* slots 0, 1 \w+.*Way out: have all of them"):
+        live(job(spoil="replicas_begin_apart"))
+
+
+def test_units_that_are_put_in_the_wrong_place_are_noticed_by_their_digest():
+    with pytest.raises(StateLost, match=r"is not the same wherever it is held"):
+        live(job(spoil="dealt_units_swapped"), faults=[kill(3, during="backward", step=5)])
+
+
+@pytest.mark.parametrize("spoil", ["samples_not_rewound", "dealt_units_swapped_and_not_compared"])
+def test_the_comparison_notices(spoil):
+    lived, _ = live(job(spoil=spoil), faults=[kill(3, during="backward", step=5)])
+    worst = largest_differences({slot: one.seen for slot, one in lived.items()}, run(uniform(BASE)))
+    assert worst["weights"] > 1e-6, worst
 
 
 def test_is_bit_for_bit_a_run_that_was_planned_so():

@@ -4,13 +4,13 @@ import functools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ntp_plugin.plain.data_parallel import DataParallel
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Ranks
 from tests.ranks.plain_job import loss_of, play
 
@@ -37,13 +37,6 @@ def train_for_ever(rank):
             rank.write([["whole", rank.slot, told, *held(groups)]])
 
 
-def held(groups):
-    """Threads and descriptors, less what torch keeps for each replaced backend; and resident memory in pages."""
-    threads, descriptors = (len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return threads - 3 * groups.replaced, descriptors - 4 * groups.replaced, pages
-
-
 def test_deaths_and_returns_leave_nothing_behind():
     """Slot 0 lives through them all: its threads and descriptors stay as they are, and its memory nearly so."""
     with Ranks(3, train_for_ever) as ranks:
@@ -57,11 +50,11 @@ def test_deaths_and_returns_leave_nothing_behind():
             ranks.kill(slot)
     mine = [row[3:] for row in ranks.rows if row[1] == 0]
     assert len(mine) == CYCLES + 1
-    threads, descriptors, pages = (list(column) for column in zip(*mine[WARM_UP:], strict=True))
+    threads, descriptors, memory = (list(column) for column in zip(*mine[WARM_UP:], strict=True))
     assert max(threads) == min(threads)
     assert max(descriptors) == min(descriptors)
     # Seen over 150 cycles: 551 pages, one to four at a time and now and then thirty (allocators, store client).
-    assert pages[-1] - pages[0] <= 512 + 8 * CYCLES
+    assert memory[-1] - memory[0] <= (512 + 8 * CYCLES) * os.sysconf("SC_PAGESIZE")
 
 
 def test_no_rank_is_suspected_on_a_machine_that_is_far_too_busy():
@@ -87,7 +80,7 @@ def reduce_large_tensors(rank):
         dist.all_reduce(torch.ones(2_000_000))
     grown = held(elastic.groups)[-1] - before
     elastic.groups.detach()
-    return grown * os.sysconf("SC_PAGESIZE")
+    return grown
 
 
 def test_what_was_summed_is_let_go_of():

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Ranks
-from tests.ranks.test_endurance import held
 
 CYCLES, WARM_UP = 20, 3
 LANES = [(0, 1, 2), (2, 1), (0,), (1, 2), (0, 2)]
