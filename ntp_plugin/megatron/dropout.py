@@ -18,7 +18,7 @@ again. Where no number is known, no mask is drawn: an error says so.
 
 import collections
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,15 @@ class ExactDropout:
     """What is put in place of the dropouts, and what tells them where they are."""
 
     def __init__(self, layout: Layout, args: Any, places: Places) -> None:
-        self._layout, self._args, self._places = layout, args, places
-        self._place = layout.survivors.index(layout.slot.tp)
+        self._args = args
+        self.stand_in(layout, places)
         self._first: int | None = None
         """The number of the first sample of the micro-batch under way."""
+
+    def stand_in(self, layout: Layout, places: Places) -> None:
+        """Draw for this layout from now on."""
+        self._layout, self._places = layout, places
+        self._place = layout.survivors.index(layout.slot.tp)
 
     # ------------------------------------------------ which samples
 
@@ -102,16 +107,20 @@ class ExactDropout:
         @functools.wraps(original)
         def setup(*args: Any, **kwargs: Any) -> Any:
             chunks, *rest = original(*args, **kwargs)
-            names: set[tuple[str, int]] = set()
-            for chunk in chunks:
-                for where, module in chunk.named_modules():
-                    for name in self._take_over(module, where):
-                        if name in names:
-                            raise _unknown(f"{where} has the name {name} of another dropout")
-                        names.add(name)
+            self.into(chunks)
             return chunks, *rest
 
         return setup
+
+    def into(self, chunks: Iterable[torch.nn.Module]) -> None:
+        """Replace all dropouts of a model."""
+        names: set[tuple[str, int]] = set()
+        for chunk in chunks:
+            for where, module in chunk.named_modules():
+                for name in self._take_over(module, where):
+                    if name in names:
+                        raise _unknown(f"{where} has the name {name} of another dropout")
+                    names.add(name)
 
     def _take_over(self, module: Any, where: str) -> Iterator[tuple[str, int]]:
         """Replace the dropouts that stand in a module itself, and tell their names."""

@@ -36,8 +36,7 @@ _PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacement, ...]:
     """The hooks of one job."""
     if not layout.lost:
-        replica, replicas = layout.slot.replica, layout.topology.dp
-        return _masks(layout, policy, args, lambda count: range(replica, count * replicas, replicas))
+        return _masks(layout, policy, args, nominal_places(layout))
     job = Job(layout, policy, args, make_groups=groups.by_torch(layout), alone=groups.alone)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
@@ -233,6 +232,12 @@ def _checkpoints(checkpoints: Checkpoints) -> tuple[Replacement, ...]:
     )
 
 
+def nominal_places(layout: Layout) -> Places:
+    """Of this replica's micro-batches, where nobody is lost."""
+    replica, replicas = layout.slot.replica, layout.topology.dp
+    return lambda count: range(replica, count * replicas, replicas)
+
+
 def _masks(layout: Layout, policy: TrainingPolicy, args: Any, places: Places) -> tuple[Replacement, ...]:
     """The dropouts, where they are to be exact."""
     if not draws_exact_masks(args, policy):
@@ -244,6 +249,13 @@ def _masks(layout: Layout, policy: TrainingPolicy, args: Any, places: Places) ->
             why="dropouts draw their masks from a generator of the slot, in the order of calls",
             make=exact.model,
         ),
+        *of_masks(exact),
+    )
+
+
+def of_masks(exact: ExactDropout) -> tuple[Replacement, ...]:
+    """What tells dropouts that are exact which samples they see."""
+    return (
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",
             why="no layer is told which samples it sees",

@@ -304,8 +304,6 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
 
 
 LIVE: tuple[Refusal, ...] = (
-    _not_yet_live("--attention-dropout", _above("attention_dropout", 0)),
-    _not_yet_live("--hidden-dropout", _above("hidden_dropout", 0)),
     _not_yet_live("--exit-duration-in-mins", _given("exit_duration_in_mins")),
     _not_yet_live("--exit-signal-handler", _given("exit_signal_handler")),
     _not_yet_live("--log-straggler", _given("log_straggler")),
@@ -329,6 +327,9 @@ def refuse_live(args: Any, policy: TrainingPolicy) -> None:
     cause = "--ntp-enable under `ntp run`, where any slot may be lost"
     _refuse_first(TABLE, cause, args)
     _refuse_first(LIVE, cause, args)
+    _refuse_other_masks(args, policy, cause)
+    if draws_exact_masks(args, policy):
+        _refuse_first(EXACT_MASKS, "--ntp-dropout exact", args)
     tp = args.tensor_model_parallel_size
     _refuse_broken_groups(args, tp)
     _refuse_batch(policy)
@@ -350,13 +351,7 @@ def _refuse_hurt(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
     _refuse_policy(policy, layout)
     hurt = f"{', '.join(map(str, sorted(layout.lost)))} lost"
     _refuse_first((*TABLE, *FROM_START), hurt, args)
-    for name in _DROPOUTS:
-        if _above(name, 0)(args) and policy.dropout != "exact":
-            flag = "--" + name.replace("_", "-")
-            raise Refused(
-                f"with {hurt}, {flag} {getattr(args, name)} would draw other masks than with nobody lost",
-                way_out=f"--ntp-dropout exact, here and in the run that this one goes on for; or {flag} 0",
-            )
+    _refuse_other_masks(args, policy, hurt)
     tp = layout.topology.tp
     if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < tp * layout.topology.pp:
         raise Refused(
@@ -364,6 +359,16 @@ def _refuse_hurt(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
             "Megatron's report on memory divides by how many replicas they make",
             way_out="leave --use-distributed-optimizer out",
         )
+
+
+def _refuse_other_masks(args: Any, policy: TrainingPolicy, cause: str) -> None:
+    for name in _DROPOUTS:
+        if _above(name, 0)(args) and policy.dropout != "exact":
+            flag = "--" + name.replace("_", "-")
+            raise Refused(
+                f"with {cause}, {flag} {getattr(args, name)} would draw other masks than with nobody lost",
+                way_out=f"--ntp-dropout exact, here and in the run that this one goes on for; or {flag} 0",
+            )
 
 
 def _refuse_broken_groups(args: Any, tp: int) -> None:

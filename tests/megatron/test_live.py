@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, hurt, uniform
+from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, SEQUENCE, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import largest_difference, wholes_in
 from ntp_plugin.errors import Refused, StateLost
@@ -258,6 +258,13 @@ def test_is_bit_for_bit_a_run_that_was_planned_so():
         assert (one.seen.losses, one.seen.norms) == (planned[slot].losses, planned[slot].norms)
         for name, part in planned[slot].parts.items():
             assert np.array_equal(one.seen.parts[name].values, part.values), name
+
+
+@pytest.mark.parametrize("model", [DROPOUT, f"{SEQUENCE}: {DROPOUT}"])
+def test_masks_stay_the_same_over_a_loss_and_a_return(model):
+    lived, rows = live(job(model=MODELS[model]), faults=[kill(3, during="backward", step=5)], back={3: 10})
+    assert_same_training(lived, run(uniform(model)))
+    assert_every_sample_once(rows)
 
 
 def test_bf16():

@@ -198,6 +198,12 @@ def test_a_usual_job_may_be_live_also_with_checkpoints_and_the_distributed_optim
     )
 
 
+def test_masks_of_a_live_job_are_exact_or_there_are_none():
+    refuse_live(live_arguments(hidden_dropout=0.1), EXACT)
+    with pytest.raises(Refused, match=r"--hidden-dropout 0\.1 would draw other masks.*Way out: --ntp-dropout exact"):
+        refuse_live(live_arguments(hidden_dropout=0.1), TrainingPolicy(enabled=True))
+
+
 @pytest.mark.parametrize("refusal", LIVE, ids=lambda refusal: refusal.flag)
 def test_what_no_live_job_can_have_is_refused_at_its_start(refusal):
     name = refusal.flag.removeprefix("--").replace("-", "_")

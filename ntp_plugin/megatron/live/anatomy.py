@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
+from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_sync import bare
 from ntp_plugin.megatron.uneven_layers import copy_cuts
 
@@ -37,6 +38,8 @@ class Anatomy:
         self._wrapped: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         self.chunks: list[Any] = []
         self.optimizer: Any = None
+        self.masks: ExactDropout | None = None
+        """What stands in the place of the model's dropouts."""
         self.scheduler: Any = None
 
     # ------------------------------------------------ seeing it being built
@@ -70,7 +73,10 @@ class Anatomy:
         """The chunks of the model as the layers that are in place now make them, without values."""
         assert self._build is not None, "a model has been set up"
         with torch.device("meta"), _on_its_own(self._args, bare(self.chunks[0]).config):
-            return self._build()
+            chunks = self._build()
+        if self.masks is not None:
+            self.masks.into(chunks)
+        return chunks
 
     def take_over(self, wanted: list[torch.nn.Module]) -> None:
         """Have the real modules be as wide as these."""

@@ -15,6 +15,8 @@ import torch
 
 from ntp_plugin.config.sections import Parallel, TrainingPolicy
 from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.dropout import ExactDropout
+from ntp_plugin.megatron.hooks import nominal_places, of_masks
 from ntp_plugin.megatron.live import hooks
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.loop import Loop
@@ -23,6 +25,7 @@ from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
+from ntp_plugin.megatron.refusals import draws_exact_masks
 from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.place import Place
@@ -74,10 +77,16 @@ class LiveJob:
             self.driver = self.rank.drive(self.trainer)
             self.rank.watch()
         apply_all(hooks.table(self))
+        if draws_exact_masks(args, policy):
+            layout = self.trainer.layout()
+            self.anatomy.masks = ExactDropout(layout, args, nominal_places(layout))
+            apply_all(of_masks(self.anatomy.masks))
 
     def model_is_built(self) -> None:
         """The last moment before training at which all ranks are together."""
         self._warn()
+        if self.anatomy.masks is not None:
+            self.anatomy.masks.into(self.anatomy.chunks)
         self.trainer.begin()
         self.step.into(self.anatomy.optimizer)
 

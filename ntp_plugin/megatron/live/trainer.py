@@ -243,6 +243,8 @@ class MegatronTrainer:
         if hurt:
             self.share = BatchShare(job, sync)
             self._samples.make_training = self.share.by_share
+        if anatomy.masks is not None:
+            anatomy.masks.stand_in(layout, self.share.places if self.share else hooks.nominal_places(layout))
 
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]
