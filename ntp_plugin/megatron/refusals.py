@@ -304,8 +304,6 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
 
 
 LIVE: tuple[Refusal, ...] = (
-    _not_yet_live("--exit-duration-in-mins", _given("exit_duration_in_mins")),
-    _not_yet_live("--exit-signal-handler", _given("exit_signal_handler")),
     _not_yet_live("--log-straggler", _given("log_straggler")),
     _not_yet_live("--log-params-norm", _given("log_params_norm")),
 )

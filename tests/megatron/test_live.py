@@ -216,11 +216,19 @@ def test_in_a_checkpoint(moment, section, tmp_path):
         assert largest_difference(mine, theirs) <= BOUNDS["float64"]
 
 
-def test_a_checkpoint_while_a_replica_stands_idle(tmp_path):
-    more = f"--save {tmp_path} --save-interval 10 --ntp-min-tp-width 2"
-    lived, _ = live(job(more=more), faults=[kill(1, during="backward", step=5)])
-    assert_same_training(lived)
-    assert all("nan" not in str(float(whole.sum())) for whole in wholes_in(tmp_path, 10).values())
+@pytest.mark.parametrize("slot", [1, 2])
+def test_a_checkpoint_while_a_replica_stands_idle(slot, tmp_path):
+    """The idle slot is the first of all ranks, or the last; it does not write, and stops when the others do."""
+    more = "--save {} --save-interval 5 --exit-interval 10 --exit-duration-in-mins 60"
+    whole = uniform(BASE, more=more.format(tmp_path / "whole"))
+    mine = job(more=f"{more.format(tmp_path / 'mine')} --ntp-min-tp-width 2")
+    lived, _ = live(mine, faults=[kill(slot, during="backward", step=5)])
+    assert len(lived) == 3
+    trained = {number: one for number, one in lived.items() if one.width == 2}
+    assert_same_training(trained, run(whole))
+    for step in (5, 10):
+        wholes = [wholes_in(tmp_path / name, step) for name in ("mine", "whole")]
+        assert largest_difference(*wholes) <= BOUNDS["float64"]
 
 
 def test_two_ranks_of_eight_are_left():
@@ -258,6 +266,15 @@ def test_is_bit_for_bit_a_run_that_was_planned_so():
         assert (one.seen.losses, one.seen.norms) == (planned[slot].losses, planned[slot].norms)
         for name, part in planned[slot].parts.items():
             assert np.array_equal(one.seen.parts[name].values, part.values), name
+
+
+@pytest.mark.parametrize(("moment", "section"), [("vote", 6), ("applied", 6), ("forward", 7), ("save", 10)])
+def test_where_all_are_asked_after_each_step_whether_to_go_on(moment, section, tmp_path):
+    """Each second section asks; the tenth, after five steps, saves before it does."""
+    more = f"--exit-duration-in-mins 60 --exit-signal-handler --save {tmp_path} --save-interval 5"
+    lived, _ = live(job(more=more), faults=[kill(3, during=moment, step=section)])
+    assert_same_training(lived)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_{step:07d}" for step in (5, 10, 15, 20)]
 
 
 @pytest.mark.parametrize("model", [DROPOUT, f"{SEQUENCE}: {DROPOUT}"])

@@ -79,9 +79,15 @@ def _sections(job: "LiveJob") -> tuple[Replacement, ...]:
                 why="ranks must know whether all have ended it, before they go on",
                 make=lambda original: _voted(job, original),
             )
-            for name in ("evaluate_and_print_results", "save_checkpoint_and_time")
+            for name in ("evaluate_and_print_results", "save_checkpoint_and_time", *_decisions(job.args))
         ),
     )
+
+
+def _decisions(args: Any) -> tuple[str, ...]:
+    """Where Megatron asks all ranks after each step whether to go on, if it does."""
+    asks = args.exit_duration_in_mins or args.exit_signal_handler
+    return ("checkpoint_and_decide_exit",) if asks else ()
 
 
 def _between(loop: Loop) -> tuple[Replacement, ...]:
@@ -152,11 +158,11 @@ def _voted(job: "LiveJob", original: Any) -> Any:
         results: list[Any] = []
 
         def work() -> Any:
-            results[:] = [None if job.trainer.idle else original(*args, **kwargs)]
-            loop.vote(lambda: None, torch.zeros(1))
-            return results[0]
+            result = job.trainer.among_those_who_train(lambda: original(*args, **kwargs))
+            loop.vote(lambda: results.append(bool(loop.outcome[0])), torch.tensor([float(bool(result))]))
+            return results[-1]
 
-        return loop.section(work, lambda: results[0])
+        return loop.section(work, lambda: results[-1])
 
     return section
 

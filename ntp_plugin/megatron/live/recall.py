@@ -1,8 +1,8 @@
 """What a section changes before its vote besides gradients, and how it is had back for another try.
 
-A section can be left anywhere. Then timers of Megatron's run that nobody stopped, its machine for repeated steps
-believes to be in one, an evaluation has switched dropouts off and timers away and has counted samples. Loaders stand
-somewhere, and after a walk they are to be those of another share of the batch.
+A section can be left anywhere. Then timers of Megatron's run that nobody stopped, or stand still and should run; its
+machine for repeated steps believes to be in one; an evaluation has switched dropouts off and timers away and has
+counted samples. Loaders stand somewhere, and after a walk they are to be those of another share of the batch.
 """
 
 import dataclasses
@@ -33,6 +33,8 @@ class Before:
         for name, timer in get_timers()._timers.items():
             if name not in self.running:
                 timer._started = False
+            elif not timer._started:
+                timer.start()
         machine = get_rerun_state_machine()
         machine.state = RerunState.NOT_RUNNING_YET
         machine.current_iteration, machine.mode = self.machine

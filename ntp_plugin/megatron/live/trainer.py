@@ -6,12 +6,14 @@ layout needs is put in their place. So the way does not matter by which a layout
 Megatron runs by itself again.
 """
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from megatron.core.distributed import finalize_model_grads
 
 from ntp_plugin.comm.agreement import Agreed
@@ -69,6 +71,9 @@ class MegatronTrainer:
         """Of the global batch, while somebody is lost."""
         self.idle, self.first = False, self._groups.slot == 0
         """Whether this rank trains nothing, its replica being too narrow; and whether it is the first of who trains."""
+        self._idle: frozenset[Slot] = frozenset()
+        """All of them."""
+        self._worlds: dict[int, Any] = {}
         self._nominal: Nominal
         self._state: ShardedState
         self._next: tuple[RelayoutPlan, ...]
@@ -168,7 +173,8 @@ class MegatronTrainer:
         if any(report.newcomer for report in agreed.reports.values()):
             self._share_counts()
         assert self._loop.done == agreed.decision.step, "all stand on one step"
-        layout = self.layout(self.lost, frozenset(self._next[0].goal.idle))
+        self._idle = frozenset(self._next[0].goal.idle)
+        layout = self.layout(self.lost, self._idle)
         self._ranks.tell(layout, self._make_groups)
         self._args.rank, self._args.world_size = layout.rank, len(layout.present)
         self.idle, self.first = layout.is_idle, layout.slots[0] == layout.slot
@@ -206,6 +212,27 @@ class MegatronTrainer:
         dist.all_gather_object(told, None if self._newcomer else count(self._args, self._anatomy, self._loop))
         if self._newcomer:
             adopt(next(counts for counts in told if counts), self._args, self._anatomy, self._loop)
+
+    # ------------------------------------------------ while some stand idle
+
+    def among_those_who_train[Result](self, work: Callable[[], Result]) -> Result | None:
+        """Something that Megatron does with the whole world, done by those who train as if they were that; all members
+        call this, and it does nothing on the others."""
+        if not self._idle:
+            return work()
+        world = self._world_of_those_who_train()
+        if self.idle:
+            return None
+        with _instead_of_the_world(world):
+            return work()
+
+    def _world_of_those_who_train(self) -> Any:
+        """A group, made once in an epoch."""
+        if self._worlds.keys() != {self._groups.epoch}:
+            layout = self.layout(self.lost, self._idle)
+            (made,) = self._make_groups([layout.slots])
+            self._worlds = {self._groups.epoch: made or self._alone}
+        return self._worlds[self._groups.epoch]
 
     # ------------------------------------------------ Megatron's functions
 
@@ -249,6 +276,19 @@ class MegatronTrainer:
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]
         return list(self._groups.make_lanes(tuples, timeout_s=_CONNECT_S))
+
+
+@contextlib.contextmanager
+def _instead_of_the_world(group: Any) -> Iterator[None]:
+    """Its ranks are the global ones then."""
+    everybody, ranks = dist.group.WORLD, c10d._world.pg_group_ranks[group]
+    c10d._world.pg_group_ranks[group] = {own: own for own in ranks.values()}
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(everybody)
+        c10d._world.pg_group_ranks[group] = ranks
 
 
 def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
