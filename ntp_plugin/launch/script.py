@@ -79,7 +79,7 @@ class _Then(Loader):
 def main(words: Sequence[str]) -> None:
     """Run the script as Python would; an error of ours ends it with one line and its exit code."""
     try:
-        _rehearse_on_cpu()
+        rehearse_on_cpu()
         after_import(_MEGATRON, _hook_megatron)
         try:
             run(words)
@@ -103,7 +103,8 @@ def run(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _rehearse_on_cpu() -> None:
+def rehearse_on_cpu() -> None:
+    """As `NTP_CPU` says; a spare does it before it imports the framework."""
     if os.environ.get("NTP_CPU"):
         from ntp_plugin.megatron import cpu  # noqa: PLC0415  (it brings torch)
 

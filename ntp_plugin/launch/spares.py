@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ntp_plugin.errors import Refused
-from ntp_plugin.launch.script import run
+from ntp_plugin.launch.script import rehearse_on_cpu, run
 
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "ntp_plugin.plain.job")
 """What a spare imports; NTP_PRELOAD names more, separated by commas."""
@@ -75,6 +75,7 @@ class Spares:
 
 def main(arguments: Sequence[str]) -> None:
     """What runs in the spare."""
+    rehearse_on_cpu()
     for name in (*PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))):
         importlib.import_module(name)
     line = sys.stdin.buffer.readline()

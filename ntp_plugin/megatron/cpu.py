@@ -35,6 +35,10 @@ _CPU = torch.device("cpu")
 _GIB = 1 << 30
 
 
+class _Installed:
+    mode = OFF
+
+
 def wanted(environment: Mapping[str, str] = os.environ) -> str:
     """What the variable says: `OFF`, `ON` or `FLOAT64`."""
     said = environment.get(VARIABLE, OFF)
@@ -44,9 +48,10 @@ def wanted(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def install(mode: str) -> None:
-    """Switch on what the mode says, for the rest of this process. To be called before a script imports Megatron."""
-    if mode == OFF:
+    """Switch on what the mode says, for the rest of this process; again is nothing. Before Megatron is imported."""
+    if mode in (OFF, _Installed.mode):
         return
+    _Installed.mode = mode
     torch._dynamo.config.disable = True  # Megatron compiles its fusions while it is imported
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it, for the order of GPU kernels
     apply_all(TORCH)

@@ -3,15 +3,13 @@
     python recipes/megatron/demo.py
 
 Eight CPU ranks, two replicas of TP 4, train pretrain_gpt.py through `ntp run`. One rank is killed by SIGKILL, and later
-one of the other replica; each replica goes on at width 3. Then the same training runs once more and is left alone. You
-see the grid of slots while they train, and in the end build/demo/demo.png and demo.html: both loss curves, how long the
-training stood after each kill, and whether every sample was used once. It computes in double precision, where rounding
-is far from everything that could be wrong; if the last losses differ by more than that, the exit code is 1.
-
-`--return` lets the first one that is killed come back, in a warm spare process.
+one of the other replica; each replica goes on at width 3. The first one that was killed comes back, in a warm spare
+process. Then the same training runs once more and is left alone. You see the grid of slots while they train, and in the
+end build/demo/demo.png and demo.html: both loss curves, how long the training stood after each kill, and whether every
+sample was used once. It computes in double precision, where rounding is far from everything that could be wrong; if the
+last losses differ by more than that, the exit code is 1.
 """
 
-import argparse
 import dataclasses
 import os
 import signal
@@ -28,11 +26,9 @@ from ntp_plugin.telemetry import Follower
 
 HERE = Path(__file__).parent
 FOLDER = Path("build/demo")
-REPLICAS, TP, STEPS = 2, 4, 40
+REPLICAS, TP, BATCH, STEPS = 2, 4, 4, 100
 VICTIMS = {10: "r0.s0.t1", 22: "r1.s0.t3"}
-"""After which step which slot is killed."""
-STEPS_TO_RETURN = 120
-"""A newcomer imports and builds for as long as so many steps take."""
+"""After which step which slot is killed. One comes back: it builds its model for as long as thirty steps take."""
 PATIENCE_S = 600.0
 """For one run, on a machine that is busy with other things besides."""
 LOOK_S = 0.05
@@ -59,13 +55,18 @@ class Run:
         """The command, as you would type it."""
         ntp = ["-m", "ntp_plugin.cli.main", "run", "--standalone", f"--nproc-per-node={REPLICAS * TP}", *self.flags]
         recipe = [str(HERE / "pretrain_gpt.py"), f"@{HERE / 'tiny.args'}"]
-        ours = [f"--tensor-model-parallel-size={TP}", f"--train-iters={self.steps}"]
+        ours = [f"--tensor-model-parallel-size={TP}", f"--global-batch-size={BATCH}", f"--train-iters={self.steps}"]
         return [sys.executable, *ntp, *recipe, *ours, "--ntp-enable", f"--ntp-events={self.events}"]
 
     def start(self) -> subprocess.Popen[bytes]:
         """In double precision on the CPU."""
         self.events.unlink(missing_ok=True)
-        environment = os.environ | {"NTP_CPU": "float64", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment = os.environ | {
+            "NTP_CPU": "float64",
+            "NTP_PRELOAD": "megatron.training.training",  # what a spare imports
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
         with self.log.open("wb") as file:
             return subprocess.Popen(self.words, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
@@ -114,18 +115,14 @@ def run_undisturbed(run: Run, screen: Screen) -> Picture:
 
 def main() -> None:
     """Both runs, and what came of them."""
-    parser = argparse.ArgumentParser(description="Kill ranks of a Megatron job and watch it go on.")
-    parser.add_argument("--return", dest="returns", action="store_true", help="let the first that is killed come back")
-    returns = parser.parse_args().returns
-    steps = STEPS_TO_RETURN if returns else STEPS
     FOLDER.mkdir(parents=True, exist_ok=True)
-    hurt = Run(name="killed", steps=steps, flags=("--ntp-spares=1",) if returns else ())
-    calm = Run(name="undisturbed", steps=steps)
+    hurt = Run(name="killed", steps=STEPS, flags=("--ntp-spares=1",))
+    calm = Run(name="undisturbed", steps=STEPS)
     with Screen("1 of 2: two ranks are going to be killed") as screen:
         disturbed, kills = run_and_kill(hurt, screen)
     with Screen("2 of 2: the same training, left alone") as screen:
         undisturbed = run_undisturbed(calm, screen)
-    report = Report(disturbed=disturbed, undisturbed=undisturbed, kills=kills, asked_to_return=returns)
+    report = Report(disturbed=disturbed, undisturbed=undisturbed, kills=kills)
     report.write(FOLDER, command="make demo")
     report.print()
     sys.exit(0 if report.holds else 1)

@@ -44,7 +44,6 @@ class Report:
     disturbed: Picture
     undisturbed: Picture
     kills: list[Kill]
-    asked_to_return: bool
 
     # ------------------------------------------------ what was found
 
@@ -55,8 +54,7 @@ class Report:
 
     def checks(self) -> list[Check]:
         """What the demo is about."""
-        checks = [self._all_steps(), self._last_loss(), self._samples(), self._all_recovered()]
-        return [*checks, self._return()] if self.asked_to_return else checks
+        return [self._all_steps(), self._last_loss(), self._samples(), self._all_recovered(), self._return()]
 
     def recovery_s(self, kill: Kill) -> float | None:
         """From the kill until all who are left have committed the first step that nobody took with the lost one."""

@@ -21,22 +21,29 @@ def demo(monkeypatch):
     return demo_view, demo_report
 
 
-def picture(demo, *, killed_in=None):
+def picture(demo, *, killed_in=None, back_in=None):
     """Of a run in which a step takes a second, and a recovery half of one."""
     view, _ = demo
     seen = view.Picture(steps=STEPS, replicas=2, tp=2)
-    slots = list(seen.slots)
+    slots, epoch = list(seen.slots), 0
     for slot in slots:
         began = Began(pid=1, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2])
         seen.hear(Told(at=0.0, slot=slot, event=began))
+
+    def recovered(at, **change):
+        for slot in slots:
+            seen.hear(Told(at=at, slot=slot, event=Recovered(epoch=epoch, seconds=0.5, **change)))
+
     for step in range(1, STEPS + 1):
-        epoch = int(killed_in is not None and step >= killed_in)
         if step == killed_in:
+            epoch += 1
             seen.killed(VICTIM)
             slots.remove(VICTIM)
-            change = {"lost": [VICTIM], "back": [], "widths": [[1], [2]], "micro_batches": [1, 3]}
-            for slot in slots:
-                seen.hear(Told(at=step - 0.5, slot=slot, event=Recovered(epoch=1, seconds=0.5, **change)))
+            recovered(step - 0.5, lost=[VICTIM], back=[], widths=[[1], [2]], micro_batches=[1, 3])
+        if step == back_in:
+            epoch += 1
+            slots.append(VICTIM)
+            recovered(step - 0.5, lost=[], back=[VICTIM], widths=[[2], [2]], micro_batches=[2, 2])
         for slot in slots:
             samples = list(range((step - 1) * BATCH, step * BATCH)) if slot == "r0.s0.t0" else []
             event = Committed(step=step, epoch=epoch, seconds=1.0, losses={"lm loss": 5.0 / step}, samples=samples)
@@ -44,13 +51,12 @@ def picture(demo, *, killed_in=None):
     return seen
 
 
-def report(demo, *, asked_to_return=False):
+def report(demo, *, back_in=5):
     _, reports = demo
     return reports.Report(
-        disturbed=picture(demo, killed_in=3),
+        disturbed=picture(demo, killed_in=3, back_in=back_in),
         undisturbed=picture(demo),
         kills=[reports.Kill(slot=VICTIM, pid=1, step=3, at=2.25)],
-        asked_to_return=asked_to_return,
     )
 
 
@@ -58,7 +64,8 @@ def test_two_runs_that_are_the_same_training(demo):
     told = report(demo)
     assert told.holds
     assert told.recovery_s(told.kills[0]) == 0.75
-    assert told.disturbed.widths == [1, 2]
+    assert told.disturbed.widths == [2, 2]
+    assert told.returns() == [(VICTIM, 5)]
     assert told.layout_of(2) == ([2, 2], [2, 2])
     assert told.layout_of(3) == ([1, 2], [1, 3])
 
@@ -71,7 +78,7 @@ def test_a_step_that_some_took_with_the_lost_one_is_not_the_next(demo):
 
 @pytest.mark.parametrize("spoil", ["loss", "last step", "sample twice", "sample missing", "recovery", "return"])
 def test_what_is_wrong_is_noticed(demo, spoil):
-    told = report(demo, asked_to_return=spoil == "return")
+    told = report(demo, back_in=None if spoil == "return" else 5)
     seen = told.disturbed
     if spoil == "loss":
         seen.losses[STEPS] *= 1 + 1e-8
