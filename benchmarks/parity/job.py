@@ -74,7 +74,8 @@ class Job:
         if self.chunks > 1:
             parallel += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
         batch = ["--global-batch-size", str(self.batch)]
-        return [*COMMON.split(), *batch, *self.model.split(), *parallel, *plugin, *self.more.split()]
+        common = COMMON.replace("--mock-data", "") if "--data-path" in self.more else COMMON
+        return [*common.split(), *batch, *self.model.split(), *parallel, *plugin, *self.more.split()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

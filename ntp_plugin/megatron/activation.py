@@ -14,7 +14,8 @@ from typing import Any
 from ntp_plugin.config import schema
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
-from ntp_plugin.errors import ConfigError
+from ntp_plugin.errors import ConfigError, NtpError
+from ntp_plugin.megatron import cpu
 from ntp_plugin.megatron.layout import plan_start
 from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_live, refuse_what_does_not_work
 from ntp_plugin.megatron.replacements import Replacement, apply_all
@@ -23,9 +24,49 @@ from ntp_plugin.recovery.place import Place
 _PREFIX = "ntp-"
 
 
+class _Installed:
+    flags = False
+
+
 def install() -> None:
-    """Make the flags known, for the rest of this process."""
-    apply_all(FLAGS)
+    """Make the flags known, for the rest of this process; again is nothing."""
+    if not _Installed.flags:
+        apply_all(FLAGS)
+    _Installed.flags = True
+
+
+def enable() -> None:
+    """The line for a script whose arguments do not show `--ntp-enable` to `ntp run`, being in a file say.
+
+    Before the script imports `pretrain`. An error of ours then ends it with one line and its exit code.
+    """
+    cpu.install(cpu.wanted())
+    install()
+    apply_all(ENDS)
+    sys.excepthook = _tell_in_one_line(sys.excepthook)
+
+
+def _tell_in_one_line(otherwise: Any) -> Any:
+    def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, NtpError):
+            otherwise(kind, error, trace)
+            return
+        sys.stderr.write(f"ntp: {error}\n")
+        sys.exit(error.exit_code)
+
+    return tell
+
+
+def _then_end(original: Any) -> Any:
+    """`pretrain`."""
+
+    @functools.wraps(original)
+    def pretrain(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        end()
+        return result
+
+    return pretrain
 
 
 def end() -> None:
@@ -110,4 +151,13 @@ FLAGS: tuple[Replacement, ...] = (
         why="the first moment at which the layout is known, and the last before anything is built",
         make=_with_layout,
     ),
+)
+
+ENDS: tuple[Replacement, ...] = tuple(
+    Replacement(
+        target=f"{module}:pretrain",
+        why="the ranks of a live job end together, and a script that is not started by us does not say that it ends",
+        make=_then_end,
+    )
+    for module in ("megatron.training", "megatron.training.training")
 )

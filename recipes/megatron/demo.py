@@ -27,8 +27,8 @@ from ntp_plugin.telemetry import Follower
 HERE = Path(__file__).parent
 FOLDER = Path("build/demo")
 REPLICAS, TP, BATCH, STEPS = 2, 4, 4, 100
-VICTIMS = {10: "r0.s0.t1", 22: "r1.s0.t3"}
-"""After which step which slot is killed. One comes back: it builds its model for as long as thirty steps take."""
+VICTIMS = {20: "r0.s0.t1", 60: "r1.s0.t3"}
+"""After which step which slot is killed. The first comes back: it builds its model for as long as a few steps take."""
 PATIENCE_S = 600.0
 """For one run, on a machine that is busy with other things besides."""
 LOOK_S = 0.05

@@ -1,4 +1,4 @@
-"""GPT by Megatron, a script of the usual shape that knows nothing of ntp_plugin: mock data, on GPUs or on a laptop.
+"""GPT by Megatron, a script of the usual shape that knows nothing of ntp_plugin, on GPUs or on a laptop.
 
 Two replicas of TP 4, and one slot of the second is not there: 7 processes, on CPU, in about half a minute:
 
@@ -12,6 +12,9 @@ Under `ntp run` a rank may die at any time, and the others go on; demo.py kills 
 
   NTP_CPU=1 OMP_NUM_THREADS=1 ntp run --standalone --nproc-per-node=8 recipes/megatron/pretrain_gpt.py \\
       @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable
+
+The data are mock (`--mock-data`), or tokens in a file (`--data-path PREFIX`; tokenize_text.py makes one of a text).
+Logs go where Megatron's own flags say: `--tensorboard-dir`, `--wandb-project`.
 """
 
 import functools
@@ -23,7 +26,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
@@ -39,7 +43,8 @@ def datasets(sizes: list[int], vp_stage: int | None = None) -> Any:  # noqa: ARG
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        split="90,5,5",
+        blend=None if args.mock_data else get_blend_from_list(args.data_path),
+        split=args.split or "90,5,5",
         tokenizer=build_tokenizer(args),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -48,7 +53,8 @@ def datasets(sizes: list[int], vp_stage: int | None = None) -> Any:  # noqa: ARG
         path_to_cache=args.data_cache_path,
     )
     on_first = lambda: parallel_state.get_tensor_model_parallel_rank() == 0  # noqa: E731
-    return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, on_first, config).build()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, sizes, on_first, config).build()
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined]

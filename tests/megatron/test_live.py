@@ -3,11 +3,14 @@
 The reference is Megatron without us: one whole replica that computes the whole batch.
 """
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
-from benchmarks.parity.job import STEPS, Job, largest_differences, run
+from benchmarks.parity.job import RECIPES, STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, SEQUENCE, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import largest_difference, wholes_in
@@ -141,6 +144,7 @@ def test_a_rank_comes_back():
     assert_every_sample_once(rows)
 
 
+@pytest.mark.short
 def test_who_has_come_back_lives_through_the_next_loss_and_return():
     """Its training began in the middle of the others': what Megatron sets up at the beginning, it has to have too."""
     faults = [kill(3, during="backward", step=4), kill(0, during="backward", step=10)]
@@ -203,7 +207,8 @@ def test_in_an_evaluation(moment):
 
 
 @pytest.mark.parametrize(
-    ("moment", "section"), [("save", 6), ("written", 6), ("vote", 6), ("applied", 6), ("forward", 7)]
+    ("moment", "section"),
+    [pytest.param("save", 6, marks=pytest.mark.short), ("written", 6), ("vote", 6), ("applied", 6), ("forward", 7)],
 )
 def test_in_a_checkpoint(moment, section, tmp_path):
     """After five steps the sixth section saves, and the last too; both checkpoints are those of a whole job."""
@@ -266,6 +271,20 @@ def test_is_bit_for_bit_a_run_that_was_planned_so():
         assert (one.seen.losses, one.seen.norms) == (planned[slot].losses, planned[slot].norms)
         for name, part in planned[slot].parts.items():
             assert np.array_equal(one.seen.parts[name].values, part.values), name
+
+
+def test_tokens_of_a_file(tmp_path):
+    """They are shuffled, and an index of that is kept in a file."""
+    text = tmp_path / "text"
+    text.write_text("".join(f"{number} {number**2} {number**3}\n" for number in range(1, 200)))
+    command = [sys.executable, RECIPES / "tokenize_text.py", text, tmp_path / "tokens"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert f"{text.stat().st_size:,} tokens" in told
+    more = f"--data-path {tmp_path / 'tokens'} --split 90,5,5"
+    whole = run(uniform(BASE, more=more))
+    lived, _ = live(job(more=more), faults=[kill(3, during="backward", step=5)], back={3: 10})
+    assert_same_training(lived, whole)
+    assert whole[0].losses != run(uniform(BASE))[0].losses
 
 
 @pytest.mark.parametrize(("moment", "section"), [("vote", 6), ("applied", 6), ("forward", 7), ("save", 10)])

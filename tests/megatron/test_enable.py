@@ -1,0 +1,62 @@
+"""A script that says in one line of its own that it wants the plugin, under the real `ntp run`."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from benchmarks.parity.job import RECIPES
+from ntp_plugin.telemetry import Began, Follower
+from tests.ranks.command import NTP, Command
+
+SCRIPT = f"""
+from ntp_plugin.megatron.activation import enable
+enable()
+import runpy
+runpy.run_path({str(RECIPES / "pretrain_gpt.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(script, tmp_path, *more):
+    """The flags are in a file, where `ntp run` does not see them."""
+    words = tmp_path / "words"
+    words.write_text(f"{(RECIPES / 'tiny.args').read_text()} --ntp-enable {' '.join(more)}")
+    command = [*NTP, "run", "--standalone", "--nproc-per-node=2", str(script), f"@{words}"]
+    return Command(command, tmp_path / "log", NTP_CPU="1", PYTHONWARNINGS="ignore")
+
+
+@pytest.mark.short
+def test_a_rank_dies_and_the_job_comes_to_its_end(script, tmp_path):
+    events = tmp_path / "events"
+    job = run(script, tmp_path, f"--ntp-events={events}", "--train-iters=40")
+    job.wait_for(r"iteration +3/")
+    pids = {one.slot: one.event.pid for one in Follower(events).news() if isinstance(one.event, Began)}
+    os.kill(pids["r1.s0.t0"], signal.SIGKILL)
+    code, said = job.end()
+    assert code == 0, said
+    assert "slot 1 is lost: its process ended with code -9" in said
+    assert "iteration       40/" in said
+
+
+def test_what_is_refused_is_said_in_one_line(script, tmp_path):
+    code, said = run(script, tmp_path, "--hidden-dropout=0.1").end()
+    assert code == 2, said
+    assert "ntp: with --ntp-enable under `ntp run`" in said
+    assert "Traceback" not in said, said[-2000:]
+
+
+def test_an_error_of_the_scripts_own_is_told_as_ever(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("from ntp_plugin.megatron.activation import enable\nenable()\n1 / 0\n")
+    job = Command([sys.executable, str(path)], tmp_path / "log", NTP_CPU="1", PYTHONWARNINGS="ignore")
+    code, said = job.end()
+    assert code == 1
+    assert "ZeroDivisionError" in said
