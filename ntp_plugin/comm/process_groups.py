@@ -307,7 +307,8 @@ class ElasticGroups:
         """
         self._lanes_made += 1
         wanted = {index: slots for index, slots in enumerate(slots_of) if self.slot in slots and len(slots) > 1}
-        there = {index: group.handle for index, slots in wanted.items() if (group := self._group_of(slots)) is not None}
+        found = {index: self._group_of(slots) for index, slots in wanted.items()}
+        there = {index: group.handle for index, group in found.items() if group is not None}
         lanes = {index: self._make_lane(index, slots) for index, slots in wanted.items() if index not in there}
         self._lanes = [*self._lanes, *lanes.values()]
         mine = {
@@ -325,10 +326,12 @@ class ElasticGroups:
 
     def _group_of(self, slots: tuple[int, ...]) -> _Group | None:
         """One that is there anyway, as most of a framework's data-parallel groups are; the last that was made, because
-        the first may be the world itself."""
+        the first may be the world itself. None where NCCL is: operations on one communicator wait for each other, and
+        sends between the stages of a pipeline might be among them."""
         assert self._of_world is not None, "there is a world"
-        alike = (group for group in reversed(self._groups) if group.members == slots)
-        return next((group for group in alike if group.backends().keys() == self._of_world[1]), None)
+        if "nccl" in self._of_world[1]:
+            return None
+        return next((group for group in reversed(self._groups) if group.members == slots), None)
 
     def _make_lane(self, index: int, slots: tuple[int, ...]) -> _Group:
         assert self._of_world is not None, "there is a world"

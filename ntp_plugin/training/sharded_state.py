@@ -60,7 +60,7 @@ class ShardedState:
         cut = self.entries(name)
         return Kept(
             dtypes={key: entry.dtype for key, entry in cut.items()},
-            numbers={key: _told(value) for key, value in self._state(name).items() if key not in cut},
+            numbers={key: _told(value) for key, value in sorted(self._state(name).items()) if key not in cut},
         )
 
     def build(self, name: str, version: int, entries: Entries, numbers: Mapping[str, object]) -> None:

@@ -68,10 +68,11 @@ def test_the_learning_rate_of_a_rank_that_has_scheduled_is_not_set_back_by_one_t
     assert_same_training(lived)
 
 
+@pytest.mark.parametrize("moment", IN_A_STEP)
 @pytest.mark.parametrize("slot", [0, 1, 2])
-def test_any_slot_may_be_the_one(slot):
+def test_any_slot_may_be_the_one(slot, moment):
     """The first of a TP group is the one that reads samples; rank 0 prints, and the last rank tells the loss."""
-    lived, rows = live(job(), faults=[kill(slot, during="backward", step=5)])
+    lived, rows = live(job(), faults=[kill(slot, during=moment, step=5)])
     assert sorted(lived) == [other for other in range(4) if other != slot]
     assert_same_training(lived)
     assert_every_sample_once(rows)
@@ -154,13 +155,24 @@ def test_who_has_come_back_lives_through_the_next_loss_and_return():
     assert_every_sample_once(rows)
 
 
+@pytest.mark.parametrize("moment", ["forward", "backward", "vote", "apply"])
 @pytest.mark.parametrize("slot", [0, 7])
 @pytest.mark.parametrize("model", [BASE, "tied embeddings"])
-def test_a_stage_is_hurt(slot, model):
+def test_a_stage_is_hurt(slot, model, moment):
+    """The first or the last; while others wait to receive from it, or to send."""
     reference = run(uniform(model, tp=2, pp=2))
-    lived, _ = live(job(model=MODELS[model], **PIPELINE), faults=[kill(slot, during="backward", step=5)])
+    lived, _ = live(job(model=MODELS[model], **PIPELINE), faults=[kill(slot, during=moment, step=5)])
     assert len(lived) == 7
     assert_same_training(lived, reference)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_the_stage_in_the_middle_is_hurt(moment):
+    """Of twelve ranks the one whose neighbours on both sides wait for it."""
+    pipeline = {"tp": 2, "pp": 3, "chunks": 1}
+    lived, _ = live(job(dp=2, **pipeline), faults=[kill(3, during=moment, step=5)], timeout_s=300)
+    assert len(lived) == 11
+    assert_same_training(lived, run(uniform(BASE, **pipeline), 240))
 
 
 def test_a_rank_comes_back_into_its_stage():
