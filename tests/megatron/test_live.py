@@ -14,7 +14,7 @@ from benchmarks.parity.job import RECIPES, STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, SEQUENCE, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import largest_difference, wholes_in
-from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.errors import BelowMinimum, Refused, StateLost
 from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
 
@@ -129,6 +129,13 @@ def test_what_nobody_else_holds_ends_the_job():
     """Both holders of the same units are gone: the error names them, and what to do."""
     with pytest.raises(StateLost, match="restart from"):
         live(job(), faults=[kill(slot, during="backward", step=5) for slot in (1, 3)])
+
+
+def test_no_replica_is_left_that_may_train(tmp_path):
+    faults = [kill(1, during="backward", step=5), kill(2, during="backward", step=8)]
+    more = f"--ntp-min-tp-width 2 --save {tmp_path}"
+    with pytest.raises(BelowMinimum, match=f"Way out: restart from the last checkpoint in {tmp_path}"):
+        live(job(more=more), faults=faults)
 
 
 def test_a_part_of_a_sharded_optimizer_is_lost_with_its_rank():

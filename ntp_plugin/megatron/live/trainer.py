@@ -19,7 +19,7 @@ from megatron.core.distributed import finalize_model_grads
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.errors import BelowMinimum, Refused, StateLost
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import Job, nominal_job, share_units
@@ -151,7 +151,10 @@ class MegatronTrainer:
     def plan(self, agreed: Agreed) -> str:
         """Who holds what, computes what and sends what, from what everybody reported."""
         held = {rank: Held.decode(report.held) for rank, report in agreed.reports.items()}
-        self._next = plan_relayout(self._nominal, held, agreed.view.epoch)
+        try:
+            self._next = plan_relayout(self._nominal, held, agreed.view.epoch)
+        except BelowMinimum as found:
+            raise BelowMinimum(found.what, way_out=f"{_restart(self._args)}, or lower --ntp-min-tp-width") from found
         gone = [self._topology.slot_of(rank) for rank in range(self._topology.size) if rank not in held]
         if self._args.use_distributed_optimizer:
             raise StateLost(
