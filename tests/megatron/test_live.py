@@ -133,7 +133,7 @@ def test_what_nobody_else_holds_ends_the_job():
 
 def test_no_replica_is_left_that_may_train(tmp_path):
     faults = [kill(1, during="backward", step=5), kill(2, during="backward", step=8)]
-    more = f"--ntp-min-tp-width 2 --save {tmp_path}"
+    more = f"--ntp-min-tp-width 2 --save {tmp_path} --save-interval 100"
     with pytest.raises(BelowMinimum, match=f"Way out: restart from the last checkpoint in {tmp_path}"):
         live(job(more=more), faults=faults)
 
