@@ -102,8 +102,11 @@ class RelayoutPlan:
 
     @functools.cached_property
     def somebody_lacks_something(self) -> bool:
-        """Whether a slot will hold a part of a tensor of which it holds nothing now."""
-        return any(not move.holders.issuperset(self.training) for move in self.moves)
+        """Whether a member holds nothing of a tensor, also one that will stand idle: others tell it what they keep."""
+        topology = self.nominal.topology
+        slots = {slot for replica in range(topology.dp) for slot in topology.group(replica, self.stage)}
+        present = slots - self.standing.lost
+        return any(not move.holders.issuperset(present) for move in self.moves)
 
     @functools.cached_property
     def standing(self) -> Standing:

@@ -111,6 +111,16 @@ def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
     assert_every_sample_once(rows)
 
 
+@pytest.mark.parametrize("second", [8, 12])
+def test_who_comes_back_stands_idle_until_its_replica_is_wide_enough(second):
+    """The whole replica is gone, and its slots come back one after the other, at once or steps apart."""
+    faults = [kill(slot, during="backward", step=5) for slot in (0, 1)]
+    lived, rows = live(job(more="--ntp-min-tp-width 2"), faults=faults, back={0: 8, 1: second})
+    assert widths(lived) == dict.fromkeys(range(4), 2)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
 def test_a_replica_that_has_lost_a_stage_stands_idle():
     reference = run(uniform(BASE, tp=2, pp=2))
     lived, _ = live(job(**PIPELINE), faults=[kill(slot, during="forward", step=5) for slot in (0, 1)])

@@ -198,3 +198,16 @@ def test_a_return_gives_exactly_the_nominal_layout():
     assert {rank: member.units for rank, member in members.items()} == nominal_units
     assert plan.standing.lost == frozenset()
     assert sp.size(plan.units_of(TENSORS[0], nominal.topology.slot_of(0))) == 3
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_newcomer_is_told_what_the_others_keep_also_where_it_will_stand_idle(back):
+    """Its replica is too narrow until the other of its slots is back too."""
+    nominal = job(tp=2, dp=2, min_width=2)
+    members = founding(nominal)
+    del members[0], members[1]
+    if back:
+        members[0] = newcomer()
+    (plan,) = plan_relayout(nominal, {rank: member.held() for rank, member in members.items()}, 1)
+    assert nominal.topology.slot_of(0) not in plan.training
+    assert plan.somebody_lacks_something == back
