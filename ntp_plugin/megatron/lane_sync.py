@@ -42,6 +42,9 @@ from ntp_plugin.training.cuts import WHOLE_UNITS, global_ranges, local_ranges
 from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice, only, pack, unpack
 from ntp_plugin.training.sharded_optimizer import LaneShards
 
+_SUMMED_TOGETHER = 1 << 13
+"""Elements of a gradient."""
+
 
 class LaneSync:
     """What is put in place of DDP's constructor and of the norm."""
@@ -164,7 +167,7 @@ class LaneSync:
     def _stage_lane(self, made: Made) -> GradientLane:
         """What is replicated, over the whole of this rank's stage."""
         whole = tuple(
-            Slice(name=name, dim=0, ranges=((0, tensor.shape[0]),))
+            Slice(name=name, dim=0, ranges=((0, tensor.shape[0]),), places=((0, tensor.shape[0]),))
             for name, tensor in self.tensors.items()
             if not tensor.family
         )
@@ -207,7 +210,12 @@ class LaneSync:
     def _slices(self, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
         held = self.held()
         return tuple(
-            Slice(name=name, dim=tensor.dim, ranges=local_ranges(tensor, held[name], units[tensor.family]))
+            Slice(
+                name=name,
+                dim=tensor.dim,
+                ranges=local_ranges(tensor, held[name], units[tensor.family]),
+                places=tensor.local_index(units[tensor.family]),
+            )
             for name, tensor in self.tensors.items()
             if tensor.family in units
         )
@@ -241,8 +249,8 @@ class LaneSync:
         """`get_grad_norm_fp32`."""
 
         @functools.wraps(original)
-        def norm(*args: Any, **kwargs: Any) -> float:
-            return self.agreed_norm(float(original(*args, **kwargs)))
+        def norm(gradients: Any, *args: Any, **kwargs: Any) -> float:
+            return self.agreed_norm(float(original(_in_pieces(gradients), *args, **kwargs)))
 
         return norm
 
@@ -290,6 +298,13 @@ def bare(chunk: Any) -> torch.nn.Module:
     return module
 
 
+def _in_pieces(gradients: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """A shard of a lane is as long as many parameters, and the longer a sum in float32 is, the more of it is rounded
+    away: 1e-6 of the norm of the test model."""
+    each = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+    return [piece for gradient in each for piece in torch.split(gradient.reshape(-1), _SUMMED_TOGETHER)]
+
+
 def _sum_losses_alone(chunks: list[Any], alone: Any) -> None:
     """What Megatron would sum over this model's data-parallel group is the global batch's already."""
     for chunk in chunks:
@@ -300,9 +315,8 @@ def _sum_losses_alone(chunks: list[Any], alone: Any) -> None:
 
 def _digest(tensor: Tensor, held: Spans, parameter: torch.nn.Parameter) -> int:
     """Of the part that is held; those of all parts add up to the whole's, whatever the cut."""
-    index = torch.cat([torch.arange(start, stop) for start, stop in global_ranges(tensor, held)])
-    salt = tensor.family if tensor.family == SHARED else tensor.name
-    return digest.digest(parameter.detach().cpu(), index=index, shape=tensor.shape, dim=tensor.dim, salt=salt)
+    runs = digest.runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held))
+    return digest.digest(parameter.detach(), runs, salt=tensor.family if tensor.family == SHARED else tensor.name)
 
 
 def _require_equal(told: Iterable[Mapping[str, tuple[str, int]]]) -> None:

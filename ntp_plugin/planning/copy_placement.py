@@ -11,11 +11,11 @@ Only what differs from the nominal placement is written down, so the work grows 
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.errors import Refused
-from ntp_plugin.planning.topology import Topology
+from ntp_plugin.planning.topology import Slot, Topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +78,17 @@ def place_copies(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, 
             surplus[holder] += 1
             resettled[node, copy] = Resettled(node=node, copy=copy, nominal=nominal, holder=holder)
     return placement
+
+
+def keepers(topology: Topology, placement: Placement, slot: Slot, present: Collection[Slot]) -> list[Slot]:
+    """The slots that keep the far copies of a slot's shards: on each host that does, the one in its place, if it is
+    present, else the next one there."""
+    found = []
+    for node in placement.holders(topology.node_of(slot)):
+        there = topology.slots_on(node)
+        first = topology.rank_of(slot) % topology.gpus_per_node % len(there)
+        found += [other for other in (*there[first:], *there[:first]) if other in present][:1]
+    return found
 
 
 def _freed_places(placement: Placement) -> Counter[int]:

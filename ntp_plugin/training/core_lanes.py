@@ -18,7 +18,7 @@ The parts of the parameters cost one more copy of them.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -181,10 +181,14 @@ class CoreShards(LaneShards):
     """Optimizer state of what the cores reduce, sharded over the members of each core's group."""
 
     def __init__(self, crossing: Crossing) -> None:
-        whole = tuple(Slice(name=name, dim=0, ranges=((0, shape[0]),)) for name, shape in crossing.seat.parts.items())
+        seat = crossing.seat
+        whole = tuple(
+            Slice(name=name, dim=0, ranges=((0, shape[0]),), places=seat.places[name])
+            for name, shape in seat.parts.items()
+        )
         super().__init__([GradientLane(group=crossing.members, slices=whole)])
         self._crossing = crossing
-        self._lent: list[tuple[Crossing, Tensors, Tensors]] = []
+        self._lent: list[tuple[Crossing, Tensors, Tensors, list[LaneShard]]] = []
         self._returning = False
         self._lending = Lending(crossing, self._sum)
 
@@ -194,8 +198,25 @@ class CoreShards(LaneShards):
         _, parts = _empty_parts(crossing.seat, next(iter(parameters.values())))
         with torch.no_grad():
             crossing.go(parameters, parts)()
-        self._lent.append((crossing, parts, parameters))
-        return super().shard(names, parts, dtype=dtype)
+        fresh = super().shard(names, parts, dtype=dtype)
+        self._lent.append((crossing, parts, parameters, fresh))
+        return fresh
+
+    def gather(self, mine: Callable[[LaneShard], torch.Tensor], into: Tensors) -> None:
+        """Have there, in the shape of the parameters, what the cores have each shards of."""
+        for crossing, _, _, shards in self._lent:
+            _, parts = _empty_parts(crossing.seat, next(iter(into.values())))
+            for shard in shards:
+                shard.gather(mine(shard), parts)
+            crossing.come_back(parts, into)()
+
+    def cut(self, tensors: Tensors) -> Iterator[tuple[LaneShard, torch.Tensor]]:
+        """The shards of what is lent to the cores now."""
+        for crossing, _, _, shards in self._lent:
+            _, parts = _empty_parts(crossing.seat, next(iter(tensors.values())))
+            crossing.go(tensors, parts)()
+            for shard in shards:
+                yield shard, shard.cut(parts)
 
     def begin(self, gradients: Tensors) -> "CoreShards":
         """Lend."""
@@ -226,6 +247,6 @@ class CoreShards(LaneShards):
         if not self._returning:
             return
         super().finish_spread()
-        for crossing, parts, parameters in self._lent:
+        for crossing, parts, parameters, _ in self._lent:
             crossing.come_back(parts, parameters)()
         self._returning = False

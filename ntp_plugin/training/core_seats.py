@@ -32,6 +32,8 @@ class CoreSeat:
     place: int
     core: int | None
     parts: Mapping[str, tuple[int, ...]]
+    places: Mapping[str, Spans]
+    """Of the parts in the whole tensors, along the dims that these are cut by."""
     out: tuple[Slices, ...]
     into: tuple[Slices, ...]
     moving: frozenset[str]
@@ -42,6 +44,7 @@ class CoreSeat:
         return dataclasses.replace(
             self,
             parts={name: shape for name, shape in self.parts.items() if name in names},
+            places={name: places for name, places in self.places.items() if name in names},
             out=tuple(tuple(piece for piece in slices if piece.name in names) for slices in self.out),
             into=tuple(tuple(piece for piece in slices if piece.name in names) for slices in self.into),
             moving=self.moving.intersection(names),
@@ -77,6 +80,9 @@ def find_seat(route: CoreRoute, units: StageUnits, *, tp: int, pattern: Pattern,
         core=core,
         parts={
             tensor.name: local_shape(tensor, reduced[tensor.family]) for tensor in tensors if reduced.get(tensor.family)
+        },
+        places={
+            tensor.name: tensor.local_index(reduced[tensor.family]) for tensor in tensors if reduced.get(tensor.family)
         },
         out=tuple(slices(held, lent.get(other, {})) for other in living),
         into=tuple(slices(reduced, lent_to_me.get(other, {})) for other in living),

@@ -29,11 +29,13 @@ from ntp_plugin.planning.spans import Spans
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """The ranges along `dim` of one gradient that belong to a lane, in the lane's order."""
+    """The ranges along `dim` of one gradient that belong to a lane, in the lane's order; and, where somebody asks for
+    it, which places of the whole tensor these are, along the dim that it is cut by."""
 
     name: str
     dim: int
     ranges: Spans
+    places: Spans = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

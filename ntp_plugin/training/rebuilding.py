@@ -101,14 +101,8 @@ def _digests(tensor: Tensor, entries: Entries, held: Spans, step: int) -> dict[s
     if not held:
         return dict.fromkeys(entries, 0)
     salts = [f"{tensor.name} {name} {step}" for name in entries]
-    found = digest.digests(
-        list(entries.values()), salts=salts, shape=tensor.shape, dim=tensor.dim, index=_index(tensor, held)
-    )
-    return dict(zip(entries, found, strict=True))
-
-
-def _index(tensor: Tensor, held: Spans) -> torch.Tensor:
-    return torch.cat([torch.arange(start, stop) for start, stop in global_ranges(tensor, held)])
+    runs = digest.runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held))
+    return dict(zip(entries, digest.digests(list(entries.values()), runs, salts=salts), strict=True))
 
 
 def compare(

@@ -14,12 +14,12 @@ business, as long as that is element-wise. Every element is in exactly one shard
 shards counts everything once.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.training.gradient_lanes import GradientLane, only, pack, unpack
+from ntp_plugin.training.gradient_lanes import GradientLane, Slice, elements, only, pack, unpack
 
 type Tensors = Mapping[str, torch.Tensor]
 
@@ -49,6 +49,30 @@ class LaneShard:
         """Of the shard, when a step's sums are finished."""
         self._sums: _UnderWay | None = None
         self._spread: _UnderWay | None = None
+
+    def holds(self) -> Iterator[tuple[Slice, int, int, int]]:
+        """Of each slice that it has some elements of: from which one to which, made flat, and where they begin here."""
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        size, at = self.parameter.numel(), 0
+        first = self._place * size
+        for piece in self.lane.slices:
+            count = elements([piece], shapes)
+            start, stop = max(first, at), min(first + size, at + count)
+            if start < stop:
+                yield piece, start - at, stop - at, start - first
+            at += count
+
+    def gather(self, mine: torch.Tensor, into: Tensors) -> None:
+        """Have there what the members have each a shard of; all come together."""
+        whole = mine
+        if self.lane.group is not None:
+            whole = torch.empty(mine.numel() * self._members, dtype=mine.dtype, device=mine.device)
+            dist.all_gather_into_tensor(whole, mine.contiguous(), group=self.lane.group)
+        unpack(self.lane.slices, into, whole[: self._elements])
+
+    def cut(self, tensors: Tensors) -> torch.Tensor:
+        """This member's shard of what all of them have."""
+        return self._mine(self._packed(tensors))
 
     def begin_sums(self, gradients: Tensors) -> None:
         """Each member will have its shard of the sums."""
@@ -113,6 +137,20 @@ class LaneShards:
         fresh = [LaneShard(lane, parameters, dtype=dtype) for lane in only(self._lanes, names) if lane.slices]
         self._shards += fresh
         return fresh
+
+    def __iter__(self) -> Iterator[LaneShard]:
+        """Those that were made."""
+        return iter(self._shards)
+
+    def gather(self, mine: Callable[[LaneShard], torch.Tensor], into: Tensors) -> None:
+        """Have there, in the shape of the parameters, what the members have each shards of; all come together."""
+        for shard in self._shards:
+            shard.gather(mine(shard), into)
+
+    def cut(self, tensors: Tensors) -> Iterator[tuple[LaneShard, torch.Tensor]]:
+        """The shards of what is there in the shape of the parameters; all come together."""
+        for shard in self._shards:
+            yield shard, shard.cut(tensors)
 
     def begin(self, gradients: Tensors) -> "LaneShards":
         """Begin to sum."""

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntp_plugin.copies.digest import MODULUS, digest
+from ntp_plugin.copies.digest import MODULUS, digest, runs_of
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.shard_layout import lay_out
@@ -105,9 +105,7 @@ def test_a_digest_is_the_same_number_for_every_cut(case, dtype):
 
 
 def digest_of(tensor, values, held, salt="t"):
-    ranges = global_ranges(tensor, held)
-    index = torch.cat([torch.arange(a, b) for a, b in ranges]) if ranges else torch.empty(0, dtype=torch.int64)
-    return digest(values, salt=salt, shape=tensor.shape, dim=tensor.dim, index=index)
+    return digest(values, runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held)), salt=salt)
 
 
 def test_a_digest_notices_what_can_go_wrong():

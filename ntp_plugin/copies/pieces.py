@@ -1,0 +1,103 @@
+"""Which elements of a tensor somebody holds, and what two holders have in common.
+
+However a framework shards, what one process holds of a tensor can be told in few numbers: ranges of the whole along the
+dim that is cut, put one after the other and made flat, and of that the elements from `start` to `stop`. A slot's part
+is that with all of its elements; a shard of it, or of what a lane packs, has others for its ends.
+
+Shapes and places are of the whole tensor, so that whoever reads a copy needs to know nothing of who wrote it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ntp_plugin.copies.digest import Runs, runs_of
+from ntp_plugin.planning.spans import Spans
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Elements of one tensor. Those of all pieces with one `whole` are the whole tensor, each once."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    dim: int
+    ranges: Spans
+    start: int
+    stop: int
+    whole: str = ""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @functools.cached_property
+    def runs(self) -> Runs:
+        """Where they stand in the whole."""
+        return _clipped(runs_of(self.shape, self.dim, self.ranges), self.start, self.stop)
+
+
+def read_piece(told: Sequence[object]) -> Piece:
+    """From the values of its fields, as JSON has them."""
+    tensor, shape, dim, ranges, start, stop, whole = told
+    return Piece(
+        tensor=str(tensor),
+        shape=tuple(shape),  # type: ignore[arg-type]
+        dim=int(dim),  # type: ignore[call-overload]
+        ranges=tuple((first, last) for first, last in ranges),  # type: ignore[attr-defined]
+        start=int(start),  # type: ignore[call-overload]
+        stop=int(stop),  # type: ignore[call-overload]
+        whole=str(whole),
+    )
+
+
+def _clipped(runs: Runs, start: int, stop: int) -> Runs:
+    """Those elements of a part from `start` to `stop`."""
+    begins, ends = runs.offsets, runs.offsets + runs.lengths
+    first, last = begins.clamp(min=start), ends.clamp(max=stop)
+    left = last > first
+    return Runs(starts=(runs.starts + first - begins)[left], lengths=(last - first)[left])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Common:
+    """What two parts have both: run by run, where it begins in the one and in the other, and how long it is."""
+
+    mine: torch.Tensor
+    theirs: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return int(self.lengths.sum())
+
+
+def common(mine: Runs, theirs: Runs) -> Common:
+    """In ascending order of the places in the whole tensor."""
+    my_starts, my_ends, my_offsets = _sorted(mine)
+    their_starts, their_ends, their_offsets = _sorted(theirs)
+    first = torch.searchsorted(their_ends, my_starts, right=True)
+    counts = (torch.searchsorted(their_starts, my_ends) - first).clamp(min=0)
+    me = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    them = torch.arange(len(me)) - (counts.cumsum(0) - counts)[me] + first[me]
+    start = torch.maximum(my_starts[me], their_starts[them])
+    lengths = torch.minimum(my_ends[me], their_ends[them]) - start
+    return Common(
+        mine=my_offsets[me] + start - my_starts[me],
+        theirs=their_offsets[them] + start - their_starts[them],
+        lengths=lengths,
+    )
+
+
+def _sorted(runs: Runs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    order = runs.starts.argsort()
+    starts = runs.starts[order]
+    return starts, starts + runs.lengths[order], runs.offsets[order]
+
+
+def indices(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Every index of these runs, one after the other."""
+    offsets = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - offsets, lengths)

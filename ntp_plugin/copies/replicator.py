@@ -1,0 +1,255 @@
+"""Copies of this slot's state, made beside the training: near into this host's memory, far into that of others.
+
+A snapshot begins where a step is over. From there on a thread copies the state, and the training may read it and must
+not change it: before the optimizer steps again it waits until all is `taken`, which it is long since, as a rule. Then
+the thread sends the copy to the hosts that keep it for this slot. That may take longer than a step; until it is over
+no other snapshot is begun. The training never waits for another host.
+
+Whether all slots are through is told with the vote on each step, so that all begin the next snapshot at the same step
+and know of the same version that it is `committed`: everybody's copies of it are where they belong. That version is
+not touched until another one is.
+
+What goes wrong is told and tried again with the next version. It costs safety, and never the training.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ntp_plugin.copies import digest
+from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, dtype_name, places, salt, view
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
+from ntp_plugin.copies.wire import CHUNK, Address, Peer, PeerTrouble
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A piece of a tensor where it lives: flat, entry by entry, and the numbers that go with it."""
+
+    piece: Piece
+    values: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What is to be copied."""
+
+    version: Version
+    holders: tuple[int, ...]
+    parts: Sequence[Part]
+    extras: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """A snapshot that is through: `far` is how many other hosts have it, of those that should."""
+
+    version: Version
+    size: int
+    taken_s: float
+    seconds: float
+    far: int
+    wanted: int
+
+
+class Replicator:
+    """Makes copies for one slot."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run: str,
+        secret: str,
+        slot: int,
+        bytes_per_s: float | None = None,
+        timeout_s: float = 10.0,
+        trouble: Callable[[str], None],
+        done: Callable[[Copied], None] = lambda _: None,
+    ) -> None:
+        self._store, self._run, self._secret, self._slot = store, run, secret, slot
+        self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
+        self._trouble, self._done = trouble, done
+        self._peers: dict[Address, Peer] = {}
+        self._far: Sequence[Address] = ()
+        self._work: tuple[Snapshot, Place] | None = None
+        self._wake, self._taken, self._idle = threading.Event(), threading.Event(), threading.Event()
+        self._taken.set()
+        self._idle.set()
+        self._stopping = False
+        self._ok = True
+        self._committed: Place | None = None
+        self.begun: Version | None = None
+        """The newest snapshot."""
+        self.committed: Version | None = None
+        """The newest one that all slots have said to be through with."""
+        self._thread = threading.Thread(target=self._run_thread, name="ntp-copies-sender", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------ by the training
+
+    def send_to(self, far: Sequence[Address]) -> None:
+        """From now on; after a walk."""
+        self._far, self.begun = far, None
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Copy this, which nobody changes until it is `taken`."""
+        self._idle.wait()  # one that was given up in a walk may not have ended yet
+        epoch = snapshot.version.epoch
+        used = self._committed.number if self._committed is not None and self._committed.epoch == epoch else 1
+        place = Place(kind=NEAR, slot=self._slot, epoch=epoch, number=1 - used)
+        self.begun = snapshot.version
+        self._taken.clear()
+        self._idle.clear()
+        self._work = snapshot, place
+        self._wake.set()
+
+    def wait_until_taken(self) -> None:
+        """What is being copied may be changed from then on."""
+        self._taken.wait()
+
+    def wait(self) -> None:
+        """Until there is nothing under way."""
+        self._idle.wait()
+
+    @property
+    def through(self) -> bool:
+        """Whether there is nothing under way."""
+        return self._idle.is_set()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the newest copy is wherever it should be."""
+        return self._ok
+
+    def commit(self) -> None:
+        """Everybody's copies of the newest snapshot are where they belong."""
+        assert self.begun is not None, "there was one"
+        last = self._committed
+        used = last.number if last is not None and last.epoch == self.begun.epoch else 1
+        self._committed = Place(kind=NEAR, slot=self._slot, epoch=self.begun.epoch, number=1 - used)
+        self.committed = self.begun
+        if last is not None and last.epoch < self.begun.epoch:
+            self._store.forget_before(self.begun.epoch)
+
+    def hold(self) -> None:
+        """In a walk: what is under way is copied to its end here, and given up where it goes elsewhere."""
+        self._taken.wait()
+        for peer in list(self._peers.values()):
+            peer.give_up()
+
+    def close(self) -> None:
+        """End the thread; the copies stay."""
+        self.hold()
+        self._idle.wait()
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+        for peer in self._peers.values():
+            peer.close()
+
+    # ------------------------------------------------ by the thread
+
+    def _run_thread(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            if self._stopping:
+                return
+            assert self._work is not None, "it is woken with some"
+            try:
+                self._ok = self._copy(*self._work)
+            finally:
+                self._work = None
+                self._taken.set()
+                self._idle.set()
+
+    def _copy(self, snapshot: Snapshot, place: Place) -> bool:
+        began = time.monotonic()
+        try:
+            manifest, memory = self._take(snapshot, place)
+        except NoRoom as error:
+            self._trouble(str(error))
+            return False
+        taken_s = time.monotonic() - began
+        self._taken.set()
+        far = self._far
+        for address in set(self._peers) - set(far):
+            self._peers.pop(address).close()
+        sent = [self._send(address, place, manifest, memory) for address in far]
+        seconds = time.monotonic() - began
+        self._done(
+            Copied(
+                version=snapshot.version,
+                size=manifest.size,
+                taken_s=taken_s,
+                seconds=seconds,
+                far=sum(sent),
+                wanted=len(sent),
+            )
+        )
+        return all(sent)
+
+    def _take(self, snapshot: Snapshot, place: Place) -> tuple[Manifest, torch.Tensor]:
+        values = [(part, name, live) for part in snapshot.parts for name, live in part.values.items()]
+        offsets, size = places([live.nbytes for _, _, live in values])
+        memory = self._store.open(place, size)
+        at = iter(offsets)
+        held = tuple(self._take_part(snapshot.version.step, part, at, memory) for part in snapshot.parts)
+        manifest = Manifest(
+            run=self._run,
+            version=snapshot.version,
+            slot=self._slot,
+            holders=snapshot.holders,
+            size=size,
+            held=held,
+            extras=snapshot.extras,
+        )
+        self._store.complete(place, manifest)
+        return manifest, memory
+
+    def _take_part(self, step: int, part: Part, at: Any, memory: torch.Tensor) -> Held:
+        salts = [salt(self._run, step, part.piece.tensor, name) for name in part.values]
+        numbers = digest.digests(list(part.values.values()), part.piece.runs, salts=salts)
+        entries = tuple(
+            Entry(name=name, dtype=dtype_name(live.dtype), offset=next(at), digest=number)
+            for (name, live), number in zip(part.values.items(), numbers, strict=True)
+        )
+        held = Held(piece=part.piece, entries=entries, numbers=dict(part.numbers))
+        for entry in entries:
+            target, live = view(memory, held, entry), part.values[entry.name].detach()
+            chunk = max(1, CHUNK // live.element_size())
+            for start in range(0, len(live), chunk):
+                target[start : start + chunk].copy_(live[start : start + chunk])
+        return held
+
+    def _send(self, address: Address, place: Place, manifest: Manifest, memory: torch.Tensor) -> bool:
+        if address not in self._peers:
+            self._peers[address] = Peer(address, run=self._run, secret=self._secret, timeout_s=self._timeout_s)
+        try:
+            found = self._peers[address].put(
+                dataclasses.replace(place, kind=FAR), manifest, memory, pace=self._pace(time.monotonic())
+            )
+        except PeerTrouble as error:
+            self._trouble(f"{manifest.version} was not copied: {error}")
+            return False
+        if found:
+            self._trouble(f"{manifest.version} was copied to {address[0]}, and {found[0]} did not come as it was")
+        return not found
+
+    def _pace(self, began: float) -> Callable[[int], None]:
+        sent = 0
+
+        def wait(size: int) -> None:
+            nonlocal sent
+            sent += size
+            if self._bytes_per_s is not None:
+                time.sleep(max(0.0, began + sent / self._bytes_per_s - time.monotonic()))
+
+        return wait

@@ -1,0 +1,264 @@
+"""A version of the job's state, put together from copies, into whatever layout is wanted now.
+
+All members tell each other which copies of the version they can read. Then each fetches what it needs by itself: it
+knows where every element of every copy stands in its tensor, takes what its own copy has, then what others on its host
+have, then what it must ask other hosts for, until nothing is missing. Nothing is taken from a copy whose digests are
+not right, and such a copy is not asked again. A process that holds nothing of the version is no source.
+
+In the end the digests of what everybody has are added up, tensor by tensor, and compared with those that the copies
+were made with. A whole that differs is named, and nobody trains on it.
+"""
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ntp_plugin.copies import digest
+from ntp_plugin.copies.digest import MODULUS, Runs
+from ntp_plugin.copies.manifest import Held, Manifest, Version, salt, wrong
+from ntp_plugin.copies.pieces import Common, Piece, common, indices
+from ntp_plugin.copies.replicator import Part
+from ntp_plugin.copies.store import NEAR, Place, Store
+from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, select
+from ntp_plugin.errors import StateLost
+
+type TellAll = Callable[[Any], list[Any]]
+"""What one member says to all, and all have said: they come together."""
+type Broken = tuple[int, Place]
+"""A copy that is not what was written: the host that has it, and where."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """A copy that some host has, and the process that reads it for others."""
+
+    host: int
+    place: Place
+    manifest: Manifest
+    address: Address
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """How much came from where, in bytes: this slot's own copy, others on this host, other hosts."""
+
+    version: Version
+    own: int = 0
+    here: int = 0
+    elsewhere: int = 0
+    broken: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------- which version
+
+
+def standable(told: Iterable[str]) -> list[Version]:
+    """The versions of which all parts are somewhere, newest first, from what all members have `describe`d."""
+    there: defaultdict[Version, set[int]] = defaultdict(set)
+    wanted: dict[Version, set[int]] = {}
+    for text in told:
+        for step, epoch, slot, holders in json.loads(text or "[]"):
+            version = Version(step=step, epoch=epoch)
+            there[version].add(slot)
+            wanted[version] = set(holders)
+    whole = [version for version, slots in there.items() if slots >= wanted[version]]
+    return sorted(whole, key=lambda version: (version.step, version.epoch), reverse=True)
+
+
+def describe(store: Store) -> str:
+    """Which copies this host has, for a report."""
+    return json.dumps(
+        [[version.step, version.epoch, place.slot, holders] for place, version, holders in store.versions()]
+    )
+
+
+# ---------------------------------------------------------------- putting it together
+
+
+class Restoration:
+    """One attempt of all members to put a version together."""
+
+    def __init__(
+        self,
+        version: Version,
+        store: Store,
+        *,
+        slot: int,
+        host: int,
+        teller: bool,
+        tell_all: TellAll,
+        address: Address,
+        peer: Callable[[Address], Peer],
+        trouble: Callable[[str], None],
+    ) -> None:
+        """All come together. `teller` speaks for its host, and reads for others what is nobody's own."""
+        self.version, self._store, self._slot, self._host = version, store, slot, host
+        self._tell_all, self._peer, self._trouble = tell_all, peer, trouble
+        self._broken: set[Broken] = set()
+        self._checked: set[tuple[Place, int]] = set()
+        told = self._tell_all(self._mine(address, teller=teller))
+        self.sources = sorted(
+            (
+                Source(host=of, place=Place(**place), manifest=manifest, address=(at[0], at[1]))
+                for of, at, copies in told
+                for place, manifest in ((place, _decoded(text)) for place, text in copies)
+            ),
+            key=self._rank,
+        )
+
+    def _mine(self, address: Address, *, teller: bool) -> tuple[int, Address, list[tuple[dict[str, Any], bytes]]]:
+        copies = [
+            (dataclasses.asdict(place), manifest.encode())
+            for place, manifest in self._store.found()
+            if manifest.version == self.version and (teller or (place.kind == NEAR and place.slot == self._slot))
+        ]
+        return self._host, address, copies
+
+    def _rank(self, source: Source) -> tuple[Any, ...]:
+        """Own, then this host, then others; of these the next one round the ring."""
+        own = source.host == self._host and source.place.kind == NEAR and source.place.slot == self._slot
+        return not own, source.host != self._host, (source.place.slot - self._slot) % 1024, source.host, source.place
+
+    def kinds(self) -> dict[str, Held]:
+        """Tensor -> what is kept for it, as anybody's copy has it."""
+        return {held.piece.tensor: held for source in self.sources for held in source.manifest.held}
+
+    def extras(self) -> Mapping[str, Any]:
+        """What was noted besides tensors; this slot's own, if it had any."""
+        return self.sources[0].manifest.extras
+
+    def fill(self, parts: Sequence[Part]) -> Restored:
+        """Have all values in these parts; raises on all members alike where something is nowhere."""
+        amounts = {"own": 0, "here": 0, "elsewhere": 0}
+        missing: str | None = None
+        for part in parts:
+            left = self._fill_part(part, amounts)
+            if left:
+                missing = missing or f"{left} elements of {part.piece.tensor}"
+        told = self._tell_all((missing, sorted((host, str(place)) for host, place in self._broken)))
+        broken = sorted({f"{place} on host {host}" for _, found in told for host, place in found})
+        nowhere = next((what for what, _ in told if what is not None), None)
+        if nowhere is not None:
+            found = f"; not as they were written: {', '.join(broken)}" if broken else ""
+            raise StateLost(f"no sound copy of {self.version} has {nowhere}{found}", way_out="an older version")
+        return Restored(version=self.version, broken=tuple(broken), **amounts)
+
+    def _fill_part(self, part: Part, amounts: dict[str, int]) -> int:
+        """How many elements are nowhere."""
+        missing = torch.ones(part.piece.size, dtype=torch.bool)
+        for source in self.sources:
+            for number, held in enumerate(source.manifest.held):
+                if held.piece.tensor != part.piece.tensor or not missing.any():
+                    continue
+                wanted = _still(common(part.piece.runs, held.piece.runs), missing)
+                if not wanted.size or (source.host, source.place) in self._broken:
+                    continue
+                values = self._read(source, number, held, wanted)
+                if values is None:
+                    continue
+                mine = indices(wanted.mine, wanted.lengths)
+                for name, live in part.values.items():
+                    live[mine.to(live.device)] = values[name].to(live.device)
+                missing[mine] = False
+                amounts[self._kind(source)] += sum(found.nbytes for found in values.values())
+        return int(missing.sum())
+
+    def _kind(self, source: Source) -> str:
+        if source.host != self._host:
+            return "elsewhere"
+        return "own" if (source.place.kind, source.place.slot) == (NEAR, self._slot) else "here"
+
+    def _read(self, source: Source, number: int, held: Held, wanted: Common) -> dict[str, torch.Tensor] | None:
+        """None where the copy is not what was written, or whoever has it does not answer."""
+        try:
+            if source.host == self._host:
+                return self._read_here(source, number, held, wanted)
+            runs = Runs(starts=wanted.theirs, lengths=wanted.lengths)
+            return self._peer(source.address).get(source.place, number, held, runs)
+        except PeerTrouble as error:
+            self._trouble(f"a copy of {self.version} is left aside: {error}")
+            self._broken.add((source.host, source.place))
+            return None
+
+    def _read_here(self, source: Source, number: int, held: Held, wanted: Common) -> dict[str, torch.Tensor]:
+        try:
+            memory = self._store.read(source.place)
+        except (OSError, ValueError) as error:
+            raise PeerTrouble(f"{source.place} cannot be read: {error}") from error
+        if len(memory) < source.manifest.size:
+            raise PeerTrouble(f"{source.place} has {len(memory)} bytes of {source.manifest.size}")
+        if (source.place, number) not in self._checked:
+            found = wrong(source.manifest, memory, [held])
+            if found:
+                raise PeerTrouble(f"{source.place} holds {found[0]}, and not as it was written")
+            self._checked.add((source.place, number))
+        return select(memory, held, starts=wanted.theirs, lengths=wanted.lengths)
+
+    # ------------------------------------------------ in the end
+
+    def verify(self, parts: Sequence[Part], run: str) -> None:
+        """Raise unless the wholes of what everybody has now are those of the copies; all members together."""
+        mine: dict[tuple[str, str, str], int] = {}
+        for part in parts:
+            salts = [salt(run, self.version.step, part.piece.tensor, name) for name in part.values]
+            numbers = digest.digests(list(part.values.values()), part.piece.runs, salts=salts)
+            for name, number in zip(part.values, numbers, strict=True):
+                key = part.piece.tensor, name, part.piece.whole
+                mine[key] = (mine.get(key, 0) + number) % MODULUS
+        told: list[dict[tuple[str, str, str], int]] = self._tell_all(mine)
+        now: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        for theirs in told:
+            for (tensor, name, whole), number in theirs.items():
+                wholes = now[tensor, name]
+                wholes[whole] = (wholes.get(whole, 0) + number) % MODULUS
+        before = _wholes(self.sources)
+        for (tensor, name), wholes in now.items():
+            then = before.get((tensor, name), {})
+            if len({*wholes.values(), *then.values()}) > 1:
+                raise StateLost(
+                    f"{tensor} ({name}) of {self.version} is not what was copied: "
+                    + ", ".join(f"now {whole or 'in all'} {number:016x}" for whole, number in wholes.items())
+                    + "; "
+                    + ", ".join(f"then {whole or 'in all'} {number:016x}" for whole, number in then.items()),
+                    way_out="restart from the last checkpoint",
+                )
+
+
+def _wholes(sources: Iterable[Source]) -> dict[tuple[str, str], dict[str, int]]:
+    """(tensor, entry) -> whole -> its digest, of those wholes all of whose parts somebody has told."""
+    parts: dict[tuple[str, str], dict[str, dict[tuple[int, int], tuple[int, Piece]]]] = {}
+    for source in sources:
+        for number, held in enumerate(source.manifest.held):
+            for entry in held.entries:
+                of = parts.setdefault((held.piece.tensor, entry.name), {}).setdefault(held.piece.whole, {})
+                of[source.manifest.slot, number] = entry.digest, held.piece
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for key, wholes in parts.items():
+        for whole, told in wholes.items():
+            pieces = [piece for _, piece in told.values()]
+            if sum(piece.size for piece in pieces) == torch.Size(pieces[0].shape).numel():
+                found.setdefault(key, {})[whole] = sum(number for number, _ in told.values()) % MODULUS
+    return found
+
+
+def _still(found: Common, missing: torch.Tensor) -> Common:
+    """What of that is missing yet."""
+    if missing.all():
+        return found
+    mine = indices(found.mine, found.lengths)
+    left = missing[mine]
+    if left.all():
+        return found
+    theirs = indices(found.theirs, found.lengths)
+    ones = torch.ones(int(left.sum()), dtype=torch.int64)
+    return Common(mine=mine[left], theirs=theirs[left], lengths=ones)
+
+
+def _decoded(text: bytes) -> Manifest:
+    manifest = Manifest.decode(text)
+    assert manifest is not None, "it was decoded before it was sent"
+    return manifest

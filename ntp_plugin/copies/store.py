@@ -1,0 +1,191 @@
+"""Copies in the memory of a host: files in shared memory, which stay when a process is killed.
+
+    HOST/near-3-e2-0        the bytes of slot 3's own state, laid out as from epoch 2 on; there are two, 0 and 1
+    HOST/near-3-e2-0.json   their manifest: as long as it is there, the bytes are whole
+    HOST/far-3-e2-0         the same, as a slot of another host has sent it here
+
+A version is written where the older of the two is; its manifest goes first and comes last, so whatever a death leaves
+behind is either a whole copy or none. All processes of a host see all of its copies, those of the dead as well.
+Only the owner may read them. What a copy takes is taken at once, so a full memory is found before anything is written.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ntp_plugin.copies.manifest import Manifest, Version
+from ntp_plugin.errors import NtpError
+
+NEAR, FAR = "near", "far"
+_NAME = re.compile(r"(near|far)-(\d+)-e(\d+)-([01])")
+
+
+class NoRoom(NtpError):
+    """A copy does not fit into the memory of this host."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Place:
+    """Where a copy lies in a host's folder."""
+
+    kind: str
+    slot: int
+    epoch: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.slot}-e{self.epoch}-{self.number}"
+
+    @classmethod
+    def read(cls, name: str) -> "Place | None":
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        kind, slot, epoch, number = match.groups()
+        return cls(kind=kind, slot=int(slot), epoch=int(epoch), number=int(number))
+
+
+class Store:
+    """The copies on one host."""
+
+    def __init__(self, folder: Path, *, at_most: int | None = None) -> None:
+        """`at_most` so many bytes are taken by all copies of this host together."""
+        self.folder, self._at_most = folder, at_most
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._maps: dict[Place, tuple[mmap.mmap, torch.Tensor]] = {}
+
+    # ------------------------------------------------ writing
+
+    def open(self, place: Place, size: int) -> torch.Tensor:
+        """Room for a copy; what was there is no copy any more."""
+        self._manifest_path(place).unlink(missing_ok=True)
+        held = self._maps.get(place)
+        if held is None or len(held[1]) != max(1, size):
+            self._maps[place] = self._take(place, max(1, size))
+        return self._maps[place][1][:size]
+
+    def complete(self, place: Place, manifest: Manifest) -> None:
+        """The bytes are there: from now on it is a copy."""
+        self.complete_raw(place, manifest.encode())
+
+    def complete_raw(self, place: Place, manifest: bytes) -> None:
+        path = self._manifest_path(place)
+        unnamed = path.with_suffix(".new")
+        unnamed.write_bytes(manifest)
+        unnamed.rename(path)
+
+    def _take(self, place: Place, size: int) -> tuple[mmap.mmap, torch.Tensor]:
+        path = self.folder / str(place)
+        self._let_go(place)
+        path.unlink(missing_ok=True)  # whoever still reads the old bytes goes on reading them
+        used = self.used
+        if self._at_most is not None and used + size > self._at_most:
+            raise NoRoom(
+                f"{path} would take {size / 1e6:.1f} MB, copies on this host have {used / 1e6:.1f} MB, and "
+                f"copies.max_host_gb is {self._at_most / 1e9}",
+                way_out="raise it, copy less often (copies.every), share parity (copies.mode = xor:G), or keep near"
+                " copies only (copies.mode = near)",
+            )
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            memory = mmap.mmap(descriptor, size)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise NoRoom(
+                f"{path} would take {size / 1e6:.1f} MB, and {self.folder} has {_free(self.folder) / 1e6:.1f} MB left",
+                way_out="make shared memory larger (mount -o remount,size=... /dev/shm), copy less, or switch copies"
+                " off (copies.mode = off)",
+            ) from error
+        finally:
+            os.close(descriptor)
+        return memory, torch.frombuffer(memory, dtype=torch.uint8)
+
+    @property
+    def used(self) -> int:
+        """Bytes of all copies on this host."""
+        return sum(_size(path) for path in self.folder.iterdir() if Place.read(path.name))
+
+    # ------------------------------------------------ finding
+
+    def found(self) -> Iterator[tuple[Place, Manifest]]:
+        """All whole copies on this host."""
+        for path in sorted(self.folder.glob("*.json")):
+            place = Place.read(path.stem)
+            manifest = self.manifest(place) if place is not None else None
+            if place is not None and manifest is not None:
+                yield place, manifest
+
+    def versions(self) -> Iterator[tuple[Place, Version, tuple[int, ...]]]:
+        """The same in few words: the versions, and who has parts of them."""
+        for place, manifest in self.found():
+            yield place, manifest.version, manifest.holders
+
+    def manifest(self, place: Place) -> Manifest | None:
+        """None where there is no whole copy."""
+        try:
+            text = self._manifest_path(place).read_bytes()
+            size = _size(self.folder / str(place))
+        except FileNotFoundError:
+            return None
+        manifest = Manifest.decode(text)
+        return manifest if manifest is not None and size >= manifest.size else None
+
+    def read(self, place: Place) -> torch.Tensor:
+        """The bytes of a copy, whoever wrote it."""
+        held = self._maps.get(place)
+        if held is not None:
+            return held[1]
+        with (self.folder / str(place)).open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    # ------------------------------------------------ letting go
+
+    def forget(self, place: Place) -> None:
+        """It is no copy any more, and takes nothing."""
+        self._manifest_path(place).unlink(missing_ok=True)
+        (self.folder / str(place)).unlink(missing_ok=True)
+        self._let_go(place)
+
+    def forget_before(self, epoch: int) -> None:
+        """All of layouts that are over, whoever wrote them."""
+        for place in [place for place in self._maps if place.epoch < epoch]:
+            self._let_go(place)
+        with contextlib.suppress(FileNotFoundError):
+            for path in list(self.folder.iterdir()):
+                found = Place.read(path.name.removesuffix(".json"))
+                if found is not None and found.epoch < epoch:
+                    self.forget(found)
+
+    def close(self) -> None:
+        """Let go of the memory; the copies stay."""
+        for place in list(self._maps):
+            self._let_go(place)
+
+    def _let_go(self, place: Place) -> None:
+        self._maps.pop(place, None)  # the mapping ends with the last tensor that shows it
+
+    def _manifest_path(self, place: Place) -> Path:
+        return self.folder / f"{place}.json"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _free(folder: Path) -> int:
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize

@@ -1,0 +1,284 @@
+"""Copies between hosts: a socket of ours beside the job's groups, so that nothing of it can hold up a collective.
+
+Each process serves the copies of its host, and takes those that others send to it. A request is a line of JSON, then
+bytes, and so is the answer:
+
+    put  a copy's manifest and its bytes; taken for a copy when all digests are right
+    get  some elements of a piece; they are verified before they go, and their own digest goes with them
+
+A request names the run. A stranger gets no answer, and neither does a run of the same name with another secret.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ntp_plugin.copies import digest
+from ntp_plugin.copies.digest import Runs
+from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, view, wrong
+from ntp_plugin.copies.pieces import indices
+from ntp_plugin.copies.store import NoRoom, Place, Store
+from ntp_plugin.errors import NtpError
+
+CHUNK = 16 << 20
+_LINE = 1 << 26
+"""A manifest has some hundred bytes for each tensor."""
+_LOG = logging.getLogger(__name__)
+
+type Address = tuple[str, int]
+type Wrong = Callable[[str], None]
+"""Is told what was found to be wrong with a copy that somebody else made."""
+
+
+class PeerTrouble(NtpError):
+    """Another host did not take a copy, or did not give one."""
+
+
+# ---------------------------------------------------------------- serving
+
+
+class Server:
+    """Takes and gives copies, on threads of its own."""
+
+    def __init__(self, store: Store, *, run: str, secret: str, host: str, told: Wrong) -> None:
+        self._store, self._run, self._secret, self._told = store, run, secret, told
+        self._socket = socket.create_server((host, 0), backlog=64)
+        self.address: Address = (host, self._socket.getsockname()[1])
+        self._threads: list[threading.Thread] = []
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._acceptor = threading.Thread(target=self._accept, name="ntp-copies-server", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in [self._acceptor, *self._threads]:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # it was closed
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._open.add(connection)
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                thread = threading.Thread(target=self._serve, args=(connection,), name="ntp-copies", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            while (request := _read_line(connection)) is not None:
+                if (request.get("run"), request.get("secret")) != (self._run, self._secret):
+                    self._told(f"somebody of the run {request.get('run')!r} asked for copies of {self._run!r}")
+                    return
+                {"put": self._put, "get": self._get}[request["do"]](connection, request)
+        except (OSError, ValueError, KeyError) as error:
+            _LOG.info("a connection for copies ended: %s", error)
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+    def _put(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
+        text = request["manifest"].encode()
+        manifest = Manifest.decode(text)
+        if manifest is None:
+            raise ValueError("a manifest came that is not what was written")
+        place = Place(**request["place"])
+        try:
+            memory = self._store.open(place, manifest.size)
+        except NoRoom as error:
+            self._told(str(error))
+            _drain(connection, manifest.size)
+            _send_line(connection, {"refused": str(error)})
+            return
+        _receive(connection, memory)
+        found = wrong(manifest, memory)
+        if found:
+            self._told(f"slot {manifest.slot} sent {found[0]} of {manifest.version} and it did not come as it was")
+            _send_line(connection, {"wrong": found})
+            return
+        self._store.complete_raw(place, text)
+        _send_line(connection, {"wrong": []})
+
+    def _get(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
+        wanted = torch.empty(2, request["runs"], dtype=torch.int64)
+        _receive(connection, wanted.view(-1).view(torch.uint8))
+        place = Place(**request["place"])
+        manifest = self._store.manifest(place)
+        held = manifest.held[request["piece"]] if manifest is not None else None
+        if manifest is None or held is None:
+            _send_line(connection, {"wrong": ["it is gone"]})
+            return
+        memory = self._store.read(place)
+        found = wrong(manifest, memory, [held])
+        if found:
+            self._told(f"{place} holds {found[0]} of {manifest.version}, and not as it was written")
+            _send_line(connection, {"wrong": found})
+            return
+        selected = select(memory, held, starts=wanted[0], lengths=wanted[1])
+        numbers = _digests(selected, Runs(starts=wanted[0], lengths=wanted[1]))
+        _send_line(connection, {"wrong": [], "digests": numbers})
+        for values in selected.values():
+            _send(connection, values.view(torch.uint8))
+
+
+def select(memory: torch.Tensor, held: Held, *, starts: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Some elements of a piece, by their indices in it, entry by entry."""
+    if len(starts) == 1:
+        first, size = int(starts[0]), int(lengths[0])
+        return {entry.name: view(memory, held, entry)[first : first + size] for entry in held.entries}
+    index = indices(starts, lengths)
+    return {entry.name: view(memory, held, entry)[index] for entry in held.entries}
+
+
+def _digests(values: Mapping[str, torch.Tensor], runs: Runs) -> list[int]:
+    """Of what goes over the wire, by where it stands in its piece."""
+    return digest.digests(list(values.values()), runs, salts=list(values))
+
+
+# ---------------------------------------------------------------- asking
+
+
+class Peer:
+    """Another process's server."""
+
+    def __init__(self, address: Address, *, run: str, secret: str, timeout_s: float) -> None:
+        self._address, self._asked_by = address, {"run": run, "secret": secret}
+        self._timeout_s = timeout_s
+        self._connection: socket.socket | None = None
+
+    def put(self, place: Place, manifest: Manifest, memory: torch.Tensor, *, pace: Callable[[int], None]) -> list[str]:
+        """Send a copy; which of its values did not come as they were."""
+        with self._connected() as connection:
+            request = {"do": "put", "place": dataclasses.asdict(place), "manifest": manifest.encode().decode()}
+            _send_line(connection, self._asked_by | request)
+            for start in range(0, manifest.size, CHUNK):
+                chunk = memory[start : min(start + CHUNK, manifest.size)]
+                _send(connection, chunk)
+                pace(len(chunk))
+            answer = self._answer(connection)
+        if "refused" in answer:
+            raise PeerTrouble(f"{self} has no room: {answer['refused']}")
+        found: list[str] = answer["wrong"]
+        return found
+
+    def get(self, place: Place, number: int, held: Held, runs: Runs) -> dict[str, torch.Tensor]:
+        """Elements of a piece, the `number`th of a copy; raises where the copy is not what was written."""
+        with self._connected() as connection:
+            request = {"do": "get", "place": dataclasses.asdict(place), "piece": number, "runs": len(runs.starts)}
+            _send_line(connection, self._asked_by | request)
+            _send(connection, torch.stack([runs.starts, runs.lengths]).view(-1).view(torch.uint8))
+            answer = self._answer(connection)
+            if answer["wrong"]:
+                raise PeerTrouble(f"{self} has {place}, and {answer['wrong'][0]} in it is not as it was written")
+            values = {entry.name: torch.empty(runs.size, dtype=DTYPES[entry.dtype]) for entry in held.entries}
+            for received in values.values():
+                _receive(connection, received.view(torch.uint8))
+        if _digests(values, runs) != answer["digests"]:
+            raise PeerTrouble(f"{self} sent a part of {held.piece.tensor}, and it did not come as it was")
+        return values
+
+    def give_up(self) -> None:
+        """Whatever is under way fails; by any thread."""
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __str__(self) -> str:
+        return f"the process at {self._address[0]}:{self._address[1]}"
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[socket.socket]:
+        try:
+            if self._connection is None:
+                self._connection = socket.create_connection(self._address, timeout=self._timeout_s)
+                self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield self._connection
+        except OSError as error:
+            self.close()
+            raise PeerTrouble(f"{self} cannot be reached: {error}") from error
+
+    def _answer(self, connection: socket.socket) -> dict[str, Any]:
+        answer = _read_line(connection)
+        if answer is None:
+            raise ConnectionResetError("it hung up")
+        return answer
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def _send_line(connection: socket.socket, told: Mapping[str, Any]) -> None:
+    text = json.dumps(told).encode()
+    connection.sendall(len(text).to_bytes(8) + text)
+
+
+def _read_line(connection: socket.socket) -> dict[str, Any] | None:
+    """None where the other side has hung up."""
+    head = torch.empty(8, dtype=torch.uint8)
+    if not _receive(connection, head, may_end=True):
+        return None
+    size = int.from_bytes(bytes(head.tolist()))
+    if size > _LINE:
+        raise ValueError(f"a line of {size} bytes")
+    text = torch.empty(size, dtype=torch.uint8)
+    _receive(connection, text)
+    told: dict[str, Any] = json.loads(text.numpy().tobytes())
+    return told
+
+
+def _send(connection: socket.socket, values: torch.Tensor) -> None:
+    connection.sendall(memoryview(values.contiguous().numpy()))
+
+
+def _receive(connection: socket.socket, values: torch.Tensor, *, may_end: bool = False) -> bool:
+    memory, at = memoryview(values.numpy()), 0
+    while at < len(memory):
+        count = connection.recv_into(memory[at : at + CHUNK])
+        if not count:
+            if may_end and not at:
+                return False
+            raise ConnectionResetError("it hung up")
+        at += count
+    return True
+
+
+def _drain(connection: socket.socket, size: int) -> None:
+    scratch = torch.empty(min(size, CHUNK), dtype=torch.uint8)
+    while size:
+        part = scratch[: min(size, CHUNK)]
+        _receive(connection, part)
+        size -= len(part)
+
+
+def own_address(towards: Address) -> str:
+    """This host's address on the way to another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(towards)
+        address: str = probe.getsockname()[0]
+        return address
