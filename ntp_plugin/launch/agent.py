@@ -32,7 +32,7 @@ from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import tenancy
 from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.probes import Door, own_address
-from ntp_plugin.launch.run_folder import RunFolder
+from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.supervisor import LOOK_S, LOOK_S_PER_HOST, Supervisor
@@ -146,6 +146,8 @@ class TolerantAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         place = self._tenancy
         self._folder = RunFolder("ntp-run-")
+        self._copies = RunFolder(COPIES, removing=lambda left: _say(f"removing {left}, of a run that is dead"))
+        os.environ["NTP_COPIES"] = str(self._copies.path)
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
         os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.beat_s)
@@ -211,6 +213,8 @@ class TolerantAgent(LocalElasticAgent):
         if trouble is None and not self._supervisor.over:
             return RunResult(state=WorkerState.HEALTHY)
         done = self._is_done(codes, store_left=trouble is not None)
+        if done:
+            self._copies.empty()
         self._end_supervision()
         if done:
             return RunResult(
@@ -272,6 +276,15 @@ class TolerantAgent(LocalElasticAgent):
         if not stuck:
             self._heartbeats.close()
         self._folder.remove()
+        self._end_copies()
+
+    def _end_copies(self) -> None:
+        """Where the job did not end well, they may be all that is left of its last steps."""
+        if any(path.is_dir() for path in self._copies.path.iterdir()):
+            self._copies.leave()
+            _say(f"copies of the last steps stay in {self._copies.path} until the next run: see ntp copies --help")
+        else:
+            self._copies.remove()
 
     # ------------------------------------------------ one worker
 

@@ -1,4 +1,5 @@
-"""The folder of a run in shared memory, where its heartbeats beat; gone with the run, or found by the next one.
+"""Folders of a run in shared memory, where its heartbeats beat, and its copies are kept; gone with the run, or found by
+the next one.
 
 A run that is killed cannot clean up after itself. So its folder holds a lock that lives exactly as long as the process
 does, and whoever makes a folder removes those beside it whose lock is free.
@@ -9,18 +10,24 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+COPIES = "ntp-copies-"
+"""How the folders begin in which copies of training state are kept."""
 _OWNER = "owner"
 
 
 class RunFolder:
     """A new folder that this process owns until `remove`, or until it ends."""
 
-    def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        beside = parent or _shared_memory()
-        for left in _left_by_the_dead(beside, prefix):
+    def __init__(
+        self, prefix: str, parent: Path | None = None, *, removing: Callable[[Path], None] = lambda _: None
+    ) -> None:
+        """Those of dead runs go; `removing` is told of each."""
+        beside = parent or shared_memory()
+        for left in left_by_the_dead(beside, prefix):
+            removing(left)
             shutil.rmtree(left, ignore_errors=True)  # another run may be removing it as well
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
         # It gets its name when it is locked: until then nobody takes it for that of a dead run.
@@ -34,13 +41,25 @@ class RunFolder:
         shutil.rmtree(self.path)
         os.close(self._lock)
 
+    def empty(self) -> None:
+        """Of all but its lock."""
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
 
-def _shared_memory() -> Path:
+    def leave(self) -> None:
+        """It stays, as that of a dead run, until the next run comes."""
+        os.close(self._lock)
+
+
+def shared_memory() -> Path:
+    """Where folders of runs are."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
-def _left_by_the_dead(parent: Path, prefix: str) -> Iterator[Path]:
+def left_by_the_dead(parent: Path, prefix: str) -> Iterator[Path]:
+    """The folders whose lock is free."""
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # somebody else's folder, or one whose lock is held, or just removed
             lock = os.open(folder / _OWNER, os.O_RDWR)
