@@ -59,12 +59,50 @@ class Recovered:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """A copy of this process's state is made, near and far."""
+
+    step: int
+    size: int
+    """In bytes."""
+    taken_s: float
+    """Until the training may change what was copied."""
+    seconds: float
+    far: int
+    """So many other hosts have it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """This process has its state from copies."""
+
+    step: int
+    """The one that the copies were made after."""
+    again: int
+    """So many steps that were over are taken again."""
+    own: int
+    """Bytes from its own copy."""
+    here: int
+    """From other copies on its host."""
+    elsewhere: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CopyTrouble:
+    """A copy was not made, or is not what was written. The training goes on."""
+
+    what: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """The job is over on this process, as it should be."""
 
 
-type Event = Began | Committed | Recovered | Ended
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Began, Committed, Recovered, Ended)}
+type Event = Began | Committed | Recovered | Copied | Restored | CopyTrouble | Ended
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Began, Committed, Recovered, Copied, Restored, CopyTrouble, Ended)
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

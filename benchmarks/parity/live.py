@@ -82,7 +82,7 @@ class Play:
             "RANK": str(rank.slot),
             "LOCAL_RANK": str(rank.slot),
             "WORLD_SIZE": str(place.slots),
-            "LOCAL_WORLD_SIZE": str(place.slots),
+            "LOCAL_WORLD_SIZE": str(self.job.per_host or place.slots),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(rank.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -159,7 +159,7 @@ def _tell_of_steps(rank: Rank, job: Any) -> None:
     tells(schedules, "forward_step", "forward", None)
     tells(schedules, "backward_step", "backward", None)
     tells(dist_checkpointing, "save", "save", "written")
-    _record_samples(rank, job, step)
+    _record_samples(rank, job, lambda: job.trainer.copies.state_of + 1 if job.step._again else step())
 
 
 def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Mapping[str, int]) -> None:

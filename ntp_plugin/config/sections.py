@@ -141,8 +141,13 @@ class BatchPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CopyPolicy:
-    """Redundant shards in the memory of other hosts."""
+    """Redundant shards in the memory of this host (near) and of others (far)."""
 
+    mode: str = key(
+        "copy",
+        help="copy: near and far; near: on the own host alone, which outlives a process and no host; off: none",
+        choices=("copy", "near", "off"),
+    )
     count: int = key(1, help="far copies of each shard (0: none)", at_least=0, at_most=8)
     far: str = key("node", help="a far copy is in another one of these", choices=("node", "rack", "power"))
     protect: str = key(
@@ -150,6 +155,11 @@ class CopyPolicy:
         help="unique copies what data parallelism does not hold twice; all copies everything",
         choices=("unique", "all"),
     )
+    lag_steps: int = key(
+        0, help="steps that are left out between two copies: a loss costs one more for each", at_least=0, at_most=10_000
+    )
+    max_host_gb: float | None = key(None, help="refuse copies that take more of a host's memory", at_least=0.000001)
+    gb_per_s: float | None = key(None, help="send far copies no faster than this, per process", at_least=0.000001)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +195,8 @@ class TrainingPolicy(Policy):
         help="exact: masks that do not depend on the layout, from the start; framework: its own, while nobody is lost",
         choices=("framework", "exact"),
     )
+    nodes_per_rack: int | None = key(None, help="hosts per rack, where copies.far is rack or power", at_least=1)
+    racks_per_power_row: int | None = key(None, help="racks per power row, where copies.far is power", at_least=1)
     events: str | None = key(
         None, help="append what happens to the job to this file, one line of JSON for each event", metavar="FILE"
     )

@@ -15,6 +15,7 @@ from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.checkpoints import Checkpoints
 from ntp_plugin.megatron.dropout import ExactDropout, Places
 from ntp_plugin.megatron.job import Job
+from ntp_plugin.megatron.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
@@ -43,7 +44,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
     return (
         *_groups(layout),
         *of_a_layout(job, UnevenLayers(layout, args, granule=policy.granule), sync),
-        *_optimizer(sync),
+        *of_the_optimizer(sync),
         *_batch(share),
         *_masks(layout, policy, args, share.places),
     )
@@ -155,8 +156,8 @@ def _questions(sync: LaneSync) -> tuple[Replacement, ...]:
     )
 
 
-def _optimizer(sync: LaneSync) -> tuple[Replacement, ...]:
-    """What steps."""
+def of_the_optimizer(sync: LaneSync) -> tuple[Replacement, ...]:
+    """What steps, wherever it is built."""
     return (
         Replacement(
             target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
@@ -213,6 +214,11 @@ def _checkpoints(checkpoints: Checkpoints) -> tuple[Replacement, ...]:
             target="megatron.training.checkpointing:generate_state_dict",
             why="it takes every slot's part for an even share, and counts replicas in groups that have gaps",
             make=checkpoints.state,
+        ),
+        Replacement(
+            target="megatron.training.checkpointing:_build_sharded_state_dict_metadata",
+            why="a sharded optimizer is written by parameters: its buckets are those of one layout",
+            make=in_parameter_shapes,
         ),
         Replacement(
             target=f"{_TRAINING}:load_checkpoint",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ntp_plugin.megatron.lane_checkpoints import LaneCheckpoints
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.training.optimizers import element_wise
 
@@ -40,6 +41,7 @@ class LaneOptimizer:
             kwargs["model_parallel_group"] = dist.group.WORLD
             optimizer = _known(original(config=plain, param_groups=groups, **kwargs))
             optimizer.step_with_ready_grads = self._and_spread(optimizer.step_with_ready_grads)
+            LaneCheckpoints(self._sync, optimizer).into()
             return optimizer
 
         return build

@@ -309,16 +309,6 @@ LIVE: tuple[Refusal, ...] = (
 )
 """What a hurt layout could have, and a job that comes to it by a loss cannot yet."""
 
-FROM_START: tuple[Refusal, ...] = (
-    Refusal(
-        flag="--use-distributed-optimizer",
-        applies=lambda args: getattr(args, "use_distributed_optimizer", False) and _has_checkpoints(args),
-        why="has state in shards of lanes, which is not built yet to be written to a checkpoint or read from one",
-        way_out="leave it out, or leave --save, --load and --pretrained-checkpoint out",
-    ),
-)
-"""What a job that begins hurt cannot have; one that a loss would end may write and read it while nobody is lost."""
-
 
 def refuse_live(args: Any, policy: TrainingPolicy) -> None:
     """Raise for the first thing in the arguments that a job could not have once a slot is lost."""
@@ -348,7 +338,7 @@ def _refuse_first(table: tuple[Refusal, ...], cause: str, args: Any) -> None:
 def _refuse_hurt(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
     _refuse_policy(policy, layout)
     hurt = f"{', '.join(map(str, sorted(layout.lost)))} lost"
-    _refuse_first((*TABLE, *FROM_START), hurt, args)
+    _refuse_first(TABLE, hurt, args)
     _refuse_other_masks(args, policy, hurt)
     tp = layout.topology.tp
     if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < tp * layout.topology.pp:

@@ -28,6 +28,13 @@ class Place:
     corner: str
     heartbeats: Path
     beat_s: float
+    per_host: int
+    """Processes of the job on each host."""
+
+    @property
+    def copies(self) -> Path:
+        """Where copies of training state are kept on this host; `ntp run` says where, others beside the heartbeats."""
+        return Path(os.environ.get("NTP_COPIES") or self.heartbeats.parent / "copies")
 
     @property
     def seat(self) -> Seat:
@@ -63,6 +70,7 @@ class Place:
             corner=corner(environment["TORCHELASTIC_RUN_ID"]),
             heartbeats=Path(environment["NTP_HEARTBEATS"]),
             beat_s=float(environment["NTP_BEAT_S"]),
+            per_host=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
         )
 
 

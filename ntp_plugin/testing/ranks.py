@@ -79,6 +79,7 @@ class Rank:
             corner=_CORNER,
             heartbeats=Path(self.folder) / "heartbeats",
             beat_s=self.beat_s,
+            per_host=len(self.first.seats),
         )
 
     def write(self, rows: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from benchmarks.parity.job import Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, FIRST_HURT, HYBRID, MODELS, OLD, hurt, reference, uniform
 from benchmarks.parity.live import live
 from benchmarks.parity.saved import HALF, joined, largest_difference, loading, saving, wholes_in
+from ntp_plugin.errors import Refused
 from ntp_plugin.testing.faults import kill
 
 FLOAT64 = BOUNDS["float64"]
@@ -102,6 +103,28 @@ def test_each_rank_reads_for_itself_where_replicas_would_share_the_reading(first
     assert_same_training(outcomes, uniform(BASE))
 
 
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --dist-ckpt-optim-fully-reshardable"
+
+
+@pytest.mark.parametrize("route", ["direct", "via_core"])
+def test_a_sharded_optimizer(first_half, route):
+    """Nominal -> hurt, and hurt -> otherwise hurt. Megatron itself cannot load one with torch's Adam, so that what a
+    hurt job saves is compared with what a nominal one does, tensor for tensor."""
+    here, there = (hurt(BASE, layout, more=SHARDED, route=route) for layout in ("TP4+TP3", "TP3+TP3"))
+    whole = nominal(BASE, "TP4+TP3", more=SHARDED)
+    for first, second in ((whole, here), (here, there)):
+        assert_same_training(whole_run(first_half, first, second), uniform(BASE))
+    mine, theirs = (wholes_in(first_half(job)[1]) for job in (here, whole))
+    assert any("exp_avg_sq" in name for name in theirs)
+    assert largest_difference(mine, theirs) <= FLOAT64
+
+
+def test_a_sharded_optimizer_in_buckets_of_another_layout_is_refused(first_half):
+    buckets = SHARDED.replace("--dist-ckpt-optim-fully-reshardable", "")
+    with pytest.raises(Refused, match="--dist-ckpt-optim-fully-reshardable"):
+        whole_run(first_half, nominal(BASE, "TP2+TP1", more=buckets), hurt(BASE, "TP2+TP1", more=buckets))
+
+
 def test_two_units_that_change_places_in_what_is_written_are_noticed(first_half):
     spoilt = hurt(BASE, "TP2+TP1", spoil="units_swapped_in_a_checkpoint")
     _, mine = first_half(spoilt)
@@ -111,11 +134,13 @@ def test_two_units_that_change_places_in_what_is_written_are_noticed(first_half)
     assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > 1e-3
 
 
-def test_a_live_job_saves_after_a_loss(tmp_path):
-    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=saving(tmp_path))
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
+def test_a_live_job_saves_after_a_loss(tmp_path, more):
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=f"{saving(tmp_path)} {more}")
     lived, _ = live(job, faults=[kill(3, during="backward", step=5)], timeout_s=300)
     assert {slot: one.width for slot, one in lived.items()} == {0: 2, 1: 2, 2: 1}
     first = {slot: one.seen for slot, one in lived.items()}
     assert all(len(seen.norms) == HALF for seen in first.values())
-    second = run(with_arguments(nominal(BASE, "TP2+TP1"), loading(tmp_path)), 240)
+    goes_on = hurt if more else nominal  # Megatron itself cannot load a sharded optimizer with torch's Adam
+    second = run(with_arguments(goes_on(BASE, "TP2+TP1", more=more), loading(tmp_path)), 240)
     assert_same_training(joined(first, second), uniform(BASE))

@@ -148,11 +148,6 @@ def test_no_replica_is_left_that_may_train(tmp_path):
         live(job(more=more), faults=faults)
 
 
-def test_a_part_of_a_sharded_optimizer_is_lost_with_its_rank():
-    with pytest.raises(StateLost, match="--use-distributed-optimizer"):
-        live(job(more="--use-distributed-optimizer"), faults=[kill(3, during="backward", step=5)])
-
-
 @pytest.mark.short
 def test_a_rank_comes_back():
     lived, rows = live(job(), faults=[kill(3, during="backward", step=5)], back={3: 10})

@@ -115,7 +115,6 @@ def test_what_works_is_not_refused(said):
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
         ({"save": "/checkpoints", "ckpt_format": "torch"}, "--ckpt-format"),
-        ({"load": "/checkpoints", "use_distributed_optimizer": True}, "--use-distributed-optimizer"),
         ({"save": "/checkpoints", "async_save": True}, "--async-save"),
         ({"save": "/checkpoints", "non_persistent_save_interval": 10}, "--non-persistent-save-interval"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type"),

@@ -41,6 +41,7 @@ class Anatomy:
         self.masks: ExactDropout | None = None
         """What stands in the place of the model's dropouts."""
         self.scheduler: Any = None
+        self._build_optimizer: Callable[[], Any] | None = None
 
     # ------------------------------------------------ seeing it being built
 
@@ -55,6 +56,16 @@ class Anatomy:
             return built
 
         return set_up
+
+    def built_optimizer(self, original: Any) -> Any:
+        """`get_megatron_optimizer`: remember what it is given."""
+
+        @functools.wraps(original)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            self._build_optimizer = functools.partial(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        return build
 
     def wrapper(self, original: Any) -> Any:
         """`DistributedDataParallel.__init__`: remember what it is given."""
@@ -92,12 +103,33 @@ class Anatomy:
         """Have DDP make its buffers, buckets and hooks anew, for the parameters of now."""
         for ddp, args, kwargs in self._wrapped:
             ddp.grad_accs, ddp.buffers, ddp.bucket_groups, ddp.param_to_bucket_group = [], [], [], {}
-            training = ddp.training
+            training, waiting = ddp.training, forward_waits(ddp)
+            set_forward_waits(ddp, waits=False)
             for parameter in ddp.module.parameters():
                 parameter.grad = parameter.main_grad = None
                 _forget_hooks(parameter)
             type(ddp).__init__(ddp, *args, **kwargs)
+            set_forward_waits(ddp, waits=waiting)
             ddp.train(training)
+
+    def build_optimizer_again(self) -> None:
+        """Have the object that everybody knows be what Megatron builds for the parameters of now."""
+        assert self._build_optimizer is not None, "an optimizer has been built"
+        self.optimizer.chained_optimizers.clear()  # what the old one kept may be as large as the new one
+        vars(self.optimizer).update(vars(self._build_optimizer()))
+
+
+def forward_waits(ddp: Any) -> bool:
+    """Whether the forward waits, module by module, for parameters that are on their way."""
+    return bool(ddp.remove_forward_pre_hook_handles)
+
+
+def set_forward_waits(ddp: Any, *, waits: bool) -> None:
+    """Have it so."""
+    if waits and not forward_waits(ddp):
+        ddp.enable_forward_pre_hook()
+    if forward_waits(ddp) and not waits:
+        ddp.disable_forward_pre_hook(param_sync=False)
 
 
 def _chunks(model_type: Any, provider: Any, container: Any) -> list[Any]:

@@ -39,6 +39,11 @@ def _what_is_built(job: "LiveJob") -> tuple[Replacement, ...]:
             make=lambda original: _then(job.anatomy.set_up(original), job.model_is_built),
         ),
         Replacement(
+            target=f"{_TRAINING}:get_megatron_optimizer",
+            why="one that is sharded is built again for other shards, by the same recipe",
+            make=job.anatomy.built_optimizer,
+        ),
+        Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             why="its buffers are made again, with what it was first given",
             make=job.anatomy.wrapper,
@@ -66,7 +71,7 @@ def _sections(job: "LiveJob") -> tuple[Replacement, ...]:
         Replacement(
             target=f"{_TRAINING}:train",
             why="sections begin here, and newcomers come in before it asks how many iterations are done",
-            make=lambda original: _first(job.begin_sections, original),
+            make=lambda original: _first(job.begin_sections, _then(original, job.end_sections)),
         ),
         Replacement(
             target=f"{_TRAINING}:train_step",
@@ -159,7 +164,7 @@ def _voted(job: "LiveJob", original: Any) -> Any:
 
         def work() -> Any:
             result = job.trainer.among_those_who_train(lambda: original(*args, **kwargs))
-            loop.vote(lambda: results.append(bool(loop.outcome[0])), torch.tensor([float(bool(result))]))
+            loop.vote(lambda _: results.append(bool(loop.outcome[0])), torch.tensor([float(bool(result))]))
             return results[-1]
 
         return loop.section(work, lambda: results[-1])

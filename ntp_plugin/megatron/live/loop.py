@@ -53,7 +53,7 @@ class Loop:
         """Of the losses that a step's vote sums: name -> how many numbers. Once a step is done all know them."""
         self.in_step = False
         """Whether the section in flight is a training step."""
-        self._apply: Callable[[], Any] = _nothing
+        self._apply: Callable[[bool], Any] = _nothing
         self._inside = False
         self._apart = newcomer
         """Others may be past what lies between here and the next section; where a newcomer starts, they are."""
@@ -86,30 +86,41 @@ class Loop:
         finally:
             self._inside = self.in_step = False
 
-    def vote[Result](self, apply: Callable[[], Result], numbers: torch.Tensor) -> Result:
-        """Wait for all to come here, have the sums of these numbers, and apply."""
+    def vote[Result](self, apply: Callable[[bool], Result], numbers: torch.Tensor) -> Result:
+        """Wait for all to come here, have the sums of these numbers, and apply.
+
+        `apply` is told whether it shall change the training: not where a walk has other state put in its place.
+        """
         self._groups.confirm()
         self._apply, self.prepared = apply, True
-        summed = numbers.to("cpu" if dist.get_backend() == "gloo" else "cuda")
-        dist.all_reduce(summed)
-        self._groups.confirm()
-        self.outcome = summed.cpu()
+        self.outcome = self._sum(numbers)
         result: Result = self.apply()
         return result
 
-    def roll_forward(self, *, mine: bool, newcomer: bool) -> None:
+    def vote_again[Result](self, apply: Callable[[torch.Tensor], Result], numbers: torch.Tensor) -> Result:
+        """The vote on a step that was over before, and is taken again within this section."""
+        self._groups.confirm()
+        return apply(self._sum(numbers))
+
+    def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        summed = numbers.to("cpu" if dist.get_backend() == "gloo" else "cuda")
+        dist.all_reduce(summed)
+        self._groups.confirm()
+        return summed.cpu()
+
+    def roll_forward(self, *, mine: bool, newcomer: bool, really: bool = True) -> None:
         """All members call this when some left the vote and others, this one if `mine`, did not."""
         told: list[list[float] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(told, None if mine or newcomer else self.outcome.tolist())
         if mine:
             numbers = next(numbers for numbers in told if numbers is not None)
             self.outcome = torch.tensor(numbers, dtype=torch.float64)
-            self.apply()
+            self.apply(really=really)
 
-    def apply(self) -> Any:
+    def apply(self, *, really: bool = True) -> Any:
         """What the section in flight was about; it is over with that."""
         assert self.prepared, "nothing is applied before the vote"
-        result = self._apply()
+        result = self._apply(really)
         self._apply, self.prepared, self.done = _nothing, False, self.done + 1
         return result
 
@@ -129,5 +140,5 @@ class Loop:
         return instead()
 
 
-def _nothing() -> None:
+def _nothing(_: bool) -> None:
     """Sections that only wait for each other apply nothing."""

@@ -6,13 +6,14 @@ counted samples. Loaders stand somewhere, and after a walk they are to be those 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training.global_vars import get_timers
 
 from ntp_plugin.comm.process_groups import ElasticGroups
-from ntp_plugin.megatron.live.anatomy import Anatomy
+from ntp_plugin.megatron.live.anatomy import Anatomy, forward_waits, set_forward_waits
 from ntp_plugin.megatron.live.samples import Samples
 
 
@@ -27,6 +28,7 @@ class Before:
     consumed_in_validation: int
     timers: Any
     training: tuple[bool, ...]
+    waiting: tuple[bool, ...]
 
     def restore(self) -> None:
         """Have it so again."""
@@ -40,8 +42,9 @@ class Before:
         machine.current_iteration, machine.mode = self.machine
         self.args.consumed_valid_samples = self.consumed_in_validation
         self.anatomy.chunks[0].config.timers = self.timers
-        for chunk, training in zip(self.anatomy.chunks, self.training, strict=True):
+        for chunk, training, waiting in zip(self.anatomy.chunks, self.training, self.waiting, strict=True):
             chunk.train(training)
+            set_forward_waits(chunk, waits=waiting)
 
 
 class LoopState:
@@ -50,6 +53,10 @@ class LoopState:
     def __init__(self, args: Any, anatomy: Anatomy, samples: Samples, groups: ElasticGroups) -> None:
         self._args, self._anatomy, self._samples, self._groups = args, anatomy, samples, groups
         self._epoch = 0
+        self.consumed: Callable[[], int] = lambda: args.consumed_train_samples
+        """Samples that are in the state, which may be older than what the job has come to, where copies had it so."""
+        self.catch_up: Callable[[], None] = _nothing
+        """Have the state that the job has come to."""
 
     def recall(self) -> Before:
         """As it is now."""
@@ -62,11 +69,22 @@ class LoopState:
             consumed_in_validation=self._args.consumed_valid_samples,
             timers=config.timers,
             training=tuple(chunk.training for chunk in self._anatomy.chunks),
+            waiting=tuple(forward_waits(chunk) for chunk in self._anatomy.chunks),
         )
 
     def begin_work(self) -> None:
         """A section is begun, for the first time or again: after a walk, from the samples that are consumed."""
         self._samples.drawn.clear()
-        if self._epoch != self._groups.epoch:
-            self._samples.rewind()
-            self._epoch = self._groups.epoch
+        come_to, self._args.consumed_train_samples = self._args.consumed_train_samples, self.consumed()
+        try:
+            if self._epoch != self._groups.epoch:
+                self._samples.rewind()
+                self._epoch = self._groups.epoch
+            self.catch_up()
+            assert self._args.consumed_train_samples == come_to, "steps that are taken again consume the same samples"
+        finally:
+            self._args.consumed_train_samples = come_to  # also where a loss interrupts it
+
+
+def _nothing() -> None:
+    """There are no copies."""

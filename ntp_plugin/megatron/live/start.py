@@ -45,9 +45,7 @@ class LiveJob:
                 f"{place.slots} processes do not make whole replicas of {each}",
                 way_out=f"start a multiple of {each}",
             )
-        topology = Topology.of(
-            Parallel(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, dp=place.slots // each)
-        )
+        topology = Topology.of(_parallel(args, policy, place, replicas=place.slots // each))
         if torch.cuda.device_count() > 0 and args.distributed_backend != "gloo":
             torch.cuda.set_device(args.local_rank)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -68,7 +66,15 @@ class LiveJob:
             newcomer=place.joining,
             teller=self.teller,
         )
-        self.step = TrainingStep(args, self.loop, self.rank, self.trainer, samples=self.samples, teller=self.teller)
+        self.step = TrainingStep(
+            args,
+            self.loop,
+            self.rank,
+            self.trainer,
+            surroundings=self.state,
+            samples=self.samples,
+            teller=self.teller,
+        )
         self._alone = Alone()
         if place.joining:
             args.load = args.pretrained_checkpoint = None  # it gets all from the others
@@ -84,23 +90,33 @@ class LiveJob:
 
     def model_is_built(self) -> None:
         """The last moment before training at which all ranks are together."""
-        self._warn()
         if self.anatomy.masks is not None:
             self.anatomy.masks.into(self.anatomy.chunks)
         self.trainer.begin()
+        self._warn()
         self.step.into(self.anatomy.optimizer)
 
     def _warn(self) -> None:
         """What a loss would end the job by, said while something can still be done about it."""
         if self.rank.place.slot:
             return
-        if self.args.use_distributed_optimizer:
+        copies = self.trainer.copies
+        if copies is not None:
+            if copies.are_near_only:
+                _LOG.warning(
+                    "copies of what only one rank holds stay on its own host: a lost process is survived, and a lost"
+                    " host ends this job"
+                )
+        elif self.args.use_distributed_optimizer:
             _LOG.warning(
                 "--use-distributed-optimizer: a lost rank takes its part of the optimizer's state with it, and copies"
-                " are not built yet, so a loss will end this job; leave the flag out, or save often"
+                " are off (--ntp-copies-mode), so a loss will end this job"
             )
         elif self.args.data_parallel_size == 1:
-            _LOG.warning("there is one replica: nobody else holds what a lost rank held, so a loss will end this job")
+            _LOG.warning(
+                "there is one replica, nobody else holds what a lost rank held, and copies are off"
+                " (--ntp-copies-mode), so a loss will end this job"
+            )
 
     def begin_sections(self) -> None:
         """The job is driven from here on; a newcomer comes in."""
@@ -126,13 +142,32 @@ class LiveJob:
             )
         )
 
+    def end_sections(self) -> None:
+        """The training is over, and what it has come to is what everybody has."""
+        if self.trainer.copies is not None:
+            self.loop.section(lambda: self.loop.vote(lambda _: None, torch.zeros(1)), lambda: None)
+
     def end(self) -> None:
         """With the others: a process that ends without it is lost, whatever its code."""
         if self.loop.driver is not None:
             self.driver.finish()
+        if self.trainer.copies is not None:
+            self.trainer.copies.close()
         self.teller.tell(Ended())
         self.teller.close()
         self.rank.leave()
+
+
+def _parallel(args: Any, policy: TrainingPolicy, place: Place, *, replicas: int) -> Parallel:
+    """The nominal layout, and on how many hosts it stands."""
+    told = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
+    return Parallel(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=replicas,
+        gpus_per_node=place.per_host,
+        **{name: number for name, number in told.items() if number is not None},
+    )
 
 
 class Jobs:

@@ -8,7 +8,7 @@ tells the same by what it remembers. The losses of the global batch travel with 
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.megatron.live.loop import Loop
+from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Committed, Teller
 
-_SOMEBODY_ASKS, _NORM, _LOSSES = range(3)
+_SOMEBODY_ASKS, _NORM, _COPIES_THROUGH, _COPIES_OK, _LOSSES = range(5)
 """What the numbers of the vote are; the last are as many as the losses have."""
 
 type Losses = list[dict[str, torch.Tensor]]
@@ -40,11 +41,13 @@ class TrainingStep:
         rank: ElasticRank,
         trainer: MegatronTrainer,
         *,
+        surroundings: LoopState,
         samples: Samples,
         teller: Teller,
     ) -> None:
         self._args, self._loop, self._rank, self._trainer = args, loop, rank, trainer
-        self._samples, self._teller = samples, teller
+        self._surroundings, self._samples, self._teller = surroundings, samples, teller
+        surroundings.catch_up, surroundings.consumed = self.catch_up, self._consumed
         self._somebody_asks = False
         self._kinds: tuple[int, Mapping[str, int]] | None = None
         """As all said in an epoch, until a step is done."""
@@ -54,6 +57,11 @@ class TrainingStep:
         self._skipped = False
         self._scheduler: Any = None
         self._scheduled_before = 0
+        self._voted = False
+        self._take: Callable[[], Any] = _nothing
+        """A step, as Megatron last asked for it."""
+        self._again = False
+        """Whether it is one that was over before."""
 
     def section(self, original: Any) -> Any:
         """`train_step`."""
@@ -62,14 +70,15 @@ class TrainingStep:
         def step(*args: Any, **kwargs: Any) -> Any:
             self._scheduler = kwargs.get("opt_param_scheduler", args[4] if len(args) > 4 else None)
             self._scheduled_before = self._scheduler.num_steps
-            work, began_at = functools.partial(self._begin, original, *args, **kwargs), time.monotonic()
+            self._take = functools.partial(original, *args, **kwargs)
+            work, began_at = self._begin, time.monotonic()
             result = self._loop.section(work, self._told, is_step=True)
             self._tell(time.monotonic() - began_at)
             return result
 
         return step
 
-    def _begin(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _begin(self) -> Any:
         if self._somebody_asks:
             self._somebody_asks = False
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
@@ -78,7 +87,31 @@ class TrainingStep:
         if self._trainer.idle:
             self._vote(_nothing)
             return self._told()
-        return original(*args, **kwargs)
+        return self._take()
+
+    def _consumed(self) -> int:
+        copies, counted = self._trainer.copies, int(self._args.consumed_train_samples)
+        return copies.consumed if copies is not None and copies.state_of < copies.steps else counted
+
+    def catch_up(self) -> None:
+        """Copy the state if it is time, and take the steps again that are over and not in it; before any section."""
+        copies, args = self._trainer.copies, self._args
+        if copies is None:
+            return
+        copies.begin()
+        while copies.state_of < copies.steps:
+            before, self._again = self._surroundings.recall(), True
+            try:
+                if self._trainer.idle:
+                    self._vote(_nothing)
+                    self._schedule()
+                else:
+                    self._take()
+                    self._trainer.wait_for_weights()
+            finally:
+                self._again = False
+            args.consumed_train_samples += args.global_batch_size
+            before.restore()
 
     def reported(self, losses: Losses, *, of_all: bool) -> None:
         """What the micro-batches of this replica reported, or of all replicas already."""
@@ -94,9 +127,9 @@ class TrainingStep:
 
         @functools.wraps(step)
         def step_or_skip() -> Any:
-            before = self._loop.done
+            self._voted = False
             result = step()
-            if self._loop.done == before:
+            if not self._voted:
                 self._skipped = True
                 self._vote(_nothing)
             return result
@@ -127,14 +160,31 @@ class TrainingStep:
             numbers[_NORM] = float(self._norm or 0.0)
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
+        copies, self._voted = self._trainer.copies, True
+        if copies is not None:
+            numbers[_COPIES_THROUGH : _COPIES_OK + 1] = torch.tensor(copies.words())
+        if self._again:
+            return self._loop.vote_again(functools.partial(self._heard_again, apply), numbers)
         return self._loop.vote(functools.partial(self._heard, apply), numbers)
 
-    def _heard(self, apply: Any) -> Any:
+    def _heard(self, apply: Any, really: bool) -> Any:
         self._somebody_asks = bool(self._loop.outcome[_SOMEBODY_ASKS])
         if self._loop.kinds is None:
             assert self._kinds is not None, "the numbers were made of them"
             self._loop.kinds = self._kinds[1]
-        return apply()
+        copies = self._trainer.copies
+        if copies is None:
+            return apply()
+        result = self._heard_again(apply, self._loop.outcome) if really else None
+        copies.steps += 1  # not before: a loss that interrupts what is applied may have the step taken once more
+        return result
+
+    def _heard_again(self, apply: Any, outcome: torch.Tensor) -> Any:
+        copies, members = self._trainer.copies, dist.get_world_size()
+        assert copies is not None, "steps are taken again by what is copied"
+        through, ok = (int(outcome[number]) == members for number in (_COPIES_THROUGH, _COPIES_OK))
+        copies.heard(through=through, ok=ok)
+        return copies.stepped(apply)
 
     # ------------------------------------------------ what is told
 
@@ -165,13 +215,18 @@ class TrainingStep:
 
     def _told(self) -> tuple[Any, ...]:
         """What `train_step` would have returned."""
-        args = self._args
-        if not self._skipped and self._scheduler.num_steps == self._scheduled_before:
-            samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
-            self._scheduler.step(increment=samples * args.gtp_weight_remat_size)
+        copies = self._trainer.copies
+        behind = copies is not None and copies.state_of < copies.steps  # the step will be taken again, schedule and all
+        if not (self._skipped or behind) and self._scheduler.num_steps == self._scheduled_before:
+            self._schedule()
         losses = self._losses_of_all() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else {}
         norm = float(self._loop.outcome[_NORM]) if self._norm is None else self._norm
         return losses, int(self._skipped), False, False, 0, norm, None, 0
+
+    def _schedule(self) -> None:
+        args = self._args
+        samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+        self._scheduler.step(increment=samples * args.gtp_weight_remat_size)
 
     def _losses_of_all(self) -> dict[str, torch.Tensor]:
         """As the vote summed them."""

@@ -1,0 +1,303 @@
+"""Copies of what data parallelism does not hold twice, in a live Megatron job.
+
+When. A snapshot begins where a step is over, and is through some time in the next one, as a rule; whether everybody is,
+is told with the vote. So a loss costs the step in flight and the one before it, where the lost rank's copy of that was
+not through; with `copies.lag_steps` as many more.
+
+What. What the optimizer of a rank steps, and all that it keeps for it (`megatron/shards.py`), and how far the job had
+come. The weights follow from that. Everything else in a Megatron job is made anew by the walk or is nobody's own:
+
+    main weights, moments, steps of the optimizer       exact
+    samples consumed, schedule, loss scale              exact
+    generators of random numbers                        exact, where the slot is still there
+    weights, gradient buffers, buckets, lanes           made from the others
+    timers, the machine for repeated steps              as they were when the section began
+
+Going back. The state that is put together may be of an earlier step than the one the job has come to. The sections that
+are over stay over, with what they have told. The steps that are missing are taken again when the next section begins
+(`training_step.py`), before anything else is done with the state.
+"""
+
+import logging
+import random
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ntp_plugin import telemetry
+from ntp_plugin.config.sections import CopyPolicy
+from ntp_plugin.copies import restore
+from ntp_plugin.copies.manifest import Version
+from ntp_plugin.copies.replicator import Copied, Part, Replicator, Snapshot
+from ntp_plugin.copies.restore import Restoration
+from ntp_plugin.copies.store import Store
+from ntp_plugin.copies.wire import Address, Peer, Server, own_address
+from ntp_plugin.errors import StateLost
+from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.live.anatomy import Anatomy
+from ntp_plugin.planning.copy_placement import keepers, place_copies
+from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.telemetry import CopyTrouble, Teller
+
+_LOG = logging.getLogger(__name__)
+_SECRET = "what those know who may ask for copies"
+_TIMEOUT_S = 10.0
+
+type Parts = Callable[[], Sequence[Part]]
+
+
+class JobCopies:
+    """The copies of this rank, those that it keeps for others, and how far the state has come."""
+
+    def __init__(
+        self,
+        args: Any,
+        policy: CopyPolicy,
+        topology: Topology,
+        *,
+        rank: ElasticRank,
+        anatomy: Anatomy,
+        teller: Teller,
+        newcomer: bool,
+    ) -> None:
+        """All founders come together."""
+        self._args, self._policy, self._topology = args, policy, topology
+        self._rank, self._anatomy, self._teller = rank, anatomy, teller
+        place = rank.place
+        self._slot, self._run = place.slot, place.corner
+        self._host = topology.node_of(topology.slot_of(place.slot))
+        most = None if policy.max_host_gb is None else int(policy.max_host_gb * 1e9)
+        self._store = Store(place.copies / f"host-{self._host}", at_most=most)
+        self._secret = self._share_secret(newcomer=newcomer)
+        self._server = Server(
+            self._store,
+            run=self._run,
+            secret=self._secret,
+            host=own_address((place.store_host, place.store_port)),
+            told=self._trouble,
+        )
+        self._replicator = Replicator(
+            self._store,
+            run=self._run,
+            secret=self._secret,
+            slot=place.slot,
+            bytes_per_s=None if policy.gb_per_s is None else policy.gb_per_s * 1e9,
+            timeout_s=_TIMEOUT_S,
+            trouble=self._trouble,
+            done=self._copied,
+        )
+        self._parts: Parts = list
+        self._holders: tuple[int, ...] = ()
+        self._may_begin, self._epoch = True, 0
+        self._last: int | None = None
+        self._chosen: list[Version] = []
+        self.steps: int = args.iteration
+        """Training steps that are over, everywhere."""
+        self.state_of: int = args.iteration
+        """Those that this rank's state has in it."""
+        self.consumed = 0
+        """Samples in these, where the state is from copies."""
+
+    def _share_secret(self, *, newcomer: bool) -> str:
+        if newcomer:
+            known: str = self._rank.word(_SECRET)
+            return known
+        secret: str = _tell_all(secrets.token_hex(16))[0]
+        if dist.get_rank() == 0:
+            self._rank.leave_word(_SECRET, secret)
+        return secret
+
+    @property
+    def are_near_only(self) -> bool:
+        """Whether no copy is on another host."""
+        return self._policy.mode != "copy" or self._policy.count == 0 or self._topology.nodes == 1
+
+    # ------------------------------------------------ beside the training
+
+    def settle(self, layout: Layout, parts: Parts) -> None:
+        """From now on the state of this rank is these parts; all members come together, in each epoch."""
+        self._parts, self._epoch = parts, self._rank.groups.epoch
+        self._holders = tuple(sorted(self._topology.rank_of(slot) for slot in layout.slots))
+        present: dict[int, Address] = dict(_tell_all((self._slot, self._server.address)))
+        self._replicator.send_to([] if layout.is_idle else [present[slot] for slot in self._keepers(layout)])
+        self._may_begin, self._last = True, None
+
+    def _keepers(self, layout: Layout) -> list[int]:
+        if self.are_near_only:
+            return []
+        placement = place_copies(self._topology, self._policy, layout.standing.lost_nodes)
+        found = keepers(self._topology, placement, layout.slot, layout.present)
+        return [self._topology.rank_of(slot) for slot in found]
+
+    def begin(self) -> None:
+        """A section begins: copy the state, if it is new and nothing is under way."""
+        due = self._last is None or self.state_of - self._last > self._policy.lag_steps
+        if not (self._may_begin and due) or self._slot not in self._holders:
+            return
+        self._may_begin, self._last = False, self.state_of
+        self._replicator.begin(
+            Snapshot(
+                version=Version(step=self.state_of, epoch=self._epoch),
+                holders=self._holders,
+                parts=self._parts(),
+                extras=self._extras(),
+            )
+        )
+        if not self._epoch:  # the job has nothing to go back to yet
+            self._replicator.wait()
+
+    def words(self) -> tuple[bool, bool]:
+        """For the vote: whether nothing is under way here, and all that was is where it belongs."""
+        through = self._replicator.through
+        return through, through and self._replicator.ok
+
+    def heard(self, *, through: bool, ok: bool) -> None:
+        """What all said in the vote."""
+        if through and not self._may_begin and self._last is not None:
+            self._may_begin = True
+            if ok and self._slot in self._holders:
+                self._replicator.commit()
+
+    def stepped(self, apply: Callable[[], Any]) -> Any:
+        """The state changes."""
+        self._replicator.wait_until_taken()
+        result = apply()
+        self.state_of += 1
+        return result
+
+    def _copied(self, done: Copied) -> None:
+        self._teller.tell(
+            telemetry.Copied(
+                step=done.version.step, size=done.size, taken_s=done.taken_s, seconds=done.seconds, far=done.far
+            )
+        )
+
+    def _trouble(self, what: str) -> None:
+        _LOG.warning("copies: %s", what)
+        self._teller.tell(CopyTrouble(what=what))
+
+    # ------------------------------------------------ in a walk
+
+    def describe(self) -> str:
+        """Which copies this host has, for the report; what is being copied is copied to its end first."""
+        self._replicator.hold()
+        return restore.describe(self._store)
+
+    def choose(self, told: Iterable[str]) -> list[Version]:
+        """The versions that everybody can stand on, newest first, by what all have described."""
+        self._chosen = restore.standable(told)
+        return self._chosen
+
+    def restore(self, make_room: Callable[[Mapping[str, Any]], Sequence[Part]], members: Sequence[int]) -> None:
+        """Have the newest version of which sound copies are there; all members come together."""
+        teller = min(slot for slot in members if self._host_of(slot) == self._host)
+        failed: StateLost | None = None
+        for version in self._chosen:
+            restoration = Restoration(
+                version,
+                self._store,
+                slot=self._slot,
+                host=self._host,
+                teller=teller == self._slot,
+                tell_all=_tell_all,
+                address=self._server.address,
+                peer=lambda address: Peer(address, run=self._run, secret=self._secret, timeout_s=_TIMEOUT_S),
+                trouble=self._trouble,
+            )
+            parts = make_room(restoration.kinds())
+            try:
+                done = restoration.fill(parts)
+            except StateLost as error:
+                failed = error
+                self._trouble(str(error))
+                continue
+            restoration.verify(parts, self._run)
+            self._go_back_to(version.step, restoration.extras())
+            self._teller.tell(
+                telemetry.Restored(
+                    step=version.step,
+                    again=self.steps - version.step,
+                    own=done.own,
+                    here=done.here,
+                    elsewhere=done.elsewhere,
+                )
+            )
+            return
+        assert failed is not None, "there was a version"
+        raise StateLost(failed.what, way_out="restart from the last checkpoint")
+
+    def _host_of(self, slot: int) -> int:
+        return self._topology.node_of(self._topology.slot_of(slot))
+
+    def close(self) -> None:
+        """The job is over."""
+        self._replicator.close()
+        self._server.close()
+        self._store.close()
+
+    # ------------------------------------------------ what goes with the tensors
+
+    def _extras(self) -> dict[str, Any]:
+        scaler = getattr(self._optimizer, "grad_scaler", None)
+        return {
+            "consumed": self._args.consumed_train_samples,
+            "scheduled": self._anatomy.scheduler.num_steps,
+            "scaler": None if scaler is None else {key: float(value) for key, value in scaler.state_dict().items()},
+            "random": {"slot": self._slot, **_generators()},
+        }
+
+    def _go_back_to(self, step: int, extras: Mapping[str, Any]) -> None:
+        self.state_of = step
+        self.consumed = extras["consumed"]
+        scheduler = self._anatomy.scheduler
+        scheduler.num_steps = extras["scheduled"]
+        scheduler.step(increment=0)  # which sets the optimizer to it
+        scaler = getattr(self._optimizer, "grad_scaler", None)
+        if scaler is not None and extras["scaler"] is not None:
+            device = scaler.scale.device
+            like = scaler.state_dict()
+            told = {
+                key: torch.tensor([value], device=device) if isinstance(like[key], torch.Tensor) else int(value)
+                for key, value in extras["scaler"].items()
+            }
+            scaler.load_state_dict(told)
+        if extras["random"]["slot"] == self._slot:
+            _set_generators(extras["random"])
+
+    @property
+    def _optimizer(self) -> Any:
+        """Megatron's only one."""
+        return self._anatomy.optimizer.chained_optimizers[0]
+
+
+def _tell_all(what: Any) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, what)
+    return told
+
+
+def _generators() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": [name, np.asarray(keys).tobytes().hex(), *rest],
+        "python": list(map(_listed, random.getstate())),
+    }
+
+
+def _set_generators(told: Mapping[str, Any]) -> None:
+    state = np.frombuffer(bytearray.fromhex(told["torch"]), dtype=np.uint8)
+    torch.set_rng_state(torch.from_numpy(state.copy()))
+    name, keys, *rest = told["numpy"]
+    np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
+    version, numbers, last = told["python"]
+    random.setstate((version, tuple(numbers), last))
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

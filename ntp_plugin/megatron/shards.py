@@ -1,0 +1,169 @@
+"""What the optimizer of this rank steps, and which elements of which tensors that is.
+
+    without the distributed optimizer    each parameter of this slot, or its copy of more digits, whole
+    with it, and everybody there         Megatron's own shards: a range of each parameter, made flat
+    with it, in a hurt layout            shards of lanes: ranges of several parameters, one after the other
+
+Told as pieces of whole tensors (`copies/pieces.py`), all three are the same to whoever copies them and brings them
+back into another layout. The weights themselves are not told: they are what is stepped, rounded, and are had from it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ntp_plugin.copies.manifest import DTYPES, Held, dtype_name
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part
+from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.layout import SHARED, Layout
+from ntp_plugin.planning.spans import Spans
+from ntp_plugin.planning.units import StageUnits, Tensor
+from ntp_plugin.training.cuts import WHOLE_UNITS, global_ranges
+from ntp_plugin.training.optimizers import element_wise
+
+MAIN = "main"
+"""What is stepped, beside what the optimizer keeps in its shape."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """One parameter of torch's optimizer: the pieces in it, and where each begins in it, made flat."""
+
+    parameter: torch.Tensor
+    pieces: tuple[tuple[Piece, int], ...]
+
+
+class Naming:
+    """Tensors of one stage, as the whole job calls them."""
+
+    def __init__(self, layout: Layout, units: StageUnits) -> None:
+        self._layout = layout
+        self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
+        self._families = {family.name: family for family in units.families}
+
+    def piece(self, name: str, places: Spans, start: int, stop: int, whole: str) -> Piece:
+        """Of a tensor, by its name on this rank."""
+        tensor, stage = self.tensors[name], self._layout.slot.stage
+        title = f"s{stage}.{name}" if self._layout.topology.pp > 1 else name
+        return Piece(
+            tensor="the shared word embedding" if tensor.family == SHARED else title,
+            shape=tensor.shape,
+            dim=tensor.dim,
+            ranges=places,
+            start=start,
+            stop=stop,
+            whole=whole,
+        )
+
+    def units(self, tensor: Tensor) -> Spans:
+        """That this slot has, in storage order."""
+        return self._layout.held(self._families[tensor.family]) if tensor.family else WHOLE_UNITS
+
+    def places(self, name: str) -> Spans:
+        """Of this slot's part."""
+        tensor = self.tensors[name]
+        return global_ranges(tensor, self.units(tensor))
+
+    def stage(self, name: str) -> str:
+        """What tells wholes of several stages apart, where they have the same tensor."""
+        return f"s{self._layout.slot.stage}" if self.tensors[name].family == SHARED else ""
+
+
+# ---------------------------------------------------------------- three kinds
+
+
+def whole_parameters(stepped: Mapping[str, torch.Tensor], naming: Naming, layout: Layout) -> list[Stepped]:
+    """Name -> what is stepped for it."""
+    found = []
+    for name, parameter in stepped.items():
+        slot = layout.slot
+        whole = f"r{slot.replica}{naming.stage(name)}" + f"t{slot.tp}" * (not naming.tensors[name].family)
+        piece = naming.piece(name, naming.places(name), 0, parameter.numel(), whole)
+        found.append(Stepped(parameter=parameter, pieces=((piece, 0),)))
+    return found
+
+
+def megatrons_shards(optimizer: Any, names: Mapping[Any, str], naming: Naming, layout: Layout) -> list[Stepped]:
+    """Of `DistributedOptimizer`. What is replicated over a TP group has a whole in each of its slots."""
+    found = []
+    pairs = [
+        *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
+        *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
+    ]
+    for parameters, shards in pairs:
+        for parameter, shard in zip(parameters, shards, strict=True):
+            name, places = names[parameter], optimizer._get_model_param_range_map(parameter)["param"]
+            whole = naming.stage(name) + f"t{layout.slot.tp}" * (not naming.tensors[name].family)
+            piece = naming.piece(name, naming.places(name), places.start, places.end, whole)
+            found.append(Stepped(parameter=shard, pieces=((piece, 0),)))
+    return found
+
+
+def shards_of_lanes(sync: LaneSync, naming: Naming) -> list[Stepped]:
+    """Every element of the job is in one of these, once."""
+    return [
+        Stepped(
+            parameter=shard.parameter,
+            pieces=tuple(
+                (naming.piece(held.name, held.places, start, stop, ""), at) for held, start, stop, at in shard.holds()
+            ),
+        )
+        for lanes in sync.shards
+        for shard in lanes
+    ]
+
+
+# ---------------------------------------------------------------- to be copied, and to be filled
+
+
+def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part]:
+    """Where all of it lives now."""
+    known = element_wise(optimizer)
+    found = []
+    for one in stepped:
+        state = optimizer.state.get(one.parameter, {})
+        cut = {key: state[key] for key in known.cut if isinstance(state.get(key), torch.Tensor)}
+        numbers = {key: _told(value) for key, value in sorted(state.items()) if key not in cut}
+        found += list(_parts(one, {MAIN: one.parameter.data} | cut, numbers))
+    return found
+
+
+def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: Mapping[str, Held]) -> list[Part]:
+    """Have the optimizer keep what the copies have for these tensors; where that is to be put."""
+    optimizer.state.clear()
+    for one in stepped:
+        like = kinds[one.pieces[0][0].tensor] if one.pieces else None
+        if like is None:
+            continue
+        state = {
+            entry.name: torch.zeros_like(one.parameter, dtype=DTYPES[entry.dtype])
+            for entry in like.entries
+            if entry.name != MAIN
+        }
+        numbers = {key: _heard(value, one.parameter.device) for key, value in like.numbers.items()}
+        if state or numbers:
+            optimizer.state[one.parameter] = state | numbers
+    return parts(stepped, optimizer)
+
+
+def _parts(one: Stepped, values: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> Iterator[Part]:
+    for piece, at in one.pieces:
+        flat = {name: value.detach().view(-1)[at : at + piece.size] for name, value in values.items()}
+        yield Part(piece=piece, values=flat, numbers=numbers)
+
+
+def _told(value: Any) -> Any:
+    """As JSON has it; a tensor of one number is told with what it is made of."""
+    if isinstance(value, torch.Tensor):
+        return {"value": value.item(), "dtype": dtype_name(value.dtype), "device": value.device.type}
+    return value
+
+
+def _heard(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        on = device if value["device"] == device.type else value["device"]
+        return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]], device=on)
+    return value

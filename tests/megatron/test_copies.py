@@ -1,0 +1,230 @@
+"""Ranks die with what only they held, and the job goes on from copies of it.
+
+As in `test_live.py` the reference is Megatron without us: one whole replica that computes the whole batch.
+"""
+
+import numpy as np
+import pytest
+
+from benchmarks.numerics import BF16, BOUNDS, bounds_of
+from benchmarks.parity.job import Job, largest_differences, run
+from benchmarks.parity.layouts import BASE, MODELS, OLD, hurt, uniform
+from benchmarks.parity.live import as_if_always_there, live
+from ntp_plugin.errors import StateLost
+from ntp_plugin.telemetry import Committed, Copied, CopyTrouble, Follower, Restored
+from ntp_plugin.testing.faults import kill
+from tests.megatron.test_live import IN_A_STEP, IN_A_WALK, assert_every_sample_once, assert_same_training, widths
+
+SHARDED = "--use-distributed-optimizer"
+OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+BATCH = 6
+
+
+def job(more=OVERLAP, **options):
+    return Job(**{"model": MODELS[BASE], "tp": 2, "dp": 2, "enabled": True, "more": more, **options})
+
+
+@pytest.fixture
+def events(tmp_path):
+    return tmp_path / "events"
+
+
+def told(events, kind):
+    return [one.event for one in Follower(events).news() if isinstance(one.event, kind)]
+
+
+def assert_little_was_lost(events, *, lag=0):
+    """Steps that were over and taken again: the one whose copy was under way, and those that none was made of."""
+    restored = told(events, Restored)
+    assert restored, "something came from copies"
+    assert max(event.again for event in restored) <= lag + 1, restored
+
+
+@pytest.mark.short
+def test_nobody_is_lost(events):
+    """Every step is copied, by every rank; the bits of the training are those without copies."""
+    lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"))
+    without, _ = live(job(f"{OVERLAP} --ntp-copies-mode off"))
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    for slot, one in lived.items():
+        assert (one.seen.losses, one.seen.norms) == (without[slot].seen.losses, without[slot].seen.norms)
+        for name, part in without[slot].seen.parts.items():
+            assert np.array_equal(one.seen.parts[name].values, part.values), name
+    assert not told(events, CopyTrouble)
+    copied, steps = told(events, Copied), told(events, Committed)
+    assert len(copied) >= len(steps) / 2, "a copy may take longer than a step here, and never two"
+
+
+@pytest.mark.parametrize("moment", IN_A_STEP)
+@pytest.mark.parametrize("slot", range(4))
+def test_any_slot_dies_at_any_moment(slot, moment, events):
+    lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"), faults=[kill(slot, during=moment, step=5)])
+    assert sorted(lived) == [other for other in range(4) if other != slot]
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert_little_was_lost(events)
+
+
+@pytest.mark.parametrize("moment", IN_A_WALK)
+def test_another_dies_in_the_recovery(moment, events):
+    lived, rows = live(
+        job(f"{OVERLAP} --ntp-events={events}", tp=4),
+        faults=[kill(7, during="backward", step=5), kill(1, during=moment, epoch=1)],
+        timeout_s=240,
+    )
+    assert widths(lived) == dict.fromkeys((0, 2, 3, 4, 5, 6), 3)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert_little_was_lost(events)
+
+
+def test_another_dies_while_steps_are_taken_again(events):
+    """The second loss comes in the sixth section, before what it needs is caught up with."""
+    faults = [kill(3, during="applied", step=5), kill(1, during="backward", step=6)]
+    lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"), faults=faults)
+    assert widths(lived) == {0: 1, 2: 1}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert {event.again for event in told(events, Restored)} == {1}
+
+
+def test_the_last_step_is_not_lost_either():
+    """All have voted on it when one dies; no section follows but the end of the training."""
+    lived, rows = live(job(), faults=[kill(2, during="applied", step=20)])
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_one_replica_alone(events):
+    """No data parallelism at all: everything is copied."""
+    lived, rows = live(job(f"--ntp-events={events}", tp=4, dp=1), faults=[kill(2, during="backward", step=5)])
+    assert widths(lived) == dict.fromkeys((0, 1, 3), 3)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert_little_was_lost(events)
+
+
+def test_one_replica_alone_shrinks_twice_and_grows():
+    faults = [kill(2, during="backward", step=4), kill(0, during="applied", step=7)]
+    lived, rows = live(job("", tp=4, dp=1), faults=faults, back={2: 12})
+    assert widths(lived) == dict.fromkeys((1, 2, 3), 3)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_the_same_slot_is_lost_in_all_replicas():
+    """Which nobody survives who has copies of the unique alone."""
+    faults = [kill(slot, during="backward", step=5) for slot in (1, 3)]
+    lived, rows = live(job("--ntp-copies-protect all"), faults=faults)
+    assert widths(lived) == {0: 1, 2: 1}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("moment", ["backward", "applied"])
+def test_a_host_is_lost(moment, events):
+    """Two hosts of two ranks: the shared memory of the second goes with it, and the first has copies of it."""
+    faults = [kill(slot, during=moment, step=5) for slot in (2, 3)]
+    lived, rows = live(job(f"{OVERLAP} --ntp-events={events}", per_host=2), faults=faults)
+    assert widths(lived) == {0: 2, 1: 2}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert_little_was_lost(events)
+    assert {event.far for event in told(events, Copied) if event.step < 4} == {1}
+
+
+def test_a_host_is_lost_of_which_others_have_no_copy():
+    faults = [kill(slot, during="backward", step=5) for slot in (2, 3)]
+    with pytest.raises(StateLost, match=r"r1\.s0\.t0.* no version of it of which all parts are copied.*restart from"):
+        live(job(f"{OVERLAP} --ntp-copies-count 0", per_host=2), faults=faults)
+
+
+def test_ranks_on_other_hosts_are_asked(events):
+    """One process of a host dies; its part goes to ranks of both hosts, and one of them only has a copy of it."""
+    lived, rows = live(
+        job(f"{OVERLAP} --ntp-copies-mode near --ntp-events={events}", tp=4, per_host=4),
+        faults=[kill(5, during="backward", step=5)],
+    )
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert any(event.elsewhere for event in told(events, Restored))
+
+
+def test_who_comes_back_gets_its_state_from_copies(events):
+    lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"), faults=[kill(3, during="applied", step=4)], back={3: 9})
+    assert widths(lived) == dict.fromkeys(range(4), 2)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
+    lived, rows = live(job(f"{OVERLAP} --ntp-min-tp-width 2"), faults=[kill(1, during="applied", step=5)], back={1: 10})
+    assert widths(lived) == dict.fromkeys(range(4), 2)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+@pytest.mark.parametrize("moment", ["backward", "applied"])
+@pytest.mark.parametrize("slot", [0, 3, 6])
+def test_stages(slot, moment, events):
+    lived, _ = live(
+        job(f"{SHARDED} --overlap-grad-reduce --ntp-events={events}", pp=2), faults=[kill(slot, during=moment, step=5)]
+    )
+    assert_same_training(lived, run(uniform(BASE, tp=2, pp=2)))
+    assert_little_was_lost(events)
+
+
+@pytest.mark.parametrize("slot", [0, 5])
+def test_an_embedding_in_two_stages(slot):
+    lived, _ = live(job(SHARDED, model=MODELS[OLD], pp=2), faults=[kill(slot, during="applied", step=5)])
+    assert_same_training(lived, run(uniform(OLD, tp=2, pp=2)))
+
+
+@pytest.mark.parametrize(("moment", "section"), [("forward", 5), ("applied", 4), ("backward", 6)])
+def test_beside_evaluations(moment, section):
+    """The fifth section is the first evaluation: a loss in it has a step taken again before it is begun again."""
+    more = f"{OVERLAP} --eval-interval 4 --eval-iters 2"
+    lived, _ = live(job(more), faults=[kill(3, during=moment, step=section)])
+    whole = run(uniform(BASE, more="--eval-interval 4 --eval-iters 2"))
+    assert_same_training(lived, whole)
+    for one in lived.values():
+        assert np.allclose(one.seen.evaluated, whole[0].evaluated, rtol=1e-12, atol=0)
+
+
+def test_copies_may_lag(events):
+    more = f"{OVERLAP} --ntp-copies-lag-steps 3 --ntp-events={events}"
+    lived, rows = live(job(more), faults=[kill(3, during="backward", step=12)])
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert_little_was_lost(events, lag=3)
+    steps = sorted({event.step for event in told(events, Copied) if event.step < 12})
+    assert steps == [0, 4, 8], steps
+
+
+def test_is_bit_for_bit_a_run_that_was_planned_so():
+    """A loss before anything is applied: then every step is one of the hurt layout."""
+    planned = run(hurt(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}, more=OVERLAP))
+    lived, _ = live(job(), faults=[kill(3, during="step", step=1)])
+    for slot, one in lived.items():
+        assert (one.seen.losses, one.seen.norms) == (planned[slot].losses, planned[slot].norms)
+        for name, part in planned[slot].parts.items():
+            assert np.array_equal(one.seen.parts[name].values, part.values), name
+
+
+@pytest.mark.parametrize("more", [OVERLAP, ""])
+def test_bf16(more):
+    """What is copied is what is stepped, in float32; the weights are had from it."""
+    options = BF16 | {"more": f"{BF16['more']} {more}"}
+    layout = {"tp": 2, "dp": 2} if more else {"tp": 4, "dp": 1}
+    lived, _ = live(job(**options, **layout), faults=[kill(2, during="applied", step=5)])
+    worst = largest_differences(as_if_always_there(lived), run(uniform(BASE, **BF16)))
+    bounds = bounds_of(BASE, "bfloat16")
+    assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
+
+
+def test_float32():
+    lived, _ = live(job(dtype="float32"), faults=[kill(2, during="applied", step=5)])
+    worst = largest_differences(as_if_always_there(lived), run(uniform(BASE, dtype="float32")))
+    assert max(worst.values()) <= BOUNDS["float32"], worst
