@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics show-recovery show-returns bench-lanes show-overhead soak-cycles clean
+.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-corruption show-copies bench-lanes show-overhead soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -41,6 +41,12 @@ show-recovery: $(READY)  # for long; SCALE=ci for three trials
 
 show-returns: $(READY)  # ten minutes; SCALE=ci for three returns
 	$(PY) -m benchmarks.returns
+
+show-corruption: $(READY)  # seven minutes; SCALE=ci for half a minute
+	$(PY) -m benchmarks.corruption
+
+show-copies: $(READY)  # on a quiet machine; SCALE=ci for a slice
+	$(PY) -m benchmarks.copies
 
 bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
 	$(PY) -m benchmarks.lanes

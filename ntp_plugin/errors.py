@@ -6,6 +6,7 @@
     │   └── Refused               well-formed, but impossible
     │       ├── BelowMinimum      no replica is left that may train
     │       └── StateLost         no living holder and no copy of some piece of state
+    ├── SilentCorruption          replicas hold different bits of what they hold alike
     ├── StoreLost                 the job's store does not answer
     ├── PeerLost                  a collective was left because the membership changes; recovery follows
     └── AgreementError            the members could not come to one mind
@@ -69,6 +70,12 @@ class StateLost(Refused):
     """Some piece of training state has no living holder and no copy."""
 
     exit_code = 4
+
+
+class SilentCorruption(NtpError):
+    """Replicas hold different bits of what they hold alike."""
+
+    exit_code = 7
 
 
 class StoreLost(NtpError):

@@ -95,13 +95,26 @@ class CopyTrouble:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Corrupted:
+    """Replicas do not hold the same bits of what they hold alike."""
+
+    step: int
+    what: str
+    slots: list[str]
+    certain: bool
+    """Whether these are known to be wrong; else one of them is."""
+    healed: bool
+    """Whether they leave the job, and it goes on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """The job is over on this process, as it should be."""
 
 
-type Event = Began | Committed | Recovered | Copied | Restored | CopyTrouble | Ended
+type Event = Began | Committed | Recovered | Copied | Restored | CopyTrouble | Corrupted | Ended
 _KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Began, Committed, Recovered, Copied, Restored, CopyTrouble, Ended)
+    kind.__name__: kind for kind in (Began, Committed, Recovered, Copied, Restored, CopyTrouble, Corrupted, Ended)
 }
 
 

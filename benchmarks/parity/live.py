@@ -38,11 +38,13 @@ def live(
     *,
     faults: Sequence[Fault] = (),
     back: Mapping[int, int] | None = None,
+    leaving: Sequence[int] = (),
     timeout_s: float = 180.0,
 ) -> tuple[dict[int, Lived], Rows]:
     """What the ranks saw that were left, and which samples went into which attempt: ["drawn", step, epoch, sample].
 
-    `back`: slots that start again once they are dead, and the section at which the others wait until they ask.
+    `leaving`: slots that end with an error, and are not asked for what they saw. `back`: slots that start again once
+    they are dead, and the section at which the others wait until they ask.
     """
     back = back or {}
     asking = {f"{slot}/{number}": section for number, (slot, section) in enumerate(back.items(), start=1)}
@@ -51,7 +53,9 @@ def live(
         for slot in back:
             ranks.wait_for_death(slot, timeout_s)
             ranks.start_again(slot)
-        outcomes = ranks.wait(timeout_s)
+        outcomes = ranks.wait(timeout_s, but=leaving)
+        for slot in leaving:
+            ranks.wait_for_death(slot, timeout_s)
     return outcomes, ranks.rows
 
 

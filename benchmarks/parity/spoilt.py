@@ -18,6 +18,7 @@ from ntp_plugin.megatron.lane_groups import Made
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
+from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
@@ -247,6 +248,19 @@ def replicas_begin_apart() -> None:
         compare(trainer)
 
     _put(MegatronTrainer, "_refuse_unequal_replicas", apart)
+
+
+def a_bit_flips() -> None:
+    """In a weight of slot 3, before the seventh step. Of a sharded optimizer it is put right by the next gather."""
+    begin = TrainingStep._begin
+
+    def flipped(step: TrainingStep) -> Any:
+        if step._args.curr_iteration == 6 and step._trainer.slot_number == 3:
+            weight = next(iter(step._trainer._state.parameters.values())).data
+            weight.view(-1)[:1].view(torch.uint8)[0] ^= 1
+        return begin(step)
+
+    _put(TrainingStep, "_begin", flipped)
 
 
 def dealt_units_swapped() -> None:

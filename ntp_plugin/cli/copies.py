@@ -76,7 +76,8 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
     for host in sorted(path for path in folder.iterdir() if path.is_dir()):
         store = Store(host)
         for place, manifest in store.found():
-            bad = wrong(manifest, store.read(place)) if verify else []
+            checked = manifest.held if verify else ()
+            bad = [what for held in checked for what in wrong(manifest, held, store.read(place, held))]
             key = host.name, manifest.run, manifest.version.step, manifest.version.epoch
             age = time.time() - (host / str(place)).stat().st_mtime
             found[key].append((manifest, [f"{place}: {what}" for what in bad], age))

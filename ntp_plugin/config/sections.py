@@ -195,6 +195,14 @@ class TrainingPolicy(Policy):
         help="exact: masks that do not depend on the layout, from the start; framework: its own, while nobody is lost",
         choices=("framework", "exact"),
     )
+    watch_steps: int = key(
+        100, help="steps between two comparisons of what all replicas hold alike (0: none)", at_least=0
+    )
+    on_sdc: str = key(
+        "stop",
+        help="where a replica holds other bits than most: stop the job, or heal it: those ranks leave as if they died",
+        choices=("stop", "heal"),
+    )
     nodes_per_rack: int | None = key(None, help="hosts per rack, where copies.far is rack or power", at_least=1)
     racks_per_power_row: int | None = key(None, help="racks per power row, where copies.far is power", at_least=1)
     events: str | None = key(

@@ -7,6 +7,7 @@
     wire.py         copies from host to host
     replicator.py   makes them beside the training
     restore.py      puts a version of the state together from them, in whatever layout
+    watch.py        who holds other bits than the others, of what all hold alike
 
 A *version* is the state after a step, in the layout of an epoch. Its parts are with its *holders*, the slots that
 trained then. Each holder's part is copied *near*, into its own host's memory, and *far*, into that of hosts in other

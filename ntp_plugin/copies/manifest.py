@@ -123,20 +123,24 @@ def salt(run: str, step: int, tensor: str, entry: str) -> str:
     return f"{run} {step} {tensor} {entry}"
 
 
-def wrong(manifest: Manifest, memory: torch.Tensor, only: Sequence[Held] | None = None) -> list[str]:
-    """Which values in these bytes are not what was written."""
-    found = []
-    for held in manifest.held if only is None else only:
-        values = [view(memory, held, entry) for entry in held.entries]
-        salts = [manifest.salt(held, entry) for entry in held.entries]
-        for entry, number in zip(held.entries, digest.digests(values, held.piece.runs, salts=salts), strict=True):
-            if number != entry.digest:
-                found.append(f"{held.piece.tensor} ({entry.name})")
-    return found
+def wrong(manifest: Manifest, held: Held, values: Mapping[str, torch.Tensor]) -> list[str]:
+    """Which of these values of a piece are not what was written."""
+    salts = [manifest.salt(held, entry) for entry in held.entries]
+    numbers = digest.digests([values[entry.name] for entry in held.entries], held.piece.runs, salts=salts)
+    return [
+        f"{held.piece.tensor} ({entry.name})"
+        for entry, number in zip(held.entries, numbers, strict=True)
+        if number != entry.digest
+    ]
+
+
+def views(memory: torch.Tensor, held: Held) -> dict[str, torch.Tensor]:
+    """The values of a piece where they lie in a copy's bytes, entry by entry."""
+    return {entry.name: view(memory, held, entry) for entry in held.entries}
 
 
 def view(memory: torch.Tensor, held: Held, entry: Entry) -> torch.Tensor:
-    """Some values where they lie in a copy's bytes."""
+    """One kind of them."""
     return memory[entry.offset : entry.offset + held.bytes_of(entry)].view(DTYPES[entry.dtype])
 
 

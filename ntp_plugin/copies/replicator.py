@@ -82,7 +82,7 @@ class Replicator:
         self._wake, self._taken, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._taken.set()
         self._idle.set()
-        self._stopping = False
+        self._stopping = self._given_up = False
         self._ok = True
         self._committed: Place | None = None
         self.begun: Version | None = None
@@ -105,6 +105,7 @@ class Replicator:
         used = self._committed.number if self._committed is not None and self._committed.epoch == epoch else 1
         place = Place(kind=NEAR, slot=self._slot, epoch=epoch, number=1 - used)
         self.begun = snapshot.version
+        self._given_up = False
         self._taken.clear()
         self._idle.clear()
         self._work = snapshot, place
@@ -135,12 +136,13 @@ class Replicator:
         used = last.number if last is not None and last.epoch == self.begun.epoch else 1
         self._committed = Place(kind=NEAR, slot=self._slot, epoch=self.begun.epoch, number=1 - used)
         self.committed = self.begun
-        if last is not None and last.epoch < self.begun.epoch:
+        if last is None or last.epoch < self.begun.epoch:
             self._store.forget_before(self.begun.epoch)
 
     def hold(self) -> None:
         """In a walk: what is under way is copied to its end here, and given up where it goes elsewhere."""
         self._taken.wait()
+        self._given_up = True
         for peer in list(self._peers.values()):
             peer.give_up()
 
@@ -165,6 +167,9 @@ class Replicator:
             assert self._work is not None, "it is woken with some"
             try:
                 self._ok = self._copy(*self._work)
+            except Exception as error:  # whatever it is, the training must not wait for this thread for ever
+                self._ok = False
+                self._trouble(f"a copy was not made: {error!r}")
             finally:
                 self._work = None
                 self._taken.set()
@@ -230,6 +235,8 @@ class Replicator:
         return held
 
     def _send(self, address: Address, place: Place, manifest: Manifest, memory: torch.Tensor) -> bool:
+        if self._given_up:
+            return False
         if address not in self._peers:
             self._peers[address] = Peer(address, run=self._run, secret=self._secret, timeout_s=self._timeout_s)
         try:

@@ -23,7 +23,7 @@ from ntp_plugin.copies.manifest import Held, Manifest, Version, salt, wrong
 from ntp_plugin.copies.pieces import Common, Piece, common, indices
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.copies.store import NEAR, Place, Store
-from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, select
+from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, WrongCopy, select
 from ntp_plugin.errors import StateLost
 
 type TellAll = Callable[[Any], list[Any]]
@@ -99,7 +99,7 @@ class Restoration:
         self.version, self._store, self._slot, self._host = version, store, slot, host
         self._tell_all, self._peer, self._trouble = tell_all, peer, trouble
         self._broken: set[Broken] = set()
-        self._checked: set[tuple[Place, int]] = set()
+        self._unreached: set[tuple[Address, Broken]] = set()
         told = self._tell_all(self._mine(address, teller=teller))
         self.sources = sorted(
             (
@@ -111,6 +111,11 @@ class Restoration:
         )
 
     def _mine(self, address: Address, *, teller: bool) -> tuple[int, Address, list[tuple[dict[str, Any], bytes]]]:
+        for place, version in self._store.broken() if teller else ():
+            if version not in (None, self.version):
+                continue
+            self._trouble(f"{place} is left aside: it is not whole, or not as it was written")
+            self._broken.add((self._host, place))
         copies = [
             (dataclasses.asdict(place), manifest.encode())
             for place, manifest in self._store.found()
@@ -139,11 +144,12 @@ class Restoration:
             left = self._fill_part(part, amounts)
             if left:
                 missing = missing or f"{left} elements of {part.piece.tensor}"
-        told = self._tell_all((missing, sorted((host, str(place)) for host, place in self._broken)))
-        broken = sorted({f"{place} on host {host}" for _, found in told for host, place in found})
-        nowhere = next((what for what, _ in told if what is not None), None)
+        told = self._tell_all((missing, _named(self._broken), _named(copy for _, copy in self._unreached)))
+        broken, unreached = (sorted({name for said in told for name in said[number]}) for number in (1, 2))
+        nowhere = next((said[0] for said in told if said[0] is not None), None)
         if nowhere is not None:
             found = f"; not as they were written: {', '.join(broken)}" if broken else ""
+            found += f"; not reached: {', '.join(unreached)}" if unreached else ""
             raise StateLost(f"no sound copy of {self.version} has {nowhere}{found}", way_out="an older version")
         return Restored(version=self.version, broken=tuple(broken), **amounts)
 
@@ -155,7 +161,7 @@ class Restoration:
                 if held.piece.tensor != part.piece.tensor or not missing.any():
                     continue
                 wanted = _still(common(part.piece.runs, held.piece.runs), missing)
-                if not wanted.size or (source.host, source.place) in self._broken:
+                if not wanted.size or self._is_aside(source):
                     continue
                 values = self._read(source, number, held, wanted)
                 if values is None:
@@ -174,29 +180,33 @@ class Restoration:
 
     def _read(self, source: Source, number: int, held: Held, wanted: Common) -> dict[str, torch.Tensor] | None:
         """None where the copy is not what was written, or whoever has it does not answer."""
+        runs = Runs(starts=wanted.theirs, lengths=wanted.lengths)
         try:
             if source.host == self._host:
-                return self._read_here(source, number, held, wanted)
-            runs = Runs(starts=wanted.theirs, lengths=wanted.lengths)
+                return self._read_here(source, held, runs)
             return self._peer(source.address).get(source.place, number, held, runs)
-        except PeerTrouble as error:
-            self._trouble(f"a copy of {self.version} is left aside: {error}")
+        except WrongCopy as error:
+            self._trouble(f"{source.place} of {self.version} is left aside: {error}")
             self._broken.add((source.host, source.place))
-            return None
+        except PeerTrouble as error:
+            self._trouble(f"{source.place} of {self.version} is left aside: {error}")
+            self._unreached.add((source.address, (source.host, source.place)))
+        return None
 
-    def _read_here(self, source: Source, number: int, held: Held, wanted: Common) -> dict[str, torch.Tensor]:
+    def _is_aside(self, source: Source) -> bool:
+        """A copy that is wrong is so whoever reads it; one that was not reached may be by another process."""
+        copy = source.host, source.place
+        return copy in self._broken or (source.address, copy) in self._unreached
+
+    def _read_here(self, source: Source, held: Held, runs: Runs) -> dict[str, torch.Tensor]:
         try:
-            memory = self._store.read(source.place)
-        except (OSError, ValueError) as error:
-            raise PeerTrouble(f"{source.place} cannot be read: {error}") from error
-        if len(memory) < source.manifest.size:
-            raise PeerTrouble(f"{source.place} has {len(memory)} bytes of {source.manifest.size}")
-        if (source.place, number) not in self._checked:
-            found = wrong(source.manifest, memory, [held])
-            if found:
-                raise PeerTrouble(f"{source.place} holds {found[0]}, and not as it was written")
-            self._checked.add((source.place, number))
-        return select(memory, held, starts=wanted.theirs, lengths=wanted.lengths)
+            values = self._store.read(source.place, held)
+        except (OSError, EOFError) as error:
+            raise WrongCopy(f"it cannot be read: {error}") from error
+        found = wrong(source.manifest, held, values)
+        if found:
+            raise WrongCopy(f"{found[0]} in it is not as it was written")
+        return select(values, starts=runs.starts, lengths=runs.lengths)
 
     # ------------------------------------------------ in the end
 
@@ -243,6 +253,10 @@ def _wholes(sources: Iterable[Source]) -> dict[tuple[str, str], dict[str, int]]:
             if sum(piece.size for piece in pieces) == torch.Size(pieces[0].shape).numel():
                 found.setdefault(key, {})[whole] = sum(number for number, _ in told.values()) % MODULUS
     return found
+
+
+def _named(copies: Iterable[Broken]) -> list[str]:
+    return sorted(f"{place} on host {host}" for host, place in copies)
 
 
 def _still(found: Common, missing: torch.Tensor) -> Common:

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-from ntp_plugin.copies.manifest import Manifest, Version
+from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, Version
 from ntp_plugin.errors import NtpError
 
+_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 NEAR, FAR = "near", "far"
 _NAME = re.compile(r"(near|far)-(\d+)-e(\d+)-([01])")
 
@@ -59,17 +60,27 @@ class Store:
         """`at_most` so many bytes are taken by all copies of this host together."""
         self.folder, self._at_most = folder, at_most
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._maps: dict[Place, tuple[mmap.mmap, torch.Tensor]] = {}
+        folder.chmod(0o700)  # also one that was there
+        self._maps: dict[Place, tuple[int, torch.Tensor]] = {}
+        """What this process writes to: the file, by its inode, and its bytes."""
 
     # ------------------------------------------------ writing
 
     def open(self, place: Place, size: int) -> torch.Tensor:
         """Room for a copy; what was there is no copy any more."""
         self._manifest_path(place).unlink(missing_ok=True)
-        held = self._maps.get(place)
-        if held is None or len(held[1]) != max(1, size):
+        if not self._is_there(place, max(1, size)):
             self._maps[place] = self._take(place, max(1, size))
         return self._maps[place][1][:size]
+
+    def _is_there(self, place: Place, size: int) -> bool:
+        """Whether what is mapped is the file, and all of it: to write behind the end of one ends the process."""
+        inode, memory = self._maps.get(place, (0, torch.empty(0)))
+        try:
+            now = (self.folder / str(place)).stat()
+        except FileNotFoundError:
+            return False
+        return (now.st_ino, now.st_size) == (inode, size) and len(memory) == size
 
     def complete(self, place: Place, manifest: Manifest) -> None:
         """The bytes are there: from now on it is a copy."""
@@ -78,10 +89,25 @@ class Store:
     def complete_raw(self, place: Place, manifest: bytes) -> None:
         path = self._manifest_path(place)
         unnamed = path.with_suffix(".new")
-        unnamed.write_bytes(manifest)
+        try:
+            descriptor = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(manifest)
+        except OSError as error:
+            unnamed.unlink(missing_ok=True)
+            if error.errno not in _FULL:
+                raise
+            raise self._full(path, len(manifest)) from error
         unnamed.rename(path)
 
-    def _take(self, place: Place, size: int) -> tuple[mmap.mmap, torch.Tensor]:
+    def _full(self, path: Path, size: int) -> NoRoom:
+        return NoRoom(
+            f"{path} would take {size / 1e6:.1f} MB, and {self.folder} has {_free(self.folder) / 1e6:.1f} MB left",
+            way_out="make shared memory larger (mount -o remount,size=... /dev/shm), copy less, or switch copies"
+            " off (copies.mode = off)",
+        )
+
+    def _take(self, place: Place, size: int) -> tuple[int, torch.Tensor]:
         path = self.folder / str(place)
         self._let_go(place)
         path.unlink(missing_ok=True)  # whoever still reads the old bytes goes on reading them
@@ -90,25 +116,20 @@ class Store:
             raise NoRoom(
                 f"{path} would take {size / 1e6:.1f} MB, copies on this host have {used / 1e6:.1f} MB, and "
                 f"copies.max_host_gb is {self._at_most / 1e9}",
-                way_out="raise it, copy less often (copies.every), share parity (copies.mode = xor:G), or keep near"
-                " copies only (copies.mode = near)",
+                way_out="raise it, keep fewer far copies (copies.count), or near copies only (copies.mode = near)",
             )
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)
-            memory = mmap.mmap(descriptor, size)
+            memory, inode = mmap.mmap(descriptor, size), os.fstat(descriptor).st_ino
         except OSError as error:
             path.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            if error.errno not in _FULL:
                 raise
-            raise NoRoom(
-                f"{path} would take {size / 1e6:.1f} MB, and {self.folder} has {_free(self.folder) / 1e6:.1f} MB left",
-                way_out="make shared memory larger (mount -o remount,size=... /dev/shm), copy less, or switch copies"
-                " off (copies.mode = off)",
-            ) from error
+            raise self._full(path, size) from error
         finally:
             os.close(descriptor)
-        return memory, torch.frombuffer(memory, dtype=torch.uint8)
+        return inode, torch.frombuffer(memory, dtype=torch.uint8)
 
     @property
     def used(self) -> int:
@@ -132,22 +153,35 @@ class Store:
 
     def manifest(self, place: Place) -> Manifest | None:
         """None where there is no whole copy."""
+        manifest = self._manifest(place)
+        whole = manifest is not None and _size(self.folder / str(place)) >= manifest.size
+        return manifest if whole else None
+
+    def broken(self) -> Iterator[tuple[Place, Version | None]]:
+        """Those that were whole once: the manifest is there, and either it or the bytes are not as they were."""
+        for path in sorted(self.folder.glob("*.json")):
+            place = Place.read(path.stem)
+            if place is not None and self.manifest(place) is None and path.exists():
+                manifest = self._manifest(place)
+                yield place, manifest.version if manifest is not None else None
+
+    def _manifest(self, place: Place) -> Manifest | None:
         try:
-            text = self._manifest_path(place).read_bytes()
-            size = _size(self.folder / str(place))
+            return Manifest.decode(self._manifest_path(place).read_bytes())
         except FileNotFoundError:
             return None
-        manifest = Manifest.decode(text)
-        return manifest if manifest is not None and size >= manifest.size else None
 
-    def read(self, place: Place) -> torch.Tensor:
-        """The bytes of a copy, whoever wrote it."""
-        held = self._maps.get(place)
-        if held is not None:
-            return held[1]
-        with (self.folder / str(place)).open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    def read(self, place: Place, held: Held) -> dict[str, torch.Tensor]:
+        """The values of a piece, entry by entry: bytes of their own, which nobody changes after they were looked at."""
+        values = {}
+        with (self.folder / str(place)).open("rb") as file:
+            for entry in held.entries:
+                memory = torch.empty(held.bytes_of(entry), dtype=torch.uint8)
+                file.seek(entry.offset)
+                if file.readinto(memory.numpy()) != len(memory):
+                    raise EOFError(f"{place} ends before {held.piece.tensor} ({entry.name})")
+                values[entry.name] = memory.view(DTYPES[entry.dtype])
+        return values
 
     # ------------------------------------------------ letting go
 
@@ -159,8 +193,9 @@ class Store:
 
     def forget_before(self, epoch: int) -> None:
         """All of layouts that are over, whoever wrote them."""
-        for place in [place for place in self._maps if place.epoch < epoch]:
-            self._let_go(place)
+        for place in list(self._maps):  # other threads add to it
+            if place.epoch < epoch:
+                self._let_go(place)
         with contextlib.suppress(FileNotFoundError):
             for path in list(self.folder.iterdir()):
                 found = Place.read(path.name.removesuffix(".json"))

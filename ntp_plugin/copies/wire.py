@@ -15,6 +15,7 @@ import json
 import logging
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,12 +23,14 @@ import torch
 
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.digest import Runs
-from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, view, wrong
+from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, views, wrong
 from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.store import NoRoom, Place, Store
 from ntp_plugin.errors import NtpError
 
 CHUNK = 16 << 20
+_VERIFIED_PER_S = 5e7
+"""Bytes, at the least: whoever takes a copy answers when all of it is verified."""
 _LINE = 1 << 26
 """A manifest has some hundred bytes for each tensor."""
 _LOG = logging.getLogger(__name__)
@@ -39,6 +42,10 @@ type Wrong = Callable[[str], None]
 
 class PeerTrouble(NtpError):
     """Another host did not take a copy, or did not give one."""
+
+
+class WrongCopy(NtpError):
+    """A copy is not what was written."""
 
 
 # ---------------------------------------------------------------- serving
@@ -54,6 +61,7 @@ class Server:
         self._threads: list[threading.Thread] = []
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._one_at_a_time: defaultdict[Place, threading.Lock] = defaultdict(threading.Lock)
         self._acceptor = threading.Thread(target=self._accept, name="ntp-copies-server", daemon=True)
         self._acceptor.start()
 
@@ -85,12 +93,14 @@ class Server:
     def _serve(self, connection: socket.socket) -> None:
         try:
             while (request := _read_line(connection)) is not None:
+                if not isinstance(request, dict):
+                    raise ValueError("a request that is none")
                 if (request.get("run"), request.get("secret")) != (self._run, self._secret):
                     self._told(f"somebody of the run {request.get('run')!r} asked for copies of {self._run!r}")
                     return
                 {"put": self._put, "get": self._get}[request["do"]](connection, request)
-        except (OSError, ValueError, KeyError) as error:
-            _LOG.info("a connection for copies ended: %s", error)
+        except (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError) as error:
+            _LOG.info("a connection for copies ended: %s", error)  # whoever asked notices, and asks elsewhere
         finally:
             with self._lock:
                 self._open.discard(connection)
@@ -101,52 +111,60 @@ class Server:
         manifest = Manifest.decode(text)
         if manifest is None:
             raise ValueError("a manifest came that is not what was written")
-        place = Place(**request["place"])
+        place, left = Place(**request["place"]), manifest.size
         try:
-            memory = self._store.open(place, manifest.size)
+            with self._one_at_a_time[place]:
+                memory = self._store.open(place, manifest.size)
+                _receive(connection, memory[: manifest.size])
+                left = 0
+                found = [what for held in manifest.held for what in wrong(manifest, held, views(memory, held))]
+                if not found:
+                    self._store.complete_raw(place, text)
         except NoRoom as error:
             self._told(str(error))
-            _drain(connection, manifest.size)
+            _drain(connection, left)
             _send_line(connection, {"refused": str(error)})
             return
-        _receive(connection, memory)
-        found = wrong(manifest, memory)
         if found:
             self._told(f"slot {manifest.slot} sent {found[0]} of {manifest.version} and it did not come as it was")
-            _send_line(connection, {"wrong": found})
-            return
-        self._store.complete_raw(place, text)
-        _send_line(connection, {"wrong": []})
+        _send_line(connection, {"wrong": found})
 
     def _get(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
         wanted = torch.empty(2, request["runs"], dtype=torch.int64)
         _receive(connection, wanted.view(-1).view(torch.uint8))
         place = Place(**request["place"])
         manifest = self._store.manifest(place)
-        held = manifest.held[request["piece"]] if manifest is not None else None
-        if manifest is None or held is None:
-            _send_line(connection, {"wrong": ["it is gone"]})
+        held = next(iter(manifest.held[request["piece"] :][:1]), None) if manifest is not None else None
+        if manifest is None or held is None or _written(held) != request["written"]:
+            _send_line(connection, {"gone": True})
             return
-        memory = self._store.read(place)
-        found = wrong(manifest, memory, [held])
+        values = self._store.read(place, held)
+        found = wrong(manifest, held, values)
         if found:
             self._told(f"{place} holds {found[0]} of {manifest.version}, and not as it was written")
             _send_line(connection, {"wrong": found})
             return
-        selected = select(memory, held, starts=wanted[0], lengths=wanted[1])
+        selected = select(values, starts=wanted[0], lengths=wanted[1])
         numbers = _digests(selected, Runs(starts=wanted[0], lengths=wanted[1]))
         _send_line(connection, {"wrong": [], "digests": numbers})
-        for values in selected.values():
-            _send(connection, values.view(torch.uint8))
+        for those in selected.values():
+            _send(connection, those.view(torch.uint8))
 
 
-def select(memory: torch.Tensor, held: Held, *, starts: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+def select(
+    values: Mapping[str, torch.Tensor], *, starts: torch.Tensor, lengths: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Some elements of a piece, by their indices in it, entry by entry."""
     if len(starts) == 1:
         first, size = int(starts[0]), int(lengths[0])
-        return {entry.name: view(memory, held, entry)[first : first + size] for entry in held.entries}
+        return {name: those[first : first + size] for name, those in values.items()}
     index = indices(starts, lengths)
-    return {entry.name: view(memory, held, entry)[index] for entry in held.entries}
+    return {name: those[index] for name, those in values.items()}
+
+
+def _written(held: Held) -> list[int]:
+    """What tells a version of a piece from another that lies in its place by now."""
+    return [entry.digest for entry in held.entries]
 
 
 def _digests(values: Mapping[str, torch.Tensor], runs: Runs) -> list[int]:
@@ -164,17 +182,20 @@ class Peer:
         self._address, self._asked_by = address, {"run": run, "secret": secret}
         self._timeout_s = timeout_s
         self._connection: socket.socket | None = None
+        self._given_up = False
 
     def put(self, place: Place, manifest: Manifest, memory: torch.Tensor, *, pace: Callable[[int], None]) -> list[str]:
         """Send a copy; which of its values did not come as they were."""
         with self._connected() as connection:
             request = {"do": "put", "place": dataclasses.asdict(place), "manifest": manifest.encode().decode()}
             _send_line(connection, self._asked_by | request)
+            connection.settimeout(self._timeout_s + manifest.size / _VERIFIED_PER_S)
             for start in range(0, manifest.size, CHUNK):
                 chunk = memory[start : min(start + CHUNK, manifest.size)]
                 _send(connection, chunk)
                 pace(len(chunk))
             answer = self._answer(connection)
+            connection.settimeout(self._timeout_s)
         if "refused" in answer:
             raise PeerTrouble(f"{self} has no room: {answer['refused']}")
         found: list[str] = answer["wrong"]
@@ -184,11 +205,14 @@ class Peer:
         """Elements of a piece, the `number`th of a copy; raises where the copy is not what was written."""
         with self._connected() as connection:
             request = {"do": "get", "place": dataclasses.asdict(place), "piece": number, "runs": len(runs.starts)}
+            request["written"] = _written(held)
             _send_line(connection, self._asked_by | request)
             _send(connection, torch.stack([runs.starts, runs.lengths]).view(-1).view(torch.uint8))
             answer = self._answer(connection)
+            if "gone" in answer:
+                raise PeerTrouble(f"{self} has {place} no more")
             if answer["wrong"]:
-                raise PeerTrouble(f"{self} has {place}, and {answer['wrong'][0]} in it is not as it was written")
+                raise WrongCopy(f"{self} has {place}, and {answer['wrong'][0]} in it is not as it was written")
             values = {entry.name: torch.empty(runs.size, dtype=DTYPES[entry.dtype]) for entry in held.entries}
             for received in values.values():
                 _receive(connection, received.view(torch.uint8))
@@ -198,7 +222,7 @@ class Peer:
 
     def give_up(self) -> None:
         """Whatever is under way fails; by any thread."""
-        connection = self._connection
+        connection, self._given_up = self._connection, True
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -215,11 +239,14 @@ class Peer:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[socket.socket]:
         try:
+            if self._given_up:
+                self.close()
+                self._given_up = False
             if self._connection is None:
                 self._connection = socket.create_connection(self._address, timeout=self._timeout_s)
                 self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield self._connection
-        except OSError as error:
+        except (OSError, ValueError, KeyError) as error:
             self.close()
             raise PeerTrouble(f"{self} cannot be reached: {error}") from error
 

@@ -14,8 +14,8 @@ from benchmarks.parity.job import RECIPES, STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, SEQUENCE, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import largest_difference, wholes_in
-from ntp_plugin.errors import BelowMinimum, Refused, StateLost
-from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Recovered
+from ntp_plugin.errors import BelowMinimum, Refused, SilentCorruption, StateLost
+from ntp_plugin.telemetry import Began, Committed, Corrupted, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
 
 IN_A_STEP = ["step", "forward", "backward", "reduced", "vote", "apply", "applied", "between"]
@@ -278,6 +278,37 @@ def test_replicas_that_do_not_begin_alike_are_refused():
 def test_units_that_are_put_in_the_wrong_place_are_noticed_by_their_digest():
     with pytest.raises(StateLost, match=r"is not the same wherever it is held"):
         live(job(spoil="dealt_units_swapped"), faults=[kill(3, during="backward", step=5)])
+
+
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"])
+def test_a_flipped_bit_stops_the_job(more):
+    """Of two replicas nobody can say which is wrong."""
+    with pytest.raises(
+        SilentCorruption, match=r"_embeddings.weight \(weight\) differs between 2 replicas after step 6"
+    ):
+        live(job(spoil="a_bit_flips", more=f"{more} --ntp-watch-steps 3"))
+
+
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --overlap-grad-reduce"])
+def test_a_flipped_bit_is_healed(more, tmp_path):
+    """Of three replicas two agree: the slot that has other bits leaves, and its units come from the others."""
+    more = f"{more} --ntp-watch-steps 3 --ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
+    lived, _ = live(job(spoil="a_bit_flips", dp=3, more=more), leaving=[3])
+    assert widths(lived) == {0: 2, 1: 2, 2: 1, 4: 2, 5: 2}
+    assert_same_training(lived)
+    (found,) = {event.what for event in told(tmp_path / "events", Corrupted)}
+    assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
+
+
+def test_nothing_is_taken_for_corrupt_that_is_not(tmp_path):
+    """Whole, hurt and whole again, compared before every step."""
+    more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
+    live(job(more=more), faults=[kill(3, during="backward", step=5)], back={3: 10})
+    assert not told(tmp_path / "events", Corrupted)
+
+
+def told(path, kind):
+    return [one.event for one in Follower(path).news() if isinstance(one.event, kind)]
 
 
 @pytest.mark.parametrize("spoil", ["samples_not_rewound", "dealt_units_swapped_and_not_compared"])

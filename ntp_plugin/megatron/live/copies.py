@@ -195,6 +195,24 @@ class JobCopies:
 
     def restore(self, make_room: Callable[[Mapping[str, Any]], Sequence[Part]], members: Sequence[int]) -> None:
         """Have the newest version of which sound copies are there; all members come together."""
+        peers: dict[Address, Peer] = {}
+        try:
+            self._restore(make_room, members, peers)
+        finally:
+            for peer in peers.values():
+                peer.close()
+
+    def _restore(
+        self,
+        make_room: Callable[[Mapping[str, Any]], Sequence[Part]],
+        members: Sequence[int],
+        peers: dict[Address, Peer],
+    ) -> None:
+        def peer(address: Address) -> Peer:
+            if address not in peers:
+                peers[address] = Peer(address, run=self._run, secret=self._secret, timeout_s=_TIMEOUT_S)
+            return peers[address]
+
         teller = min(slot for slot in members if self._host_of(slot) == self._host)
         failed: StateLost | None = None
         for version in self._chosen:
@@ -206,17 +224,17 @@ class JobCopies:
                 teller=teller == self._slot,
                 tell_all=_tell_all,
                 address=self._server.address,
-                peer=lambda address: Peer(address, run=self._run, secret=self._secret, timeout_s=_TIMEOUT_S),
+                peer=peer,
                 trouble=self._trouble,
             )
             parts = make_room(restoration.kinds())
             try:
                 done = restoration.fill(parts)
+                restoration.verify(parts, self._run)
             except StateLost as error:
                 failed = error
                 self._trouble(str(error))
                 continue
-            restoration.verify(parts, self._run)
             self._go_back_to(version.step, restoration.extras())
             self._teller.tell(
                 telemetry.Restored(

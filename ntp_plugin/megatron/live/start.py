@@ -25,6 +25,7 @@ from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
+from ntp_plugin.megatron.live.watch import ReplicaWatch
 from ntp_plugin.megatron.refusals import draws_exact_masks
 from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.planning.topology import Topology
@@ -73,6 +74,7 @@ class LiveJob:
             self.trainer,
             surroundings=self.state,
             samples=self.samples,
+            watch=ReplicaWatch(args, policy, topology, trainer=self.trainer, teller=self.teller),
             teller=self.teller,
         )
         self._alone = Alone()

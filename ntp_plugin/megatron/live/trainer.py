@@ -21,6 +21,7 @@ from megatron.core.distributed import finalize_model_grads
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.errors import BelowMinimum, Refused, StateLost
 from ntp_plugin.megatron import hooks
@@ -364,6 +365,20 @@ class MegatronTrainer:
             adopt(next(counts for counts in told if counts), self._args, self._anatomy, self._loop)
             if self.copies is not None:
                 self.copies.steps = self.copies.state_of = self._args.iteration
+
+    @property
+    def slot_number(self) -> int:
+        return self._groups.slot
+
+    def held_alike(self) -> Iterator[tuple[Piece, dict[str, torch.Tensor]]]:
+        """What every replica has, by the pieces that this rank has of it."""
+        layout = self.layout(self.lost, self._idle)
+        naming, slot = self._naming(layout), layout.slot
+        for name, tensor in naming.tensors.items() if not layout.is_idle else ():
+            whole = f"r{slot.replica}{naming.stage(name)}" + f"t{slot.tp}" * (not tensor.family)
+            entries = self._state.entries(name)
+            piece = naming.piece(name, naming.places(name), 0, entries[WEIGHT].numel(), whole)
+            yield piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
 
     @torch.no_grad()
     def wait_for_weights(self) -> None:

@@ -22,6 +22,7 @@ from ntp_plugin.megatron.live.loop import Loop
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
+from ntp_plugin.megatron.live.watch import ReplicaWatch
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Committed, Teller
 
@@ -43,10 +44,12 @@ class TrainingStep:
         *,
         surroundings: LoopState,
         samples: Samples,
+        watch: ReplicaWatch,
         teller: Teller,
     ) -> None:
         self._args, self._loop, self._rank, self._trainer = args, loop, rank, trainer
         self._surroundings, self._samples, self._teller = surroundings, samples, teller
+        self._watch = watch
         surroundings.catch_up, surroundings.consumed = self.catch_up, self._consumed
         self._somebody_asks = False
         self._kinds: tuple[int, Mapping[str, int]] | None = None
@@ -83,6 +86,7 @@ class TrainingStep:
             self._somebody_asks = False
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a newcomer comes in")
+        self._watch.look()
         self._losses, self._norm, self._skipped = [], None, False
         if self._trainer.idle:
             self._vote(_nothing)

@@ -1,0 +1,153 @@
+"""What copies cost a job in which nothing is lost: the evidence for `make show-copies`.
+
+    python -m benchmarks.copies            300 pairs of steps; to be run on a quiet machine
+    SCALE=ci python -m benchmarks.copies   the slice for CI
+
+A live Megatron job with the distributed optimizer, TP2 x DP2, copies its state after every second step
+(`--ntp-copies-lag-steps 1`). So each step beside which a copy is made has one before it beside which none is, in the
+same job on the same machine, and the ratio of the two is a pair. With `far`, the four ranks stand for two hosts and
+each copy goes to the other one as well.
+
+A copy costs what its bytes cost: they are read twice (digest, copying), written once, and for a far copy sent, received
+and read again. On a machine whose processors are all busy with the step this is time of the step; with a processor to
+spare it is none. So the measured time of a step is told beside the time that the bytes take by themselves at the speeds
+that are measured here, one processor each. The claim is: a ratio of at most 1.03, or not more than these bytes explain.
+
+How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
+its main weights keep, each held once per TP slot, what is replicated as often as there are slots.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import evidence
+from benchmarks.overhead import row
+from benchmarks.parity.job import Job
+from benchmarks.parity.layouts import BASE, MODELS
+from benchmarks.parity.live import live
+from ntp_plugin.copies import digest
+from ntp_plugin.telemetry import Committed, Copied, Follower
+
+SEED = 1234
+BOUND = 1.03
+FULL, CI = 300, 20
+WARM_UP = 4
+RANKS, TP = 4, 2
+LARGER = "--hidden-size 256 --ffn-hidden-size 640 --kv-channels 16 --num-layers 4 --vocab-size 2000 --seq-length 64"
+LARGER += " --max-position-embeddings 64"
+NUMBERS = 3
+"""Main weights and two moments."""
+
+
+def run(pairs: int, *, per_host: int) -> tuple[list[float], list[Copied], list[float]]:
+    """The ratios of steps with a copy to those before them, the copies, and the seconds of steps without."""
+    steps = 2 * (pairs + WARM_UP)
+    with tempfile.TemporaryDirectory() as folder:
+        events = Path(folder) / "events"
+        more = f"--use-distributed-optimizer --overlap-grad-reduce --train-iters {steps} --ntp-copies-lag-steps 1"
+        job = Job(
+            model=MODELS[BASE],
+            tp=TP,
+            dp=RANKS // TP,
+            enabled=True,
+            dtype="float32",
+            per_host=per_host,
+            more=f"{more} {LARGER} --ntp-events={events}",
+        )
+        live(job, timeout_s=240 + 2.0 * steps)
+        told = [one.event for one in Follower(events).news()]
+    seconds: dict[int, float] = {}
+    for event in told:
+        if isinstance(event, Committed):
+            seconds[event.step] = max(seconds.get(event.step, 0.0), event.seconds)
+    copied = [event for event in told if isinstance(event, Copied)]
+    beside = sorted({event.step + 1 for event in copied} - set(range(2 * WARM_UP)))
+    pairs_found = [(seconds[step], seconds[step - 1]) for step in beside if step in seconds and step - 1 not in beside]
+    return [on / off for on, off in pairs_found], copied, [off for _, off in pairs_found]
+
+
+def speeds() -> dict[str, float]:
+    """Bytes a second on one processor: of digests and of copying into shared memory that is there."""
+    size = 1 << 24
+    values = [torch.randn(size) for _ in range(NUMBERS)]
+    runs = digest.runs_of((size,), 0, ((0, size),))
+    target = torch.empty(size)
+    return {
+        "digest": _speed(lambda: digest.digests(values, runs, salts=["a", "b", "c"]), NUMBERS * size * 4),
+        "copying": _speed(lambda: target.copy_(values[0]), size * 4),
+    }
+
+
+def _speed(work: Any, size: int) -> float:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return size / statistics.median(times)
+
+
+def bytes_wanted() -> int:
+    """Of all ranks together, for one version."""
+    hidden, ffn, layers, heads, groups, channels = 256, 640, 4, 16, _groups(), 16
+    vocabulary = -(-2000 // (32 * TP)) * 32 * TP
+    cut = 2 * vocabulary * hidden
+    cut += layers * (hidden * (heads + 2 * groups) * channels + heads * channels * hidden + 3 * hidden * ffn)
+    replicated = (2 * layers + 1) * hidden
+    return (cut + TP * replicated) * NUMBERS * 4
+
+
+def _groups() -> int:
+    words = MODELS[BASE].split()
+    return int(words[words.index("--num-query-groups") + 1])
+
+
+def explained(copied: list[Copied], off: list[float], speed: dict[str, float], *, far: bool) -> float:
+    """The ratio that there would be if all bytes took time of the step, on all processors of this machine."""
+    size = sum(event.size for event in copied if event.step == copied[-1].step)
+    each = size / speed["digest"] + size / speed["copying"]
+    if far:
+        each += size / speed["digest"] + 3 * size / speed["copying"]
+    return 1 + each / (os.cpu_count() or 1) / statistics.median(off)
+
+
+def main(scale: str) -> int:
+    pairs = CI if scale == "ci" else FULL
+    speed, rows, holds = speeds(), [], True
+    for what, per_host in (("near copies of each second step / none", 0), ("near and far copies / none", RANKS // 2)):
+        ratios, copied, off = run(pairs, per_host=per_host)
+        by_bytes = explained(copied, off, speed, far=bool(per_host))
+        versions = {event.step for event in copied if event.step}
+        sizes = {sum(event.size for event in copied if event.step == step) for step in versions}
+        slack = 64 * RANKS * 200  # each value begins at a multiple of 64 bytes
+        exact = all(bytes_wanted() <= size <= bytes_wanted() + slack for size in sizes)
+        found = row(what, ratios) | {
+            "explained_by_bytes": round(by_bytes, 4),
+            "bytes": max(sizes),
+            "bytes_wanted": bytes_wanted(),
+            "step_ms": round(1000 * statistics.median(off), 1),
+            "copy_ms": round(1000 * statistics.median(event.seconds for event in copied), 1),
+        }
+        rows.append(found)
+        holds &= exact and (found["ratio"] <= max(BOUND, by_bytes) or scale == "ci")
+    holds &= speed["digest"] >= 1e9
+    return evidence.show(
+        "copies",
+        holds=holds,
+        seed=SEED,
+        rows=rows,
+        scale=scale or "default",
+        bound=BOUND,
+        gb_per_s={name: round(value / 1e9, 2) for name, value in speed.items()},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ.get("SCALE", "")))

@@ -1,0 +1,54 @@
+"""Silent corruption: who holds other bits than the others, of what all replicas hold alike. PURE.
+
+Everybody tells a digest of each tensor's part that it has. The parts of one *whole* add up to the digest of the tensor,
+however it is cut, so wholes of different layouts can be compared. With three wholes or more the most frequent number
+is taken for right; of two that differ nobody can say which is wrong. Inside of a whole that is wrong those slots are
+to blame whose part differs from the same part of a right one; where that is cut otherwise, all of them may be.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from ntp_plugin.copies.digest import MODULUS
+
+type Told = Mapping[str, tuple[str, str, int]]
+"""What one slot has: a tensor's values -> the whole that they are of, which part of it, and their digest."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Odd:
+    """Values that are not the same in all wholes: the slots to blame, or all if it cannot be said which are right."""
+
+    values: str
+    slots: tuple[int, ...]
+    certain: bool
+    wholes: int
+
+
+def odd_ones(told: Mapping[int, Told]) -> list[Odd]:
+    """By what all slots have told."""
+    parts: defaultdict[str, defaultdict[str, dict[int, tuple[str, int]]]] = defaultdict(lambda: defaultdict(dict))
+    for slot, theirs in told.items():
+        for values, (whole, part, number) in theirs.items():
+            parts[values][whole][slot] = part, number
+    return [odd for values, wholes in parts.items() if (odd := _judged(values, wholes)) is not None]
+
+
+def _judged(values: str, wholes: Mapping[str, Mapping[int, tuple[str, int]]]) -> Odd | None:
+    totals = {whole: sum(number for _, number in held.values()) % MODULUS for whole, held in wholes.items()}
+    (most, count), *others = Counter(totals.values()).most_common()
+    if not others:
+        return None
+    if count <= len(wholes) / 2:
+        slots = {slot for held in wholes.values() for slot in held}
+        return Odd(values=values, slots=tuple(sorted(slots)), certain=False, wholes=len(wholes))
+    right = {pair for whole, held in wholes.items() if totals[whole] == most for pair in held.values()}
+    wrong = {
+        slot
+        for whole, held in wholes.items()
+        if totals[whole] != most
+        for slot, pair in held.items()
+        if pair not in right
+    }
+    return Odd(values=values, slots=tuple(sorted(wrong)), certain=True, wholes=len(wholes))

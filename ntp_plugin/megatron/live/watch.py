@@ -1,0 +1,73 @@
+"""Replicas compared while they train: what they hold alike is to be the same bits.
+
+A flipped bit in one replica's weights is no error to anybody: it trains on, and its gradients are summed with the
+others'. So every `watch_steps` steps, where a step begins, each rank digests its weights and whatever else the others
+have alike, and all compare. Who is wrong is told where it can be (`copies/watch.py`). Then the job stops, or the wrong
+ranks leave it as if they had died, and what they held comes from the others (`on_sdc`).
+"""
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.copies import digest
+from ntp_plugin.copies.watch import Odd, Told, odd_ones
+from ntp_plugin.errors import SilentCorruption
+from ntp_plugin.megatron.live.trainer import MegatronTrainer
+from ntp_plugin.planning.topology import Topology
+from ntp_plugin.telemetry import Corrupted, Teller
+
+_LOG = logging.getLogger(__name__)
+
+
+class ReplicaWatch:
+    """Looks every so many steps."""
+
+    def __init__(
+        self, args: Any, policy: TrainingPolicy, topology: Topology, *, trainer: MegatronTrainer, teller: Teller
+    ) -> None:
+        self._args, self._topology, self._trainer, self._teller = args, topology, trainer, teller
+        self._every, self._heals = policy.watch_steps, policy.on_sdc == "heal"
+        self._looked_at = -1
+
+    def look(self) -> None:
+        """If it is time; all ranks come together, where a step begins."""
+        step = self._args.curr_iteration
+        if not self._every or not step or step % self._every or step == self._looked_at:
+            return
+        told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()
+        dist.all_gather_object(told, (self._trainer.slot_number, self._digests(step)))
+        odd = odd_ones(dict(told))
+        self._looked_at = step
+        if odd:
+            self._act(odd[0], step)
+
+    def _digests(self, step: int) -> Told:
+        self._trainer.wait_for_weights()
+        found = {}
+        for piece, entries in self._trainer.held_alike():
+            salts = [f"{piece.tensor} {name} {step}" for name in entries]
+            numbers = digest.digests(list(entries.values()), piece.runs, salts=salts)
+            for name, number in zip(entries, numbers, strict=True):
+                found[f"{piece.tensor} ({name})"] = piece.whole, str(piece.ranges), number
+        return found
+
+    def _act(self, odd: Odd, step: int) -> None:
+        slots = ", ".join(str(self._topology.slot_of(slot)) for slot in odd.slots)
+        if odd.certain:
+            what = f"{odd.values} in {slots} is not what the other replicas have after step {step}"
+        else:
+            what = f"{odd.values} differs between {odd.wholes} replicas after step {step}, in one of {slots}"
+        heals = self._heals and odd.certain
+        self._teller.tell(Corrupted(step=step, what=what, slots=slots.split(", "), certain=odd.certain, healed=heals))
+        _LOG.error("silent corruption: %s", what)
+        if heals and self._trainer.slot_number not in odd.slots:
+            return  # they leave, and are missed in this step
+        since = f"step {max(0, step - self._every)}"
+        raise SilentCorruption(
+            f"{what}; at {since} all were alike" if step > self._every else what,
+            way_out="test the hardware of these slots"
+            + ("; the others go on" if heals else f", and restart from a checkpoint of {since} or before"),
+        )

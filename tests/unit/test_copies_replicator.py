@@ -1,0 +1,322 @@
+"""Copies beside the training: of the state as it was when they were begun, two by turns, whatever other hosts do."""
+
+import shutil
+import socket
+import time
+from contextlib import closing
+
+import pytest
+import torch
+
+from ntp_plugin.copies.manifest import Version, view
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.store import FAR, NEAR, Place, Store
+from tests.unit.copies_bytes import bytes_of, wrong_in
+from tests.unit.test_copies_wire import SECRET, There, deaf_server, until
+
+SLOT = 3
+
+
+def near(epoch, number):
+    return Place(kind=NEAR, slot=SLOT, epoch=epoch, number=number)
+
+
+def far(epoch, number):
+    return Place(kind=FAR, slot=SLOT, epoch=epoch, number=number)
+
+
+def some_parts(seed, rows=100):
+    """A part of each of two tensors, with the dtypes that mixed precision has."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces = [
+        Piece(tensor="a", shape=(rows, 40), dim=1, ranges=((30, 40), (0, 10)), start=0, stop=20 * rows),
+        Piece(tensor="b", shape=(70,), dim=0, ranges=((0, 70),), start=11, stop=50, whole="1"),
+    ]
+    dtypes = {"main": torch.float32, "moment": torch.bfloat16}
+    return [
+        Part(
+            piece=piece,
+            values={name: torch.randn(piece.size, generator=generator).to(dtype) for name, dtype in dtypes.items()},
+            numbers={"step": seed},
+        )
+        for piece in pieces
+    ]
+
+
+def snapshot(step, *, epoch=2, parts=None):
+    return Snapshot(
+        version=Version(step=step, epoch=epoch),
+        holders=(1, SLOT),
+        parts=some_parts(step) if parts is None else parts,
+        extras={"consumed": 8 * step},
+    )
+
+
+def kept(parts):
+    return [{name: live.clone() for name, live in part.values.items()} for part in parts]
+
+
+def shown(store, place):
+    """What a copy holds, part by part."""
+    manifest, memory = store.manifest(place), bytes_of(store, place)
+    assert manifest is not None
+    assert wrong_in(store, place) == []
+    return [{entry.name: view(memory, held, entry) for entry in held.entries} for held in manifest.held]
+
+
+def same(found, expected):
+    return all(
+        one.keys() == other.keys()
+        and all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+class Here:
+    """A replicator, its store, and what it told."""
+
+    def __init__(self, folder, *, at_most=None, **options):
+        self.store, self.trouble, self.copied = Store(folder, at_most=at_most), [], []
+        self.replicator = Replicator(
+            self.store,
+            run="run",
+            secret=SECRET,
+            slot=SLOT,
+            trouble=self.trouble.append,
+            done=self.copied.append,
+            **{"timeout_s": 20.0} | options,
+        )
+
+    def copy(self, told):
+        self.replicator.begin(told)
+        until(lambda: self.replicator.through)
+        return self.replicator.ok
+
+    def close(self):
+        self.replicator.close()
+        self.store.close()
+
+
+@pytest.fixture
+def here(tmp_path):
+    with closing(Here(tmp_path / "here")) as here:
+        yield here
+
+
+@pytest.fixture
+def there(tmp_path):
+    with closing(There(tmp_path / "there")) as there:
+        yield there
+
+
+def test_a_snapshot_becomes_a_copy_on_the_own_host(here):
+    parts = some_parts(5)
+    assert here.copy(snapshot(5, parts=parts))
+    ((place, manifest),) = here.store.found()
+    assert place == near(2, 0)
+    assert (manifest.run, manifest.slot, manifest.holders) == ("run", SLOT, (1, SLOT))
+    assert (manifest.version, manifest.extras) == (Version(step=5, epoch=2), {"consumed": 40})
+    assert [(held.piece, held.numbers) for held in manifest.held] == [(part.piece, {"step": 5}) for part in parts]
+    assert same(shown(here.store, place), kept(parts))
+    (copied,) = here.copied
+    assert (copied.version, copied.size, copied.far, copied.wanted) == (manifest.version, manifest.size, 0, 0)
+    assert here.trouble == []
+
+
+def test_what_is_changed_once_it_is_taken_does_not_change_the_copy(here, there):
+    """A large one, so that a copy which is not there yet would show it."""
+    parts = some_parts(5, rows=100_000)
+    before = kept(parts)
+    here.replicator.send_to([there.server.address])
+    here.replicator.begin(snapshot(5, parts=parts))
+    here.replicator.wait_until_taken()
+    for part in parts:
+        for live in part.values.values():
+            live.zero_()
+    until(lambda: here.replicator.through)
+    assert here.replicator.ok
+    assert same(shown(here.store, near(2, 0)), before)
+    assert same(shown(there.store, far(2, 0)), before)
+
+
+def test_far_copies_arrive_at_all_who_keep_them(here, there, tmp_path):
+    with closing(There(tmp_path / "elsewhere")) as elsewhere:
+        here.replicator.send_to([there.server.address, elsewhere.server.address])
+        for step in (5, 6, 7):
+            parts = some_parts(step)
+            assert here.copy(snapshot(step, parts=parts))
+            here.replicator.commit()
+            for each in (there, elsewhere):
+                assert same(shown(each.store, far(2, (step - 5) % 2)), kept(parts))
+        assert [(copied.far, copied.wanted) for copied in here.copied] == [(2, 2)] * 3
+        assert {version.step for _, version, _ in elsewhere.store.versions()} == {6, 7}
+        here.replicator.send_to([there.server.address])
+        assert here.copy(snapshot(8))
+        assert {version.step for _, version, _ in elsewhere.store.versions()} == {6, 7}, "it keeps them no more"
+        assert {version.step for _, version, _ in there.store.versions()} == {7, 8}
+
+
+def test_what_is_committed_is_not_touched_by_the_next_snapshot(here):
+    seen = []
+    for step in (5, 6, 7, 8):
+        assert here.copy(snapshot(step))
+        assert here.replicator.begun == Version(step=step, epoch=2)
+        here.replicator.commit()
+        assert here.replicator.committed == Version(step=step, epoch=2)
+        seen.append({place.number: version.step for place, version, _ in here.store.versions()})
+    assert seen == [{0: 5}, {0: 5, 1: 6}, {0: 7, 1: 6}, {0: 7, 1: 8}]
+    path = here.store.folder / str(near(2, 1))
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    for step in (9, 10):
+        assert here.copy(snapshot(step))
+        assert here.store.manifest(near(2, 0)).version.step == step, "nobody has committed it: the same is used again"
+        assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    assert here.replicator.committed == Version(step=8, epoch=2)
+
+
+def test_a_commit_in_a_newer_epoch_removes_what_older_ones_left(here):
+    for step, epoch in [(5, 2), (6, 2), (7, 4)]:
+        assert here.copy(snapshot(step, epoch=epoch))
+        if epoch == 2:
+            here.replicator.commit()
+    others = [Place(kind=FAR, slot=9, epoch=epoch, number=1) for epoch in (1, 2, 4)]
+    for other in others:
+        here.store.open(other, 10)
+        here.store.complete(other, here.store.manifest(near(4, 0)))
+    assert {place.epoch for place, _ in here.store.found()} == {2, 4}, "until it is committed"
+    here.replicator.commit()
+    assert {path.name for path in here.store.folder.iterdir()} == {
+        f"{place}{end}" for place in (near(4, 0), others[2]) for end in ("", ".json")
+    }
+    assert here.copy(snapshot(8, epoch=4))
+    assert {version.step for place, version, _ in here.store.versions() if place.kind == NEAR} == {7, 8}
+
+
+def test_the_first_commit_of_a_newcomer_removes_what_older_epochs_left(here, tmp_path):
+    with closing(Here(tmp_path / "here")) as dead:
+        assert dead.copy(snapshot(5, epoch=2))
+        dead.replicator.commit()
+    assert here.copy(snapshot(6, epoch=3))
+    here.replicator.commit()
+    assert {version.epoch for _, version, _ in here.store.versions()} == {3}
+
+
+def closed_address():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return closed.getsockname()
+
+
+def test_a_peer_that_is_not_there_is_told_and_the_next_snapshot_is_made(here, there):
+    here.replicator.send_to([closed_address(), there.server.address])
+    for step in (5, 6):
+        assert not here.copy(snapshot(step))
+        assert len(here.trouble) == step - 4
+        assert "was not copied: the process at 127.0.0.1" in here.trouble[-1]
+        assert here.store.manifest(near(2, 0)).version.step == step
+        assert there.store.manifest(far(2, 0)).version.step == step, "the others get theirs"
+    assert [(copied.far, copied.wanted) for copied in here.copied] == [(1, 2)] * 2
+    here.replicator.send_to([there.server.address])
+    assert here.copy(snapshot(7)), "nothing is wrong any more"
+
+
+def test_a_peer_that_comes_back_is_sent_to_again(here, there, tmp_path):
+    """Its process ends the connection, and whoever comes next listens where it did."""
+    with closing(There(tmp_path / "elsewhere")) as elsewhere:
+        here.replicator.send_to([elsewhere.server.address])
+        assert here.copy(snapshot(5))
+    assert not here.copy(snapshot(6))
+    assert here.trouble
+    here.replicator.send_to([there.server.address])
+    assert here.copy(snapshot(7))
+
+
+def test_a_memory_without_room_is_told_and_the_next_snapshot_is_made(tmp_path):
+    with closing(Here(tmp_path, at_most=20_000)) as here:
+        assert not here.copy(snapshot(5, parts=some_parts(5, rows=1000)))
+        (told,) = here.trouble
+        assert "max_host_gb" in told
+        assert list(here.store.found()) == []
+        assert here.copy(snapshot(6))
+
+
+def test_a_peer_without_room_is_told(here, tmp_path):
+    with closing(There(tmp_path / "there", at_most=100)) as there:
+        here.replicator.send_to([there.server.address])
+        assert not here.copy(snapshot(5))
+        (told,) = here.trouble
+        assert "has no room" in told
+        assert here.store.manifest(near(2, 0)) is not None
+
+
+def test_whatever_is_wrong_with_the_memory_is_told_and_the_training_goes_on(tmp_path):
+    with closing(Here(tmp_path / "here")) as here:
+        shutil.rmtree(here.store.folder)
+        here.copy(snapshot(5))
+        assert here.trouble
+        assert not here.replicator.ok
+        here.store.folder.mkdir()
+        assert here.copy(snapshot(6))
+
+
+def test_a_copy_goes_no_faster_than_it_may(tmp_path, there):
+    with closing(Here(tmp_path / "here", bytes_per_s=5e6)) as here:
+        here.replicator.send_to([there.server.address])
+        assert here.copy(snapshot(5, parts=some_parts(5, rows=10_000)))
+        (copied,) = here.copied
+        assert copied.seconds > copied.size / 5e6 > 0.2
+        assert copied.taken_s < copied.seconds
+
+
+def test_a_walk_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
+    parts = some_parts(5, rows=200_000)
+    with deaf_server() as (listening, address), closing(Here(tmp_path, timeout_s=300.0)) as here:
+        here.replicator.send_to([address])
+        here.replicator.begin(snapshot(5, parts=parts))
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.recv(1, socket.MSG_PEEK), "it is on its way"
+            assert not here.replicator.through
+            began = time.monotonic()
+            here.replicator.hold()
+            assert time.monotonic() - began < 5
+            assert here.store.manifest(near(2, 0)).size > 20_000_000, "the own host's copy is there"
+            until(lambda: here.replicator.through)
+        assert not here.replicator.ok
+        assert "was not copied" in here.trouble[0]
+        here.replicator.send_to([])
+        assert here.copy(snapshot(6))
+
+
+def test_a_walk_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
+    """Two that keep the copy are frozen: the next snapshot waits for neither."""
+    with (
+        deaf_server() as (one, first),
+        deaf_server() as (_, second),
+        closing(Here(tmp_path, timeout_s=3.0)) as here,
+    ):
+        here.replicator.send_to([first, second])
+        here.replicator.begin(snapshot(5))
+        connection, _ = one.accept()
+        with connection:
+            assert connection.recv(1, socket.MSG_PEEK)
+            here.replicator.hold()
+            until(lambda: here.replicator.through, 1.5)
+
+
+def test_a_walk_costs_no_far_copy_after_it(here, there):
+    here.replicator.send_to([there.server.address])
+    assert here.copy(snapshot(5))
+    here.replicator.hold()
+    here.replicator.send_to([there.server.address])
+    assert here.copy(snapshot(6, epoch=3))
+
+
+def test_an_idle_replicator_holds_and_closes(tmp_path):
+    with closing(Here(tmp_path)) as here:
+        here.replicator.hold()
+        here.replicator.wait_until_taken()
+        assert here.replicator.through
+        assert here.replicator.ok
+        assert here.replicator.begun is here.replicator.committed is None
+    assert not here.replicator._thread.is_alive()

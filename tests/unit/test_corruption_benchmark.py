@@ -1,0 +1,38 @@
+"""The benchmark of corruption on one injection of each kind, and what it says where digests are not compared."""
+
+import random
+
+import pytest
+import torch
+
+from benchmarks.corruption import CONTROLS, KINDS, TENSORS, Job, dealt, elements, negative_controls, trial
+
+
+@pytest.fixture(scope="module")
+def job():
+    with Job(random.Random(1)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("all_copies", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_injected_is_found_and_the_files_are_as_they_were_then(job, kind, all_copies):
+    for _ in range(2):
+        seen = trial(job, kind, random.Random(f"{kind} {all_copies}"), all_copies=all_copies)
+        assert seen.found, seen.seen
+        assert seen.right_source, seen.seen
+
+
+@pytest.mark.parametrize("evenly", [False, True])
+def test_every_element_is_dealt_once_and_what_is_replicated_to_all(evenly):
+    layout = dealt(range(4), random.Random(2), evenly=evenly)
+    for number, tensor in enumerate(TENSORS):
+        places = torch.cat([elements(pieces[number]) for pieces in layout.values()])
+        counts = torch.bincount(places, minlength=tensor.size)
+        assert counts.tolist() == [4 if tensor.cut == "no" else 1] * tensor.size
+
+
+def test_it_notices_when_digests_are_not_compared():
+    for control in negative_controls(random.Random(3)):
+        assert control["noticed"], control
+        assert control["injected"] == len(CONTROLS)

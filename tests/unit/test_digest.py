@@ -1,0 +1,184 @@
+"""The digest: one number for all cuts of a tensor, and another one for every change of it."""
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ntp_plugin.copies import digest as module
+from ntp_plugin.copies.digest import MODULUS, PAGE, digest, digests, runs_of
+from ntp_plugin.copies.pieces import Piece, indices
+from tests.unit.test_copies_pieces import cuts, places_of, shapes
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
+dtypes = st.sampled_from(DTYPES)
+seeds = st.integers(0, 1 << 32)
+
+
+def bits(shape, dtype, seed):
+    """Every pattern of bits is a value: NaNs of all sorts, too."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def of_whole(values, salt="salt"):
+    return digest(values, runs_of(values.shape, 0, ((0, values.shape[0]),)), salt=salt)
+
+
+def of_pieces(values, pieces):
+    flat = values.reshape(-1)
+    return sum(digest(flat[indices_of(piece)], piece.runs, salt="salt") for piece in pieces) % MODULUS
+
+
+def indices_of(piece):
+    return indices(piece.runs.starts, piece.runs.lengths)
+
+
+def odd_number(number):
+    number = number * 0x9E3779B97F4A7C15 % MODULUS
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
+    number = (number ^ number >> 27) * 0x94D049BB133111EB % MODULUS
+    return (number ^ number >> 31) | 1
+
+
+def by_hand(values, places, salt="salt"):
+    """Word by word, with Python's integers."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[values.element_size()]
+    each = max(1, values.element_size() // 4)
+    seed = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest())
+    words = values.reshape(-1).view(width).tolist()
+    found = 0
+    for index, word in enumerate(words):
+        place = places[index // each] * each + index % each
+        found += (word + seed) * odd_number(place % PAGE - PAGE) * odd_number(place // PAGE)
+    return found % MODULUS
+
+
+@settings(max_examples=50)
+@given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), cuts(shape))), dtypes, seeds)
+def test_the_sum_over_every_cut_is_one_number(case, dtype, seed):
+    shape, pieces = case
+    values = bits(shape, dtype, seed)
+    assert of_pieces(values, pieces) == of_whole(values)
+
+
+@settings(max_examples=40)
+@given(shapes.flatmap(cuts), dtypes, seeds, st.text(max_size=4))
+def test_it_is_the_number_of_its_definition(pieces, dtype, seed, salt):
+    values = bits(pieces[0].shape, dtype, seed).reshape(-1)
+    for piece in pieces:
+        part = values[places_of(piece)]
+        assert digest(part, piece.runs, salt=salt) == by_hand(part, places_of(piece), salt)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("long", [True, False])
+def test_it_is_the_number_of_its_definition_on_later_pages_too(dtype, long, monkeypatch):
+    monkeypatch.setattr(module, "_LONG", 1 if long else 1 << 60)
+    start, size = PAGE - 700, 1500
+    values = bits((size,), dtype, 3)
+    runs = Piece(tensor="t", shape=(3 * PAGE,), dim=0, ranges=((0, 3 * PAGE),), start=start, stop=start + size).runs
+    assert digest(values, runs, salt="salt") == by_hand(values, range(start, start + size))
+
+
+LARGE = (150, 600)
+"""Pages begin in the middle of rows, and a part along the second dim has runs below the threshold only."""
+
+
+@settings(max_examples=8)
+@given(cuts(LARGE), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), seeds)
+def test_long_and_short_runs_across_pages_add_up_to_one_number(pieces, dtype, seed):
+    values = bits(LARGE, dtype, seed)
+    assert values.numel() > 2 * PAGE
+    assert of_pieces(values, pieces) == of_whole(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_one_number_whichever_way_it_is_computed(dtype, monkeypatch):
+    values = bits(LARGE, dtype, 1)
+    by_rows, by_columns = runs_of(LARGE, 0, ((0, 150),)), runs_of(LARGE, 1, ((0, 250), (250, 600)))
+    expected = of_whole(values)
+    assert digest(values, by_columns, salt="salt") == expected
+    monkeypatch.setattr(module, "_LONG", 1)
+    assert digest(values, by_columns, salt="salt") == expected, "as long runs"
+    monkeypatch.setattr(module, "_LONG", 1 << 60)
+    assert digest(values, by_rows, salt="salt") == expected, "as short runs"
+
+
+@settings(max_examples=30)
+@given(shapes, seeds)
+def test_several_tensors_at_once_have_the_numbers_of_each(shape, seed):
+    several = [bits(shape, dtype, seed) for dtype in DTYPES]
+    runs = runs_of(shape, 0, ((0, shape[0]),))
+    salts = [f"salt {number}" for number in range(len(several))]
+    each = [digest(values, runs, salt=salt) for values, salt in zip(several, salts, strict=True)]
+    assert digests(several, runs, salts=salts) == each
+
+
+@settings(max_examples=50)
+@given(shapes, dtypes, seeds, st.data())
+def test_every_flip_of_one_bit_is_found(shape, dtype, seed, data):
+    values = bits(shape, dtype, seed)
+    flipped = values.clone()
+    memory = flipped.view(-1).view(torch.uint8)
+    bit = data.draw(st.integers(0, 8 * len(memory) - 1))
+    memory[bit // 8] ^= 1 << bit % 8
+    assert of_whole(flipped) != of_whole(values)
+
+
+@settings(max_examples=50)
+@given(dtypes, seeds, st.data())
+def test_a_swap_of_two_elements_or_rows_is_found(dtype, seed, data):
+    values = bits((5, 4), dtype, seed)
+    dim = data.draw(st.integers(0, 1))
+    one, other = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2, unique=True))
+    order = torch.arange(values.shape[dim])
+    order[[one, other]] = order[[other, one]]
+    at, beside = data.draw(st.lists(st.integers(0, 19), min_size=2, max_size=2, unique=True))
+    elements = values.clone().view(-1)
+    elements[[at, beside]] = elements[[beside, at]]
+    raw = values.view(torch.uint8)
+    for swapped in (values.index_select(dim, order), elements.view(5, 4)):
+        assume(not torch.equal(swapped.view(torch.uint8), raw))
+        assert of_whole(swapped) != of_whole(values)
+
+
+@given(seeds, st.lists(st.integers(0, 4999), min_size=2, max_size=2, unique=True))
+def test_two_signs_that_flip_are_found(seed, at):
+    values = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    flipped = values.clone()
+    flipped[at] *= -1
+    assert of_whole(flipped) != of_whole(values)
+
+
+@given(shapes, dtypes, seeds)
+def test_another_salt_is_another_number(shape, dtype, seed):
+    values = bits(shape, dtype, seed)
+    assert of_whole(values, "run 3 t weight") != of_whole(values, "run 4 t weight")
+
+
+def test_an_element_that_is_missing_or_held_twice_is_found():
+    values = torch.zeros(100)
+    half = {"tensor": "t", "shape": (100,), "dim": 0, "ranges": ((0, 100),)}
+    cut = [(0, 50), (50, 100)], [(0, 50), (51, 100)], [(0, 51), (50, 100)]
+    whole, missing, twice = (
+        of_pieces(values, [Piece(**half, start=start, stop=stop) for start, stop in each]) for each in cut
+    )
+    assert whole == of_whole(values)
+    assert len({whole, missing, twice}) == 3
+
+
+def test_the_bits_of_nans_and_zeros_count():
+    nans = [torch.tensor([0x7FC00000 | payload, 0], dtype=torch.int32).view(torch.float32) for payload in (0, 1, 341)]
+    assert all(values[0].isnan() for values in nans)
+    zeros = [torch.tensor([zero, 1.0]) for zero in (0.0, -0.0)]
+    assert len({of_whole(values) for values in nans + zeros}) == 5
+
+
+def test_nothing_has_the_digest_zero():
+    nothing = Piece(tensor="t", shape=(4, 3), dim=1, ranges=((0, 2),), start=5, stop=5)
+    assert digest(torch.empty(0), nothing.runs, salt="salt") == 0
+    assert digest(torch.empty(4, 0), runs_of((4, 3), 1, ()), salt="salt") == 0
