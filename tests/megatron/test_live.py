@@ -280,7 +280,7 @@ def test_units_that_are_put_in_the_wrong_place_are_noticed_by_their_digest():
         live(job(spoil="dealt_units_swapped"), faults=[kill(3, during="backward", step=5)])
 
 
-@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"])
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --overlap-grad-reduce"])
 def test_a_flipped_bit_stops_the_job(more):
     """Of two replicas nobody can say which is wrong."""
     with pytest.raises(
