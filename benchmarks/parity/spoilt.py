@@ -15,7 +15,7 @@ from ntp_plugin.megatron import checkpoints
 from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_groups import Made
-from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.lane_sync import LaneSync, bare
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
@@ -248,6 +248,17 @@ def replicas_begin_apart() -> None:
         compare(trainer)
 
     _put(MegatronTrainer, "_refuse_unequal_replicas", apart)
+
+
+def a_buffer_that_nobody_knows() -> None:
+    """The model has one, which its checkpoints hold."""
+    begin = MegatronTrainer.begin
+
+    def odd(trainer: MegatronTrainer) -> None:
+        bare(trainer._anatomy.chunks[0]).register_buffer("odd", torch.ones(3))
+        begin(trainer)
+
+    _put(MegatronTrainer, "begin", odd)
 
 
 def a_bit_flips() -> None:

@@ -158,6 +158,7 @@ class CopyPolicy:
     lag_steps: int = key(
         0, help="steps that are left out between two copies: a loss costs one more for each", at_least=0, at_most=10_000
     )
+    strict: bool = key(True, help="refuse state of which nobody knows what becomes of it when it comes from copies")
     max_host_gb: float | None = key(None, help="refuse copies that take more of a host's memory", at_least=0.000001)
     gb_per_s: float | None = key(None, help="send far copies no faster than this, per process", at_least=0.000001)
 

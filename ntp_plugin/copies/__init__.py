@@ -7,6 +7,7 @@
     wire.py         copies from host to host
     replicator.py   makes them beside the training
     restore.py      puts a version of the state together from them, in whatever layout
+    inventory.py    what becomes of every piece of state
     watch.py        who holds other bits than the others, of what all hold alike
 
 A *version* is the state after a step, in the layout of an epoch. Its parts are with its *holders*, the slots that

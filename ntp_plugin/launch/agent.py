@@ -280,7 +280,7 @@ class TolerantAgent(LocalElasticAgent):
 
     def _end_copies(self) -> None:
         """Where the job did not end well, they may be all that is left of its last steps."""
-        if any(path.is_dir() for path in self._copies.path.iterdir()):
+        if any(self._copies.path.glob("*/*.json")):
             self._copies.leave()
             _say(f"copies of the last steps stay in {self._copies.path} until the next run: see ntp copies --help")
         else:

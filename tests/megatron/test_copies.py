@@ -10,7 +10,7 @@ from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, OLD, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
-from ntp_plugin.errors import StateLost
+from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.telemetry import Committed, Copied, CopyTrouble, Follower, Restored
 from ntp_plugin.testing.faults import kill
 from tests.megatron.test_live import IN_A_STEP, IN_A_WALK, assert_every_sample_once, assert_same_training, widths
@@ -201,6 +201,29 @@ def test_copies_may_lag(events):
     assert_little_was_lost(events, lag=3)
     steps = sorted({event.step for event in told(events, Copied) if event.step < 12})
     assert steps == [0, 4, 8], steps
+
+
+def test_a_host_without_room_for_copies(events):
+    """That is told, and costs no step; a loss then ends the job, which says why."""
+    more = f"{OVERLAP} --ntp-copies-max-host-gb 0.0001 --ntp-events={events}"
+    lived, _ = live(job(more))
+    assert_same_training(lived)
+    assert any("max_host_gb" in event.what for event in told(events, CopyTrouble))
+    assert not told(events, Copied)
+    with pytest.raises(StateLost, match="no version of it of which all parts are copied"):
+        live(job(more), faults=[kill(3, during="backward", step=5)])
+
+
+def test_copies_that_are_off():
+    with pytest.raises(StateLost, match=r"r1\.s0\.t1 lost .* switch copies on"):
+        live(job(f"{OVERLAP} --ntp-copies-mode off"), faults=[kill(3, during="backward", step=5)])
+
+
+def test_state_that_nobody_knows_is_refused():
+    with pytest.raises(Refused, match=r"nobody knows what becomes of the buffer .*odd.*--no-ntp-copies-strict"):
+        live(job(spoil="a_buffer_that_nobody_knows"))
+    lived, _ = live(job(f"{OVERLAP} --no-ntp-copies-strict", spoil="a_buffer_that_nobody_knows"))
+    assert_same_training(lived)
 
 
 def test_is_bit_for_bit_a_run_that_was_planned_so():

@@ -5,13 +5,8 @@ is told with the vote. So a loss costs the step in flight and the one before it,
 not through; with `copies.lag_steps` as many more.
 
 What. What the optimizer of a rank steps, and all that it keeps for it (`megatron/shards.py`), and how far the job had
-come. The weights follow from that. Everything else in a Megatron job is made anew by the walk or is nobody's own:
-
-    main weights, moments, steps of the optimizer       exact
-    samples consumed, schedule, loss scale              exact
-    generators of random numbers                        exact, where the slot is still there
-    weights, gradient buffers, buckets, lanes           made from the others
-    timers, the machine for repeated steps              as they were when the section began
+come. The weights follow from that. Everything else in a Megatron job is made anew by the walk or is nobody's own
+(`INVENTORY`). A model may have more: buffers that its checkpoints hold, weights that nobody steps. That is refused.
 
 Going back. The state that is put together may be of an earlier step than the one the job has come to. The sections that
 are over stay over, with what they have told. The steps that are missing are taken again when the next section begins
@@ -21,7 +16,7 @@ are over stay over, with what they have told. The steps that are missing are tak
 import logging
 import random
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,12 +26,14 @@ import torch.distributed as dist
 from ntp_plugin import telemetry
 from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.copies import restore
+from ntp_plugin.copies.inventory import EXACT, RECOMPUTE, RESET, Item, require_known
 from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.replicator import Copied, Part, Replicator, Snapshot
 from ntp_plugin.copies.restore import Restoration
 from ntp_plugin.copies.store import Store
 from ntp_plugin.copies.wire import Address, Peer, Server, own_address
 from ntp_plugin.errors import StateLost
+from ntp_plugin.megatron.lane_sync import bare
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.planning.copy_placement import keepers, place_copies
@@ -47,6 +44,16 @@ from ntp_plugin.telemetry import CopyTrouble, Teller
 _LOG = logging.getLogger(__name__)
 _SECRET = "what those know who may ask for copies"
 _TIMEOUT_S = 10.0
+
+INVENTORY = (
+    Item(pattern="stepped *", becomes=EXACT, why="main weights, with what the optimizer keeps for them"),
+    Item(pattern="counted *", becomes=EXACT, why="samples consumed, schedule, loss scale"),
+    Item(pattern="drawn *", becomes=EXACT, why="generators of random numbers, where the slot is still there"),
+    Item(pattern="weight *", becomes=RECOMPUTE, why="what is stepped, rounded"),
+    Item(pattern="summed *", becomes=RESET, why="gradients, buckets and lanes are of the step in flight"),
+    Item(pattern="timed *", becomes=RESET, why="timers, and the machine for repeated steps, are as the section began"),
+)
+"""What becomes of all that a Megatron job has, by the first word of its name."""
 
 type Parts = Callable[[], Sequence[Part]]
 
@@ -66,6 +73,8 @@ class JobCopies:
         newcomer: bool,
     ) -> None:
         """All founders come together."""
+        for name in require_known(_found(anatomy), INVENTORY, strict=policy.strict):
+            _LOG.warning("copies: %s is not copied", name)
         self._args, self._policy, self._topology = args, policy, topology
         self._rank, self._anatomy, self._teller = rank, anatomy, teller
         place = rank.place
@@ -291,6 +300,19 @@ class JobCopies:
     def _optimizer(self) -> Any:
         """Megatron's only one."""
         return self._anatomy.optimizer.chained_optimizers[0]
+
+
+def _found(anatomy: Anatomy) -> Iterator[str]:
+    """What there is in the user's model."""
+    yield from ("counted samples", "counted schedule", "counted loss scale", "drawn random numbers")
+    yield from ("summed gradients", "timed steps")
+    for chunk in map(bare, anatomy.chunks):
+        parameters = dict(chunk.named_parameters())
+        for name, parameter in parameters.items():
+            yield f"weight {name}" if parameter.requires_grad else f"the weight {name}, which nobody steps,"
+        for name, value in chunk.state_dict().items():
+            if name not in parameters and isinstance(value, torch.Tensor) and value.numel():
+                yield f"the buffer {name}"
 
 
 def _tell_all(what: Any) -> list[Any]:

@@ -1,0 +1,89 @@
+"""`ntp run` on two machines, as somebody types it: one of them loses its power, and its shared memory with it."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parity.job import Job
+from benchmarks.parity.layouts import BASE, MODELS
+from ntp_plugin.telemetry import Committed, Copied, Follower, Recovered, Restored
+from tests.ranks.command import NTP, Command
+from tests.ranks.machines import machines
+
+PORT, STEPS = 29400, 40
+ENVIRONMENT = {"NTP_CPU": "float64", "TORCHDYNAMO_DISABLE": "1"}
+LIMITS = "host_s=1.5,store_s=6,hung_s=30"
+ITERATIONS = f"--train-iters {STEPS} --lr-decay-iters {STEPS}"
+MORE = f"{ITERATIONS} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    with machines(2, tmp_path) as hosts:
+        yield hosts
+
+
+def start(hosts, at, folder):
+    events = folder / f"events{at}"
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=f"{MORE} --ntp-events={events}")
+    flags = [
+        *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job"),
+        *("--rdzv-endpoint", f"{hosts.address(1)}:{PORT}", "--rdzv-conf", f"is_host={int(at == 1)}"),
+        *("--local-addr", hosts.address(at), "--ntp-thresholds", LIMITS),
+    ]
+    return hosts.run(at, "run", *flags, *training(job, folder), **ENVIRONMENT), events
+
+
+def training(job, folder):
+    return ["-m", "ntp_plugin.megatron", str(job.recipe), *job.words, "--data-cache-path", str(folder / "samples")]
+
+
+def losses(events):
+    told = [one.event for one in Follower(events).news() if isinstance(one.event, Committed)]
+    return [event.losses["lm loss"] for event in sorted(told, key=lambda event: event.step) if event.samples]
+
+
+def undisturbed(folder):
+    """On one machine, and without copies."""
+    events = folder / "calm"
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=f"{ITERATIONS} --ntp-events={events}")
+    words = [*NTP, "run", "--standalone", "--nproc-per-node", "4", *training(job, folder)]
+    code, said = Command(words, folder / "calm log", **ENVIRONMENT).end(180)
+    assert code == 0, said[-4000:]
+    return losses(events)
+
+
+def copies_left():
+    return set(Path("/dev/shm").glob("ntp-copies-*"))
+
+
+def wait_for_step(step, events, agent, timeout_s=180):
+    deadline, told = time.monotonic() + timeout_s, Follower(events)
+    while not any(isinstance(one.event, Committed) and one.event.step >= step for one in told.news()):
+        assert agent.process.poll() is None, agent.said
+        assert time.monotonic() < deadline, agent.said
+        time.sleep(0.02)
+
+
+def test_a_machine_is_lost_with_the_copies_on_it(two_hosts, tmp_path):
+    """Its ranks' parts of the optimizer come from the copies on the other machine, and no step is missing."""
+    before = copies_left()
+    (agent, events), _ = (start(two_hosts, at, tmp_path) for at in (1, 2))
+    wait_for_step(8, events, agent)
+    two_hosts.kill(2)
+    code, said = agent.end(timeout_s=180)
+    assert code == 0, said[-4000:]
+    told = Follower(events).news()
+    restored = [one.event for one in told if isinstance(one.event, Restored)]
+    assert restored, said[-4000:]
+    assert max(event.again for event in restored) <= 1
+    assert all(event.own and event.here for event in restored), "its own part, and those of the lost host"
+    assert {event.far for one in told if isinstance(event := one.event, Copied) and event.step < 5} == {1}
+    lost = {tuple(event.lost) for one in told if isinstance(event := one.event, Recovered)}
+    assert lost & {("r0.s0.t0", "r0.s0.t1"), ("r1.s0.t0", "r1.s0.t1")}, lost
+    assert len(copies_left() - before) == 1, "those of the killed agent, which would be gone with its machine"
+    expected = dict(enumerate(undisturbed(tmp_path)[::2], start=1))
+    found = {event.step: event.losses["lm loss"] for one in told if isinstance(event := one.event, Committed)}
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert not copies_left() - before, "the next run removes what a dead one has left"

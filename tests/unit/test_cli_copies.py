@@ -1,0 +1,64 @@
+"""`ntp copies` on a folder with copies in it."""
+
+import pytest
+import torch
+
+from ntp_plugin.cli.main import main
+from ntp_plugin.copies.manifest import Version
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.store import Store
+from ntp_plugin.launch.run_folder import COPIES, RunFolder
+from tests.unit.copies_bytes import mapped
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("ntp_plugin.cli.copies.shared_memory", lambda: tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    run = RunFolder(COPIES, tmp_path)
+    store = Store(run.path / "host-0")
+    replicator = Replicator(store, run="ntp/job", secret="", slot=3, trouble=pytest.fail)
+    piece = Piece(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+    part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
+    replicator.begin(Snapshot(version=Version(step=7, epoch=2), holders=(3, 5), parts=[part], extras={}))
+    replicator.close()
+    yield run, store
+    run.leave() if run.path.exists() else None
+
+
+def test_list_tells_which_versions_are_here(folder, capsys):
+    assert main(["copies", "list"]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("ntp/job", "host-0", "7", "1 of 2"))
+
+
+def test_verify_finds_a_changed_byte(folder, capsys):
+    assert main(["copies", "verify"]) == 0
+    assert "right" in capsys.readouterr().out
+    (place, _), *_ = folder[1].found()
+    mapped(folder[1], place)[5] ^= 1
+    assert main(["copies", "verify", str(folder[0].path)]) == 1
+    told = capsys.readouterr().out
+    assert "1 WRONG" in told
+    assert "near-3-e2-0: w (main): not as it was written" in told
+
+
+def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):
+    run, _ = folder
+    assert main(["copies", "clean"]) == 0
+    assert run.path.exists()
+    assert main(["copies", "clean", str(run.path)]) == 2
+    assert "belongs to a run that lives" in capsys.readouterr().err
+    run.leave()
+    assert main(["copies", "clean"]) == 0
+    assert not run.path.exists()
+
+
+def test_what_is_no_folder_of_ours(tmp_path, folder, capsys):
+    assert main(["copies", "clean", str(tmp_path / "none")]) == 2
+    (tmp_path / "other").mkdir()
+    assert main(["copies", "clean", str(tmp_path / "other")]) == 2
+    assert (tmp_path / "other").exists()
+    assert "is no folder of a run" in capsys.readouterr().err
+    assert folder[0].path.exists()

@@ -1,0 +1,18 @@
+"""What nobody knows what becomes of is refused by its name."""
+
+import pytest
+
+from ntp_plugin.copies.inventory import EXACT, Item, require_known
+from ntp_plugin.errors import Refused
+
+KNOWN = (Item(pattern="weight *", becomes=EXACT, why="it is stepped"),)
+
+
+def test_what_is_known():
+    assert require_known(["weight a", "weight b.c"], KNOWN, strict=True) == []
+
+
+def test_what_is_not_known_is_refused_or_told():
+    with pytest.raises(Refused, match="what becomes of buffer x, and 1 more when"):
+        require_known(["weight a", "buffer x", "buffer y"], KNOWN, strict=True)
+    assert require_known(["weight a", "buffer x", "buffer y"], KNOWN, strict=False) == ["buffer x", "buffer y"]
