@@ -1,6 +1,6 @@
 """What copies cost a job in which nothing is lost: the evidence for `make show-copies`.
 
-    python -m benchmarks.copies            300 pairs of steps; to be run on a quiet machine
+    python -m benchmarks.copies            120 pairs of steps; to be run on a quiet machine
     SCALE=ci python -m benchmarks.copies   the slice for CI
 
 A live Megatron job with the distributed optimizer, TP2 x DP2, copies its state after every second step
@@ -37,7 +37,7 @@ from ntp_plugin.telemetry import Committed, Copied, Follower
 
 SEED = 1234
 BOUND = 1.03
-FULL, CI = 300, 20
+FULL, CI = 120, 20
 WARM_UP = 4
 RANKS, TP = 4, 2
 LARGER = "--hidden-size 256 --ffn-hidden-size 640 --kv-channels 16 --num-layers 4 --vocab-size 2000 --seq-length 64"

@@ -244,7 +244,7 @@ def replicas_begin_apart() -> None:
 
     def apart(trainer: MegatronTrainer) -> None:
         if trainer._groups.slot == 1:
-            next(iter(trainer._state.parameters.values())).data[0, 0] += 1e-12
+            next(iter(trainer.state.live.parameters.values())).data[0, 0] += 1e-12
         compare(trainer)
 
     _put(MegatronTrainer, "_refuse_unequal_replicas", apart)
@@ -267,7 +267,7 @@ def a_bit_flips() -> None:
 
     def flipped(step: TrainingStep) -> Any:
         if step._args.curr_iteration == 6 and step._trainer.slot_number == 3:
-            weight = next(iter(step._trainer._state.parameters.values())).data
+            weight = next(iter(step._trainer.state.live.parameters.values())).data
             weight.view(-1)[:1].view(torch.uint8)[0] ^= 1
         return begin(step)
 

@@ -94,16 +94,13 @@ def _sums(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
 
 def _sums_of_long_runs(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
     in_page, ahead = _page_keys(torch.device("cpu"))
-    totals = [0] * (1 + len(parts))
-    first = int(runs.starts.min()) >> _PAGE_BITS
-    pages = _odd_numbers(torch.arange(first, (int((runs.starts + runs.lengths).max()) >> _PAGE_BITS) + 1)).tolist()
-    offset = 0
+    totals, offset = [0] * (1 + len(parts)), 0
     for start, length in zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True):
         place, end = start, start + length
         while place < end:
             page, at = place >> _PAGE_BITS, place & (PAGE - 1)
             stop = min(PAGE, at + end - place)
-            key = pages[page - first]
+            key = _page_key(page)
             totals[0] += key * (ahead[stop] - ahead[at])
             for number, part in enumerate(parts, start=1):
                 bits = part[offset : offset + stop - at].to(torch.int64)
@@ -133,6 +130,15 @@ def _page_keys(device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """Of the places in a page, and the sums of those ahead of each."""
     keys = _odd_numbers(torch.arange(-PAGE, 0, device=device))  # not those of any page
     return keys, [0, *keys.cumsum(0).tolist()]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _page_key(page: int) -> int:
+    """The same as `_odd_numbers` of it: one by one that takes less time than torch takes to begin."""
+    number = page * -0x61C8864680B583EB % MODULUS
+    number = (number ^ number >> 30) * -0x40A7B892E31B1A47 % MODULUS
+    number = (number ^ number >> 27) * -0x6B2FB644ECCEEE15 % MODULUS
+    return (number ^ number >> 31) | 1
 
 
 def _odd_numbers(numbers: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,10 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     ranks.py        Megatron's lists of ranks, after groups were edited
     anatomy.py      a model that is built again elsewhere, and sizes that are taken over from it
     trainer.py      report, plan, stand on
+    state.py        what this rank trains, moved from peers or put in anew from copies
+    copies.py       what only one rank holds, copied while it trains; how far the state has come
+    trainees.py     the world of those who train, where some stand idle
+    watch.py        replicas compared while they train
     hooks.py        everything of Megatron's that a live job has replaced from its start, with the reason of each
 
 Sections. Two ranks are never further apart than one vote: who has left a section knows that all others have ended its

@@ -6,23 +6,18 @@ layout needs is put in their place. So the way does not matter by which a layout
 Megatron runs by itself again.
 """
 
-import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from megatron.core.distributed import finalize_model_grads
 
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.copies.pieces import Piece
-from ntp_plugin.copies.replicator import Part
 from ntp_plugin.errors import BelowMinimum, Refused, StateLost
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_share import BatchShare
@@ -36,26 +31,16 @@ from ntp_plugin.megatron.live.counts import Counts, adopt, count
 from ntp_plugin.megatron.live.loop import Loop
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import Samples
+from ntp_plugin.megatron.live.state import TrainedState
+from ntp_plugin.megatron.live.trainees import Trainees
 from ntp_plugin.megatron.replacements import apply_all
-from ntp_plugin.megatron.shards import (
-    Naming,
-    Stepped,
-    make_room,
-    megatrons_shards,
-    parts,
-    shards_of_lanes,
-    whole_parameters,
-)
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.topology import Slot, Standing, Topology
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Recovered, Teller
-from ntp_plugin.training.cuts import local_shape
-from ntp_plugin.training.rebuilding import MAIN, WEIGHT
 from ntp_plugin.training.relayout import relayout
 from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
-from ntp_plugin.training.sharded_state import ShardedState
 
 _UNITS = "units of all stages"
 _CONNECT_S = 5.0
@@ -89,9 +74,9 @@ class MegatronTrainer:
         """Whether this rank trains nothing, its replica being too narrow; and whether it is the first of who trains."""
         self._idle: frozenset[Slot] = frozenset()
         """All of them."""
-        self._worlds: dict[int, Any] = {}
+        self._trainees = Trainees(self._make_groups, lambda: self._alone)
         self._nominal: Nominal
-        self._state: ShardedState
+        self.state: TrainedState
         self._next: tuple[RelayoutPlan, ...]
         """Of a walk in which state is moved."""
         self._goal: RecoveryPlan
@@ -100,8 +85,6 @@ class MegatronTrainer:
         self._from_copies = self._put_together = False
         """Whether the state of this walk comes from copies; and whether that was begun and has not ended."""
         self._sharded = bool(args.use_distributed_optimizer)
-        self._sync: LaneSync | None = None
-        """In a hurt layout."""
         self._alone: Any = None
         self._own: tuple[Any, Any] | None = None
         """The model's configuration, and how Megatron itself ends a backward."""
@@ -139,13 +122,9 @@ class MegatronTrainer:
                 self._rank.leave_word(_UNITS, of_all)
         self._nominal = nominal_job(layout, self._policy, self._args, of_all)
         plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now, and not when a rank has died
-        self._state = ShardedState(
-            parameters,
-            anatomy.optimizer.optimizer,
-            mains=_mains(anatomy.optimizer, parameters),
-            newcomer=self._newcomer,
+        self.state = TrainedState(
+            anatomy, parameters, self._nominal.units, sharded=self._sharded, newcomer=self._newcomer
         )
-        self._state.refuse_what_cannot_be_cut()
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if not (self._newcomer or self._sharded):
             self._refuse_unequal_replicas()
@@ -166,7 +145,8 @@ class MegatronTrainer:
             newcomer=self._newcomer,
         )
         if not self._newcomer:
-            self.copies.settle(self.layout(), self._parts)
+            layout = self.layout()
+            self.copies.settle(layout, functools.partial(self.state.parts, layout))
 
     def _refuse_unequal_replicas(self) -> None:
         """A move to where everything is already, which compares everything."""
@@ -176,7 +156,7 @@ class MegatronTrainer:
             for rank in range(self._topology.size)
         }
         try:
-            relayout(plan_relayout(self._nominal, held, 0), self._state, self._groups, step=0)
+            relayout(plan_relayout(self._nominal, held, 0), self.state.live, self._groups, step=0)
         except StateLost as found:
             raise Refused(
                 f"the replicas do not begin alike: {found.what}",
@@ -189,7 +169,7 @@ class MegatronTrainer:
         """An update is made in place, so there is no way back."""
         self._walking_since = self._walking_since or time.monotonic()
         loop = self._loop
-        live = None if self._sharded or self._put_together else self._state.held(self._lost).encode()
+        live = None if self._sharded or self._put_together else self.state.live.held(self._lost).encode()
         copied = None if self.copies is None else self.copies.describe()
         held = json.dumps([live, copied])
         return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=held)
@@ -238,15 +218,17 @@ class MegatronTrainer:
         self._put_back()
         if self._from_copies:
             self._put_together = True
-            self._lose_state(agreed)
+            gone = tuple(rank for rank in range(self._topology.size) if rank not in agreed.reports)
+            self._lost = {agreed.view.epoch: gone}
+            self.state.lose(self.layout(self.lost, frozenset(self._goal.idle)), agreed.view.epoch)
         else:
             self._lost = self._next[self.layout().slot.stage].lost
-            relayout(self._next, self._state, self._groups, step=agreed.decision.step)
+            relayout(self._next, self.state.live, self._groups, step=agreed.decision.step)
         if any(report.newcomer for report in agreed.reports.values()):
             self._share_counts()
         assert self._loop.done == agreed.decision.step, "all stand on one step"
         self._idle = frozenset(self._goal.idle)
-        layout = self.layout(self.lost, self._idle)
+        layout = self.layout_now
         self._ranks.tell(layout, self._make_groups)
         self._args.rank, self._args.world_size = layout.rank, len(layout.present)
         self.idle, self.first = layout.is_idle, layout.slots[0] == layout.slot
@@ -254,87 +236,19 @@ class MegatronTrainer:
             self._make_groups(list(wanted_groups(layout, self._goal).values()))
         else:
             self._put_in(layout)
-        if self._sharded:
-            self._shard_again(layout)
+        self.state.shard_again(layout, self.among_those_who_train)
         if self.copies is not None:
             self._settle_copies(self.copies, layout)
         self._newcomer = False
         self._tell(agreed)
 
-    # ------------------------------------------------ state from copies
-
-    def _lose_state(self, agreed: Agreed) -> None:
-        """Make room for parts of the size that they will have; whatever lives is of no use."""
-        epoch, topology = agreed.view.epoch, self._topology
-        gone = tuple(rank for rank in range(topology.size) if rank not in agreed.reports)
-        self._lost = {epoch: gone}
-        layout = self.layout(self.lost, frozenset(self._goal.idle))
-        naming = self._naming(layout)
-        for name, tensor in naming.tensors.items():
-            shape = (0,) if layout.is_idle else local_shape(tensor, naming.units(tensor))
-            entries = {
-                entry: torch.empty(shape, dtype=values.dtype, device=values.device)
-                for entry, values in self._state.entries(name).items()
-                if entry in (WEIGHT, MAIN)
-            }
-            self._state.build(name, epoch, entries, {})
-        self._state.switch()
-
-    def _shard_again(self, layout: Layout) -> None:
-        """Have the optimizer be the one that Megatron builds for the shards of now."""
-        take_back = apply_all(hooks.of_the_optimizer(self._sync), offered=False) if self._sync else _nothing
-        try:
-            self.among_those_who_train(self._anatomy.build_optimizer_again)
-        finally:
-            take_back()
-        if not layout.is_idle:
-            self._state.optimizer = self._anatomy.optimizer.optimizer
-
     def _settle_copies(self, copies: JobCopies, layout: Layout) -> None:
         if self._from_copies:
             members = [self._topology.rank_of(slot) for slot in layout.present]
-            copies.restore(functools.partial(self._make_room, layout), members)
-            self.among_those_who_train(self._have_weights)
+            copies.restore(functools.partial(self.state.make_room, layout), members)
+            self.among_those_who_train(self.state.have_weights)
             self._put_together = False
-        copies.settle(layout, self._parts)
-
-    def _stepped(self, layout: Layout) -> list[Stepped]:
-        naming = self._naming(layout)
-        if not self._sharded:
-            parameters, mains = self._state.parameters, _mains(self._anatomy.optimizer, self._state.parameters)
-            return whole_parameters({name: mains.get(name, parameters[name]) for name in parameters}, naming, layout)
-        if self._sync is not None:
-            return shards_of_lanes(self._sync, naming)
-        (optimizer,) = self._anatomy.optimizer.chained_optimizers
-        names = {parameter: name for name, parameter in self._state.parameters.items()}
-        return megatrons_shards(optimizer, names, naming, layout)
-
-    def _naming(self, layout: Layout) -> Naming:
-        return Naming(layout, self._nominal.units.stages[layout.slot.stage])
-
-    def _parts(self) -> list[Part]:
-        layout = self.layout(self.lost, self._idle)
-        return parts(self._stepped(layout), self._anatomy.optimizer.optimizer)
-
-    def _make_room(self, layout: Layout, kinds: Mapping[str, Any]) -> list[Part]:
-        if layout.is_idle:
-            return []
-        return make_room(self._stepped(layout), self._anatomy.optimizer.optimizer, kinds)
-
-    @torch.no_grad()
-    def _have_weights(self) -> None:
-        """Of what is stepped, on all who train."""
-        if not self._sharded:
-            for name, main in _mains(self._anatomy.optimizer, self._state.parameters).items():
-                self._state.parameters[name].data.copy_(main)
-        elif self._sync is not None:
-            for lanes in self._sync.shards:
-                lanes.begin_spread()
-                lanes.finish_spread()
-        else:
-            self._anatomy.optimizer.chained_optimizers[0]._copy_main_params_to_model_params()
-            for chunk in self._anatomy.chunks:
-                chunk.start_param_sync(force_sync=True)
+        copies.settle(layout, functools.partial(self.state.parts, layout))
 
     def _tell(self, agreed: Agreed) -> None:
         """Whoever looks on hears that this rank goes on, and in which layout."""
@@ -368,52 +282,24 @@ class MegatronTrainer:
 
     @property
     def slot_number(self) -> int:
+        """The nominal rank, which stays."""
         return self._groups.slot
 
-    def held_alike(self) -> Iterator[tuple[Piece, dict[str, torch.Tensor]]]:
-        """What every replica has, by the pieces that this rank has of it."""
-        layout = self.layout(self.lost, self._idle)
-        naming, slot = self._naming(layout), layout.slot
-        for name, tensor in naming.tensors.items() if not layout.is_idle else ():
-            whole = f"r{slot.replica}{naming.stage(name)}" + f"t{slot.tp}" * (not tensor.family)
-            entries = self._state.entries(name)
-            piece = naming.piece(name, naming.places(name), 0, entries[WEIGHT].numel(), whole)
-            yield piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
-
-    @torch.no_grad()
-    def wait_for_weights(self) -> None:
-        """With `--overlap-param-gather` they are on their way when a step ends."""
-        for chunk in self._anatomy.chunks if self._sharded else ():
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
-
-    # ------------------------------------------------ while some stand idle
+    @property
+    def layout_now(self) -> Layout:
+        """The one that the last walk came to."""
+        return self.layout(self.lost, self._idle)
 
     def among_those_who_train[Result](self, work: Callable[[], Result]) -> Result | None:
-        """Something that Megatron does with the whole world, done by those who train as if they were that; all members
-        call this, and it does nothing on the others."""
-        if not self._idle:
-            return work()
-        world = self._world_of_those_who_train()
-        if self.idle:
-            return None
-        with _instead_of_the_world(world):
-            return work()
-
-    def _world_of_those_who_train(self) -> Any:
-        """A group, made once in an epoch."""
-        if self._worlds.keys() != {self._groups.epoch}:
-            layout = self.layout(self.lost, self._idle)
-            (made,) = self._make_groups([layout.slots])
-            self._worlds = {self._groups.epoch: made or self._alone}
-        return self._worlds[self._groups.epoch]
+        """Something that Megatron does with the whole world; all members call this."""
+        return self._trainees.do(work, self.layout_now, self._groups.epoch)
 
     # ------------------------------------------------ Megatron's functions
 
     def _put_back(self) -> None:
         self._take_back()
         self._take_back = _nothing
-        self.share, self._sync, self._samples.make_training = None, None, _as_it_is
+        self.share, self.state.sync, self._samples.make_training = None, None, _as_it_is
         if self._own is not None:
             config, finalize = self._own
             config.finalize_model_grads_func = finalize
@@ -433,7 +319,7 @@ class MegatronTrainer:
         )
         sync, layers = LaneSync(job), UnevenLayers(layout, args, granule=self._policy.granule)
         hurt = layout.hurt
-        self._sync = sync if hurt else None
+        self.state.sync = sync if hurt else None
         self._take_back = apply_all(
             hooks.of_a_layout(job, layers, sync) if hurt else hooks.of_layers(layers), offered=False
         )
@@ -451,36 +337,6 @@ class MegatronTrainer:
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]
         return list(self._groups.make_lanes(tuples, timeout_s=_CONNECT_S))
-
-
-@contextlib.contextmanager
-def _instead_of_the_world(group: Any) -> Iterator[None]:
-    """Its ranks are the global ones then."""
-    everybody, ranks = dist.group.WORLD, c10d._world.pg_group_ranks[group]
-    c10d._world.pg_group_ranks[group] = {own: own for own in ranks.values()}
-    c10d._update_default_pg(group)
-    try:
-        yield
-    finally:
-        c10d._update_default_pg(everybody)
-        c10d._world.pg_group_ranks[group] = ranks
-
-
-def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
-    """The float32 copies that are stepped instead of parameters in bf16, by the parameters' names."""
-    names = {parameter: name for name, parameter in parameters.items()}
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(chained) != 1:
-        raise Refused(
-            f"Megatron made {len(chained)} optimizers for this model, and only one can be taken through a loss",
-            way_out="leave out what some parameters have an optimizer of their own for, or start by torchrun",
-        )
-    (optimizer,) = chained
-    groups = zip(
-        getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
-    )
-    pairs = [pair for halves, mains in groups for pair in zip(halves, mains, strict=True)]
-    return {names[half]: main for half, main in pairs}
 
 
 def _restart(args: Any) -> str:

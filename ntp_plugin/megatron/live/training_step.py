@@ -111,7 +111,7 @@ class TrainingStep:
                     self._schedule()
                 else:
                     self._take()
-                    self._trainer.wait_for_weights()
+                    self._trainer.state.wait_for_weights()
             finally:
                 self._again = False
             args.consumed_train_samples += args.global_batch_size

@@ -45,9 +45,9 @@ class ReplicaWatch:
             self._act(odd[0], step)
 
     def _digests(self, step: int) -> Told:
-        self._trainer.wait_for_weights()
+        self._trainer.state.wait_for_weights()
         found = {}
-        for piece, entries in self._trainer.held_alike():
+        for piece, entries in self._trainer.state.held_alike(self._trainer.layout_now):
             salts = [f"{piece.tensor} {name} {step}" for name in entries]
             numbers = digest.digests(list(entries.values()), piece.runs, salts=salts)
             for name, number in zip(entries, numbers, strict=True):

@@ -1,0 +1,150 @@
+"""What this rank trains: its weights, what its optimizer steps and keeps, in the layout of now.
+
+Moved from peers it stays what it is, tensor by tensor (`training/sharded_state.py`). From copies all of it is put in
+anew: first every parameter is given the size that it will have, then Megatron's model, DDP and optimizer are those of
+the new layout, then what the optimizer steps is filled in, and last the weights are had from it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part
+from ntp_plugin.errors import Refused
+from ntp_plugin.megatron import hooks
+from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.live.anatomy import Anatomy
+from ntp_plugin.megatron.replacements import apply_all
+from ntp_plugin.megatron.shards import (
+    Naming,
+    Stepped,
+    make_room,
+    megatrons_shards,
+    parts,
+    shards_of_lanes,
+    whole_parameters,
+)
+from ntp_plugin.planning.units import ModelUnits
+from ntp_plugin.training.cuts import local_shape
+from ntp_plugin.training.rebuilding import MAIN, WEIGHT
+from ntp_plugin.training.sharded_state import ShardedState
+
+type AmongThoseWhoTrain = Callable[[Callable[[], None]], None]
+
+
+class TrainedState:
+    """Of one rank."""
+
+    def __init__(
+        self, anatomy: Anatomy, parameters: Mapping[str, Any], units: ModelUnits, *, sharded: bool, newcomer: bool
+    ) -> None:
+        self._anatomy, self._units, self._sharded = anatomy, units, sharded
+        mains = _mains(anatomy.optimizer, parameters)
+        self.live = ShardedState(parameters, anatomy.optimizer.optimizer, mains=mains, newcomer=newcomer)
+        self.live.refuse_what_cannot_be_cut()
+        self.sync: LaneSync | None = None
+        """In a hurt layout."""
+
+    # ------------------------------------------------ told
+
+    def parts(self, layout: Layout) -> list[Part]:
+        """What is to be copied, where it lives."""
+        return parts(self._stepped(layout), self._anatomy.optimizer.optimizer)
+
+    def held_alike(self, layout: Layout) -> Iterator[tuple[Piece, dict[str, torch.Tensor]]]:
+        """What every replica has, by the pieces that this rank has of it."""
+        naming, slot = self._naming(layout), layout.slot
+        for name, tensor in naming.tensors.items() if not layout.is_idle else ():
+            whole = f"r{slot.replica}{naming.stage(name)}" + f"t{slot.tp}" * (not tensor.family)
+            entries = self.live.entries(name)
+            piece = naming.piece(name, naming.places(name), 0, entries[WEIGHT].numel(), whole)
+            yield piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
+
+    # ------------------------------------------------ from copies
+
+    def lose(self, layout: Layout, version: int) -> None:
+        """Make room for parts of the size that they will have; whatever lives is of no use."""
+        naming = self._naming(layout)
+        for name, tensor in naming.tensors.items():
+            shape = (0,) if layout.is_idle else local_shape(tensor, naming.units(tensor))
+            entries = {
+                entry: torch.empty(shape, dtype=values.dtype, device=values.device)
+                for entry, values in self.live.entries(name).items()
+                if entry in (WEIGHT, MAIN)
+            }
+            self.live.build(name, version, entries, {})
+        self.live.switch()
+
+    def shard_again(self, layout: Layout, among_those_who_train: AmongThoseWhoTrain) -> None:
+        """With the distributed optimizer, have it be what Megatron builds for the shards of now."""
+        if not self._sharded:
+            return
+        take_back = apply_all(hooks.of_the_optimizer(self.sync), offered=False) if self.sync else None
+        try:
+            among_those_who_train(self._anatomy.build_optimizer_again)
+        finally:
+            if take_back is not None:
+                take_back()
+        if not layout.is_idle:
+            self.live.optimizer = self._anatomy.optimizer.optimizer
+
+    def make_room(self, layout: Layout, kinds: Mapping[str, Any]) -> list[Part]:
+        """Where what the copies have is to be put."""
+        if layout.is_idle:
+            return []
+        return make_room(self._stepped(layout), self._anatomy.optimizer.optimizer, kinds)
+
+    @torch.no_grad()
+    def have_weights(self) -> None:
+        """Of what is stepped; all who train come together."""
+        if not self._sharded:
+            for name, main in _mains(self._anatomy.optimizer, self.live.parameters).items():
+                self.live.parameters[name].data.copy_(main)
+        elif self.sync is not None:
+            for lanes in self.sync.shards:
+                lanes.begin_spread()
+                lanes.finish_spread()
+        else:
+            self._anatomy.optimizer.chained_optimizers[0]._copy_main_params_to_model_params()
+            for chunk in self._anatomy.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    @torch.no_grad()
+    def wait_for_weights(self) -> None:
+        """With `--overlap-param-gather` they are on their way when a step ends."""
+        for chunk in self._anatomy.chunks if self._sharded else ():
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def _stepped(self, layout: Layout) -> list[Stepped]:
+        naming, parameters = self._naming(layout), self.live.parameters
+        if not self._sharded:
+            mains = _mains(self._anatomy.optimizer, parameters)
+            return whole_parameters({name: mains.get(name, parameters[name]) for name in parameters}, naming, layout)
+        if self.sync is not None:
+            return shards_of_lanes(self.sync, naming)
+        (optimizer,) = self._anatomy.optimizer.chained_optimizers
+        return megatrons_shards(optimizer, {value: name for name, value in parameters.items()}, naming, layout)
+
+    def _naming(self, layout: Layout) -> Naming:
+        return Naming(layout, self._units.stages[layout.slot.stage])
+
+
+def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
+    """The float32 copies that are stepped instead of parameters in bf16, by the parameters' names."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chained) != 1:
+        raise Refused(
+            f"Megatron made {len(chained)} optimizers for this model, and only one can be taken through a loss",
+            way_out="leave out what some parameters have an optimizer of their own for, or start by torchrun",
+        )
+    (optimizer,) = chained
+    groups = zip(
+        getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
+    )
+    pairs = [pair for halves, mains in groups for pair in zip(halves, mains, strict=True)]
+    return {names[half]: main for half, main in pairs}
