@@ -342,7 +342,7 @@ def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meetin
             return Got(**found, lost=error.what)
         found["right"] = all(_is_right(job, step, part) for part in parts)
         try:
-            restoration.verify(parts, RUN)
+            restoration.verify(parts)
         except StateLost as error:
             return Got(**found, refused=error.what)
         return Got(**found)

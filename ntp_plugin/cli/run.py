@@ -5,9 +5,11 @@ Everything that is not a flag of ours goes to torchrun as it is.
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.run_folder import COPIES, left_by_the_dead, shared_memory
 from ntp_plugin.recovery.detector import Thresholds
 
 
@@ -35,6 +37,13 @@ def run(words: Sequence[str]) -> int:
         metavar="NAME=S,...",
         help=f"when a rank or a host is taken for lost, in seconds (defaults: {_defaults()})",
     )
+    parser.add_argument(
+        "--ntp-resume",
+        default=None,
+        metavar="FOLDER",
+        help="begin from the copies that a dead run has left in this host's memory (see ntp copies list); latest: the"
+        " newest of them",
+    )
     said, rest = parser.parse_known_args(list(words))
     for flag in ("respawn", "spares"):
         if (number := getattr(said, f"ntp_{flag}")) < 0:
@@ -43,7 +52,19 @@ def run(words: Sequence[str]) -> int:
     from ntp_plugin.launch import agent  # noqa: PLC0415  (brings torch, which no other command needs)
 
     respawn = max(said.ntp_respawn, said.ntp_spares)
-    return agent.run(rest, agent.RunPolicy(respawn=respawn, spares=said.ntp_spares, thresholds=thresholds))
+    resume = _resumed(said.ntp_resume) if said.ntp_resume is not None else None
+    policy = agent.RunPolicy(respawn=respawn, spares=said.ntp_spares, resume=resume, thresholds=thresholds)
+    return agent.run(rest, policy)
+
+
+def _resumed(said: str) -> Path:
+    left = sorted(left_by_the_dead(shared_memory(), COPIES), key=lambda folder: folder.stat().st_mtime)
+    if said == "latest" and left:
+        return left[-1]
+    if Path(said) in left:
+        return Path(said)
+    found = ", ".join(map(str, left)) or "none"
+    raise ConfigError(f"--ntp-resume {said}: there are no copies of a dead run there", way_out=f"on this host: {found}")
 
 
 def _defaults() -> str:

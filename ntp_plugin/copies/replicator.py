@@ -12,10 +12,11 @@ not touched until another one is.
 What goes wrong is told and tried again with the next version. It costs safety, and never the training.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,28 @@ class Copied:
     wanted: int
 
 
+type Beside = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def _beside(parts: Sequence[Part]) -> Beside:
+    """Where the state is on a GPU it is read on a stream of its own, after all that is under way now."""
+    devices = {live.device for part in parts for live in part.values.values() if live.is_cuda}
+    if not devices:
+        return contextlib.nullcontext
+    (device,) = devices
+    until = torch.cuda.current_stream(device).record_event()
+
+    @contextlib.contextmanager
+    def on_its_own_stream() -> Iterator[None]:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_event(until)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    return on_its_own_stream
+
+
 class Replicator:
     """Makes copies for one slot."""
 
@@ -78,7 +101,7 @@ class Replicator:
         self._trouble, self._done = trouble, done
         self._peers: dict[Address, Peer] = {}
         self._far: Sequence[Address] = ()
-        self._work: tuple[Snapshot, Place] | None = None
+        self._work: tuple[Snapshot, Place, Beside] | None = None
         self._wake, self._taken, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._taken.set()
         self._idle.set()
@@ -108,7 +131,7 @@ class Replicator:
         self._given_up = False
         self._taken.clear()
         self._idle.clear()
-        self._work = snapshot, place
+        self._work = snapshot, place, _beside(snapshot.parts)
         self._wake.set()
 
     def wait_until_taken(self) -> None:
@@ -175,10 +198,11 @@ class Replicator:
                 self._taken.set()
                 self._idle.set()
 
-    def _copy(self, snapshot: Snapshot, place: Place) -> bool:
+    def _copy(self, snapshot: Snapshot, place: Place, beside: Beside) -> bool:
         began = time.monotonic()
         try:
-            manifest, memory = self._take(snapshot, place)
+            with beside():
+                manifest, memory = self._take(snapshot, place)
         except NoRoom as error:
             self._trouble(str(error))
             return False

@@ -210,8 +210,9 @@ class Restoration:
 
     # ------------------------------------------------ in the end
 
-    def verify(self, parts: Sequence[Part], run: str) -> None:
+    def verify(self, parts: Sequence[Part]) -> None:
         """Raise unless the wholes of what everybody has now are those of the copies; all members together."""
+        run = self.sources[0].manifest.run
         mine: dict[tuple[str, str, str], int] = {}
         for part in parts:
             salts = [salt(run, self.version.step, part.piece.tensor, name) for name in part.values]

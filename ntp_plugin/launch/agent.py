@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed.launcher.api as launcher
@@ -48,6 +49,8 @@ class RunPolicy:
 
     respawn: int = 0
     spares: int = 0
+    resume: Path | None = None
+    """A folder of copies that the job begins from."""
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
 
 
@@ -146,7 +149,12 @@ class TolerantAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         place = self._tenancy
         self._folder = RunFolder("ntp-run-")
-        self._copies = RunFolder(COPIES, removing=lambda left: _say(f"removing {left}, of a run that is dead"))
+        resume = self.policy.resume
+        self._copies = RunFolder(
+            COPIES, sparing=resume, removing=lambda left: _say(f"removing {left}, of a run that is dead")
+        )
+        if resume is not None:
+            os.environ["NTP_RESUME"] = str(resume)
         os.environ["NTP_COPIES"] = str(self._copies.path)
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)

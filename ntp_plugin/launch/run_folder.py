@@ -22,11 +22,18 @@ class RunFolder:
     """A new folder that this process owns until `remove`, or until it ends."""
 
     def __init__(
-        self, prefix: str, parent: Path | None = None, *, removing: Callable[[Path], None] = lambda _: None
+        self,
+        prefix: str,
+        parent: Path | None = None,
+        *,
+        sparing: Path | None = None,
+        removing: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Those of dead runs go; `removing` is told of each."""
+        """Those of dead runs go, all but the one that is `sparing`; `removing` is told of each."""
         beside = parent or shared_memory()
         for left in left_by_the_dead(beside, prefix):
+            if left == sparing:
+                continue
             removing(left)
             shutil.rmtree(left, ignore_errors=True)  # another run may be removing it as well
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))

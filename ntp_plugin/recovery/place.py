@@ -37,6 +37,11 @@ class Place:
         return Path(os.environ.get("NTP_COPIES") or self.heartbeats.parent / "copies")
 
     @property
+    def resume(self) -> Path | None:
+        """Where a run that is dead kept its copies, if this one begins from these."""
+        return Path(told) if (told := os.environ.get("NTP_RESUME")) else None
+
+    @property
     def seat(self) -> Seat:
         return Seat(slot=self.slot, occupant=self.occupant)
 

@@ -87,3 +87,32 @@ def test_a_machine_is_lost_with_the_copies_on_it(two_hosts, tmp_path):
     found = {event.step: event.losses["lm loss"] for one in told if isinstance(event := one.event, Committed)}
     assert found == pytest.approx(expected, rel=1e-12)
     assert not copies_left() - before, "the next run removes what a dead one has left"
+
+
+def test_a_run_that_is_dead_is_resumed_from_memory_in_another_layout(tmp_path):
+    """The power of nothing but the job is cut: TP2 x DP2 with shards is gone, and TP4 goes on from what it left."""
+    before, events = copies_left(), [tmp_path / "first", tmp_path / "second"]
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=f"{MORE} --ntp-events={events[0]}")
+    with machines(1, tmp_path) as hosts:
+        words = ["run", "--standalone", "--nproc-per-node", "4", *training(job, tmp_path)]
+        wait_for_step(8, events[0], hosts.run(1, *words, **ENVIRONMENT))
+        hosts.kill(1)
+    (left,) = copies_left() - before
+    assert Command([*NTP, "copies", "verify", str(left)], tmp_path / "verified").end()[0] == 0
+    job = Job(model=MODELS[BASE], tp=4, enabled=True, more=f"{MORE} --ntp-events={events[1]}")
+    flags = ["--standalone", "--nproc-per-node", "4", "--ntp-resume", "latest"]
+    code, said = Command([*NTP, "run", *flags, *training(job, tmp_path)], tmp_path / "again", **ENVIRONMENT).end(180)
+    assert code == 0, said[-4000:]
+    told = [one.event for one in Follower(events[1]).news()]
+    (begun,) = {event.step for event in told if isinstance(event, Restored)}
+    assert begun >= 7
+    found = {event.step: event.losses["lm loss"] for event in told if isinstance(event, Committed)}
+    expected = dict(enumerate(undisturbed(tmp_path)[::2], start=1))
+    assert found == pytest.approx({step: loss for step, loss in expected.items() if step > begun}, rel=1e-12)
+    assert not copies_left() - before
+
+
+def test_there_is_nothing_to_resume(tmp_path):
+    code, said = Command([*NTP, "run", "--ntp-resume", str(tmp_path), "train.py"], tmp_path / "log").end()
+    assert code == 2, said
+    assert "there are no copies of a dead run there" in said

@@ -216,7 +216,7 @@ def restore(members, layout, *, version=VERSION, afterwards=nothing):
         parts = [room_for(each) for each in layout[process.slot]]
         done = restoration.fill(parts)
         afterwards(process, parts)
-        restoration.verify(parts, "run")
+        restoration.verify(parts)
         return done, parts, restoration
 
     return together(members, act)

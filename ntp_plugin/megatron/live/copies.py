@@ -16,7 +16,9 @@ are over stay over, with what they have told. The steps that are missing are tak
 import logging
 import random
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,7 @@ INVENTORY = (
 """What becomes of all that a Megatron job has, by the first word of its name."""
 
 type Parts = Callable[[], Sequence[Part]]
+type MakeRoom = Callable[[Mapping[str, Any]], Sequence[Part]]
 
 
 class JobCopies:
@@ -105,6 +108,9 @@ class JobCopies:
         self._may_begin, self._epoch = True, 0
         self._last: int | None = None
         self._chosen: list[Version] = []
+        self._extras_found: Mapping[str, Any] = {}
+        self._resumed: Path | None = None
+        """What is not needed any more once there are copies of this run."""
         self.steps: int = args.iteration
         """Training steps that are over, everywhere."""
         self.state_of: int = args.iteration
@@ -148,6 +154,7 @@ class JobCopies:
         due = self._last is None or self.state_of - self._last > self._policy.lag_steps
         if not (self._may_begin and due) or self._slot not in self._holders:
             return
+        first = not self._epoch and self._last is None
         self._may_begin, self._last = False, self.state_of
         self._replicator.begin(
             Snapshot(
@@ -157,7 +164,7 @@ class JobCopies:
                 extras=self._extras(),
             )
         )
-        if not self._epoch:  # the job has nothing to go back to yet
+        if first:  # the job has nothing to go back to yet
             self._replicator.wait()
 
     def words(self) -> tuple[bool, bool]:
@@ -171,6 +178,13 @@ class JobCopies:
             self._may_begin = True
             if ok and self._slot in self._holders:
                 self._replicator.commit()
+                self._let_go_of_what_it_resumed()
+
+    def _let_go_of_what_it_resumed(self) -> None:
+        first_here = min(slot for slot in self._holders if self._host_of(slot) == self._host)
+        if self._resumed is not None and self._slot == first_here:
+            shutil.rmtree(self._resumed, ignore_errors=True)
+        self._resumed = None
 
     def stepped(self, apply: Callable[[], Any]) -> Any:
         """The state changes."""
@@ -202,20 +216,22 @@ class JobCopies:
         self._chosen = restore.standable(told)
         return self._chosen
 
-    def restore(self, make_room: Callable[[Mapping[str, Any]], Sequence[Part]], members: Sequence[int]) -> None:
+    def restore(self, make_room: MakeRoom, members: Sequence[int]) -> None:
         """Have the newest version of which sound copies are there; all members come together."""
         peers: dict[Address, Peer] = {}
         try:
-            self._restore(make_room, members, peers)
+            self._restore(make_room, members, peers, self._store, self._server.address)
         finally:
             for peer in peers.values():
                 peer.close()
 
     def _restore(
         self,
-        make_room: Callable[[Mapping[str, Any]], Sequence[Part]],
+        make_room: MakeRoom,
         members: Sequence[int],
         peers: dict[Address, Peer],
+        store: Store,
+        address: Address,
     ) -> None:
         def peer(address: Address) -> Peer:
             if address not in peers:
@@ -227,24 +243,25 @@ class JobCopies:
         for version in self._chosen:
             restoration = Restoration(
                 version,
-                self._store,
+                store,
                 slot=self._slot,
                 host=self._host,
                 teller=teller == self._slot,
                 tell_all=_tell_all,
-                address=self._server.address,
+                address=address,
                 peer=peer,
                 trouble=self._trouble,
             )
             parts = make_room(restoration.kinds())
             try:
                 done = restoration.fill(parts)
-                restoration.verify(parts, self._run)
+                restoration.verify(parts)
             except StateLost as error:
                 failed = error
                 self._trouble(str(error))
                 continue
-            self._go_back_to(version.step, restoration.extras())
+            self._extras_found = restoration.extras()
+            self._go_back_to(version.step, self._extras_found)
             self._teller.tell(
                 telemetry.Restored(
                     step=version.step,
@@ -258,8 +275,35 @@ class JobCopies:
         assert failed is not None, "there was a version"
         raise StateLost(failed.what, way_out="restart from the last checkpoint")
 
+    def resume(self, folder: Path, make_room: MakeRoom, members: Sequence[int]) -> int:
+        """Begin from the copies of a dead run, whatever its layout was; the step that they were made after. All members
+        come together, before the first section."""
+        there = Store(folder / f"host-{self._host}")
+        self._chosen = restore.standable(_tell_all(restore.describe(there)))
+        if not self._chosen:
+            raise StateLost(
+                f"in {folder} there is no version of which all parts are copied",
+                way_out="begin without --ntp-resume, from the last checkpoint",
+            )
+        server = Server(there, run=self._run, secret=self._secret, host=self._server.address[0], told=self._trouble)
+        try:
+            self._restore(make_room, members, {}, there, server.address)
+        finally:
+            server.close()
+            there.close()
+        self.steps = self.state_of
+        self._resumed = folder
+        return self.steps
+
     def _host_of(self, slot: int) -> int:
         return self._topology.node_of(self._topology.slot_of(slot))
+
+    def count_from(self) -> None:
+        """Have the job begin where the state is that it resumes from."""
+        args, extras = self._args, self._extras_found
+        args.iteration = args.curr_iteration = self.steps
+        args.consumed_train_samples, args.consumed_valid_samples = extras["consumed"], extras["validated"]
+        args.num_floating_point_operations_so_far = extras["operations"]
 
     def close(self) -> None:
         """The job is over."""
@@ -273,6 +317,8 @@ class JobCopies:
         scaler = getattr(self._optimizer, "grad_scaler", None)
         return {
             "consumed": self._args.consumed_train_samples,
+            "validated": self._args.consumed_valid_samples,
+            "operations": float(getattr(self._args, "num_floating_point_operations_so_far", 0)),
             "scheduled": self._anatomy.scheduler.num_steps,
             "scaler": None if scaler is None else {key: float(value) for key, value in scaler.state_dict().items()},
             "random": {"slot": self._slot, **_generators()},

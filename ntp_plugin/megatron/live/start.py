@@ -128,6 +128,7 @@ class LiveJob:
             self.driver = self.rank.drive(self.trainer)
             self._alone.over = True
             self.rank.watch()
+        self.trainer.resume()
         self.loop.driver = self.driver
         self._tell_the_beginning()
 

@@ -8,6 +8,7 @@ Megatron runs by itself again.
 
 import functools
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ from ntp_plugin.telemetry import Recovered, Teller
 from ntp_plugin.training.relayout import relayout
 from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
 
+_LOG = logging.getLogger(__name__)
 _UNITS = "units of all stages"
 _CONNECT_S = 5.0
 """For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""
@@ -162,6 +164,24 @@ class MegatronTrainer:
                 f"the replicas do not begin alike: {found.what}",
                 way_out="have all of them load one checkpoint, or draw their weights from one seed",
             ) from found
+
+    def resume(self) -> None:
+        """Begin from what a dead run has left in memory, if that is what is wanted; all founders come together."""
+        folder = self._rank.place.resume
+        if folder is None or self._newcomer:
+            return
+        if self.copies is None:
+            raise Refused(
+                "--ntp-resume: this job makes no copies, so none of its kind were made",
+                way_out="--ntp-copies-protect all in both runs, or begin from the last checkpoint",
+            )
+        layout = self.layout()
+        members = [self._topology.rank_of(slot) for slot in layout.present]
+        step = self.copies.resume(folder, functools.partial(self.state.make_room, layout), members)
+        self.state.have_weights()
+        self.copies.count_from()
+        self._samples.rewind()
+        _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
     # ------------------------------------------------ a walk
 
