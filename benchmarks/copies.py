@@ -10,13 +10,15 @@ each copy goes to the other one as well.
 
 A copy costs what its bytes cost: they are read twice (digest, copying), written once, and for a far copy sent, received
 and read again. On a machine whose processors are all busy with the step this is time of the step; with a processor to
-spare it is none. So the measured time of a step is told beside the time that the bytes take by themselves at the speeds
-that are measured here, one processor each. The claim is: a ratio of at most 1.03, or not more than these bytes explain.
+spare it is none. So beside the measured time of a step stands what it would be if all of a version's copies were made
+in its time, at the pace at which one process makes them alone here, on all processors. The claim is: a ratio of at most
+1.03, or not more than that explains.
 
 How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
 its main weights keep, each held once per TP slot, what is replicated as often as there are slots.
 """
 
+import itertools
 import os
 import statistics
 import sys
@@ -33,6 +35,11 @@ from benchmarks.parity.job import Job
 from benchmarks.parity.layouts import BASE, MODELS
 from benchmarks.parity.live import live
 from ntp_plugin.copies import digest
+from ntp_plugin.copies.manifest import Version
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.store import Store
+from ntp_plugin.copies.wire import Server
 from ntp_plugin.telemetry import Committed, Copied, Follower
 
 SEED = 1234
@@ -42,6 +49,8 @@ WARM_UP = 4
 RANKS, TP = 4, 2
 LARGER = "--hidden-size 256 --ffn-hidden-size 640 --kv-channels 16 --num-layers 4 --vocab-size 2000 --seq-length 64"
 LARGER += " --max-position-embeddings 64"
+PARTS = 26
+"""That a rank has of the model's tensors."""
 NUMBERS = 3
 """Main weights and two moments."""
 
@@ -74,15 +83,46 @@ def run(pairs: int, *, per_host: int) -> tuple[list[float], list[Copied], list[f
 
 
 def speeds() -> dict[str, float]:
-    """Bytes a second on one processor: of digests and of copying into shared memory that is there."""
+    """Bytes a second on one processor: of digests, and of all that a near copy takes and a far one."""
     size = 1 << 24
     values = [torch.randn(size) for _ in range(NUMBERS)]
     runs = digest.runs_of((size,), 0, ((0, size),))
-    target = torch.empty(size)
-    return {
-        "digest": _speed(lambda: digest.digests(values, runs, salts=["a", "b", "c"]), NUMBERS * size * 4),
-        "copying": _speed(lambda: target.copy_(values[0]), size * 4),
-    }
+    found = {"digest": _speed(lambda: digest.digests(values, runs, salts=["a", "b", "c"]), NUMBERS * size * 4)}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for name, far in (("near", False), ("near and far", True)):
+            found[name] = _speed_of_copies(Path(folder) / name, far=far)
+    return found
+
+
+def _speed_of_copies(folder: Path, *, far: bool) -> float:
+    """Of one rank's part of the model."""
+    size = bytes_wanted() // RANKS
+    parts = [_part(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
+    server = Server(Store(folder / "there"), run="r", secret="s", host="127.0.0.1", told=_fail)
+    replicator = Replicator(Store(folder / "here"), run="r", secret="s", slot=0, trouble=_fail)
+    replicator.send_to([server.address] if far else [])
+
+    def copy(step: int) -> None:
+        replicator.begin(Snapshot(version=Version(step=step, epoch=0), holders=(0,), parts=parts, extras={}))
+        replicator.wait()
+        replicator.commit()
+
+    copy(0)
+    copy(1)
+    steps = itertools.count(2)
+    speed = _speed(lambda: copy(next(steps)), size)
+    replicator.close()
+    server.close()
+    return speed
+
+
+def _part(number: int, size: int) -> Part:
+    piece = Piece(tensor=f"w{number}", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    return Part(piece=piece, values={name: torch.randn(size) for name in ("main", "m", "v")}, numbers={})
+
+
+def _fail(what: str) -> None:
+    raise AssertionError(what)
 
 
 def _speed(work: Any, size: int) -> float:
@@ -109,21 +149,18 @@ def _groups() -> int:
     return int(words[words.index("--num-query-groups") + 1])
 
 
-def explained(copied: list[Copied], off: list[float], speed: dict[str, float], *, far: bool) -> float:
-    """The ratio that there would be if all bytes took time of the step, on all processors of this machine."""
-    size = sum(event.size for event in copied if event.step == copied[-1].step)
-    each = size / speed["digest"] + size / speed["copying"]
-    if far:
-        each += size / speed["digest"] + 3 * size / speed["copying"]
-    return 1 + each / (os.cpu_count() or 1) / statistics.median(off)
+def explained(off: list[float], speed: float) -> float:
+    """The ratio that there would be if all ranks' copies were made in time of the step, on all processors."""
+    return 1 + bytes_wanted() / speed / (os.cpu_count() or 1) / statistics.median(off)
 
 
 def main(scale: str) -> int:
+    torch.set_num_threads(1)
     pairs = CI if scale == "ci" else FULL
     speed, rows, holds = speeds(), [], True
     for what, per_host in (("near copies of each second step / none", 0), ("near and far copies / none", RANKS // 2)):
         ratios, copied, off = run(pairs, per_host=per_host)
-        by_bytes = explained(copied, off, speed, far=bool(per_host))
+        by_bytes = explained(off, speed["near and far" if per_host else "near"])
         versions = {event.step for event in copied if event.step}
         sizes = {sum(event.size for event in copied if event.step == step) for step in versions}
         slack = 64 * RANKS * 200  # each value begins at a multiple of 64 bytes

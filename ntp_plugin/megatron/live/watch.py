@@ -30,17 +30,15 @@ class ReplicaWatch:
     ) -> None:
         self._args, self._topology, self._trainer, self._teller = args, topology, trainer, teller
         self._every, self._heals = policy.watch_steps, policy.on_sdc == "heal"
-        self._looked_at = -1
 
     def look(self) -> None:
-        """If it is time; all ranks come together, where a step begins."""
+        """If it is time; all ranks come together, where a step begins, for the first time or again."""
         step = self._args.curr_iteration
-        if not self._every or not step or step % self._every or step == self._looked_at:
+        if not self._every or not step or step % self._every:
             return
         told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()
         dist.all_gather_object(told, (self._trainer.slot_number, self._digests(step)))
         odd = odd_ones(dict(told))
-        self._looked_at = step
         if odd:
             self._act(odd[0], step)
 
