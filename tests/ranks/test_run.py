@@ -106,7 +106,7 @@ def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):
 
 def test_a_job_whose_workers_all_fail_has_failed(tmp_path):
     script = tmp_path / "fails.py"
-    script.write_text("raise SystemExit(7)")
+    script.write_text("raise SystemExit(9)")
     code, said = job(tmp_path, "--nproc-per-node=2", script=script).end()
     assert code == 1
     assert "ntp run: no worker ended well" in said
