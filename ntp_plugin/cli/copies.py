@@ -2,10 +2,8 @@
 
 import argparse
 import dataclasses
-import fcntl
 import os
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from rich.table import Table
 
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.launch.run_folder import COPIES, left_by_the_dead, shared_memory
+from ntp_plugin.launch.run_folder import COPIES, free, left_by_the_dead, shared_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +23,12 @@ class Row:
 
     folder: Path
     host: str
-    run: str
-    step: int
-    epoch: int
-    here: frozenset[int]
-    holders: frozenset[int]
-    size: int
-    age_s: float
+    run: str = "?"
+    step: int = -1
+    epoch: int = -1
+    here: frozenset[int] = frozenset()
+    holders: frozenset[int] = frozenset()
+    size: int = 0
     wrong: tuple[str, ...] = ()
 
 
@@ -69,32 +66,49 @@ def _folders(given: Sequence[Path]) -> list[Path]:
 
 
 def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
-    from ntp_plugin.copies.manifest import wrong  # noqa: PLC0415  (brings torch, which no other command needs)
-    from ntp_plugin.copies.store import Store  # noqa: PLC0415
+    from ntp_plugin.copies.store import Store  # noqa: PLC0415  (brings torch, which no other command needs)
 
-    found: defaultdict[tuple[str, str, int, int], list[tuple[Any, Any, float]]] = defaultdict(list)
+    lives = _lives(folder)
     for host in sorted(path for path in folder.iterdir() if path.is_dir()):
         store = Store(host)
-        for place, manifest in store.found():
-            checked = manifest.held if verify else ()
-            bad = [what for held in checked for what in wrong(manifest, held, store.read(place, held))]
-            key = host.name, manifest.run, manifest.version.step, manifest.version.epoch
-            age = time.time() - (host / str(place)).stat().st_mtime
-            found[key].append((manifest, [f"{place}: {what}" for what in bad], age))
+        found: defaultdict[Any, list[Any]] = defaultdict(list)
+        for _, manifest in store.found():
+            found[manifest.run, manifest.version.step, manifest.version.epoch].append(manifest)
+        wrong = _wrong(store) if verify else {}
+        for (run_name, step, epoch), manifests in sorted(found.items()):
+            yield Row(
+                folder=folder,
+                host=host.name,
+                run=f"{run_name} ({'alive' if lives else 'dead'})",
+                step=step,
+                epoch=epoch,
+                here=frozenset(manifest.slot for manifest in manifests),
+                holders=frozenset(manifests[0].holders),
+                size=sum(manifest.size for manifest in manifests),
+                wrong=tuple(wrong.pop((step, epoch), [])),
+            )
+        for told in wrong.values():
+            yield Row(folder=folder, host=host.name, wrong=tuple(told))
         store.close()
-    for (host_name, run_name, step, epoch), copies in sorted(found.items()):
-        yield Row(
-            folder=folder,
-            host=host_name,
-            run=run_name,
-            step=step,
-            epoch=epoch,
-            here=frozenset(manifest.slot for manifest, _, _ in copies),
-            holders=frozenset(copies[0][0].holders),
-            size=sum(manifest.size for manifest, _, _ in copies),
-            age_s=min(age for _, _, age in copies),
-            wrong=tuple(what for _, bad, _ in copies for what in bad),
-        )
+
+
+def _wrong(store: Any) -> dict[tuple[int, int], list[str]]:
+    """(step, epoch) -> what is not as it was written; of a copy that cannot be read the version is not known."""
+    from ntp_plugin.copies.manifest import wrong  # noqa: PLC0415
+
+    told: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+    for place, version in store.broken():
+        key = (version.step, version.epoch) if version is not None else (-1, -1)
+        told[key].append(f"{place}: not whole, or not as it was written")
+    for place, manifest in store.found():
+        key = manifest.version.step, manifest.version.epoch
+        try:
+            bad = [what for held in manifest.held for what in wrong(manifest, held, store.read(place, held))]
+        except (FileNotFoundError, EOFError):  # a run that lives has begun to write another version there
+            continue
+        if store.manifest(place) == manifest:  # else the same
+            told[key] += [f"{place}: {what} not as it was written" for what in bad]
+    return {key: found for key, found in told.items() if found}
 
 
 def _show(rows: Sequence[Row], *, verify: bool) -> None:
@@ -103,41 +117,23 @@ def _show(rows: Sequence[Row], *, verify: bool) -> None:
         console.print("no copies on this host")
         return
     table = Table()
-    for column in (
-        "folder",
-        "host",
-        "run",
-        "step",
-        "epoch",
-        "parts here",
-        "MB",
-        "age",
-        *(["digests"] if verify else []),
-    ):
+    for column in ("folder", "host", "run", "step", "epoch", "parts here", "MB", *(["digests"] if verify else [])):
         table.add_column(column)
     for row in rows:
         state = [f"{len(row.wrong)} WRONG" if row.wrong else "right"] if verify else []
-        table.add_row(
-            str(row.folder),
-            row.host,
-            row.run,
-            str(row.step),
-            str(row.epoch),
-            f"{len(row.here)} of {len(row.holders)}",
-            f"{row.size / 1e6:.1f}",
-            f"{row.age_s:.0f} s",
-            *state,
-        )
+        numbers = [str(row.step), str(row.epoch)] if row.holders else ["?", "?"]
+        parts = f"{len(row.here)} of {len(row.holders)}" if row.holders else "?"
+        table.add_row(str(row.folder), row.host, row.run, *numbers, parts, f"{row.size / 1e6:.1f}", *state)
     console.print(table)
     for row in rows:
         for what in row.wrong:
-            console.print(f"step {row.step}, {what}: not as it was written", style="red")
+            console.print(f"{row.host}, {what}", style="red")
 
 
 def _clean(given: Sequence[Path]) -> int:
-    dead = set(left_by_the_dead(shared_memory(), COPIES)) if not given else None
-    for folder in sorted(dead) if dead is not None else _folders(given):
-        if dead is None and _lives(folder):
+    """Those of dead runs, or these, which must be."""
+    for folder in _folders(given) if given else list(left_by_the_dead(shared_memory(), COPIES)):
+        if given and _lives(folder):
             raise ConfigError(f"{folder} belongs to a run that lives", way_out="end that first")
         shutil.rmtree(folder)
         print(f"removed {folder}")
@@ -146,13 +142,9 @@ def _clean(given: Sequence[Path]) -> int:
 
 def _lives(folder: Path) -> bool:
     try:
-        lock = os.open(folder / "owner", os.O_RDWR)
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is no folder of a run", way_out="name one that `ntp copies list` shows") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with free(folder):
+            return False
     except BlockingIOError:
         return True
-    finally:
-        os.close(lock)
-    return False
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is no folder of a run", way_out="name one that `ntp copies list` shows") from None

@@ -81,3 +81,11 @@ def serve(host: str, port: int) -> TCPStore:
     here = listener.getsockname()
     # torch takes the listening socket over, and closes it.
     return TCPStore(host, here[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def own_address(towards: tuple[str, int]) -> str:
+    """The address that this host has on the way to another; nothing is sent."""
+    family, kind, _, _, target = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

@@ -26,6 +26,7 @@ from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, dtype_nam
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
 from ntp_plugin.copies.wire import CHUNK, Address, Peer, PeerTrouble
+from ntp_plugin.telemetry import Copied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,18 +46,6 @@ class Snapshot:
     holders: tuple[int, ...]
     parts: Sequence[Part]
     extras: Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
-    """A snapshot that is through: `far` is how many other hosts have it, of those that should."""
-
-    version: Version
-    size: int
-    taken_s: float
-    seconds: float
-    far: int
-    wanted: int
 
 
 type Beside = Callable[[], contextlib.AbstractContextManager[None]]
@@ -107,11 +96,9 @@ class Replicator:
         self._idle.set()
         self._stopping = self._given_up = False
         self._ok = True
+        self._begun: Place | None = None
         self._committed: Place | None = None
-        self.begun: Version | None = None
-        """The newest snapshot."""
-        self.committed: Version | None = None
-        """The newest one that all slots have said to be through with."""
+        """Of the newest version that all slots have said to be through with: it is not touched."""
         self._thread = threading.Thread(target=self._run_thread, name="ntp-copies-sender", daemon=True)
         self._thread.start()
 
@@ -119,19 +106,18 @@ class Replicator:
 
     def send_to(self, far: Sequence[Address]) -> None:
         """From now on; after a walk."""
-        self._far, self.begun = far, None
+        self._far = far
 
     def begin(self, snapshot: Snapshot) -> None:
         """Copy this, which nobody changes until it is `taken`."""
         self._idle.wait()  # one that was given up in a walk may not have ended yet
         epoch = snapshot.version.epoch
         used = self._committed.number if self._committed is not None and self._committed.epoch == epoch else 1
-        place = Place(kind=NEAR, slot=self._slot, epoch=epoch, number=1 - used)
-        self.begun = snapshot.version
+        self._begun = Place(kind=NEAR, slot=self._slot, epoch=epoch, number=1 - used)
         self._given_up = False
         self._taken.clear()
         self._idle.clear()
-        self._work = snapshot, place, _beside(snapshot.parts)
+        self._work = snapshot, self._begun, _beside(snapshot.parts)
         self._wake.set()
 
     def wait_until_taken(self) -> None:
@@ -154,13 +140,10 @@ class Replicator:
 
     def commit(self) -> None:
         """Everybody's copies of the newest snapshot are where they belong."""
-        assert self.begun is not None, "there was one"
-        last = self._committed
-        used = last.number if last is not None and last.epoch == self.begun.epoch else 1
-        self._committed = Place(kind=NEAR, slot=self._slot, epoch=self.begun.epoch, number=1 - used)
-        self.committed = self.begun
-        if last is None or last.epoch < self.begun.epoch:
-            self._store.forget_before(self.begun.epoch)
+        assert self._begun is not None, "there was one"
+        last, self._committed = self._committed, self._begun
+        if last is None or last.epoch < self._begun.epoch:
+            self._store.forget_before(self._begun.epoch)
 
     def hold(self) -> None:
         """In a walk: what is under way is copied to its end here, and given up where it goes elsewhere."""
@@ -214,14 +197,7 @@ class Replicator:
         sent = [self._send(address, place, manifest, memory) for address in far]
         seconds = time.monotonic() - began
         self._done(
-            Copied(
-                version=snapshot.version,
-                size=manifest.size,
-                taken_s=taken_s,
-                seconds=seconds,
-                far=sum(sent),
-                wanted=len(sent),
-            )
+            Copied(step=snapshot.version.step, size=manifest.size, taken_s=taken_s, seconds=seconds, far=sum(sent))
         )
         return all(sent)
 

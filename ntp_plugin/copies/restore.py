@@ -129,7 +129,13 @@ class Restoration:
         return not own, source.host != self._host, (source.place.slot - self._slot) % 1024, source.host, source.place
 
     def kinds(self) -> dict[str, Held]:
-        """Tensor -> what is kept for it, as anybody's copy has it."""
+        """Tensor -> what is kept for it, as anybody's copy has it; raises on all members alike where the copies of some
+        slot have gone since they were described."""
+        there = {source.manifest.slot for source in self.sources}
+        wanted = {slot for source in self.sources for slot in source.manifest.holders}
+        if not wanted or wanted - there:
+            gone = ", ".join(map(str, sorted(wanted - there))) or "all slots"
+            raise StateLost(f"the copies of {self.version} of {gone} are gone", way_out="an older version")
         return {held.piece.tensor: held for source in self.sources for held in source.manifest.held}
 
     def extras(self) -> Mapping[str, Any]:

@@ -301,11 +301,3 @@ def _drain(connection: socket.socket, size: int) -> None:
         part = scratch[: min(size, CHUNK)]
         _receive(connection, part)
         size -= len(part)
-
-
-def own_address(towards: Address) -> str:
-    """This host's address on the way to another."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(towards)
-        address: str = probe.getsockname()[0]
-        return address

@@ -28,11 +28,11 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 from torch.distributed.run import main as torchrun
 
 from ntp_plugin.comm.membership import Seat
-from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.comm.store import TorchStore, own_address
 from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import tenancy
 from ntp_plugin.launch.hosts import Hosts
-from ntp_plugin.launch.probes import Door, own_address
+from ntp_plugin.launch.probes import Door
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.spares import Spares

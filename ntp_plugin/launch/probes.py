@@ -39,14 +39,6 @@ class Door:
             knocking.close()
 
 
-def own_address(towards: Address) -> str:
-    """The address that this host has on the way to another; nothing is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
 def unreachable(doors: Mapping[int, Address], *, timeout_s: float) -> tuple[int, ...]:
     """The hosts at whose doors nobody answers within the timeout; all are tried at once."""
     waiting = selectors.DefaultSelector()

@@ -68,10 +68,16 @@ def shared_memory() -> Path:
 def left_by_the_dead(parent: Path, prefix: str) -> Iterator[Path]:
     """The folders whose lock is free."""
     for folder in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # somebody else's folder, or one whose lock is held, or just removed
-            lock = os.open(folder / _OWNER, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield folder
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError), free(folder):  # or somebody else's folder, or just removed
+            yield folder
+
+
+@contextlib.contextmanager
+def free(folder: Path) -> Iterator[None]:
+    """Nobody owns it meanwhile; raises `BlockingIOError` where a run does that lives."""
+    lock = os.open(folder / _OWNER, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)

@@ -17,6 +17,7 @@ import torch
 from ntp_plugin.copies.manifest import DTYPES, Held, dtype_name
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part
+from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.planning.spans import Spans
@@ -135,9 +136,10 @@ def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: M
     """Have the optimizer keep what the copies have for these tensors; where that is to be put."""
     optimizer.state.clear()
     for one in stepped:
-        like = kinds[one.pieces[0][0].tensor] if one.pieces else None
-        if like is None:
+        likes = [_like(piece, kinds) for piece, _ in one.pieces]
+        if not likes:
             continue
+        like = likes[0]
         state = {
             entry.name: torch.zeros_like(one.parameter, dtype=DTYPES[entry.dtype])
             for entry in like.entries
@@ -147,6 +149,17 @@ def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: M
         if state or numbers:
             optimizer.state[one.parameter] = state | numbers
     return parts(stepped, optimizer)
+
+
+def _like(piece: Piece, kinds: Mapping[str, Held]) -> Held:
+    like = kinds.get(piece.tensor)
+    if like is None or like.piece.shape != piece.shape:
+        found = f"have {piece.tensor} of shape {like.piece.shape}" if like is not None else f"have no {piece.tensor}"
+        raise Refused(
+            f"the copies {found}, and this model has it of shape {piece.shape}",
+            way_out="resume with the model, and the number of stages, of the run that made them",
+        )
+    return like
 
 
 def _parts(one: Stepped, values: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> Iterator[Part]:

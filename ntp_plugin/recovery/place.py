@@ -30,16 +30,10 @@ class Place:
     beat_s: float
     per_host: int
     """Processes of the job on each host."""
-
-    @property
-    def copies(self) -> Path:
-        """Where copies of training state are kept on this host; `ntp run` says where, others beside the heartbeats."""
-        return Path(os.environ.get("NTP_COPIES") or self.heartbeats.parent / "copies")
-
-    @property
-    def resume(self) -> Path | None:
-        """Where a run that is dead kept its copies, if this one begins from these."""
-        return Path(told) if (told := os.environ.get("NTP_RESUME")) else None
+    copies: Path
+    """Where copies of training state are kept on this host."""
+    resume: Path | None = None
+    """Where a run that is dead kept its copies, if this one begins from these."""
 
     @property
     def seat(self) -> Seat:
@@ -75,6 +69,8 @@ class Place:
             corner=corner(environment["TORCHELASTIC_RUN_ID"]),
             heartbeats=Path(environment["NTP_HEARTBEATS"]),
             beat_s=float(environment["NTP_BEAT_S"]),
+            copies=Path(environment.get("NTP_COPIES") or Path(environment["NTP_HEARTBEATS"]).parent / "copies"),
+            resume=Path(told) if (told := environment.get("NTP_RESUME")) else None,
             per_host=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
         )
 

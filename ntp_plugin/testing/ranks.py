@@ -80,6 +80,7 @@ class Rank:
             heartbeats=Path(self.folder) / "heartbeats",
             beat_s=self.beat_s,
             per_host=len(self.first.seats),
+            copies=Path(self.folder) / "copies",
         )
 
     def write(self, rows: Sequence[Any]) -> None:

@@ -1,5 +1,7 @@
 """`ntp copies` on a folder with copies in it."""
 
+import os
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 def test_list_tells_which_versions_are_here(folder, capsys):
     assert main(["copies", "list"]) == 0
     told = capsys.readouterr().out
-    assert all(word in told for word in ("ntp/job", "host-0", "7", "1 of 2"))
+    assert all(word in told for word in ("ntp/job", "host-0", "7", "1 of 2", "(alive)"))
 
 
 def test_verify_finds_a_changed_byte(folder, capsys):
@@ -41,7 +43,14 @@ def test_verify_finds_a_changed_byte(folder, capsys):
     assert main(["copies", "verify", str(folder[0].path)]) == 1
     told = capsys.readouterr().out
     assert "1 WRONG" in told
-    assert "near-3-e2-0: w (main): not as it was written" in told
+    assert "host-0, near-3-e2-0: w (main) not as it was written" in told
+
+
+def test_verify_finds_what_is_cut_short(folder, capsys):
+    (place, _), *_ = folder[1].found()
+    os.truncate(folder[1].folder / str(place), 10)
+    assert main(["copies", "verify"]) == 1
+    assert "near-3-e2-0: not whole" in capsys.readouterr().out
 
 
 def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):

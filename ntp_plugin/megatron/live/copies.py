@@ -13,6 +13,8 @@ are over stay over, with what they have told. The steps that are missing are tak
 (`training_step.py`), before anything else is done with the state.
 """
 
+import contextlib
+import functools
 import logging
 import random
 import secrets
@@ -26,14 +28,15 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin import telemetry
+from ntp_plugin.comm.store import own_address
 from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.copies import restore
 from ntp_plugin.copies.inventory import EXACT, RECOMPUTE, RESET, Item, require_known
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.replicator import Copied, Part, Replicator, Snapshot
+from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.restore import Restoration
 from ntp_plugin.copies.store import Store
-from ntp_plugin.copies.wire import Address, Peer, Server, own_address
+from ntp_plugin.copies.wire import Address, Peer, Server
 from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron.lane_sync import bare
 from ntp_plugin.megatron.layout import Layout
@@ -101,7 +104,7 @@ class JobCopies:
             bytes_per_s=None if policy.gb_per_s is None else policy.gb_per_s * 1e9,
             timeout_s=_TIMEOUT_S,
             trouble=self._trouble,
-            done=self._copied,
+            done=teller.tell,
         )
         self._parts: Parts = list
         self._holders: tuple[int, ...] = ()
@@ -193,13 +196,6 @@ class JobCopies:
         self.state_of += 1
         return result
 
-    def _copied(self, done: Copied) -> None:
-        self._teller.tell(
-            telemetry.Copied(
-                step=done.version.step, size=done.size, taken_s=done.taken_s, seconds=done.seconds, far=done.far
-            )
-        )
-
     def _trouble(self, what: str) -> None:
         _LOG.warning("copies: %s", what)
         self._teller.tell(CopyTrouble(what=what))
@@ -218,42 +214,38 @@ class JobCopies:
 
     def restore(self, make_room: MakeRoom, members: Sequence[int]) -> None:
         """Have the newest version of which sound copies are there; all members come together."""
-        peers: dict[Address, Peer] = {}
-        try:
-            self._restore(make_room, members, peers, self._store, self._server.address)
-        finally:
-            for peer in peers.values():
-                peer.close()
+        self._restore(make_room, members, self._store, self._server.address)
 
-    def _restore(
-        self,
-        make_room: MakeRoom,
-        members: Sequence[int],
-        peers: dict[Address, Peer],
-        store: Store,
-        address: Address,
-    ) -> None:
+    def _restore(self, make_room: MakeRoom, members: Sequence[int], store: Store, address: Address) -> None:
+        @functools.cache
         def peer(address: Address) -> Peer:
-            if address not in peers:
-                peers[address] = Peer(address, run=self._run, secret=self._secret, timeout_s=_TIMEOUT_S)
-            return peers[address]
+            return opened.enter_context(
+                contextlib.closing(Peer(address, run=self._run, secret=self._secret, timeout_s=_TIMEOUT_S))
+            )
 
         teller = min(slot for slot in members if self._host_of(slot) == self._host)
+        with contextlib.ExitStack() as opened:
+            self._put_together(
+                make_room,
+                lambda version: Restoration(
+                    version,
+                    store,
+                    slot=self._slot,
+                    host=self._host,
+                    teller=teller == self._slot,
+                    tell_all=_tell_all,
+                    address=address,
+                    peer=peer,
+                    trouble=self._trouble,
+                ),
+            )
+
+    def _put_together(self, make_room: MakeRoom, restoration_of: Callable[[Version], Restoration]) -> None:
         failed: StateLost | None = None
         for version in self._chosen:
-            restoration = Restoration(
-                version,
-                store,
-                slot=self._slot,
-                host=self._host,
-                teller=teller == self._slot,
-                tell_all=_tell_all,
-                address=address,
-                peer=peer,
-                trouble=self._trouble,
-            )
-            parts = make_room(restoration.kinds())
+            restoration = restoration_of(version)
             try:
+                parts = make_room(restoration.kinds())
                 done = restoration.fill(parts)
                 restoration.verify(parts)
             except StateLost as error:
@@ -273,7 +265,7 @@ class JobCopies:
             )
             return
         assert failed is not None, "there was a version"
-        raise StateLost(failed.what, way_out="restart from the last checkpoint")
+        raise StateLost(failed.what, way_out="restart from the last checkpoint") from failed
 
     def resume(self, folder: Path, make_room: MakeRoom, members: Sequence[int]) -> int:
         """Begin from the copies of a dead run, whatever its layout was; the step that they were made after. All members
@@ -287,7 +279,7 @@ class JobCopies:
             )
         server = Server(there, run=self._run, secret=self._secret, host=self._server.address[0], told=self._trouble)
         try:
-            self._restore(make_room, members, {}, there, server.address)
+            self._restore(make_room, members, there, server.address)
         finally:
             server.close()
             there.close()

@@ -265,7 +265,10 @@ class MegatronTrainer:
     def _settle_copies(self, copies: JobCopies, layout: Layout) -> None:
         if self._from_copies:
             members = [self._topology.rank_of(slot) for slot in layout.present]
-            copies.restore(functools.partial(self.state.make_room, layout), members)
+            try:
+                copies.restore(functools.partial(self.state.make_room, layout), members)
+            except StateLost as found:
+                raise StateLost(found.what, way_out=_restart(self._args)) from found
             self.among_those_who_train(self.state.have_weights)
             self._put_together = False
         copies.settle(layout, functools.partial(self.state.parts, layout))
