@@ -9,7 +9,8 @@ Whether all slots are through is told with the vote on each step, so that all be
 and know of the same version that it is `committed`: everybody's copies of it are where they belong. That version is
 not touched until another one is.
 
-What goes wrong is told and tried again with the next version. It costs safety, and never the training.
+What goes wrong is told and tried again with the next version. It costs safety, and never the training. State that is
+not finite is not copied over state that is: a digest would only say that this is what the rank had.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, dtype_nam
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
 from ntp_plugin.copies.wire import CHUNK, Address, Peer, PeerTrouble
+from ntp_plugin.errors import NtpError
 from ntp_plugin.telemetry import Copied
 
 
@@ -46,6 +48,10 @@ class Snapshot:
     holders: tuple[int, ...]
     parts: Sequence[Part]
     extras: Mapping[str, Any]
+
+
+class NotFinite(NtpError):
+    """State that nobody would want back."""
 
 
 type Beside = Callable[[], contextlib.AbstractContextManager[None]]
@@ -186,7 +192,7 @@ class Replicator:
         try:
             with beside():
                 manifest, memory = self._take(snapshot, place)
-        except NoRoom as error:
+        except (NoRoom, NotFinite) as error:
             self._trouble(str(error))
             return False
         taken_s = time.monotonic() - began
@@ -203,6 +209,12 @@ class Replicator:
 
     def _take(self, snapshot: Snapshot, place: Place) -> tuple[Manifest, torch.Tensor]:
         values = [(part, name, live) for part in snapshot.parts for name, live in part.values.items()]
+        for part, name, live in values:  # before anything that is there is given up
+            if live.is_floating_point() and not torch.isfinite(live.sum(dtype=torch.float64)):
+                raise NotFinite(
+                    f"{part.piece.tensor} ({name}) is not finite after step {snapshot.version.step}: no copy is made",
+                    way_out="look for the step that made it so; the copies before it are kept",
+                )
         offsets, size = places([live.nbytes for _, _, live in values])
         memory = self._store.open(place, size)
         at = iter(offsets)

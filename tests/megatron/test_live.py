@@ -300,10 +300,12 @@ def test_a_flipped_bit_is_healed(more, tmp_path):
     assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
 
 
-def test_nothing_is_taken_for_corrupt_that_is_not(tmp_path):
-    """Whole, hurt and whole again, compared before every step."""
+@pytest.mark.parametrize("moment", ["backward", "step"])
+def test_nothing_is_taken_for_corrupt_that_is_not(moment, tmp_path):
+    """Whole, hurt and whole again, compared before every step; also where the loss is in the comparison."""
     more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
-    live(job(more=more), faults=[kill(3, during="backward", step=5)], back={3: 10})
+    lived, _ = live(job(more=more), faults=[kill(3, during=moment, step=5)], back={3: 10})
+    assert_same_training(lived)
     assert not told(tmp_path / "events", Corrupted)
 
 

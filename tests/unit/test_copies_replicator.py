@@ -309,6 +309,19 @@ def test_a_walk_costs_no_far_copy_after_it(here, there):
     assert here.copy(snapshot(6, epoch=3))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_copied_over_what_is(here, value):
+    assert here.copy(snapshot(5))
+    here.replicator.commit()
+    assert here.copy(snapshot(6))
+    parts = some_parts(7)
+    next(iter(parts[0].values.values())).view(-1)[3] = value
+    assert not here.copy(snapshot(7, parts=parts))
+    assert "is not finite after step 7" in here.trouble[-1]
+    assert [version.step for _, version, _ in here.store.versions()] == [5, 6]
+    assert here.copy(snapshot(8))
+
+
 def test_an_idle_replicator_holds_and_closes(tmp_path):
     with closing(Here(tmp_path)) as here:
         here.replicator.hold()

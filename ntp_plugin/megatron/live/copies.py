@@ -16,14 +16,12 @@ are over stay over, with what they have told. The steps that are missing are tak
 import contextlib
 import functools
 import logging
-import random
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,6 +38,7 @@ from ntp_plugin.copies.wire import Address, Peer, Server
 from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron.lane_sync import bare
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.live import generators
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.planning.copy_placement import keepers, place_copies
 from ntp_plugin.planning.topology import Topology
@@ -51,14 +50,14 @@ _SECRET = "what those know who may ask for copies"
 _TIMEOUT_S = 10.0
 
 INVENTORY = (
-    Item(pattern="stepped *", becomes=EXACT, why="main weights, with what the optimizer keeps for them"),
-    Item(pattern="counted *", becomes=EXACT, why="samples consumed, schedule, loss scale"),
+    Item(pattern="main weights and all that the optimizer keeps for them", becomes=EXACT, why="copied"),
+    Item(pattern="samples consumed, schedule, loss scale", becomes=EXACT, why="told with each copy"),
     Item(pattern="drawn *", becomes=EXACT, why="generators of random numbers, where the slot is still there"),
     Item(pattern="weight *", becomes=RECOMPUTE, why="what is stepped, rounded"),
-    Item(pattern="summed *", becomes=RESET, why="gradients, buckets and lanes are of the step in flight"),
-    Item(pattern="timed *", becomes=RESET, why="timers, and the machine for repeated steps, are as the section began"),
+    Item(pattern="gradients, buckets, lanes", becomes=RESET, why="of the step in flight"),
+    Item(pattern="timers, the machine for repeated steps", becomes=RESET, why="as when the section began"),
 )
-"""What becomes of all that a Megatron job has, by the first word of its name."""
+"""What becomes of all that a Megatron job has. What a user's model may have more of is found by the patterns."""
 
 type Parts = Callable[[], Sequence[Part]]
 type MakeRoom = Callable[[Mapping[str, Any]], Sequence[Part]]
@@ -313,7 +312,7 @@ class JobCopies:
             "operations": float(getattr(self._args, "num_floating_point_operations_so_far", 0)),
             "scheduled": self._anatomy.scheduler.num_steps,
             "scaler": None if scaler is None else {key: float(value) for key, value in scaler.state_dict().items()},
-            "random": {"slot": self._slot, **_generators()},
+            "random": {"slot": self._slot, **generators.states()},
         }
 
     def _go_back_to(self, step: int, extras: Mapping[str, Any]) -> None:
@@ -332,7 +331,7 @@ class JobCopies:
             }
             scaler.load_state_dict(told)
         if extras["random"]["slot"] == self._slot:
-            _set_generators(extras["random"])
+            generators.put_back(extras["random"])
 
     @property
     def _optimizer(self) -> Any:
@@ -341,9 +340,8 @@ class JobCopies:
 
 
 def _found(anatomy: Anatomy) -> Iterator[str]:
-    """What there is in the user's model."""
-    yield from ("counted samples", "counted schedule", "counted loss scale", "drawn random numbers")
-    yield from ("summed gradients", "timed steps")
+    """What there is in this process that others may not have: in the user's model, and to draw from."""
+    yield from generators.names()
     for chunk in map(bare, anatomy.chunks):
         parameters = dict(chunk.named_parameters())
         for name, parameter in parameters.items():
@@ -357,25 +355,3 @@ def _tell_all(what: Any) -> list[Any]:
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, what)
     return told
-
-
-def _generators() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "numpy": [name, np.asarray(keys).tobytes().hex(), *rest],
-        "python": list(map(_listed, random.getstate())),
-    }
-
-
-def _set_generators(told: Mapping[str, Any]) -> None:
-    state = np.frombuffer(bytearray.fromhex(told["torch"]), dtype=np.uint8)
-    torch.set_rng_state(torch.from_numpy(state.copy()))
-    name, keys, *rest = told["numpy"]
-    np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
-    version, numbers, last = told["python"]
-    random.setstate((version, tuple(numbers), last))
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -54,14 +54,15 @@ class TrainedState:
         """What is to be copied, where it lives."""
         return parts(self._stepped(layout), self._anatomy.optimizer.optimizer)
 
-    def held_alike(self, layout: Layout) -> Iterator[tuple[Piece, dict[str, torch.Tensor]]]:
-        """What every replica has, by the pieces that this rank has of it."""
+    def held_alike(self, layout: Layout) -> Iterator[tuple[str, Piece, dict[str, torch.Tensor]]]:
+        """What every replica has: its name, and the piece that this rank has of it. What is replicated over a TP group
+        is compared with the same slot's in other replicas: only these sum their gradients together, bit for bit."""
         naming, slot = self._naming(layout), layout.slot
         for name, tensor in naming.tensors.items() if not layout.is_idle else ():
-            whole = f"r{slot.replica}{naming.stage(name)}" + f"t{slot.tp}" * (not tensor.family)
-            entries = self.live.entries(name)
+            entries, of_slot = self.live.entries(name), f" of TP slot {slot.tp}" * (not tensor.family)
+            whole = f"r{slot.replica}{naming.stage(name)}"
             piece = naming.piece(name, naming.places(name), 0, entries[WEIGHT].numel(), whole)
-            yield piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
+            yield piece.tensor + of_slot, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
 
     # ------------------------------------------------ from copies
 

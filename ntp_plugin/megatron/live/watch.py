@@ -45,11 +45,11 @@ class ReplicaWatch:
     def _digests(self, step: int) -> Told:
         self._trainer.state.wait_for_weights()
         found = {}
-        for piece, entries in self._trainer.state.held_alike(self._trainer.layout_now):
+        for title, piece, entries in self._trainer.state.held_alike(self._trainer.layout_now):
             salts = [f"{piece.tensor} {name} {step}" for name in entries]
             numbers = digest.digests(list(entries.values()), piece.runs, salts=salts)
             for name, number in zip(entries, numbers, strict=True):
-                found[f"{piece.tensor} ({name})"] = piece.whole, str(piece.ranges), number
+                found[f"{title} ({name})"] = piece.whole, str(piece.ranges), number
         return found
 
     def _act(self, odd: Odd, step: int) -> None:
