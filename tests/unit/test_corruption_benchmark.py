@@ -5,7 +5,9 @@ import random
 import pytest
 import torch
 
-from benchmarks.corruption import CONTROLS, KINDS, TENSORS, Job, dealt, elements, negative_controls, trial
+from benchmarks.corruption.__main__ import CONTROLS, negative_controls, trial
+from benchmarks.corruption.injections import KINDS
+from benchmarks.corruption.state import TENSORS, Job, dealt, elements
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,228 @@
+"""Trials by the hundred, and what they come to: `make show-corruption`."""
+
+import contextlib
+import dataclasses
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import evidence
+from benchmarks.corruption.injections import (
+    DONOR,
+    KINDS,
+    SWAPPED,
+    Damage,
+    Hit,
+    injected,
+)
+from benchmarks.corruption.restores import (
+    Foreseen,
+    Got,
+    Read,
+    alive,
+    foresee,
+    restored,
+)
+from benchmarks.corruption.state import (
+    CUT,
+    HOSTS,
+    LOSSES,
+    NEWER,
+    OLDER,
+    Copy,
+    Job,
+    Layout,
+    copies_of,
+    dealt,
+)
+from ntp_plugin.copies import restore, wire
+from ntp_plugin.copies.restore import Restoration
+from ntp_plugin.copies.store import NEAR
+
+EACH, CLEAN = 300, 2000
+EACH_IN_CI, CLEAN_IN_CI = 20, 100
+PER_JOB = 25
+"""Restores; then another job with other values is made."""
+ALL_COPIES_EVERY = 10
+CONTROLS = ("swapped shards", "stale version", "wrong place") * 4
+"""Of a negative control: kinds that change all values, so that whatever is read is wrong."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One injection; `seen` says what was seen where that is not what should be."""
+
+    found: bool
+    right_source: bool
+    refused: bool = False
+    """By the comparison of the wholes in the end."""
+    seen: str = ""
+
+
+def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Trial:
+    """Lose somebody, choose what would be read, change it, restore."""
+    wanted, target = _drawn(job, kind, chance, all_copies=all_copies)
+    victims = alive(copies_of(target.copy.place.slot, NEWER), wanted) if all_copies else [target.copy]
+    job.trouble.clear()
+    if kind == DONOR and not all(got.is_clean for got in restored(job, NEWER, wanted)):
+        return Trial(found=False, right_source=False, seen="the restore before was not clean")
+    contents: dict[Copy, bytes] = {}
+    for copy in victims:
+        contents |= KINDS[kind](Hit(job=job, copy=copy, tensor=target.tensor, chance=chance))
+    with injected(job, contents) as damage:
+        foreseen = foresee(job, NEWER, wanted, damage.damaged, damage.gone)
+        assert foreseen.broken >= {target.copy}, "it would be read"
+        assert foreseen.lost or not all_copies, "no copy is left"
+        gots = restored(job, NEWER, wanted)
+        found = _is_found(foreseen, damage, gots, job.trouble)
+        right = all(got.right and not got.refused and not got.raised for got in gots)
+        if foreseen.lost:
+            right = all(got.lost for got in gots) and _is_clean(job, OLDER, wanted)
+    seen = "" if found and right else f"{kind} in {victims}, {target}: {gots}; foreseen {foreseen}; {job.trouble}"
+    return Trial(found=found, right_source=right, refused=any(got.refused for got in gots), seen=seen)
+
+
+def _drawn(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> tuple[Layout, Read]:
+    """What all are to have, and one thing that somebody would read for that.
+
+    A donor's is read from another host. What is replicated is in every slot's copies, so that it stays when one is
+    swapped with another, and when all of one slot's are hit. Unless they are, two of them are left by the loss.
+    """
+    while True:
+        wanted = _another_layout(chance)
+        found = sorted(
+            read
+            for read in foresee(job, NEWER, wanted).reads
+            if (read.tensor in CUT or not (all_copies or kind == SWAPPED))
+            and (all_copies or len(alive(copies_of(read.copy.place.slot, NEWER), wanted)) > 1)
+            and (kind != DONOR or (read.copy.place.kind == NEAR and read.copy.host != HOSTS[read.reader]))
+        )
+        if found:
+            return wanted, chance.choice(found)
+
+
+def _another_layout(chance: random.Random) -> Layout:
+    """Of those who are left when somebody is lost."""
+    lost = chance.choice(LOSSES)
+    return dealt([slot for slot in range(len(HOSTS)) if slot not in lost], chance, evenly=False)
+
+
+def _is_found(foreseen: Foreseen, damage: Damage, gots: Sequence[Got], trouble: Sequence[str]) -> bool:
+    """Whether all members name what has to be named, somebody was told of each, and nobody reads what is cut short."""
+    names = tuple(sorted(map(str, foreseen.broken)))
+    told = all(any(str(copy.place) in text for text in trouble) for copy in foreseen.broken)
+    return told and all(
+        not got.raised
+        and not got.sources & damage.gone
+        and bool(got.lost) == foreseen.lost
+        and (_named(got.lost) if got.lost else got.broken) == names
+        for got in gots
+    )
+
+
+def _named(lost: str) -> tuple[str, ...]:
+    """In the words of what is lost."""
+    _, _, names = lost.partition("; not as they were written: ")
+    return tuple(names.split(", ")) if names else ()
+
+
+def _is_clean(job: Job, step: int, wanted: Layout) -> bool:
+    """Whether nobody finds anything."""
+    job.trouble.clear()
+    return all(got.is_clean for got in restored(job, step, wanted)) and not job.trouble
+
+
+# ---------------------------------------------------------------- rows
+
+
+def jobs(count: int, chance: random.Random) -> Iterator[tuple[int, Job]]:
+    """So many numbers, each with the job for it."""
+    for first in range(0, count, PER_JOB):
+        with Job(chance) as job:
+            for number in range(first, min(first + PER_JOB, count)):
+                yield number, job
+
+
+def row(kind: str, count: int, chance: random.Random) -> dict[str, Any]:
+    """All injections of a kind."""
+    trials = [
+        trial(job, kind, chance, all_copies=number % ALL_COPIES_EVERY == 0) for number, job in jobs(count, chance)
+    ]
+    for one in trials:
+        if one.seen:
+            print(f"not as it should be: {one.seen}", file=sys.stderr)
+    return {
+        "kind": kind,
+        "injected": len(trials),
+        "found": sum(one.found for one in trials),
+        "right_source": sum(one.right_source for one in trials),
+    }
+
+
+def false_alarms(count: int, chance: random.Random) -> int:
+    """Of clean restores, of either version into any layout."""
+    found = 0
+    for _, job in jobs(count, chance):
+        step, wanted = chance.choice((OLDER, NEWER)), _another_layout(chance)
+        if not _is_clean(job, step, wanted):
+            print(f"a false alarm: step {step} as {wanted}: {job.trouble}", file=sys.stderr)
+            found += 1
+    return found
+
+
+def negative_controls(chance: random.Random) -> list[dict[str, Any]]:
+    """The same trials without what they are for."""
+    unread: list[Any] = [mock.patch.object(module, "wrong", lambda *_: []) for module in (restore, wire)]
+    unverified: Any = mock.patch.object(Restoration, "verify", lambda *_: None)
+    found = []
+    for name, patches in [("digests not compared", unread), ("nor in the end", [*unread, unverified])]:
+        with contextlib.ExitStack() as stack, Job(chance) as job:
+            for patch in patches:
+                stack.enter_context(patch)
+            trials = [trial(job, kind, chance, all_copies=False) for kind in CONTROLS]
+        found.append(
+            {
+                "name": name,
+                "injected": len(trials),
+                "found": sum(one.found for one in trials),
+                "right_source": sum(one.right_source for one in trials),
+                "refused_in_the_end": sum(one.refused for one in trials),
+                "noticed": not any(one.found or one.right_source for one in trials),
+            }
+        )
+    return found
+
+
+def main(scale: str, seed: int) -> int:
+    """All of it is drawn from one seed."""
+    began, chance = time.monotonic(), random.Random(seed)
+    torch.set_num_threads(1)
+    each, clean = (EACH_IN_CI, CLEAN_IN_CI) if scale == "ci" else (EACH, CLEAN)
+    rows = [row(kind, each, chance) for kind in KINDS]
+    alarms = false_alarms(clean, chance)
+    controls = negative_controls(chance)
+    return evidence.show(
+        "corruption",
+        holds=all(one["injected"] == one["found"] == one["right_source"] for one in rows)
+        and not alarms
+        and all(one["noticed"] for one in controls),
+        seed=seed,
+        rows=rows,
+        injected=sum(one["injected"] for one in rows),
+        found=sum(one["found"] for one in rows),
+        false_alarms=alarms,
+        clean_restores=clean,
+        seconds=round(time.monotonic() - began, 1),
+        negative_controls=controls,
+        scale=scale or "default",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ.get("SCALE", ""), int(os.environ.get("SEED", "0"))))

@@ -1,0 +1,174 @@
+"""The members put a version together, and what has to come of it by a model on sets of elements."""
+
+import dataclasses
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.corruption.state import ENTRIES, EPOCH, HOSTS, PATIENCE_S, TENSORS, Copy, Job, Layout, copies_of, mask
+from ntp_plugin.copies.manifest import DTYPES, Version
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part
+from ntp_plugin.copies.restore import Restoration, TellAll
+from ntp_plugin.errors import StateLost
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Got:
+    """What came of it for one member. `lost`: no sound copy; `refused`: the wholes differ; `raised`: anything else."""
+
+    sources: frozenset[Copy] = frozenset()
+    broken: tuple[str, ...] = ()
+    right: bool = False
+    lost: str = ""
+    refused: str = ""
+    raised: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        return self.right and not (self.broken or self.lost or self.refused or self.raised)
+
+
+class Meeting:
+    """Of threads, each of which says something to all. Between that one works at a time: it is quicker so."""
+
+    def __init__(self, members: Collection[int]) -> None:
+        self._members, self._said = members, dict[int, Any]()
+        self._barrier = threading.Barrier(len(members), timeout=PATIENCE_S)
+        self.turn = threading.Lock()
+
+    def seat(self, member: int) -> TellAll:
+        """For one of them."""
+
+        def tell_all(what: Any) -> list[Any]:
+            self._said[member] = what
+            self.turn.release()
+            try:
+                self._barrier.wait()
+                told = [self._said[other] for other in self._members]
+                self._barrier.wait()
+            finally:
+                self.turn.acquire()
+            return told
+
+        return tell_all
+
+    def break_up(self) -> None:
+        """Nobody waits for one who does not come."""
+        self._barrier.abort()
+
+
+def restored(job: Job, step: int, wanted: Layout) -> list[Got]:
+    """All members put a version together; the other slots are lost."""
+    meeting = Meeting(wanted)
+
+    def one(slot: int) -> Got:
+        with meeting.turn:
+            return _restored_by(slot, job, step, wanted, meeting)
+
+    return list(job.threads.map(one, wanted))
+
+
+def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meeting) -> Got:
+    process, host = job.processes[slot], HOSTS[slot]
+    parts = [Part(piece=piece, values=_room(piece), numbers={}) for piece in wanted[slot]]
+    found: dict[str, Any] = {}
+    try:
+        restoration = Restoration(
+            Version(step=step, epoch=EPOCH),
+            process.store,
+            slot=slot,
+            host=host,
+            teller=slot == min(other for other in wanted if HOSTS[other] == host),
+            tell_all=meeting.seat(slot),
+            address=process.server.address,
+            peer=process.peer,
+            trouble=job.trouble.append,
+        )
+        found["sources"] = frozenset(Copy(host=source.host, place=source.place) for source in restoration.sources)
+        try:
+            found["broken"] = restoration.fill(parts).broken
+        except StateLost as error:
+            return Got(**found, lost=error.what)
+        found["right"] = all(_is_right(job, step, part) for part in parts)
+        try:
+            restoration.verify(parts)
+        except StateLost as error:
+            return Got(**found, refused=error.what)
+        return Got(**found)
+    except Exception as error:  # it is counted, whatever it is
+        meeting.break_up()
+        return Got(**found, raised=repr(error))
+
+
+def _room(piece: Piece) -> dict[str, torch.Tensor]:
+    (tensor,) = (tensor for tensor in TENSORS if tensor.name == piece.tensor)
+    pairs = zip(ENTRIES, tensor.dtypes, strict=True)
+    return {entry: torch.full([piece.size], torch.nan, dtype=DTYPES[dtype]) for entry, dtype in pairs}
+
+
+def _is_right(job: Job, step: int, part: Part) -> bool:
+    """Bit for bit."""
+    right = job.right(part.piece, step)
+    return all(torch.equal(part.values[name].view(torch.uint8), right[name].view(torch.uint8)) for name in right)
+
+
+# ---------------------------------------------------------------- what has to come of it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class Read:
+    """A member takes something of a tensor from a copy."""
+
+    reader: int
+    copy: Copy
+    tensor: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """Of a restore; `lost` where something is nowhere."""
+
+    reads: frozenset[Read]
+    broken: frozenset[Copy]
+    lost: bool
+
+
+def foresee(
+    job: Job, step: int, wanted: Layout, damaged: Collection[tuple[Copy, str]] = (), gone: Collection[Copy] = ()
+) -> Foreseen:
+    """Each member goes through the copies in its order, and leaves aside those that it found `damaged` in a tensor."""
+    reads, broken, lost = set[Read](), set[Copy](), False
+    for member, pieces in wanted.items():
+        aside = set(gone)
+        for piece in pieces:
+            left = mask(piece)
+            for copy in _in_order(member, step, wanted):
+                has = job.has[copy.place.slot, piece.tensor]
+                if copy in aside or not (left & has).any():
+                    continue
+                reads.add(Read(reader=member, copy=copy, tensor=piece.tensor))
+                if (copy, piece.tensor) in damaged:
+                    aside.add(copy)
+                else:
+                    left &= ~has
+            lost |= bool(left.any())
+        broken |= aside
+    return Foreseen(reads=frozenset(reads), broken=frozenset(broken), lost=lost)
+
+
+def _in_order(member: int, step: int, members: Collection[int]) -> list[Copy]:
+    """Its own, those on its host, then others: of each, first the next slot round the ring."""
+    home, own = HOSTS[member], copies_of(member, step)[0]
+    found = alive([copy for slot in range(len(HOSTS)) for copy in copies_of(slot, step)], members)
+    return sorted(
+        found, key=lambda copy: (copy != own, copy.host != home, (copy.place.slot - member) % len(HOSTS), copy)
+    )
+
+
+def alive(copies: Sequence[Copy], members: Collection[int]) -> list[Copy]:
+    """Those on hosts that are still there."""
+    hosts = {HOSTS[slot] for slot in members}
+    return [copy for copy in copies if copy.host in hosts]

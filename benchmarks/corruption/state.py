@@ -1,0 +1,218 @@
+"""A small state, copied in two versions by four slots on three hosts with the code that real jobs use."""
+
+import dataclasses
+import itertools
+import queue
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ntp_plugin.copies.manifest import DTYPES, Manifest, Version
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.store import FAR, NEAR, Place, Store
+from ntp_plugin.copies.wire import Address, Peer, Server
+from ntp_plugin.launch.run_folder import shared_memory
+from ntp_plugin.telemetry import Copied
+
+PATIENCE_S = 60.0
+
+HOSTS = (0, 0, 1, 2)
+"""Slot -> its host."""
+KEEPERS = (2, 2, 3, 0)
+"""Slot -> the slot whose process keeps its far copy, on the next host."""
+LOSSES = ((), (0,), (1,), (2,), (3,), (0, 1))
+RUN, SECRET, EPOCH = "corruption", "of this run", 1
+OLDER, NEWER = 1, 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """How it is cut: by units of a dim, anywhere in all of it made flat, or not at all."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Literal["units", "flat", "no"]
+    dim: int = 0
+    dtypes: tuple[str, str]
+    """Of main weights and of a moment."""
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+ENTRIES = ("main", "exp_avg")
+TENSORS = (
+    Tensor(name="up", shape=(64, 24), cut="units", dtypes=("float32", "float32")),
+    Tensor(name="down", shape=(4, 40, 6), cut="units", dim=1, dtypes=("bfloat16", "bfloat16")),
+    Tensor(name="shards", shape=(52, 15), cut="flat", dtypes=("float64", "float64")),
+    Tensor(name="norm", shape=(37,), cut="no", dtypes=("bfloat16", "float32")),
+)
+CUT = frozenset(tensor.name for tensor in TENSORS if tensor.cut != "no")
+
+type Layout = Mapping[int, Sequence[Piece]]
+"""Slot -> what it has of each tensor."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class Copy:
+    """A file, told as `Restored.broken` tells it."""
+
+    host: int
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.place} on host {self.host}"
+
+
+def copies_of(slot: int, step: int) -> list[Copy]:
+    """Near and far. The two versions of a layout are in the two places that a slot has."""
+    place = Place(kind=NEAR, slot=slot, epoch=EPOCH, number=step - 1)
+    far = dataclasses.replace(place, kind=FAR)
+    return [Copy(host=HOSTS[slot], place=place), Copy(host=HOSTS[KEEPERS[slot]], place=far)]
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def dealt(owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Layout:
+    """All tensors; `evenly`, so that all slots' copies have one size."""
+    layout: dict[int, list[Piece]] = {owner: [] for owner in owners}
+    for tensor in TENSORS:
+        for owner, piece in zip(owners, _pieces(tensor, owners, chance, evenly=evenly), strict=True):
+            layout[owner].append(piece)
+    return layout
+
+
+def _pieces(tensor: Tensor, owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Iterator[Piece]:
+    """Of units each owner has two runs, in any order; whoever has a replicated tensor has a whole of it."""
+    length, parts = tensor.shape[tensor.dim], len(owners)
+    alike = Piece(
+        tensor=tensor.name, shape=tensor.shape, dim=tensor.dim, ranges=((0, length),), start=0, stop=tensor.size
+    )
+    if tensor.cut == "no":
+        yield from (dataclasses.replace(alike, whole=f"t{owner}") for owner in owners)
+    elif tensor.cut == "flat":
+        for start, stop in _cuts(tensor.size, parts, chance, evenly=evenly):
+            yield dataclasses.replace(alike, start=start, stop=stop)
+    else:
+        runs = _cuts(length, 2 * parts, chance, evenly=evenly)
+        chance.shuffle(runs)
+        for ranges in zip(runs[::2], runs[1::2], strict=True):
+            units = sum(stop - start for start, stop in ranges)
+            yield dataclasses.replace(alike, ranges=ranges, stop=units * (tensor.size // length))
+
+
+def _cuts(size: int, parts: int, chance: random.Random, *, evenly: bool) -> list[tuple[int, int]]:
+    inner = range(size // parts, size, size // parts) if evenly else sorted(chance.sample(range(1, size), parts - 1))
+    return list(itertools.pairwise([0, *inner, size]))
+
+
+def elements(piece: Piece) -> torch.Tensor:
+    """Where its elements stand in the whole, made flat: found by cutting a tensor of all places."""
+    places = torch.arange(torch.Size(piece.shape).numel()).view(piece.shape)
+    ranges = [places.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges]
+    return torch.cat(ranges, piece.dim).reshape(-1)[piece.start : piece.stop]
+
+
+# ---------------------------------------------------------------- a job
+
+
+class Process:
+    """What a rank has for copies."""
+
+    def __init__(self, slot: int, folder: Path, told: Callable[[str], None]) -> None:
+        self.store = Store(folder / f"host-{HOSTS[slot]}")
+        self.server = Server(self.store, run=RUN, secret=SECRET, host="127.0.0.1", told=told)
+        self.through: queue.Queue[Copied] = queue.Queue()
+        self.replicator = Replicator(
+            self.store, run=RUN, secret=SECRET, slot=slot, trouble=told, done=self.through.put, timeout_s=PATIENCE_S
+        )
+        self._peers: dict[Address, Peer] = {}
+
+    def peer(self, address: Address) -> Peer:
+        """One connection to each."""
+        if address not in self._peers:
+            self._peers[address] = Peer(address, run=RUN, secret=SECRET, timeout_s=PATIENCE_S)
+        return self._peers[address]
+
+    def close(self) -> None:
+        """The copies stay."""
+        self.replicator.close()
+        for peer in self._peers.values():
+            peer.close()
+        self.server.close()
+        self.store.close()
+
+
+class Job:
+    """Two versions of random values, copied by four slots; a context manager, which leaves nothing behind."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ntp-corruption-", dir=shared_memory())
+        self.trouble: list[str] = []
+        """What anybody was told."""
+        self.layout = dealt(range(len(HOSTS)), chance, evenly=True)
+        self.truth = {step: _random_values(chance) for step in (OLDER, NEWER)}
+        self.has = {(slot, piece.tensor): mask(piece) for slot, pieces in self.layout.items() for piece in pieces}
+        """Which elements of a tensor a slot's copies have."""
+        self.processes = [Process(slot, Path(self._folder.name), self.trouble.append) for slot in self.layout]
+        self.threads = ThreadPoolExecutor(len(HOSTS))
+
+    def __enter__(self) -> "Job":
+        for slot, process in enumerate(self.processes):
+            process.replicator.send_to([self.processes[KEEPERS[slot]].server.address])
+        for step in self.truth:
+            self._copy(step)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.close()
+        self.threads.shutdown()
+        self._folder.cleanup()
+
+    def _copy(self, step: int) -> None:
+        for slot, process in enumerate(self.processes):
+            parts = [Part(piece=piece, values=self.right(piece, step), numbers={}) for piece in self.layout[slot]]
+            version = Version(step=step, epoch=EPOCH)
+            process.replicator.begin(Snapshot(version=version, holders=tuple(self.layout), parts=parts, extras={}))
+        for process in self.processes:
+            done = process.through.get(timeout=PATIENCE_S)
+            assert done.far == 1, self.trouble
+            process.replicator.commit()
+
+    def right(self, piece: Piece, step: int) -> dict[str, torch.Tensor]:
+        """What a piece has to be."""
+        return {name: self.truth[step][piece.tensor, name][elements(piece)] for name in ENTRIES}
+
+    def path(self, copy: Copy) -> Path:
+        """Its bytes."""
+        return Path(self._folder.name) / f"host-{copy.host}" / str(copy.place)
+
+    def manifest(self, copy: Copy) -> Manifest:
+        """Of a file that is whole."""
+        manifest = self.processes[HOSTS.index(copy.host)].store.manifest(copy.place)
+        assert manifest is not None, f"{copy} is whole"
+        return manifest
+
+
+def _random_values(chance: random.Random) -> dict[tuple[str, str], torch.Tensor]:
+    generator = torch.Generator().manual_seed(chance.getrandbits(63))
+    return {
+        (tensor.name, entry): torch.randn(tensor.size, dtype=torch.float64, generator=generator).to(DTYPES[dtype])
+        for tensor in TENSORS
+        for entry, dtype in zip(ENTRIES, tensor.dtypes, strict=True)
+    }
+
+
+def mask(piece: Piece) -> torch.Tensor:
+    mask = torch.zeros(torch.Size(piece.shape).numel(), dtype=torch.bool)
+    mask[elements(piece)] = True
+    return mask
