@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, FIRST_HURT, HYBRID, MODELS, OLD, hurt, reference, uniform
+from benchmarks.parity.layouts import BASE, FIRST_HURT, HYBRID, LAST_HURT, MODELS, OLD, hurt, reference, uniform
 from benchmarks.parity.live import live
 from benchmarks.parity.saved import HALF, joined, largest_difference, loading, saving, wholes_in
 from ntp_plugin.errors import Refused
@@ -117,6 +117,12 @@ def test_a_sharded_optimizer(first_half, route):
     mine, theirs = (wholes_in(first_half(job)[1]) for job in (here, whole))
     assert any("exp_avg_sq" in name for name in theirs)
     assert largest_difference(mine, theirs) <= FLOAT64
+
+
+def test_a_sharded_optimizer_of_an_embedding_in_two_stages(first_half):
+    """Its rows are held once for both stages."""
+    first, second = (hurt(TIED, layout, more=SHARDED) for layout in (FIRST_HURT, LAST_HURT))
+    assert_same_training(whole_run(first_half, first, second), reference(TIED, FIRST_HURT))
 
 
 def test_a_sharded_optimizer_in_buckets_of_another_layout_is_refused(first_half):
