@@ -205,8 +205,10 @@ class TolerantAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Never asks `self._pcontext.wait()`, which would close all workers as soon as one has failed."""
         assert self._supervisor is not None, "there are workers"
-        trouble, told = self._trouble(), self._supervisor.has_told_all()
-        if trouble is not None and not self._finished:
+        trouble = self._trouble()
+        told = trouble is not None or self._supervisor.has_told_all()
+        # Where the job is over its store may leave first: the workers here need it no more, and end by themselves.
+        if trouble is not None and not (self._finished or self._supervisor.view.over):
             # Everything that torch would still say to the store would wait for it.
             worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
             raise trouble

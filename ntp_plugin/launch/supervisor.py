@@ -71,6 +71,7 @@ class Supervisor:
         self.over = False
         """The workers of all hosts have ended."""
         self._ended = False
+        self._ended_at: float | None = None
         self._wards: dict[int, _Ward] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -197,8 +198,15 @@ class Supervisor:
             self._heartbeats.tell_epoch(self.view.epoch)
 
     def _conclude(self) -> None:
-        if self._ended:
-            self.over = self._hosts is None or self._hosts.all_ended(self.view)
+        """Whether all hosts have ended: those of the last view that somebody was in, where the job is over. Then nobody
+        looks after hosts any more, so one that does not say it is waited for as long as a silent one would be."""
+        if not self._ended:
+            return
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        tired = self.view.over and now - self._ended_at > self._thresholds.host_s
+        hosts_of = self.last if self.view.over else self.view
+        self.over = self._hosts is None or self._hosts.all_ended(hosts_of) or tired
 
     def _let_go(self, ward: _Ward, why: Verdict) -> None:
         with self._lock:

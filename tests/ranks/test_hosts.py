@@ -19,9 +19,9 @@ LONG = 200
 class Job:
     """`ntp run` with two workers on each of some machines."""
 
-    def __init__(self, hosts, count, *, store_at=1, steps=60, pause_s=0.3):
+    def __init__(self, hosts, count, *, store_at=1, steps=60, pause_s=0.3, script=RECIPES / "train.py"):
         self.hosts, self.count, self.store_at = hosts, count, store_at
-        self.steps, self.pause_s = steps, pause_s
+        self.steps, self.pause_s, self.script = steps, pause_s, script
         self.agents = {at: self.start(at) for at in range(1, count + 1)}
 
     def start(self, at, name="run"):
@@ -31,8 +31,8 @@ class Job:
             *("--rdzv-conf", f"is_host={int(at == self.store_at)}"),
             *("--local-addr", self.hosts.address(at), "--ntp-thresholds", LIMITS),
         ]
-        environment = {"STEPS": str(self.steps), "PAUSE_S": str(self.pause_s)}
-        return self.hosts.run(at, "run", *flags, str(RECIPES / "train.py"), name=name, **environment)
+        environment = {"STEPS": str(self.steps), "PAUSE_S": str(self.pause_s), "MACHINE": str(at)}
+        return self.hosts.run(at, "run", *flags, str(self.script), name=name, **environment)
 
     def wait_until_it_trains(self):
         for agent in self.agents.values():
@@ -56,6 +56,26 @@ def folder(tmp_path_factory):
 
 def assert_undisturbed(said, folder, ranks, steps):
     assert last_line(said)[:2] == pytest.approx(undisturbed(folder, ranks, steps), rel=1e-10)
+
+
+ENDS_LATE = """
+import os, runpy, time
+runpy.run_path({train!r}, run_name="__main__")
+if os.environ["MACHINE"] == "2":
+    time.sleep({late_s})
+"""
+
+
+@pytest.mark.parametrize("late_s", [0.8, 5.0])
+def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path, late_s):
+    """The job is over on all: the store's machine waits for the others for a while, and they need it no more then."""
+    script = tmp_path / "late.py"
+    script.write_text(ENDS_LATE.format(train=str(RECIPES / "train.py"), late_s=late_s))
+    with machines(2, tmp_path) as hosts:
+        job = Job(hosts, 2, steps=5, pause_s=0, script=script)
+        for at in (1, 2):
+            code, said = job.agents[at].end()
+            assert code == 0, (at, said)
 
 
 def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
