@@ -20,12 +20,12 @@ from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.pipeline import Pipeline
-from ntp_plugin.megatron.replacements import Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import ATTENTION, Tensor
+from ntp_plugin.replacements import Replacement
 from ntp_plugin.training import core_seats, rebuilding, relayout
 from ntp_plugin.training.core_seats import CoreSeat
 from ntp_plugin.training.gradient_lanes import GradientLane, Slice

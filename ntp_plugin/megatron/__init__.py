@@ -8,7 +8,6 @@ be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a l
 
     __main__.py         starts a script with the flags made known
     activation.py       the flags, what they mean together, and when the hooks go in
-    replacements.py     how something of Megatron's or torch's is replaced, with its reason
     cpu.py              the rehearsal mode: real Megatron on CPU (NTP_CPU=1)
     refusals.py         what does not work in a hurt layout, and is refused at start
     layout.py           PURE: who is lost, which torch rank is which slot, what it holds

@@ -18,8 +18,8 @@ from ntp_plugin.errors import ConfigError, NtpError
 from ntp_plugin.megatron import cpu
 from ntp_plugin.megatron.layout import plan_start
 from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_live, refuse_what_does_not_work
-from ntp_plugin.megatron.replacements import Replacement, apply_all
 from ntp_plugin.recovery.place import Place
+from ntp_plugin.replacements import Replacement, apply_all
 
 _PREFIX = "ntp-"
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.megatron.replacements import Replacement, apply_all
+from ntp_plugin.replacements import Replacement, apply_all
 
 VARIABLE = "NTP_CPU"
 OFF, ON, FLOAT64 = "", "1", "float64"

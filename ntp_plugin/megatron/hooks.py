@@ -21,10 +21,10 @@ from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.refusals import draws_exact_masks
-from ntp_plugin.megatron.replacements import Offer, Replacement
 from ntp_plugin.megatron.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning.sequence_rows import SequenceRows
+from ntp_plugin.replacements import Offer, Replacement
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"

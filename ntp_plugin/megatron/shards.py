@@ -8,33 +8,18 @@ Told as pieces of whole tensors (`copies/pieces.py`), all three are the same to 
 back into another layout. The weights themselves are not told: they are what is stepped, rounded, and are had from it.
 """
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ntp_plugin.copies.manifest import DTYPES, Held, dtype_name
 from ntp_plugin.copies.pieces import Piece
-from ntp_plugin.copies.replicator import Part
-from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import StageUnits, Tensor
 from ntp_plugin.training.cuts import WHOLE_UNITS, global_ranges
-from ntp_plugin.training.optimizers import element_wise
-
-MAIN = "main"
-"""What is stepped, beside what the optimizer keeps in its shape."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stepped:
-    """One parameter of torch's optimizer: the pieces in it, and where each begins in it, made flat."""
-
-    parameter: torch.Tensor
-    pieces: tuple[tuple[Piece, int], ...]
+from ntp_plugin.training.stepped import Stepped
 
 
 class Naming:
@@ -115,68 +100,3 @@ def shards_of_lanes(sync: LaneSync, naming: Naming) -> list[Stepped]:
         for lanes in sync.shards
         for shard in lanes
     ]
-
-
-# ---------------------------------------------------------------- to be copied, and to be filled
-
-
-def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part]:
-    """Where all of it lives now."""
-    known = element_wise(optimizer)
-    found = []
-    for one in stepped:
-        state = optimizer.state.get(one.parameter, {})
-        cut = {key: state[key] for key in known.cut if isinstance(state.get(key), torch.Tensor)}
-        numbers = {key: _told(value) for key, value in sorted(state.items()) if key not in cut}
-        found += list(_parts(one, {MAIN: one.parameter.data} | cut, numbers))
-    return found
-
-
-def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: Mapping[str, Held]) -> list[Part]:
-    """Have the optimizer keep what the copies have for these tensors; where that is to be put."""
-    optimizer.state.clear()
-    for one in stepped:
-        likes = [_like(piece, kinds) for piece, _ in one.pieces]
-        if not likes:
-            continue
-        like = likes[0]
-        state = {
-            entry.name: torch.zeros_like(one.parameter, dtype=DTYPES[entry.dtype])
-            for entry in like.entries
-            if entry.name != MAIN
-        }
-        numbers = {key: _heard(value, one.parameter.device) for key, value in like.numbers.items()}
-        if state or numbers:
-            optimizer.state[one.parameter] = state | numbers
-    return parts(stepped, optimizer)
-
-
-def _like(piece: Piece, kinds: Mapping[str, Held]) -> Held:
-    like = kinds.get(piece.tensor)
-    if like is None or like.piece.shape != piece.shape:
-        found = f"have {piece.tensor} of shape {like.piece.shape}" if like is not None else f"have no {piece.tensor}"
-        raise Refused(
-            f"the copies {found}, and this model has it of shape {piece.shape}",
-            way_out="resume with the model, and the number of stages, of the run that made them",
-        )
-    return like
-
-
-def _parts(one: Stepped, values: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> Iterator[Part]:
-    for piece, at in one.pieces:
-        flat = {name: value.detach().view(-1)[at : at + piece.size] for name, value in values.items()}
-        yield Part(piece=piece, values=flat, numbers=numbers)
-
-
-def _told(value: Any) -> Any:
-    """As JSON has it; a tensor of one number is told with what it is made of."""
-    if isinstance(value, torch.Tensor):
-        return {"value": value.item(), "dtype": dtype_name(value.dtype), "device": value.device.type}
-    return value
-
-
-def _heard(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        on = device if value["device"] == device.type else value["device"]
-        return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]], device=on)
-    return value

@@ -2,6 +2,8 @@
 
 detector.py    PURE: who is gone, from signals to verdicts
 trainer.py     what an adapter provides
+loop.py        a framework's training loop as sections, each of which ends with a vote
+newcomer.py    a process that starts up alone, where its framework asks all others
 driver.py      the walk itself
 heartbeat.py   how a rank tells its host's supervisor that it lives and moves
 place.py       where a process stands in its job, from its environment

@@ -1,11 +1,13 @@
 """Training state in uneven layouts: how it moves into one, and how gradients flow in it.
 
     samples.py            PURE: which samples a replica computes
+    stream.py             PURE: which micro-batches a rank draws, where ranks draw them by themselves
     dropout.py            masks that do not depend on who computes what
     gradient_lanes.py     gradients summed over the replicas, lane by lane
     core_seats.py         PURE: what each slot lends to the cores of its group
     core_lanes.py         gradients summed over the replicas by way of cores
     sharded_optimizer.py  optimizer state sharded over the members of each lane
+    stepped.py            what an optimizer steps, told as pieces of whole tensors
     optimizers.py         which are element-wise, and what each keeps for a parameter
     cuts.py               PURE: where the units of a tensor stand in a part of it
     relayout_plan.py      PURE: which tensor goes from which layout to which

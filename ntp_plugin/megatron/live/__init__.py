@@ -17,7 +17,6 @@ so that a run that is hurt at step s has, from there on, the very hooks, buckets
 The user's objects stay: the modules, the parameters, DDP, the optimizer and its groups, the scheduler.
 
     start.py        what happens when Megatron has parsed its arguments
-    loop.py         sections, the vote, and what is left out when a loss interrupts it
     training_step.py  the section that is a step: what is applied after the vote, what is told if it was interrupted
     samples.py      loaders that are made when they are asked, and made again
     ranks.py        Megatron's lists of ranks, after groups were edited

@@ -12,7 +12,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from ntp_plugin.errors import Excluded
 from ntp_plugin.megatron.live.anatomy import Anatomy
-from ntp_plugin.megatron.live.loop import Loop
+from ntp_plugin.recovery.loop import Loop
 
 _ARGUMENTS = (
     *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ntp_plugin.megatron.live.loop import Loop
-from ntp_plugin.megatron.replacements import Replacement
+from ntp_plugin.recovery.loop import Loop
+from ntp_plugin.replacements import Replacement
 
 if TYPE_CHECKING:
     from ntp_plugin.megatron.live.start import LiveJob

@@ -19,18 +19,18 @@ from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.hooks import nominal_places, of_masks
 from ntp_plugin.megatron.live import hooks
 from ntp_plugin.megatron.live.anatomy import Anatomy
-from ntp_plugin.megatron.live.loop import Loop
-from ntp_plugin.megatron.live.newcomer import Alone
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.live.watch import ReplicaWatch
 from ntp_plugin.megatron.refusals import draws_exact_masks
-from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery.loop import Loop
+from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import Began, Ended, Teller
 
 _LOG = logging.getLogger(__name__)

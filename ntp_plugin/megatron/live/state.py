@@ -17,20 +17,13 @@ from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
-from ntp_plugin.megatron.replacements import apply_all
-from ntp_plugin.megatron.shards import (
-    Naming,
-    Stepped,
-    make_room,
-    megatrons_shards,
-    parts,
-    shards_of_lanes,
-    whole_parameters,
-)
+from ntp_plugin.megatron.shards import Naming, megatrons_shards, shards_of_lanes, whole_parameters
 from ntp_plugin.planning.units import ModelUnits
+from ntp_plugin.replacements import apply_all
 from ntp_plugin.training.cuts import local_shape
 from ntp_plugin.training.rebuilding import MAIN, WEIGHT
 from ntp_plugin.training.sharded_state import ShardedState
+from ntp_plugin.training.stepped import Stepped, make_room, parts
 
 type AmongThoseWhoTrain = Callable[[Callable[[], None]], None]
 

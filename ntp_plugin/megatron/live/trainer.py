@@ -29,16 +29,16 @@ from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.copies import JobCopies
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
-from ntp_plugin.megatron.live.loop import Loop
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trainees import Trainees
-from ntp_plugin.megatron.replacements import apply_all
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.topology import Slot, Standing, Topology
+from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import Recovered, Teller
 from ntp_plugin.training.relayout import relayout
 from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout

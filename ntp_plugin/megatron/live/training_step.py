@@ -18,11 +18,11 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import PeerLost
-from ntp_plugin.megatron.live.loop import Loop
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.watch import ReplicaWatch
+from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Committed, Teller
 

@@ -1,4 +1,4 @@
-"""How something of Megatron's or torch's is replaced, with its reason.
+"""How something of a framework's or torch's is replaced, with its reason.
 
 A `Replacement` names its target as `module:attribute`, says why, and makes the new thing of the old one. A table of
 them is all that a mode changes; nothing is replaced anywhere else.

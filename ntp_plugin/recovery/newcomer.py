@@ -1,14 +1,15 @@
 """A process that takes the place of a lost one: it starts like any other, by itself, and comes in between two steps.
 
-Megatron starts up with all ranks together: it asks for the earliest of their clocks, waits for rank 0 to build a cache,
-compares names. A newcomer is alone, and the others have done all that. So until it is let in, whatever it asks of all
-is answered as if everybody had said what it says itself; its groups are made, and connected when it comes in.
+Frameworks start up with all ranks together: Megatron asks for the earliest of their clocks and waits for rank 0 to
+build a cache, DeepSpeed broadcasts the model. A newcomer is alone, and the others have done all that. So until it is
+let in, whatever it asks of all is answered as if everybody had said what it says itself; its groups are made, and
+connected when it comes in.
 """
 
 import functools
 from typing import Any
 
-from ntp_plugin.megatron.replacements import Replacement
+from ntp_plugin.replacements import Replacement
 
 
 class Alone:

@@ -1,4 +1,4 @@
-"""Megatron's training loop as a sequence of sections, each of which ends with a vote.
+"""A framework's training loop as a sequence of sections, each of which ends with a vote.
 
 A section is a training step, an evaluation, or a checkpoint. It is numbered, in the same order on all ranks; its number
 is what members report, and decide on, in a walk. Before the vote nothing has been applied, so that everybody does the
@@ -129,7 +129,7 @@ class Loop:
         self._apply, self.prepared = _nothing, False
 
     def between[Result](self, work: Callable[[], Result], instead: Callable[[], Result]) -> Result:
-        """Something that Megatron does together between two sections, and can do without."""
+        """Something that the framework does together between two sections, and can do without."""
         if self._inside or (self.driver is None and not self._apart):
             return work()
         if self.driver is not None and not self._apart:
