@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ntp_plugin.planning import spans as sp
+from ntp_plugin.planning.copy_placement import Resettled
 from ntp_plugin.planning.pace import HEALTHY_NS
 from ntp_plugin.planning.recovery_plan import GroupChange, RecoveryPlan
 from ntp_plugin.planning.routes import FRAMEWORK, StageRoute
@@ -177,8 +178,11 @@ def _print_notes(plan: RecoveryPlan, console: Console) -> None:
         replicas = {blocks.slot.replica for blocks in plan.block_deals}
         notes.append(f"optimizer blocks change hands for {_count(len(replicas), 'replica')}: {_bytes(moved)}")
     if plan.resettled_copies:
-        hosts = _count(len({copy.node for copy in plan.resettled_copies}), "host")
-        notes.append(f"the far copies of {hosts} settle elsewhere, because their holders are lost")
+        nodes = {copy.node for copy in plan.resettled_copies if isinstance(copy, Resettled)}
+        what = (
+            f"the far copies of {_count(len(nodes), 'host')}" if nodes else f"{len(plan.resettled_copies):,} parities"
+        )
+        notes.append(f"{what} settle elsewhere, because their holders are lost")
     if batch.left_out:
         left = f"{sp.size(batch.left_out):,} of {batch.total:,} micro-batches"
         if batch.mode == "shrink":

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -110,7 +111,7 @@ def _checked_value(value: object, kind: Any, rule: Rule, named: str) -> object:
         value = float(value)
     if type(value) is not kind:
         raise ConfigError(f"{named} = {_show(value)} must be {_TYPE_WORDS[kind]}", way_out=rule.help)
-    if rule.choices and value not in rule.choices:
+    if rule.choices and not any(_is_choice(str(value), choice) for choice in rule.choices):
         close = difflib.get_close_matches(str(value), rule.choices, n=1)
         hint = f'did you mean "{close[0]}"? ' if close else ""
         raise ConfigError(
@@ -119,6 +120,12 @@ def _checked_value(value: object, kind: Any, rule: Rule, named: str) -> object:
     if kind in (int, float):
         _check_bounds(typing.cast(float, value), rule, named)
     return value
+
+
+def _is_choice(value: str, choice: str) -> bool:
+    """A choice that ends with `:N` stands for those with a whole number there."""
+    name, colon, _ = choice.rpartition(":N")
+    return value == choice if not colon else re.fullmatch(re.escape(name) + r":\d{1,9}", value, re.ASCII) is not None
 
 
 def _check_bounds(value: float, rule: Rule, named: str) -> None:

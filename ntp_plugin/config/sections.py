@@ -11,6 +11,8 @@ from ntp_plugin.errors import ConfigError
 
 MAX_GPUS = 4_194_304
 """Thirty times the largest cluster that we plan for: above it a number is a slip of the keyboard."""
+MAX_SHARERS = 64
+"""Of one parity: all of them but one are read to have that one again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +147,9 @@ class CopyPolicy:
 
     mode: str = key(
         "copy",
-        help="copy: near and far; near: on the own host alone, which outlives a process and no host; off: none",
-        choices=("copy", "near", "off"),
+        help="copy: near and far; xor:N: a far one is the parity of N hosts' copies; near: on the own host alone, which"
+        " outlives a process and no host; off: none",
+        choices=("copy", "xor:N", "near", "off"),
     )
     count: int = key(1, help="far copies of each shard (0: none)", at_least=0, at_most=8)
     far: str = key("node", help="a far copy is in another one of these", choices=("node", "rack", "power"))
@@ -161,6 +164,26 @@ class CopyPolicy:
     strict: bool = key(True, help="refuse state of which nobody knows what becomes of it when it comes from copies")
     max_host_gb: float | None = key(None, help="refuse copies that take more of a host's memory", at_least=0.000001)
     gb_per_s: float | None = key(None, help="send far copies no faster than this, per process", at_least=0.000001)
+
+    def __post_init__(self) -> None:
+        if not self.mode.startswith("xor:"):
+            return
+        if not 2 <= self.sharers <= MAX_SHARERS:
+            raise ConfigError(
+                f"copies.mode = {self.mode} has {self.sharers} members share a parity",
+                way_out=f"xor:2 to xor:{MAX_SHARERS}; a parity of one would be a copy (copies.mode = copy)",
+            )
+        if self.count != 1:
+            raise ConfigError(
+                f"copies.count = {self.count} with copies.mode = {self.mode}: there is one parity for each group",
+                way_out="leave copies.count out, or choose copies.mode = copy",
+            )
+
+    @property
+    def sharers(self) -> int:
+        """Members of each parity; 0 where there are none but whole copies."""
+        kind, _, number = self.mode.partition(":")
+        return int(number) if kind == "xor" else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

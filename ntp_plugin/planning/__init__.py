@@ -15,6 +15,7 @@ same facts, in whatever order the losses came.
     pace.py             how long a micro-batch takes on a layout
     batch_split.py      micro-batches and samples per replica
     copy_placement.py   which host holds whose far copy
+    parity_groups.py    which slots share a parity in place of a copy each, and which host keeps it
     transfers.py        what moves from where to where between two layouts
     memory_fit.py       bytes per slot
     recovery_plan.py    all of it together, with a digest

@@ -11,7 +11,7 @@ Only what differs from the nominal placement is written down, so the work grows 
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.errors import Refused
@@ -80,11 +80,11 @@ def place_copies(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, 
     return placement
 
 
-def keepers(topology: Topology, placement: Placement, slot: Slot, present: Collection[Slot]) -> list[Slot]:
-    """The slots that keep the far copies of a slot's shards: on each host that does, the one in its place, if it is
-    present, else the next one there."""
+def keepers(topology: Topology, hosts: Iterable[int], slot: Slot, present: Collection[Slot]) -> list[Slot]:
+    """The slots that keep what these hosts have of a slot's shards: on each the one in its place, if it is present,
+    else the next one there."""
     found = []
-    for node in placement.holders(topology.node_of(slot)):
+    for node in hosts:
         there = topology.slots_on(node)
         first = topology.rank_of(slot) % topology.gpus_per_node % len(there)
         found += [other for other in (*there[first:], *there[:first]) if other in present][:1]
@@ -116,9 +116,12 @@ def _lightest_host(node: int, nominal: int, placement: Placement, surplus: Mappi
     def may_hold(holder: int) -> bool:
         return holder not in taken and holder // placement.reach != node // placement.reach
 
-    ring = ((nominal + step) % placement.nodes for step in range(1, placement.nodes))
+    return lightest_host(nominal, placement.nodes, surplus, may_hold)
+
+
+def lightest_host(nominal: int, nodes: int, surplus: Mapping[int, int], may_hold: Callable[[int], bool]) -> int | None:
+    """Of the hosts that may, the one with the least surplus, next round the ring from `nominal`."""
+    ring = ((nominal + step) % nodes for step in range(1, nodes))
     candidates = [holder for holder in surplus if may_hold(holder)]
     candidates += itertools.islice((holder for holder in ring if holder not in surplus and may_hold(holder)), 1)
-    return min(
-        candidates, key=lambda holder: (surplus.get(holder, 0), (holder - nominal) % placement.nodes), default=None
-    )
+    return min(candidates, key=lambda holder: (surplus.get(holder, 0), (holder - nominal) % nodes), default=None)

@@ -18,9 +18,10 @@ from typing import Any
 from ntp_plugin.config.sections import Batch, Hardware, Job, Policy, State
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning.batch_split import BatchSplit, NominalBatch, Pace, split_batch
-from ntp_plugin.planning.copy_placement import Resettled, place_copies
+from ntp_plugin.planning.copy_placement import Placement, Resettled, place_copies
 from ntp_plugin.planning.memory_fit import MemoryUse, memory_use
 from ntp_plugin.planning.pace import HEALTHY_NS, micro_batch_ns
+from ntp_plugin.planning.parity_groups import Parities, ParityGroup, share_parities
 from ntp_plugin.planning.routes import StageRoute, plan_route
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing, Topology
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
@@ -88,7 +89,7 @@ class RecoveryPlan:
     batch: BatchSplit
     transfers: tuple[Transfer, ...]
     block_deals: tuple[BlockDeal, ...]
-    resettled_copies: tuple[Resettled, ...]
+    resettled_copies: tuple[Resettled, ...] | tuple[ParityGroup, ...]
 
     @functools.cached_property
     def digest(self) -> str:
@@ -111,14 +112,13 @@ def plan_recovery(
     over before anybody could plan without them.
     `measured` gives the pace of replicas that were timed in the new layout; the others' follows from their widths.
     """
-    topology, units, policy = nominal.topology, nominal.units, nominal.policy
+    units, policy = nominal.units, nominal.policy
     before, after = nominal.standing(lost_before), nominal.standing(lost)
     after.require_a_replica()
     before.require_a_replica()
     groups = _group_changes(nominal, before, after)
     _check_memory(nominal, after)
-    copies_before = place_copies(topology, policy.copies, before.lost_nodes)
-    copies_after = place_copies(topology, policy.copies, after.lost_nodes)
+    copies_before, resettled = _copies(nominal, before)[0], _copies(nominal, after)[1]
     change = Change(
         before=before,
         after=after,
@@ -153,8 +153,21 @@ def plan_recovery(
         ),
         transfers=plan_transfers(change),
         block_deals=plan_block_deals(change),
-        resettled_copies=tuple(copies_after.resettled[key] for key in sorted(copies_after.resettled)),
+        resettled_copies=resettled,
     )
+
+
+def _copies(
+    nominal: Nominal, standing: Standing
+) -> tuple[Placement | Parities, tuple[Resettled, ...] | tuple[ParityGroup, ...]]:
+    """Where copies are, or parities of them, and which are elsewhere than nominally."""
+    topology, policy = nominal.topology, nominal.policy.copies
+    if policy.sharers:
+        parities = share_parities(topology, policy, standing.lost_nodes)
+        groups = (group for turn in sorted(parities.resettled) for group in parities.resettled[turn])
+        return parities, tuple(groups)
+    placement = place_copies(topology, policy, standing.lost_nodes)
+    return placement, tuple(placement.resettled[key] for key in sorted(placement.resettled))
 
 
 def replica_paces(nominal: Nominal, standing: Standing, measured: Mapping[int, Pace]) -> dict[int, Pace]:

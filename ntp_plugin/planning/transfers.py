@@ -7,6 +7,8 @@ A slot needs the units of its new layout that it did not hold. Each comes, in th
                 one for each part so that no single NIC carries all of it
     far copy    a living host that held a far copy of the lost slot's shard
     near copy   the lost slot's own host, if other slots of it live
+    parity      a living host that keeps the parity of the lost slot's and others' shards, if the others' hosts live;
+                where there are parities there are no far copies, and near copies come first
 
 and nowhere else: never from a lost slot, nor from one whose replica did not train before, nor from an *empty* one, in
 which a new process sits that has nothing yet. What has none of these is `StateLost`. Copies hold what data parallelism
@@ -31,12 +33,13 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.copy_placement import Placement
 from ntp_plugin.planning.dealing import Deal, deal
+from ntp_plugin.planning.parity_groups import Parities
 from ntp_plugin.planning.shard_layout import lay_out, overlay, slot_elements
 from ntp_plugin.planning.spans import Span, Spans
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing
 from ntp_plugin.planning.units import Family, ModelUnits
 
-DOMAIN, PEER, FAR_COPY, NEAR_COPY = "domain", "peer", "far copy", "near copy"
+DOMAIN, PEER, FAR_COPY, NEAR_COPY, PARITY = "domain", "peer", "far copy", "near copy", "parity"
 REPLICATED = "replicated"
 
 
@@ -82,7 +85,7 @@ class Change:
     after: Standing
     units: ModelUnits
     state: State
-    copies: Placement | None
+    copies: Placement | Parities | None
     protect_all: bool = False
     empty: frozenset[Slot] = frozenset()
 
@@ -278,12 +281,24 @@ def _copy_reader(change: Change, of: Slot) -> tuple[Slot, str] | None:
     if change.copies is None:
         return None
     home = change.after.topology.node_of(of)
-    for origin, nodes in ((FAR_COPY, change.copies.holders(home)), (NEAR_COPY, [home])):
+    if isinstance(change.copies, Parities):
+        of_hosts = {NEAR_COPY: [home], PARITY: _parity_host(change.copies, of, change.after)}
+    else:
+        of_hosts = {FAR_COPY: change.copies.holders(home), NEAR_COPY: [home]}
+    for origin, nodes in of_hosts.items():
         for node in nodes:
             reader = _reader(change.after, node, of)
             if reader is not None:
                 return reader, origin
     return None
+
+
+def _parity_host(parities: Parities, of: Slot, after: Standing) -> list[int]:
+    """If it can be of use: all other members' near copies are there."""
+    group, node_of = parities.group_of(of), after.topology.node_of
+    if group is None or any(node_of(slot) in after.lost_nodes for slot in group.members if slot != of):
+        return []
+    return [group.keeper]
 
 
 def _reader(after: Standing, node: int, of: Slot) -> Slot | None:
@@ -314,7 +329,9 @@ def _state_lost(change: Change, slot: Slot, what: str, *, copied: bool, units: s
     else:
         reason, cure = (
             "the hosts of its copies are lost as well",
-            "set copies.far to a wider domain before the next run",
+            "set copies.far to a wider domain"
+            + (", or copies.mode = copy," if isinstance(change.copies, Parities) else "")
+            + " before the next run",
         )
     return StateLost(
         f"{thing} of {slot} is held by no living slot, and {reason}; gone are {units}",

@@ -15,6 +15,7 @@ from ntp_plugin.planning import (
     copy_placement,
     core_route,
     lanes,
+    parity_groups,
     recovery_plan,
     shard_layout,
     topology,
@@ -240,6 +241,40 @@ def far_copies_are_far(topology_, policy, lost_nodes):
         assert all(holder // size != node // size for holder in holders)
         possible = sum(other not in lost_nodes and other // size != node // size for other in range(topology_.nodes))
         assert len(holders) == min(policy.count, possible)
+
+
+def parities_protect(topology_, policy, lost_nodes):
+    """Each living slot shares with others of other domains, all of the same mind, and a host in none of these keeps the
+    parity; who shared before a loss and is left shares after it, as long as some host is left outside."""
+    parities = parity_groups.share_parities(topology_, policy, lost_nodes)
+    whole = parity_groups.share_parities(topology_, policy, ())
+    size = copy_placement.domain_size(topology_, policy.far)
+
+    def domain(slot):
+        return topology_.node_of(slot) // size
+
+    living = [
+        slot for slot in map(topology_.slot_of, range(topology_.size)) if topology_.node_of(slot) not in lost_nodes
+    ]
+    domains = {domain(slot) for slot in living}
+    for slot in living:
+        group, before = parities.group_of(slot), whole.group_of(slot)
+        if group is None:
+            assert len(domains) == 1, "some host is in another domain"
+            continue
+        assert slot in group.members
+        assert all(parities.group_of(other) == group for other in group.members), "each is in one group"
+        assert set(group.members) <= set(living)
+        assert len({domain(other) for other in group.members}) == len(group.members) <= policy.sharers
+        assert group.keeper not in lost_nodes
+        assert group.keeper // size not in {domain(other) for other in group.members}
+        assert set(group.members) <= set(before.members), "nobody changes groups"
+        left = {other for other in before.members if other in living}
+        outside = domains - {domain(other) for other in left}
+        if outside:
+            assert set(group.members) == left, "survivors stay together"
+        if before.keeper not in lost_nodes:
+            assert group.keeper == before.keeper, "and with their keeper"
 
 
 # ---------------------------------------------------------------- transfers

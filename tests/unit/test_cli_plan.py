@@ -130,6 +130,10 @@ BAD = {
     "stray word": (["r1.s0.t0"], "r1.s0.t0 is not a known word of ntp plan"),
     "flag without value": (["--tp"], "expected one argument"),
     "copies without hosts": (["--copies-far", "power"], "1 far copies need 2 whole power domains"),
+    "a parity without hosts": (["--copies-mode", "xor:40"], "copies.mode = xor:40 needs 40 node domains for"),
+    "a parity of one": (["--copies-mode", "xor:1"], "a parity of one would be a copy"),
+    "a parity of many words": (["--copies-mode", "xor:N"], "--copies-mode = 'xor:N' is not allowed"),
+    "two parities": (["--copies-mode", "xor:2", "--copies-count", "2"], "there is one parity for each group"),
     "state lost": (["--distributed-optimizer", "--copies-count", "0", "--lose", "r1.s0.t0"], "held by no living slot"),
     "too little memory": (["--gpu-memory-gb", "0.001", "--hidden", "640"], "needs 0.0 GB per GPU"),
 }

@@ -15,6 +15,7 @@ from ntp_plugin.planning import (
     core_route,
     dealing,
     lanes,
+    parity_groups,
     sequence_rows,
     shard_layout,
     transfers,
@@ -26,6 +27,7 @@ from tests.unit.strategies import families_with_patterns, situations, situations
 from tests.unit.test_batch_split import batches
 from tests.unit.test_copy_placement import clusters
 from tests.unit.test_lanes import hurt_jobs
+from tests.unit.test_parity_groups import parity_clusters
 from tests.unit.test_sequence_rows import cuts
 
 
@@ -120,6 +122,16 @@ def copy_next_door(sound):
     return broken
 
 
+def keep_a_parity_inside(sound):
+    """A parity whose keeper is lost goes to the next living host, be it a member's."""
+    return lambda nominal, nodes, surplus, _: sound(nominal, nodes, surplus, lambda host: host != nominal)
+
+
+def share_inside_a_domain(_sound):
+    """Hosts of one rack are taken for hosts of many."""
+    return lambda *_: 1
+
+
 def ask_the_dead(sound):
     """Units come from their old holder even if it is lost."""
 
@@ -160,7 +172,7 @@ def hold_pads(sound):
 
 
 SOUND_LAY_OUT = shard_layout.lay_out
-LAYOUT, BATCH, COPIES = families_with_patterns(), batches(), clusters()
+LAYOUT, BATCH, COPIES, PARITIES = families_with_patterns(), batches(), clusters(), parity_clusters()
 MUTATIONS = [
     (shard_layout, "lay_out", swap_first_two_owners, properties.layout_owns_every_unit_once, LAYOUT),
     (sp, "even_sizes", cut_one_too_far, properties.layout_is_as_even_as_can_be, LAYOUT),
@@ -185,6 +197,8 @@ MUTATIONS = [
         BATCH,
     ),
     (copy_placement, "_lightest_host", copy_next_door, properties.far_copies_are_far, COPIES),
+    (parity_groups, "lightest_host", keep_a_parity_inside, properties.parities_protect, PARITIES),
+    (parity_groups, "domain_size", share_inside_a_domain, properties.parities_protect, PARITIES),
     (transfers, "_sources", ask_the_dead, properties.transfers_turn_one_layout_into_the_next, situations()),
     (transfers, "_sources", send_everything_twice, properties.transfers_turn_one_layout_into_the_next, situations()),
     (

@@ -105,6 +105,17 @@ def test_a_lost_optimizer_shard_comes_from_the_far_copy_and_weights_from_a_peer(
     assert origins == {("weights", "peer"), ("optimizer", "far copy")}
 
 
+def test_a_lost_hosts_optimizer_shard_comes_from_a_parity_and_a_lost_slots_from_its_near_copy():
+    job = nominal_job(dp=3, state={"distributed_optimizer": True}, ntp={"copies": {"mode": "xor:2"}})
+    moves = plan(job, "r1.s0.t2").transfers
+    assert {move.origin for move in moves if move.of} == {"near copy"}
+    deals = plan(job, "r1").block_deals
+    assert [(str(deal.slot), deal.origin) for deal in deals] == [(f"r1.s0.t{tp}", "parity") for tp in range(4)]
+    assert {deal.source.replica for deal in deals} == {0, 2}, "keepers rotate"
+    with pytest.raises(StateLost, match=r"the hosts of its copies are lost as well.*copies\.mode = copy"):
+        plan(job, "r1,r2")
+
+
 @pytest.mark.parametrize(
     ("job", "words", "before", "reason"),
     [

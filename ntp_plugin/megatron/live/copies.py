@@ -148,7 +148,7 @@ class JobCopies:
         if self.are_near_only:
             return []
         placement = place_copies(self._topology, self._policy, layout.standing.lost_nodes)
-        found = keepers(self._topology, placement, layout.slot, layout.present)
+        found = keepers(self._topology, placement.holders(self._host), layout.slot, layout.present)
         return [self._topology.rank_of(slot) for slot in found]
 
     def begin(self) -> None:

@@ -1,0 +1,145 @@
+"""Which slots share a parity, and which host keeps it.
+
+In place of a copy of each slot's shards there is one parity, the XOR of what g slots have, and so a g-th of the memory.
+The hosts of these g slots stand in g failure domains and the parity's in yet another one. Whatever one domain takes
+with it, a group has lost one member, which the others and the parity give back, or the parity, and no member.
+
+Nominally. The slots that have the same place on hosts of the same place in their domain form a ring over the domains.
+The ring of place q is cut into groups of g from domain q on, and the host after a group keeps its parity; for the last
+group, which may be smaller, that is the first of the ring. So the keepers rotate from place to place, and each host
+keeps as many parities as any other, give or take one in each turn.
+
+After losses. Members stay together; one whose host is lost leaves its group. A parity whose keeper is lost is dealt to
+the host outside of its members' domains that has been dealt the fewest, of equals to the next round the ring. Where all
+hosts that are left are in the members' domains the last of them form a group of their own, kept by one of the first.
+
+Only what differs from the nominal rule is written down, so the work grows with the losses alone.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from ntp_plugin.config.sections import CopyPolicy
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning.copy_placement import domain_size, lightest_host
+from ntp_plugin.planning.topology import Slot, Topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParityGroup:
+    """Slots that share a parity, and the host that keeps it."""
+
+    members: tuple[Slot, ...]
+    keeper: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Turn:
+    """A nominal group: the `number`th of the ring of this place on a host and place of a host in its domain."""
+
+    place: int
+    host: int
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parities:
+    """Who shares with whom after losses: the nominal rule and its exceptions."""
+
+    topology: Topology
+    reach: int
+    sharers: int
+    lost: frozenset[int]
+    resettled: Mapping[Turn, tuple[ParityGroup, ...]]
+
+    @property
+    def domains(self) -> int:
+        return -(-self.topology.nodes // self.reach)
+
+    def group_of(self, slot: Slot) -> ParityGroup | None:
+        """With whom a slot of a living host shares; None where every other host that is left is in its domain."""
+        node = self.topology.node_of(slot)
+        place = self.topology.rank_of(slot) % self.topology.gpus_per_node
+        number = (node // self.reach - place) % self.domains // self.sharers
+        turn = Turn(place=place, host=node % self.reach, number=number)
+        if turn in self.resettled:
+            return next((group for group in self.resettled[turn] if slot in group.members), None)
+        return ParityGroup(members=tuple(self.members(turn)), keeper=self.keeper(turn))
+
+    def members(self, turn: Turn) -> Iterator[Slot]:
+        """Those whose hosts are left."""
+        for step in range(turn.number * self.sharers, min((turn.number + 1) * self.sharers, self.domains)):
+            node = (turn.place + step) % self.domains * self.reach + turn.host
+            rank = node * self.topology.gpus_per_node + turn.place
+            if node < self.topology.nodes and rank < self.topology.size and node not in self.lost:
+                yield self.topology.slot_of(rank)
+
+    def keeper(self, turn: Turn) -> int:
+        """Nominally."""
+        step = min((turn.number + 1) * self.sharers, self.domains)
+        hosts = self.hosts_of((turn.place + step) % self.domains)
+        return hosts[turn.host % len(hosts)]
+
+    def hosts_of(self, domain: int) -> range:
+        return range(domain * self.reach, min((domain + 1) * self.reach, self.topology.nodes))
+
+
+def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, ...]) -> Parities:
+    """The groups after these hosts were lost; refuses a cluster with too few failure domains."""
+    resettled: dict[Turn, tuple[ParityGroup, ...]] = {}
+    parities = Parities(
+        topology=topology,
+        reach=domain_size(topology, policy.far),
+        sharers=policy.sharers,
+        lost=frozenset(lost_nodes),
+        resettled=resettled,
+    )
+    if parities.domains <= policy.sharers:
+        fewer = parities.domains - 1
+        smaller = f"at most xor:{fewer} here, " if fewer > 1 else ""
+        raise Refused(
+            f"copies.mode = {policy.mode} needs {policy.sharers} {policy.far} domains for the members of a parity and "
+            f"one more for itself, and {topology.nodes} hosts of {topology.gpus_per_node} GPUs make {parities.domains}",
+            way_out=f"{smaller}copies.mode = copy, or copies.far set to something smaller",
+        )
+    dealt = Counter[int]()
+    for turn in _turns_without_keeper(parities):
+        groups = tuple(_settled(tuple(parities.members(turn)), parities, parities.keeper(turn), dealt))
+        dealt.update(group.keeper for group in groups)
+        resettled[turn] = groups
+    return parities
+
+
+def _turns_without_keeper(parities: Parities) -> Iterator[Turn]:
+    """In the order of the hosts that are lost."""
+    for lost in sorted(parities.lost):
+        domain = lost // parities.reach
+        hosts = parities.hosts_of(domain)
+        for place in range(parities.topology.gpus_per_node):
+            step = (domain - place) % parities.domains or parities.domains
+            if step % parities.sharers and step != parities.domains:
+                continue
+            for host in range(hosts.index(lost), parities.reach, len(hosts)):
+                turn = Turn(place=place, host=host, number=-(-step // parities.sharers) - 1)
+                if any(parities.members(turn)):
+                    yield turn
+
+
+def _settled(
+    members: tuple[Slot, ...], parities: Parities, nominal: int, dealt: Mapping[int, int]
+) -> Iterator[ParityGroup]:
+    """These, together as far as some host is left outside of their domains."""
+    nodes, reach, node_of = parities.topology.nodes, parities.reach, parities.topology.node_of
+    for size in range(len(members), 0, -1):
+        domains = {node_of(slot) // reach for slot in members[:size]}
+        keeper = lightest_host(
+            nominal,
+            nodes,
+            dealt,
+            lambda host, domains=domains: host not in parities.lost and host // reach not in domains,  # type: ignore[misc]
+        )
+        if keeper is not None:
+            yield ParityGroup(members=members[:size], keeper=keeper)
+            yield from _settled(members[size:], parities, nominal, dealt)
+            return
