@@ -85,6 +85,8 @@ class Restored:
     here: int
     """From other copies on its host."""
     elsewhere: int
+    rebuilt: list[str]
+    """The copies that were put together from parities first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,8 @@ from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.run_folder import COPIES, free, left_by_the_dead, shared_memory
 
+_COLUMNS = ("folder", "host", "run", "step", "epoch", "parts here", "parities of", "MB")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -27,6 +29,8 @@ class Row:
     step: int = -1
     epoch: int = -1
     here: frozenset[int] = frozenset()
+    parities: tuple[str, ...] = ()
+    """The slots of each that is here, as `0+2`."""
     holders: frozenset[int] = frozenset()
     size: int = 0
     wrong: tuple[str, ...] = ()
@@ -66,25 +70,31 @@ def _folders(given: Sequence[Path]) -> list[Path]:
 
 
 def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
-    from ntp_plugin.copies.store import Store  # noqa: PLC0415  (brings torch, which no other command needs)
+    from ntp_plugin.copies.parity import members_of  # noqa: PLC0415  (brings torch, which no other command needs)
+    from ntp_plugin.copies.store import PARITY, Store  # noqa: PLC0415
 
     lives = _lives(folder)
     for host in sorted(path for path in folder.iterdir() if path.is_dir()):
         store = Store(host)
         found: defaultdict[Any, list[Any]] = defaultdict(list)
-        for _, manifest in store.found():
-            found[manifest.run, manifest.version.step, manifest.version.epoch].append(manifest)
+        for place, manifest in store.found():
+            found[manifest.run, manifest.version.step, manifest.version.epoch].append((place, manifest))
         wrong = _wrong(store) if verify else {}
-        for (run_name, step, epoch), manifests in sorted(found.items()):
+        for (run_name, step, epoch), copies in sorted(found.items()):
             yield Row(
                 folder=folder,
                 host=host.name,
                 run=f"{run_name} ({'alive' if lives else 'dead'})",
                 step=step,
                 epoch=epoch,
-                here=frozenset(manifest.slot for manifest in manifests),
-                holders=frozenset(manifests[0].holders),
-                size=sum(manifest.size for manifest in manifests),
+                here=frozenset(manifest.slot for place, manifest in copies if place.kind != PARITY),
+                parities=tuple(
+                    "+".join(str(member.slot) for member in members_of(manifest))
+                    for place, manifest in copies
+                    if place.kind == PARITY
+                ),
+                holders=frozenset(copies[0][1].holders),
+                size=sum(manifest.size for _, manifest in copies),
                 wrong=tuple(wrong.pop((step, epoch), [])),
             )
         for told in wrong.values():
@@ -117,13 +127,14 @@ def _show(rows: Sequence[Row], *, verify: bool) -> None:
         console.print("no copies on this host")
         return
     table = Table()
-    for column in ("folder", "host", "run", "step", "epoch", "parts here", "MB", *(["digests"] if verify else [])):
+    for column in (*_COLUMNS, *(["digests"] if verify else [])):
         table.add_column(column)
     for row in rows:
         state = [f"{len(row.wrong)} WRONG" if row.wrong else "right"] if verify else []
         numbers = [str(row.step), str(row.epoch)] if row.holders else ["?", "?"]
         parts = f"{len(row.here)} of {len(row.holders)}" if row.holders else "?"
-        table.add_row(str(row.folder), row.host, row.run, *numbers, parts, f"{row.size / 1e6:.1f}", *state)
+        shared = ", ".join(row.parities)
+        table.add_row(str(row.folder), row.host, row.run, *numbers, parts, shared, f"{row.size / 1e6:.1f}", *state)
     console.print(table)
     for row in rows:
         for what in row.wrong:

@@ -4,6 +4,7 @@
     pieces.py       which elements of a tensor somebody holds, and what two holders have in common
     manifest.py     what a copy says of itself
     store.py        copies in the memory of a host, which outlive processes
+    parity.py       one far copy for several slots, from which any one of theirs is had again
     wire.py         copies from host to host
     replicator.py   makes them beside the training
     restore.py      puts a version of the state together from them, in whatever layout
@@ -12,8 +13,8 @@
 
 A *version* is the state after a step, in the layout of an epoch. Its parts are with its *holders*, the slots that
 trained then. Each holder's part is copied *near*, into its own host's memory, and *far*, into that of hosts in other
-failure domains. Whoever can read the copies of all parts can put the version together, and needs nothing of the layout
-that it was made in but what the copies say of themselves.
+failure domains, or their parity there. Whoever can read the copies of all parts can put the version together, and needs
+nothing of the layout that it was made in but what the copies say of themselves.
 
 The way of one version:  begun -> taken (near, with digests) -> sent, verified there -> all have said so: committed.
 Two are kept. The older of them is given up when the newer is begun, and by then the newer one is committed.

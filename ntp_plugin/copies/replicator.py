@@ -1,4 +1,5 @@
-"""Copies of this slot's state, made beside the training: near into this host's memory, far into that of others.
+"""Copies of this slot's state, made beside the training: near into this host's memory, far into that of others, whole
+or as a part of a parity.
 
 A snapshot begins where a step is over. From there on a thread copies the state, and the training may read it and must
 not change it: before the optimizer steps again it waits until all is `taken`, which it is long since, as a rule. Then
@@ -24,6 +25,7 @@ import torch
 
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, dtype_name, places, salt, view
+from ntp_plugin.copies.parity import parity_place
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
 from ntp_plugin.copies.wire import CHUNK, Address, Peer, PeerTrouble
@@ -95,7 +97,8 @@ class Replicator:
         self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
         self._trouble, self._done = trouble, done
         self._peers: dict[Address, Peer] = {}
-        self._far: Sequence[Address] = ()
+        self._far: tuple[Sequence[Address], Sequence[int]] = (), ()
+        """Who keeps what is far of this slot's, and who shares it, where that is a parity."""
         self._work: tuple[Snapshot, Place, Beside] | None = None
         self._wake, self._taken, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._taken.set()
@@ -110,9 +113,9 @@ class Replicator:
 
     # ------------------------------------------------ by the training
 
-    def send_to(self, far: Sequence[Address]) -> None:
-        """From now on; after a walk."""
-        self._far = far
+    def send_to(self, far: Sequence[Address], *, members: Sequence[int] = ()) -> None:
+        """From now on; after a walk. With `members` it goes into the parity that these slots share."""
+        self._far = far, members
 
     def begin(self, snapshot: Snapshot) -> None:
         """Copy this, which nobody changes until it is `taken`."""
@@ -197,10 +200,10 @@ class Replicator:
             return False
         taken_s = time.monotonic() - began
         self._taken.set()
-        far = self._far
+        far, members = self._far
         for address in set(self._peers) - set(far):
             self._peers.pop(address).close()
-        sent = [self._send(address, place, manifest, memory) for address in far]
+        sent = [self._send(address, place, manifest, memory, members) for address in far]
         seconds = time.monotonic() - began
         self._done(
             Copied(step=snapshot.version.step, size=manifest.size, taken_s=taken_s, seconds=seconds, far=sum(sent))
@@ -246,14 +249,20 @@ class Replicator:
                 target[start : start + chunk].copy_(live[start : start + chunk])
         return held
 
-    def _send(self, address: Address, place: Place, manifest: Manifest, memory: torch.Tensor) -> bool:
+    def _send(
+        self, address: Address, place: Place, manifest: Manifest, memory: torch.Tensor, members: Sequence[int]
+    ) -> bool:
         if self._given_up:
             return False
         if address not in self._peers:
             self._peers[address] = Peer(address, run=self._run, secret=self._secret, timeout_s=self._timeout_s)
         try:
             found = self._peers[address].put(
-                dataclasses.replace(place, kind=FAR), manifest, memory, pace=self._pace(time.monotonic())
+                parity_place(place, members) if members else dataclasses.replace(place, kind=FAR),
+                manifest,
+                memory,
+                pace=self._pace(time.monotonic()),
+                members=members,
             )
         except PeerTrouble as error:
             self._trouble(f"{manifest.version} was not copied: {error}")

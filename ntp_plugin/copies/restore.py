@@ -5,6 +5,10 @@ knows where every element of every copy stands in its tensor, takes what its own
 have, then what it must ask other hosts for, until nothing is missing. Nothing is taken from a copy whose digests are
 not right, and such a copy is not asked again. A process that holds nothing of the version is no source.
 
+Where no copy of a slot is there, or no sound one has what somebody lacks, a slot's copy is put together from a parity
+and the other members' copies (`parity.py`) by whoever has the parity, and everybody has one source more. All choose
+alike what is put together, since all have told each other what they found wrong or did not reach.
+
 In the end the digests of what everybody has are added up, tensor by tensor, and compared with those that the copies
 were made with. A whole that differs is named, and nobody trains on it.
 """
@@ -12,7 +16,7 @@ were made with. A whole that differs is named, and nobody trains on it.
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +24,10 @@ import torch
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.digest import MODULUS, Runs
 from ntp_plugin.copies.manifest import Held, Manifest, Version, salt, wrong
+from ntp_plugin.copies.parity import WrongParity, is_rebuildable, members_of, rebuild
 from ntp_plugin.copies.pieces import Common, Piece, common, indices
 from ntp_plugin.copies.replicator import Part
-from ntp_plugin.copies.store import NEAR, Place, Store
+from ntp_plugin.copies.store import NEAR, PARITY, REBUILT, NoRoom, Place, Store
 from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, WrongCopy, select
 from ntp_plugin.errors import StateLost
 
@@ -30,6 +35,10 @@ type TellAll = Callable[[Any], list[Any]]
 """What one member says to all, and all have said: they come together."""
 type Broken = tuple[int, Place]
 """A copy that is not what was written: the host that has it, and where."""
+
+
+class _OutOfReach(Exception):
+    """No sound copy of a member is to be had."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,29 +60,50 @@ class Restored:
     here: int = 0
     elsewhere: int = 0
     broken: tuple[str, ...] = ()
+    rebuilt: tuple[str, ...] = ()
+    """What was put together from parities first."""
 
 
 # ---------------------------------------------------------------- which version
 
 
 def standable(told: Iterable[str]) -> list[Version]:
-    """The versions of which all parts are somewhere, newest first, from what all members have `describe`d."""
+    """The versions of which all parts are somewhere, or can be put together, newest first, from what all members have
+    `describe`d."""
     there: defaultdict[Version, set[int]] = defaultdict(set)
+    groups: defaultdict[Version, list[list[int]]] = defaultdict(list)
     wanted: dict[Version, set[int]] = {}
     for text in told:
-        for step, epoch, slot, holders in json.loads(text or "[]"):
+        for step, epoch, of, holders in json.loads(text or "[]"):
             version = Version(step=step, epoch=epoch)
-            there[version].add(slot)
             wanted[version] = set(holders)
-    whole = [version for version, slots in there.items() if slots >= wanted[version]]
+            if isinstance(of, list):
+                groups[version].append(of)
+            else:
+                there[version].add(of)
+    whole = [
+        version
+        for version, holders in wanted.items()
+        if all(
+            any(is_rebuildable(slot, group, there[version]) for group in groups[version])
+            for slot in holders - there[version]
+        )
+    ]
     return sorted(whole, key=lambda version: (version.step, version.epoch), reverse=True)
 
 
 def describe(store: Store) -> str:
-    """Which copies this host has, for a report."""
+    """Which copies this host has, for a report: each with its slot, or of a parity those of its members."""
     return json.dumps(
-        [[version.step, version.epoch, place.slot, holders] for place, version, holders in store.versions()]
+        [
+            [manifest.version.step, manifest.version.epoch, _slots_of(place, manifest), manifest.holders]
+            for place, manifest in store.found()
+        ]
     )
+
+
+def _slots_of(place: Place, manifest: Manifest) -> int | list[int]:
+    return [member.slot for member in members_of(manifest)] if place.kind == PARITY else place.slot
 
 
 # ---------------------------------------------------------------- putting it together
@@ -97,31 +127,43 @@ class Restoration:
     ) -> None:
         """All come together. `teller` speaks for its host, and reads for others what is nobody's own."""
         self.version, self._store, self._slot, self._host = version, store, slot, host
-        self._tell_all, self._peer, self._trouble = tell_all, peer, trouble
+        self._address, self._tell_all, self._peer, self._trouble = address, tell_all, peer, trouble
         self._broken: set[Broken] = set()
+        """What was found to be so, by this one or, as far as they have told it, by others."""
         self._unreached: set[tuple[Address, Broken]] = set()
-        told = self._tell_all(self._mine(address, teller=teller))
-        self.sources = sorted(
-            (
-                Source(host=of, place=Place(**place), manifest=manifest, address=(at[0], at[1]))
-                for of, at, copies in told
-                for place, manifest in ((place, _decoded(text)) for place, text in copies)
-            ),
-            key=self._rank,
-        )
+        self._unreached_by_some: set[Broken] = set()
+        self._tried: set[tuple[Broken, int]] = set()
+        self.sources: list[Source] = []
+        self._parities: list[Source] = []
+        self._share(self._mine(teller=teller))
+        self._rebuild()
 
-    def _mine(self, address: Address, *, teller: bool) -> tuple[int, Address, list[tuple[dict[str, Any], bytes]]]:
+    def _share(self, copies: Sequence[tuple[Place, Manifest]] = (), lacking: str | None = None) -> str | None:
+        """Tell all of these copies, of what is wrong or out of reach, and of what is lacking, and hear of theirs; what
+        somebody lacks."""
+        mine = [(dataclasses.asdict(place), manifest.encode()) for place, manifest in copies]
+        unreached = {copy for _, copy in self._unreached}
+        said = self._tell_all((self._host, self._address, mine, self._broken, unreached, lacking))
+        for host, at, told, broken, missed, _ in said:
+            self._broken |= broken
+            self._unreached_by_some |= missed
+            for place, text in told:
+                source = Source(host=host, place=Place(**place), manifest=_decoded(text), address=(at[0], at[1]))
+                (self._parities if source.place.kind == PARITY else self.sources).append(source)
+        self.sources.sort(key=self._rank)
+        return next((theirs for *_, theirs in said if theirs is not None), None)
+
+    def _mine(self, *, teller: bool) -> list[tuple[Place, Manifest]]:
         for place, version in self._store.broken() if teller else ():
             if version not in (None, self.version):
                 continue
             self._trouble(f"{place} is left aside: it is not whole, or not as it was written")
             self._broken.add((self._host, place))
-        copies = [
-            (dataclasses.asdict(place), manifest.encode())
+        return [
+            (place, manifest)
             for place, manifest in self._store.found()
             if manifest.version == self.version and (teller or (place.kind == NEAR and place.slot == self._slot))
         ]
-        return self._host, address, copies
 
     def _rank(self, source: Source) -> tuple[Any, ...]:
         """Own, then this host, then others; of these the next one round the ring."""
@@ -132,36 +174,53 @@ class Restoration:
         """Tensor -> what is kept for it, as anybody's copy has it; raises on all members alike where the copies of some
         slot have gone since they were described."""
         there = {source.manifest.slot for source in self.sources}
-        wanted = {slot for source in self.sources for slot in source.manifest.holders}
+        wanted = self._holders()
         if not wanted or wanted - there:
             gone = ", ".join(map(str, sorted(wanted - there))) or "all slots"
-            raise StateLost(f"the copies of {self.version} of {gone} are gone", way_out="an older version")
+            raise StateLost(
+                f"the copies of {self.version} of {gone} are gone{self._trouble_told()}", way_out="an older version"
+            )
         return {held.piece.tensor: held for source in self.sources for held in source.manifest.held}
 
     def extras(self) -> Mapping[str, Any]:
         """What was noted besides tensors; this slot's own, if it had any."""
         return self.sources[0].manifest.extras
 
+    def _holders(self) -> set[int]:
+        return {slot for source in (*self.sources, *self._parities) for slot in source.manifest.holders}
+
     def fill(self, parts: Sequence[Part]) -> Restored:
         """Have all values in these parts; raises on all members alike where something is nowhere."""
         amounts = {"own": 0, "here": 0, "elsewhere": 0}
-        missing: str | None = None
-        for part in parts:
-            left = self._fill_part(part, amounts)
-            if left:
-                missing = missing or f"{left} elements of {part.piece.tensor}"
-        told = self._tell_all((missing, _named(self._broken), _named(copy for _, copy in self._unreached)))
-        broken, unreached = (sorted({name for said in told for name in said[number]}) for number in (1, 2))
-        nowhere = next((said[0] for said in told if said[0] is not None), None)
-        if nowhere is not None:
-            found = f"; not as they were written: {', '.join(broken)}" if broken else ""
-            found += f"; not reached: {', '.join(unreached)}" if unreached else ""
-            raise StateLost(f"no sound copy of {self.version} has {nowhere}{found}", way_out="an older version")
-        return Restored(version=self.version, broken=tuple(broken), **amounts)
+        missing = [torch.ones(part.piece.size, dtype=torch.bool) for part in parts]
+        while True:
+            nowhere = self._fill(parts, missing, amounts)
+            if nowhere is None:
+                break
+            if not self._rebuild():
+                raise StateLost(
+                    f"no sound copy of {self.version} has {nowhere}{self._trouble_told()}", way_out="an older version"
+                )
+        rebuilt = _named((source.host, source.place) for source in self.sources if source.place.kind == REBUILT)
+        return Restored(version=self.version, broken=tuple(_named(self._broken)), rebuilt=tuple(rebuilt), **amounts)
 
-    def _fill_part(self, part: Part, amounts: dict[str, int]) -> int:
+    def _fill(self, parts: Sequence[Part], missing: Sequence[torch.Tensor], amounts: dict[str, int]) -> str | None:
+        """With what is there; what somebody lacks then."""
+        nowhere: str | None = None
+        for part, of_it in zip(parts, missing, strict=True):
+            left = self._fill_part(part, of_it, amounts) if of_it.any() else 0
+            if left:
+                nowhere = nowhere or f"{left} elements of {part.piece.tensor}"
+        return self._share(lacking=nowhere)
+
+    def _trouble_told(self) -> str:
+        found = f"; not as they were written: {', '.join(_named(self._broken))}" if self._broken else ""
+        if self._unreached_by_some:
+            found += f"; not reached: {', '.join(_named(self._unreached_by_some))}"
+        return found
+
+    def _fill_part(self, part: Part, missing: torch.Tensor, amounts: dict[str, int]) -> int:
         """How many elements are nowhere."""
-        missing = torch.ones(part.piece.size, dtype=torch.bool)
         for source in self.sources:
             for number, held in enumerate(source.manifest.held):
                 if held.piece.tensor != part.piece.tensor or not missing.any():
@@ -213,6 +272,60 @@ class Restoration:
         if found:
             raise WrongCopy(f"{found[0]} in it is not as it was written")
         return select(values, starts=runs.starts, lengths=runs.lengths)
+
+    # ------------------------------------------------ from parities
+
+    def _rebuild(self) -> bool:
+        """Put together what no sound copy has, each by the process that told of the parity; whether there was anything
+        to be tried. All choose alike."""
+        chosen = list(self._rebuildable())
+        if not chosen:
+            return False
+        made = []
+        for parity, lost in chosen:
+            self._tried.add(((parity.host, parity.place), lost.slot))
+            if parity.address == self._address:
+                made += self._rebuilt(parity, lost)
+        self._share(made)
+        return True
+
+    def _rebuildable(self) -> Iterator[tuple[Source, Manifest]]:
+        """Parities, each with the member whose copies are gone or wrong while those of all others are there."""
+        aside = self._broken | self._unreached_by_some
+        there = {source.manifest.slot for source in self.sources if (source.host, source.place) not in aside}
+        for parity in self._parities:
+            members, copy = members_of(parity.manifest), (parity.host, parity.place)
+            slots = [member.slot for member in members]
+            for member in members if copy not in aside else ():
+                if member.slot in there or (copy, member.slot) in self._tried:
+                    continue
+                if is_rebuildable(member.slot, slots, there):
+                    yield parity, member
+
+    def _rebuilt(self, parity: Source, lost: Manifest) -> list[tuple[Place, Manifest]]:
+        try:
+            place = rebuild(self._store, parity.place, parity.manifest, lost, self._read_whole)
+        except _OutOfReach:
+            return []  # which was told when it was tried
+        except NoRoom as error:
+            self._trouble(str(error))
+            return []
+        except (WrongParity, OSError, EOFError) as error:
+            self._trouble(f"{parity.place} of {self.version} is left aside: {error}")
+            self._broken.add((parity.host, parity.place))
+            return []
+        return [(place, lost)]
+
+    def _read_whole(self, member: Manifest, number: int, held: Held) -> Mapping[str, torch.Tensor]:
+        """A piece of another member's copy, which has to be the one that went into the parity."""
+        size = torch.tensor([held.piece.size])
+        everything = Common(mine=torch.zeros_like(size), theirs=torch.zeros_like(size), lengths=size)
+        for source in self.sources:
+            if source.manifest == member and not self._is_aside(source):
+                values = self._read(source, number, held, everything)
+                if values is not None:
+                    return values
+        raise _OutOfReach(f"{held.piece.tensor} of slot {member.slot}")
 
     # ------------------------------------------------ in the end
 

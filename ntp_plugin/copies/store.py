@@ -3,10 +3,14 @@
     HOST/near-3-e2-0        the bytes of slot 3's own state, laid out as from epoch 2 on; there are two, 0 and 1
     HOST/near-3-e2-0.json   their manifest: as long as it is there, the bytes are whole
     HOST/far-3-e2-0         the same, as a slot of another host has sent it here
+    HOST/parity-3-e2-0      the parity of slot 3 and others behind it, which are on other hosts (`parity.py`)
+    HOST/rebuilt-3-e2-0     the same as slot 3's own, put together from a parity and the other members' copies
 
 A version is written where the older of the two is; its manifest goes first and comes last, so whatever a death leaves
-behind is either a whole copy or none. All processes of a host see all of its copies, those of the dead as well.
-Only the owner may read them. What a copy takes is taken at once, so a full memory is found before anything is written.
+behind is either a whole copy or none. All processes of a host see all of its copies, those of the dead as well. Only
+the owner may read them. What a copy takes is taken at once, so a full memory is found before anything is written.
+Beside the two versions of a parity there has to be room for one member's bytes, within what copies may take: a host
+that is full must not find it out when that member is lost.
 """
 
 import contextlib
@@ -15,7 +19,7 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,8 +28,8 @@ from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, Version
 from ntp_plugin.errors import NtpError
 
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-NEAR, FAR = "near", "far"
-_NAME = re.compile(r"(near|far)-(\d+)-e(\d+)-([01])")
+NEAR, FAR, PARITY, REBUILT = "near", "far", "parity", "rebuilt"
+_NAME = re.compile(rf"({NEAR}|{FAR}|{PARITY}|{REBUILT})-(\d+)-e(\d+)-([01])")
 
 
 class NoRoom(NtpError):
@@ -73,6 +77,15 @@ class Store:
             self._maps[place] = self._take(place, max(1, size))
         return self._maps[place][1][:size]
 
+    def grow(self, place: Place, size: int) -> None:
+        """More room for what this process writes there; what is there stays, and what is added is zero."""
+        self._check_room(place, size)
+        self._maps[place] = self._mapped(self.folder / str(place), os.O_RDWR, size)
+
+    def written(self, place: Place) -> torch.Tensor | None:
+        """What this process writes there, as long as nobody has given it up."""
+        return self._maps.get(place, (0, None))[1]
+
     def _is_there(self, place: Place, size: int) -> bool:
         """Whether what is mapped is the file, and all of it: to write behind the end of one ends the process."""
         inode, memory = self._maps.get(place, (0, torch.empty(0)))
@@ -103,27 +116,41 @@ class Store:
     def _full(self, path: Path, size: int) -> NoRoom:
         return NoRoom(
             f"{path} would take {size / 1e6:.1f} MB, and {self.folder} has {_free(self.folder) / 1e6:.1f} MB left",
-            way_out="make shared memory larger (mount -o remount,size=... /dev/shm), copy less, or switch copies"
-            " off (copies.mode = off)",
+            way_out="make shared memory larger (mount -o remount,size=... /dev/shm), keep parities in place of far"
+            " copies (copies.mode = xor:N), or switch copies off (copies.mode = off)",
         )
 
     def _take(self, place: Place, size: int) -> tuple[int, torch.Tensor]:
         path = self.folder / str(place)
         self._let_go(place)
         path.unlink(missing_ok=True)  # whoever still reads the old bytes goes on reading them
-        used = self.used
-        if self._at_most is not None and used + size > self._at_most:
-            raise NoRoom(
-                f"{path} would take {size / 1e6:.1f} MB, copies on this host have {used / 1e6:.1f} MB, and "
-                f"copies.max_host_gb is {self._at_most / 1e9}",
-                way_out="raise it, keep fewer far copies (copies.count), or near copies only (copies.mode = near)",
-            )
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._check_room(place, size)
+        try:
+            return self._mapped(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, size)
+        except (NoRoom, OSError):
+            path.unlink(missing_ok=True)
+            raise
+
+    def _check_room(self, place: Place, size: int) -> None:
+        if self._at_most is None:
+            return
+        sizes = self._sizes()
+        used, then = _claimed(sizes), _claimed(sizes | {place: size})
+        if then <= max(used, self._at_most):
+            return
+        raise NoRoom(
+            f"{self.folder / str(place)} would take {(then - used) / 1e6:.1f} MB, copies on this host have "
+            f"{used / 1e6:.1f} MB, and copies.max_host_gb is {self._at_most / 1e9}",
+            way_out="raise it, keep fewer far copies (copies.count), parities in place of them (copies.mode = xor:N),"
+            " or near copies only (copies.mode = near)",
+        )
+
+    def _mapped(self, path: Path, flags: int, size: int) -> tuple[int, torch.Tensor]:
+        descriptor = os.open(path, flags, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)
             memory, inode = mmap.mmap(descriptor, size), os.fstat(descriptor).st_ino
         except OSError as error:
-            path.unlink(missing_ok=True)
             if error.errno not in _FULL:
                 raise
             raise self._full(path, size) from error
@@ -133,8 +160,12 @@ class Store:
 
     @property
     def used(self) -> int:
-        """Bytes of all copies on this host."""
-        return sum(_size(path) for path in self.folder.iterdir() if Place.read(path.name))
+        """Bytes of all copies on this host, and of the room that goes with parities."""
+        return _claimed(self._sizes())
+
+    def _sizes(self) -> dict[Place, int]:
+        found = ((Place.read(path.name), path) for path in self.folder.iterdir())
+        return {place: _size(path) for place, path in found if place is not None}
 
     # ------------------------------------------------ finding
 
@@ -183,6 +214,12 @@ class Store:
                 values[entry.name] = memory.view(DTYPES[entry.dtype])
         return values
 
+    def read_into(self, place: Place, memory: torch.Tensor) -> None:
+        """So many of its bytes, from the first on."""
+        with (self.folder / str(place)).open("rb") as file:
+            if file.readinto(memory.numpy()) != len(memory):
+                raise EOFError(f"{place} ends before {len(memory)} bytes")
+
     # ------------------------------------------------ letting go
 
     def forget(self, place: Place) -> None:
@@ -212,6 +249,16 @@ class Store:
 
     def _manifest_path(self, place: Place) -> Path:
         return self.folder / f"{place}.json"
+
+
+def _claimed(sizes: Mapping[Place, int]) -> int:
+    """With room for one member of each parity; what is rebuilt is in that room."""
+    rooms: dict[tuple[int, int], int] = {}
+    for place, size in sizes.items():
+        if place.kind == PARITY:
+            group = place.slot, place.epoch
+            rooms[group] = max(size, rooms.get(group, 0))
+    return sum(rooms.values()) + sum(size for place, size in sizes.items() if place.kind != REBUILT)
 
 
 def _size(path: Path) -> int:

@@ -3,7 +3,7 @@
 Each process serves the copies of its host, and takes those that others send to it. A request is a line of JSON, then
 bytes, and so is the answer:
 
-    put  a copy's manifest and its bytes; taken for a copy when all digests are right
+    put  a copy's manifest and its bytes; taken for a copy when all digests are right, or as a part of a parity
     get  some elements of a piece; they are verified before they go, and their own digest goes with them
 
 A request names the run. A stranger gets no answer, and neither does a run of the same name with another secret.
@@ -16,7 +16,7 @@ import logging
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ import torch
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.digest import Runs
 from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, views, wrong
+from ntp_plugin.copies.parity import Parities, Unwanted
 from ntp_plugin.copies.pieces import indices
-from ntp_plugin.copies.store import NoRoom, Place, Store
+from ntp_plugin.copies.store import PARITY, NoRoom, Place, Store
 from ntp_plugin.errors import NtpError
 
 CHUNK = 16 << 20
@@ -62,6 +63,7 @@ class Server:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._one_at_a_time: defaultdict[Place, threading.Lock] = defaultdict(threading.Lock)
+        self._parities = Parities(store)
         self._acceptor = threading.Thread(target=self._accept, name="ntp-copies-server", daemon=True)
         self._acceptor.start()
 
@@ -111,23 +113,31 @@ class Server:
         manifest = Manifest.decode(text)
         if manifest is None:
             raise ValueError("a manifest came that is not what was written")
-        place, left = Place(**request["place"]), manifest.size
+        place, coming = Place(**request["place"]), _Coming(connection, manifest)
         try:
-            with self._one_at_a_time[place]:
-                memory = self._store.open(place, manifest.size)
-                _receive(connection, memory[: manifest.size])
-                left = 0
-                found = [what for held in manifest.held for what in wrong(manifest, held, views(memory, held))]
-                if not found:
-                    self._store.complete_raw(place, text)
-        except NoRoom as error:
+            if place.kind == PARITY:
+                found = self._parities.take(place, tuple(request["members"]), manifest, coming.pieces())
+            else:
+                found = self._take(place, manifest, text, coming)
+        except (NoRoom, Unwanted) as error:
             self._told(str(error))
-            _drain(connection, left)
-            _send_line(connection, {"refused": str(error)})
-            return
-        if found:
-            self._told(f"slot {manifest.slot} sent {found[0]} of {manifest.version} and it did not come as it was")
-        _send_line(connection, {"wrong": found})
+            answer: dict[str, Any] = {"refused" if isinstance(error, NoRoom) else "unwanted": str(error)}
+        else:
+            if found:
+                self._told(f"slot {manifest.slot} sent {found[0]} of {manifest.version} and it did not come as it was")
+            answer = {"wrong": found}
+        coming.skip_to(manifest.size)
+        _send_line(connection, answer)
+
+    def _take(self, place: Place, manifest: Manifest, text: bytes, coming: "_Coming") -> list[str]:
+        """A copy of its own; what of it did not come as it was."""
+        with self._one_at_a_time[place]:
+            memory = self._store.open(place, manifest.size)
+            coming.into(memory)
+            found = [what for held in manifest.held for what in wrong(manifest, held, views(memory, held))]
+            if not found:
+                self._store.complete_raw(place, text)
+        return found
 
     def _get(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
         wanted = torch.empty(2, request["runs"], dtype=torch.int64)
@@ -149,6 +159,34 @@ class Server:
         _send_line(connection, {"wrong": [], "digests": numbers})
         for those in selected.values():
             _send(connection, those.view(torch.uint8))
+
+
+class _Coming:
+    """The bytes of a copy that is on its way."""
+
+    def __init__(self, connection: socket.socket, manifest: Manifest) -> None:
+        self._connection, self._manifest, self._at = connection, manifest, 0
+
+    def into(self, memory: torch.Tensor) -> None:
+        """The next of them."""
+        _receive(self._connection, memory)
+        self._at += len(memory)
+
+    def skip_to(self, offset: int) -> None:
+        """Leave those before it aside."""
+        _drain(self._connection, offset - self._at)
+        self._at = offset
+
+    def pieces(self) -> Iterator[tuple[Held, dict[str, torch.Tensor]]]:
+        """The values of each piece, which are in no other's memory."""
+        for held in self._manifest.held:
+            values = {}
+            for entry in held.entries:
+                self.skip_to(entry.offset)
+                memory = torch.empty(held.bytes_of(entry), dtype=torch.uint8)
+                self.into(memory)
+                values[entry.name] = memory.view(DTYPES[entry.dtype])
+            yield held, values
 
 
 def select(
@@ -184,11 +222,19 @@ class Peer:
         self._connection: socket.socket | None = None
         self._given_up = False
 
-    def put(self, place: Place, manifest: Manifest, memory: torch.Tensor, *, pace: Callable[[int], None]) -> list[str]:
-        """Send a copy; which of its values did not come as they were."""
+    def put(
+        self,
+        place: Place,
+        manifest: Manifest,
+        memory: torch.Tensor,
+        *,
+        pace: Callable[[int], None],
+        members: Sequence[int] = (),
+    ) -> list[str]:
+        """Send a copy, or a part in the parity of these members; which of its values did not come as they were."""
         with self._connected() as connection:
-            request = {"do": "put", "place": dataclasses.asdict(place), "manifest": manifest.encode().decode()}
-            _send_line(connection, self._asked_by | request)
+            of = {"place": dataclasses.asdict(place), "manifest": manifest.encode().decode(), "members": list(members)}
+            _send_line(connection, self._asked_by | {"do": "put"} | of)
             connection.settimeout(self._timeout_s + manifest.size / _VERIFIED_PER_S)
             for start in range(0, manifest.size, CHUNK):
                 chunk = memory[start : min(start + CHUNK, manifest.size)]
@@ -198,6 +244,8 @@ class Peer:
             connection.settimeout(self._timeout_s)
         if "refused" in answer:
             raise PeerTrouble(f"{self} has no room: {answer['refused']}")
+        if "unwanted" in answer:
+            raise PeerTrouble(f"{self} did not take it: {answer['unwanted']}")
         found: list[str] = answer["wrong"]
         return found
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from ntp_plugin.cli.main import main
-from ntp_plugin.copies.manifest import Version
+from ntp_plugin.copies.manifest import Version, views
+from ntp_plugin.copies.parity import Parities
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
-from ntp_plugin.copies.store import Store
+from ntp_plugin.copies.store import PARITY, Place, Store
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from tests.unit.copies_bytes import mapped
+from tests.unit.test_copies_store import some_values, written
 
 
 @pytest.fixture
@@ -71,3 +73,21 @@ def test_what_is_no_folder_of_ours(tmp_path, folder, capsys):
     assert (tmp_path / "other").exists()
     assert "is no folder of a run" in capsys.readouterr().err
     assert folder[0].path.exists()
+
+
+def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
+    run, store = folder
+    parities = Parities(store)
+    for slot in (3, 5):
+        memory, manifest = written(some_values(slot), step=7, slot=slot, run="ntp/job")
+        place = Place(kind=PARITY, slot=3, epoch=2, number=0)
+        parities.take(place, (3, 5), manifest, [(held, views(memory, held)) for held in manifest.held])
+    assert main(["copies", "list"]) == 0
+    told = capsys.readouterr().out
+    assert "1 of 2" in told, "a parity is no part"
+    assert "3+5" in told
+    assert main(["copies", "verify"]) == 0
+    capsys.readouterr()
+    mapped(store, place)[9] ^= 2
+    assert main(["copies", "verify", str(run.path)]) == 1
+    assert "host-0, parity-3-e2-0: parity (xor) not as it was written" in capsys.readouterr().out

@@ -108,12 +108,12 @@ class Process:
             self.peers[address] = Peer(address, run="run", secret=SECRET, timeout_s=20.0)
         return self.peers[address]
 
-    def copy(self, version, pieces, holders, far):
+    def copy(self, version, pieces, holders, far, members=()):
         replicator = Replicator(
             self.store, run="run", secret=SECRET, slot=self.slot, timeout_s=20.0, trouble=self.trouble.append
         )
         with contextlib.closing(replicator):
-            replicator.send_to(far)
+            replicator.send_to(far, members=members)
             whole = state(version.step)
             parts = [part_of(whole, each) for each in pieces]
             extras = {"consumed": 8 * version.step, "of": self.slot}

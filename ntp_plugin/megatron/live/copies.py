@@ -41,6 +41,7 @@ from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live import generators
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.planning.copy_placement import keepers, place_copies
+from ntp_plugin.planning.parity_groups import share_parities
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import CopyTrouble, Teller
@@ -132,7 +133,9 @@ class JobCopies:
     @property
     def are_near_only(self) -> bool:
         """Whether no copy is on another host."""
-        return self._policy.mode != "copy" or self._policy.count == 0 or self._topology.nodes == 1
+        if self._policy.sharers:
+            return False
+        return self._policy.mode == "near" or self._policy.count == 0 or self._topology.nodes == 1
 
     # ------------------------------------------------ beside the training
 
@@ -141,15 +144,23 @@ class JobCopies:
         self._parts, self._epoch = parts, self._rank.groups.epoch
         self._holders = tuple(sorted(self._topology.rank_of(slot) for slot in layout.slots))
         present: dict[int, Address] = dict(_tell_all((self._slot, self._server.address)))
-        self._replicator.send_to([] if layout.is_idle else [present[slot] for slot in self._keepers(layout)])
+        keepers, members = ([], []) if layout.is_idle else self._keepers(layout)
+        self._replicator.send_to([present[slot] for slot in keepers], members=members)
         self._may_begin, self._last = True, None
 
-    def _keepers(self, layout: Layout) -> list[int]:
+    def _keepers(self, layout: Layout) -> tuple[list[int], list[int]]:
+        """The slots that keep what is far of this one's, and where that is a parity, those that share it."""
         if self.are_near_only:
-            return []
-        placement = place_copies(self._topology, self._policy, layout.standing.lost_nodes)
-        found = keepers(self._topology, placement.holders(self._host), layout.slot, layout.present)
-        return [self._topology.rank_of(slot) for slot in found]
+            return [], []
+        lost, members = layout.standing.lost_nodes, list[int]()
+        if self._policy.sharers:
+            group = share_parities(self._topology, self._policy, lost).group_of(layout.slot)
+            hosts = [] if group is None else [group.keeper]
+            members = [] if group is None else sorted(map(self._topology.rank_of, {*group.members} & {*layout.slots}))
+        else:
+            hosts = place_copies(self._topology, self._policy, lost).holders(self._host)
+        found = keepers(self._topology, hosts, layout.slot, layout.present)
+        return [self._topology.rank_of(slot) for slot in found], members if len(members) > 1 else []
 
     def begin(self) -> None:
         """A section begins: copy the state, if it is new and nothing is under way."""
@@ -260,6 +271,7 @@ class JobCopies:
                     own=done.own,
                     here=done.here,
                     elsewhere=done.elsewhere,
+                    rebuilt=list(done.rebuilt),
                 )
             )
             return

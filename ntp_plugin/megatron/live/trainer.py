@@ -225,9 +225,16 @@ class MegatronTrainer:
             raise StateLost(
                 f"{', '.join(map(str, sorted(lost))) or 'no slot'} lost after {agreed.decision.step} sections, and"
                 " with them what only they held: there is no version of it of which all parts are copied",
-                way_out="switch copies on (copies.mode)" if self.copies is None else "set copies.count higher",
+                way_out="switch copies on (copies.mode)" if self.copies is None else self._more_copies(),
             )
         return f"{self._goal.digest} {versions}"
+
+    def _more_copies(self) -> str:
+        """What would have survived more."""
+        policy = self._policy.copies
+        if policy.sharers:
+            return f"have fewer slots share a parity than copies.mode = {policy.mode} does, or copies.mode = copy"
+        return "set copies.count higher"
 
     def stand_on(self, agreed: Agreed) -> None:
         """Roll forward, move what changes hands, compare everything, and have Megatron run in the new layout."""

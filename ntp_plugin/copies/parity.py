@@ -1,0 +1,219 @@
+"""The parity of several slots' copies, in place of a far copy of each: a g-th of the memory, for one loss among g.
+
+What is it? Copies are files, byte after byte. Their parity is the XOR of the bytes of all members' near copies of one
+version, as long as the longest of them. Bytes between values are taken for zeros: no digest says what they are. A
+parity is itself a copy, of one tensor of words that nobody has but it, with a digest and a manifest like any other; and
+that manifest holds those of all members. So whoever finds a parity can tell what of each of them has to come out of it.
+
+How does it come about? Each member sends its copy as it would send a far one, with the names of those who share. The
+keeper takes it piece by piece, verifies each, and only then folds it into the parity. It counts the pieces of each
+member that are in. So what breaks off in the middle of a piece has left no trace, and of what is sent again only the
+pieces that are not in yet are folded: none twice. It needs memory for a piece of each member at a time, and for no
+copy.
+
+A member that is told that its part arrived can rely on it: pieces of one version are never given up for another try at
+the same version, only for a newer one, which is begun when all slots have voted on the last. Who sends an older version
+than others, or names other members, is refused, and so the version is not committed. When all pieces of all members are
+in, and not before, the manifest is written, and with it the bytes have become a copy. There are two, in turns, like
+all.
+
+And back. Where a member's copies are gone, the parity and the other members' copies are folded together again, piece by
+piece and each verified, into a file of its own, `rebuilt-...`. It has to have the digests of the lost member's own
+manifest. If it has not, and all that was folded in was right, then the parity is wrong. A rebuilt copy is a source like
+any other, for everybody, until there are copies of a newer epoch.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from ntp_plugin.copies import digest
+from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, places, salt, views, wrong
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.store import PARITY, REBUILT, Place, Store
+from ntp_plugin.errors import NtpError
+
+TENSOR, ENTRY = "parity", "xor"
+_MEMBERS = "members"
+
+type Values = Mapping[str, torch.Tensor]
+"""Of a piece, entry by entry."""
+
+
+class Unwanted(NtpError):
+    """What a member sent is no part of the parity that the others make."""
+
+
+class WrongParity(NtpError):
+    """What comes out of a parity is not what went into it."""
+
+
+def parity_place(place: Place, members: Sequence[int]) -> Place:
+    """Where the parity is kept that this copy goes into: it is named after the first member."""
+    return dataclasses.replace(place, kind=PARITY, slot=min(members))
+
+
+def members_of(parity: Manifest) -> tuple[Manifest, ...]:
+    """The manifests of the copies whose parity it is."""
+    found = [Manifest.decode(text.encode()) for text in parity.extras[_MEMBERS]]
+    assert None not in found, "the manifest that they are in is what was written"
+    return tuple(one for one in found if one is not None)
+
+
+# ---------------------------------------------------------------- keeping
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Staged:
+    """A parity that is being made."""
+
+    version: Version
+    members: tuple[int, ...]
+    manifests: dict[int, Manifest]
+    folded: dict[int, int]
+    """Member -> how many of its pieces are in."""
+    complete: bool = False
+
+    @property
+    def all_in(self) -> bool:
+        return self.manifests.keys() == set(self.members) and all(
+            self.folded[slot] == len(manifest.held) for slot, manifest in self.manifests.items()
+        )
+
+
+class Parities:
+    """Those that this process keeps for slots of other hosts."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._staged: dict[Place, _Staged] = {}
+        self._lock = threading.Lock()
+
+    def take(
+        self, place: Place, members: tuple[int, ...], manifest: Manifest, pieces: Iterable[tuple[Held, Values]]
+    ) -> list[str]:
+        """A member's copy, as it comes; what of it did not come as it was. Nothing of that is in."""
+        with self._lock:
+            staged = self._begun(place, members, manifest)
+        for number, (held, values) in enumerate(pieces):
+            found = wrong(manifest, held, values)
+            if found:
+                return found
+            with self._lock:
+                self._fold_once(place, staged, manifest, number, values)
+        with self._lock:
+            if staged.all_in and not staged.complete:
+                self._complete(place, staged)
+        return []
+
+    def _begun(self, place: Place, members: tuple[int, ...], manifest: Manifest) -> _Staged:
+        size = _whole_words(manifest.size)
+        staged = self._staged.get(place)
+        if staged is None or staged.version.step < manifest.version.step:
+            staged = self._begin(place, members, manifest.version, size)
+        _refuse_others(staged, members, manifest)
+        memory = self._store.written(place)
+        if memory is None:
+            raise Unwanted(f"{place} was given up, since there are copies of a newer epoch")
+        if len(memory) < size:
+            self._store.grow(place, size)
+        staged.manifests[manifest.slot] = manifest
+        staged.folded.setdefault(manifest.slot, 0)
+        return staged
+
+    def _begin(self, place: Place, members: tuple[int, ...], version: Version, size: int) -> _Staged:
+        self._staged = {of: staged for of, staged in self._staged.items() if of.epoch >= place.epoch}
+        before = self._store.written(place)
+        self._staged.pop(place, None)  # if there is no room, nothing is left of the version that was there
+        self._store.open(place, max(size, 0 if before is None else len(before))).zero_()
+        staged = _Staged(version=version, members=members, manifests={}, folded={})
+        self._staged[place] = staged
+        return staged
+
+    def _fold_once(self, place: Place, staged: _Staged, manifest: Manifest, number: int, values: Values) -> None:
+        """Unless it is in: it may have come before, over a connection that broke."""
+        memory = self._store.written(place)
+        if self._staged.get(place) is not staged or memory is None:
+            raise Unwanted(f"{manifest.version} of slot {manifest.slot} came while a newer version was begun")
+        if number == staged.folded[manifest.slot]:
+            fold(memory, manifest.held[number], values)
+            staged.folded[manifest.slot] += 1
+
+    def _complete(self, place: Place, staged: _Staged) -> None:
+        memory = self._store.written(place)
+        assert memory is not None, "somebody just wrote there"
+        self._store.complete(place, _manifest(place, memory, [staged.manifests[slot] for slot in staged.members]))
+        staged.complete = True
+
+
+def _refuse_others(staged: _Staged, members: tuple[int, ...], manifest: Manifest) -> None:
+    slot, version = manifest.slot, manifest.version
+    if version != staged.version:
+        raise Unwanted(f"slot {slot} sent {version}, and others of {members} have sent {staged.version}")
+    if members != staged.members or slot not in members:
+        raise Unwanted(f"slot {slot} shares a parity with {members}, and those with {staged.members}")
+    if staged.manifests.get(slot, manifest) != manifest:
+        raise Unwanted(f"slot {slot} sent {version} before, and it was another state")
+
+
+def _manifest(place: Place, memory: torch.Tensor, members: Sequence[Manifest]) -> Manifest:
+    """Of a parity that is whole."""
+    first = members[0]
+    words = memory.view(torch.int32)
+    piece = Piece(
+        tensor=TENSOR, shape=(len(words),), dim=0, ranges=((0, len(words)),), start=0, stop=len(words), whole=str(place)
+    )
+    number = digest.digest(words, piece.runs, salt=salt(first.run, first.version.step, TENSOR, ENTRY))
+    entry = Entry(name=ENTRY, dtype="int32", offset=0, digest=number)
+    return Manifest(
+        run=first.run,
+        version=first.version,
+        slot=place.slot,
+        holders=first.holders,
+        size=len(memory),
+        held=(Held(piece=piece, entries=(entry,), numbers={}),),
+        extras={_MEMBERS: [manifest.encode().decode() for manifest in members]},
+    )
+
+
+def _whole_words(size: int) -> int:
+    return max(4, places([size])[1])
+
+
+# ---------------------------------------------------------------- folding
+
+
+def fold(memory: torch.Tensor, held: Held, values: Values) -> None:
+    """A piece of a copy into bytes that may be shorter than the copy: in, or if it is in, out again."""
+    for entry in held.entries:
+        target = memory[entry.offset : entry.offset + held.bytes_of(entry)]
+        target.bitwise_xor_(values[entry.name].reshape(-1).view(torch.uint8)[: len(target)])
+
+
+def rebuild(
+    store: Store, place: Place, parity: Manifest, lost: Manifest, read: Callable[[Manifest, int, Held], Values]
+) -> Place:
+    """Put a member's copy together beside the parity; `read` gives verified pieces of the other members' copies."""
+    target = dataclasses.replace(place, kind=REBUILT, slot=lost.slot)
+    memory = store.open(target, lost.size)
+    try:
+        store.read_into(place, memory)
+        for other in members_of(parity):
+            for number, held in enumerate(other.held if other.slot != lost.slot else ()):
+                if held.entries and held.entries[0].offset < lost.size:
+                    fold(memory, held, read(other, number, held))
+        found = [what for held in lost.held for what in wrong(lost, held, views(memory, held))]
+        if found:
+            raise WrongParity(f"{found[0]} of slot {lost.slot} does not come out of it as it was")
+        store.complete(target, lost)
+    except BaseException:
+        store.forget(target)
+        raise
+    return target
+
+
+def is_rebuildable(slot: int, members: Iterable[int], there: Collection[int]) -> bool:
+    """Whether a parity of these members gives a slot back, by the slots whose copies are there."""
+    return slot in members and all(other in there for other in members if other != slot)
