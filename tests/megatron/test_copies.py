@@ -141,6 +141,60 @@ def test_a_host_is_lost_of_which_others_have_no_copy():
         live(job(f"{OVERLAP} --ntp-copies-count 0", per_host=2), faults=faults)
 
 
+PARITIES = f"{OVERLAP} --ntp-copies-mode xor:2"
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("moment", ["backward", "applied"])
+def test_a_host_is_lost_whose_far_copies_are_shares_of_parities(moment, events):
+    """Three hosts of two ranks. Of each rank of the second the first or the third keeps a parity, and nobody a copy."""
+    faults = [kill(slot, during=moment, step=5) for slot in (2, 3)]
+    lived, rows = live(job(f"{PARITIES} --ntp-events={events}", dp=3, per_host=2), faults=faults)
+    assert widths(lived) == dict.fromkeys((0, 1, 4, 5), 2)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert_little_was_lost(events)
+    assert not [event for event in told(events, CopyTrouble) if "cannot be reached" not in event.what]
+    assert {one for event in told(events, Restored) for one in event.rebuilt} <= set(REBUILT_OF_THE_SECOND)
+    assert all(len(event.rebuilt) == 2 for event in told(events, Restored))
+
+
+REBUILT_OF_THE_SECOND = [
+    f"rebuilt-{slot}-e0-{number} on host {host}" for slot, host in ((2, 2), (3, 0)) for number in (0, 1)
+]
+
+
+def test_two_hosts_are_lost_one_after_the_other_with_parities():
+    """Of three. Those who are left after the first keep whole copies for each other."""
+    faults = [kill(slot, during="backward", step=5) for slot in (2, 3)]
+    faults += [kill(slot, during="backward", step=10) for slot in (4, 5)]
+    lived, rows = live(job(PARITIES, dp=3, per_host=2), faults=faults)
+    assert widths(lived) == {0: 2, 1: 2}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_two_hosts_that_share_a_parity_are_lost_at_once():
+    faults = [kill(slot, during="backward", step=5) for slot in (2, 3, 4, 5)]
+    with pytest.raises(StateLost, match=r"no version of it .*have fewer slots share a parity"):
+        live(job(PARITIES, dp=3, per_host=2), faults=faults)
+
+
+def test_one_rank_of_a_host_is_lost_with_parities(events):
+    """Its near copy is there, and nothing is put together. Its group goes on without it, and then its host is lost."""
+    faults = [kill(3, during="applied", step=5), kill(2, during="backward", step=9)]
+    lived, rows = live(job(f"{PARITIES} --ntp-events={events}", dp=3, per_host=2), faults=faults)
+    assert widths(lived) == dict.fromkeys((0, 1, 4, 5), 2)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert {len(event.rebuilt) for event in told(events, Restored)} == {0, 1}
+
+
+def test_too_few_hosts_for_a_parity_are_refused():
+    with pytest.raises(Refused, match=r"xor:2 needs 2 node domains .* 2 hosts of 2 GPUs make 2"):
+        live(job(PARITIES, per_host=2))
+
+
 def test_ranks_on_other_hosts_are_asked(events):
     """One process of a host dies; its part goes to ranks of both hosts, and one of them only has a copy of it."""
     lived, rows = live(
