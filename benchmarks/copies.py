@@ -6,7 +6,8 @@
 A live Megatron job with the distributed optimizer, TP2 x DP2, copies its state after every second step
 (`--ntp-copies-lag-steps 1`). So each step beside which a copy is made has one before it beside which none is, in the
 same job on the same machine, and the ratio of the two is a pair. With `far`, the four ranks stand for two hosts and
-each copy goes to the other one as well.
+each copy goes to the other one as well. With parities (`--ntp-copies-mode xor:2`) they stand for four, and what goes to
+another host is folded into the parity of two.
 
 A copy costs what its bytes cost: they are read twice (digest, copying), written once, and for a far copy sent, received
 and read again. On a machine whose processors are all busy with the step this is time of the step; with a processor to
@@ -15,7 +16,9 @@ in its time, at the pace at which one process makes them alone here, on all proc
 1.03, or not more than that explains.
 
 How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
-its main weights keep, each held once per TP slot, what is replicated as often as there are slots.
+its main weights keep, each held once per TP slot, what is replicated as often as there are slots. What other hosts keep
+of them in both versions is counted in the files of a keeper: with far copies all of that twice, with parities of N the
+N-th part of it.
 """
 
 import itertools
@@ -53,14 +56,17 @@ PARTS = 26
 """That a rank has of the model's tensors."""
 NUMBERS = 3
 """Main weights and two moments."""
+SHARERS = (0, 1)
+"""Of a parity."""
 
 
-def run(pairs: int, *, per_host: int) -> tuple[list[float], list[Copied], list[float]]:
+def run(pairs: int, *, per_host: int, mode: str) -> tuple[list[float], list[Copied], list[float]]:
     """The ratios of steps with a copy to those before them, the copies, and the seconds of steps without."""
     steps = 2 * (pairs + WARM_UP)
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"
         more = f"--use-distributed-optimizer --overlap-grad-reduce --train-iters {steps} --ntp-copies-lag-steps 1"
+        more += f" --ntp-copies-mode {mode}"
         job = Job(
             model=MODELS[BASE],
             tp=TP,
@@ -82,38 +88,54 @@ def run(pairs: int, *, per_host: int) -> tuple[list[float], list[Copied], list[f
     return [on / off for on, off in pairs_found], copied, [off for _, off in pairs_found]
 
 
-def speeds() -> dict[str, float]:
-    """Bytes a second on one processor: of digests, and of all that a near copy takes and a far one."""
+def speeds() -> tuple[dict[str, float], dict[str, int]]:
+    """Bytes a second on one processor: of digests, and of all that a near copy takes, a far one and a part in a parity;
+    and the bytes that a keeper has then of what two ranks hold."""
     size = 1 << 24
     values = [torch.randn(size) for _ in range(NUMBERS)]
     runs = digest.runs_of((size,), 0, ((0, size),))
     found = {"digest": _speed(lambda: digest.digests(values, runs, salts=["a", "b", "c"]), NUMBERS * size * 4)}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for name, far in (("near", False), ("near and far", True)):
-            found[name] = _speed_of_copies(Path(folder) / name, far=far)
-    return found
+    kept: dict[str, int] = {}
+    for mode in ("near", "copy", "xor:2"):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            found[mode], kept[mode] = _speed_of_copies(Path(folder), mode)
+    return found, kept
 
 
-def _speed_of_copies(folder: Path, *, far: bool) -> float:
-    """Of one rank's part of the model."""
+def _speed_of_copies(folder: Path, mode: str) -> tuple[float, int]:
+    """Of two ranks' parts of the model, one after the other."""
     size = bytes_wanted() // RANKS
     parts = [_part(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
     server = Server(Store(folder / "there"), run="r", secret="s", host="127.0.0.1", told=_fail)
-    replicator = Replicator(Store(folder / "here"), run="r", secret="s", slot=0, trouble=_fail)
-    replicator.send_to([server.address] if far else [])
+    replicators = [
+        Replicator(Store(folder / f"{slot}"), run="r", secret="s", slot=slot, trouble=_fail) for slot in SHARERS
+    ]
+    for replicator in replicators:
+        replicator.send_to([] if mode == "near" else [server.address], members=SHARERS if mode == "xor:2" else ())
 
     def copy(step: int) -> None:
-        replicator.begin(Snapshot(version=Version(step=step, epoch=0), holders=(0,), parts=parts, extras={}))
-        replicator.wait()
-        replicator.commit()
+        for replicator in replicators:
+            replicator.begin(Snapshot(version=Version(step=step, epoch=0), holders=SHARERS, parts=parts, extras={}))
+            replicator.wait()
+            assert replicator.ok, "it is where it should be"
+        for replicator in replicators:
+            replicator.commit()
 
     copy(0)
     copy(1)
     steps = itertools.count(2)
-    speed = _speed(lambda: copy(next(steps)), size)
-    replicator.close()
+    speed = _speed(lambda: copy(next(steps)), len(SHARERS) * size)
+    for replicator in replicators:
+        replicator.close()
     server.close()
-    return speed
+    return speed, sum(path.stat().st_size for path in (folder / "there").iterdir() if not path.suffix)
+
+
+def kept_wanted(mode: str) -> int:
+    """Two versions of what the ranks hold, or of a parity of it; each value begins at a multiple of 64 bytes."""
+    values = NUMBERS * PARTS
+    one = values * -(-(bytes_wanted() // RANKS // values // 4 * 4) // 64) * 64
+    return 2 * one * {"near": 0, "copy": len(SHARERS), "xor:2": 1}[mode]
 
 
 def _part(number: int, size: int) -> Part:
@@ -157,10 +179,16 @@ def explained(off: list[float], speed: float) -> float:
 def main(scale: str) -> int:
     torch.set_num_threads(1)
     pairs = CI if scale == "ci" else FULL
-    speed, rows, holds = speeds(), [], True
-    for what, per_host in (("near copies of each second step / none", 0), ("near and far copies / none", RANKS // 2)):
-        ratios, copied, off = run(pairs, per_host=per_host)
-        by_bytes = explained(off, speed["near and far" if per_host else "near"])
+    rows: list[dict[str, Any]] = []
+    speed, kept = speeds()
+    holds = all(size == kept_wanted(mode) for mode, size in kept.items())
+    for what, mode, per_host in (
+        ("near copies of each second step / none", "near", 0),
+        ("near and far copies / none", "copy", RANKS // 2),
+        ("near copies and parities of two / none", "xor:2", 1),
+    ):
+        ratios, copied, off = run(pairs, per_host=per_host, mode=mode)
+        by_bytes = explained(off, speed[mode])
         versions = {event.step for event in copied if event.step}
         sizes = {sum(event.size for event in copied if event.step == step) for step in versions}
         slack = 64 * RANKS * 200  # each value begins at a multiple of 64 bytes
@@ -182,6 +210,8 @@ def main(scale: str) -> int:
         rows=rows,
         scale=scale or "default",
         bound=BOUND,
+        kept_far_of_two_ranks=kept,
+        kept_far_wanted={mode: kept_wanted(mode) for mode in kept},
         gb_per_s={name: round(value / 1e9, 2) for name, value in speed.items()},
     )
 

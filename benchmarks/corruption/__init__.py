@@ -28,4 +28,5 @@ negative controls the digests are not compared where copies are read, and not in
     state.py        four slots, their copies, and what their values have to be
     restores.py     a restore by all members, and the model of it
     injections.py   what is done to copies
+    parities.py     the same where slots share a parity in place of far copies
 """

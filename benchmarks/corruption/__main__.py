@@ -1,7 +1,6 @@
 """Trials by the hundred, and what they come to: `make show-corruption`."""
 
 import contextlib
-import dataclasses
 import os
 import random
 import sys
@@ -19,14 +18,17 @@ from benchmarks.corruption.injections import (
     SWAPPED,
     Damage,
     Hit,
+    Trial,
     injected,
 )
+from benchmarks.corruption.parities import PARITY_KINDS, parity_trial
 from benchmarks.corruption.restores import (
     Foreseen,
     Got,
     Read,
     alive,
     foresee,
+    is_clean,
     restored,
 )
 from benchmarks.corruption.state import (
@@ -54,17 +56,6 @@ CONTROLS = ("swapped shards", "stale version", "wrong place") * 4
 """Of a negative control: kinds that change all values, so that whatever is read is wrong."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One injection; `seen` says what was seen where that is not what should be."""
-
-    found: bool
-    right_source: bool
-    refused: bool = False
-    """By the comparison of the wholes in the end."""
-    seen: str = ""
-
-
 def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Trial:
     """Lose somebody, choose what would be read, change it, restore."""
     wanted, target = _drawn(job, kind, chance, all_copies=all_copies)
@@ -83,7 +74,7 @@ def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Tr
         found = _is_found(foreseen, damage, gots, job.trouble)
         right = all(got.right and not got.refused and not got.raised for got in gots)
         if foreseen.lost:
-            right = all(got.lost for got in gots) and _is_clean(job, OLDER, wanted)
+            right = all(got.lost for got in gots) and is_clean(job, OLDER, wanted)
     seen = "" if found and right else f"{kind} in {victims}, {target}: {gots}; foreseen {foreseen}; {job.trouble}"
     return Trial(found=found, right_source=right, refused=any(got.refused for got in gots), seen=seen)
 
@@ -118,42 +109,30 @@ def _is_found(foreseen: Foreseen, damage: Damage, gots: Sequence[Got], trouble: 
     names = tuple(sorted(map(str, foreseen.broken)))
     told = all(any(str(copy.place) in text for text in trouble) for copy in foreseen.broken)
     return told and all(
-        not got.raised
-        and not got.sources & damage.gone
-        and bool(got.lost) == foreseen.lost
-        and (_named(got.lost) if got.lost else got.broken) == names
+        not got.raised and not got.sources & damage.gone and bool(got.lost) == foreseen.lost and got.named == names
         for got in gots
     )
-
-
-def _named(lost: str) -> tuple[str, ...]:
-    """In the words of what is lost."""
-    _, _, names = lost.partition("; not as they were written: ")
-    return tuple(names.split(", ")) if names else ()
-
-
-def _is_clean(job: Job, step: int, wanted: Layout) -> bool:
-    """Whether nobody finds anything."""
-    job.trouble.clear()
-    return all(got.is_clean for got in restored(job, step, wanted)) and not job.trouble
 
 
 # ---------------------------------------------------------------- rows
 
 
-def jobs(count: int, chance: random.Random) -> Iterator[tuple[int, Job]]:
+def jobs(count: int, chance: random.Random, *, parities: bool = False) -> Iterator[tuple[int, Job]]:
     """So many numbers, each with the job for it."""
     for first in range(0, count, PER_JOB):
-        with Job(chance) as job:
+        with Job(chance, parities=parities) as job:
             for number in range(first, min(first + PER_JOB, count)):
                 yield number, job
 
 
 def row(kind: str, count: int, chance: random.Random) -> dict[str, Any]:
     """All injections of a kind."""
-    trials = [
-        trial(job, kind, chance, all_copies=number % ALL_COPIES_EVERY == 0) for number, job in jobs(count, chance)
-    ]
+    if kind in PARITY_KINDS:
+        trials = [parity_trial(job, kind, chance) for _, job in jobs(count, chance, parities=True)]
+    else:
+        trials = [
+            trial(job, kind, chance, all_copies=number % ALL_COPIES_EVERY == 0) for number, job in jobs(count, chance)
+        ]
     for one in trials:
         if one.seen:
             print(f"not as it should be: {one.seen}", file=sys.stderr)
@@ -170,7 +149,7 @@ def false_alarms(count: int, chance: random.Random) -> int:
     found = 0
     for _, job in jobs(count, chance):
         step, wanted = chance.choice((OLDER, NEWER)), _another_layout(chance)
-        if not _is_clean(job, step, wanted):
+        if not is_clean(job, step, wanted):
             print(f"a false alarm: step {step} as {wanted}: {job.trouble}", file=sys.stderr)
             found += 1
     return found
@@ -204,7 +183,7 @@ def main(scale: str, seed: int) -> int:
     began, chance = time.monotonic(), random.Random(seed)
     torch.set_num_threads(1)
     each, clean = (EACH_IN_CI, CLEAN_IN_CI) if scale == "ci" else (EACH, CLEAN)
-    rows = [row(kind, each, chance) for kind in KINDS]
+    rows = [row(kind, each, chance) for kind in (*KINDS, *PARITY_KINDS)]
     alarms = false_alarms(clean, chance)
     controls = negative_controls(chance)
     return evidence.show(

@@ -19,6 +19,17 @@ from ntp_plugin.copies.manifest import Entry, Held, view
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One injection; `seen` says what was seen where that is not what should be."""
+
+    found: bool
+    right_source: bool
+    refused: bool = False
+    """By the comparison of the wholes in the end."""
+    seen: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hit:
     """Where something is to be injected: what the copy has of a tensor is to be wrong then."""
 

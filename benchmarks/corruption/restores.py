@@ -27,6 +27,14 @@ class Got:
     raised: str = ""
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The copies that are not as they were written, of a version that is lost in the words of that."""
+        if not self.lost:
+            return self.broken
+        _, _, names = self.lost.partition("; not as they were written: ")
+        return tuple(names.split(", ")) if names else ()
+
+    @property
     def is_clean(self) -> bool:
         return self.right and not (self.broken or self.lost or self.refused or self.raised)
 
@@ -101,6 +109,12 @@ def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meetin
     except Exception as error:  # it is counted, whatever it is
         meeting.break_up()
         return Got(**found, raised=repr(error))
+
+
+def is_clean(job: Job, step: int, wanted: Layout) -> bool:
+    """Whether nobody finds anything."""
+    job.trouble.clear()
+    return all(got.is_clean for got in restored(job, step, wanted)) and not job.trouble
 
 
 def _room(piece: Piece) -> dict[str, torch.Tensor]:

@@ -26,6 +26,8 @@ HOSTS = (0, 0, 1, 2)
 """Slot -> its host."""
 KEEPERS = (2, 2, 3, 0)
 """Slot -> the slot whose process keeps its far copy, on the next host."""
+PARITY_KEEPERS: Mapping[int, tuple[int, tuple[int, ...]]] = {0: (3, (0, 2)), 1: (2, ()), 2: (3, (0, 2)), 3: (0, ())}
+"""The same where slots share parities: slot -> who keeps what is far of its, and which slots share it."""
 LOSSES = ((), (0,), (1,), (2,), (3,), (0, 1))
 RUN, SECRET, EPOCH = "corruption", "of this run", 1
 OLDER, NEWER = 1, 2
@@ -154,7 +156,8 @@ class Process:
 class Job:
     """Two versions of random values, copied by four slots; a context manager, which leaves nothing behind."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, *, parities: bool = False) -> None:
+        self._keepers = PARITY_KEEPERS if parities else {slot: (keeper, ()) for slot, keeper in enumerate(KEEPERS)}
         self._folder = tempfile.TemporaryDirectory(prefix="ntp-corruption-", dir=shared_memory())
         self.trouble: list[str] = []
         """What anybody was told."""
@@ -167,7 +170,8 @@ class Job:
 
     def __enter__(self) -> "Job":
         for slot, process in enumerate(self.processes):
-            process.replicator.send_to([self.processes[KEEPERS[slot]].server.address])
+            keeper, members = self._keepers[slot]
+            process.replicator.send_to([self.processes[keeper].server.address], members=members)
         for step in self.truth:
             self._copy(step)
         return self

@@ -142,8 +142,8 @@ class Restoration:
         """Tell all of these copies, of what is wrong or out of reach, and of what is lacking, and hear of theirs; what
         somebody lacks."""
         mine = [(dataclasses.asdict(place), manifest.encode()) for place, manifest in copies]
-        unreached = {copy for _, copy in self._unreached}
-        said = self._tell_all((self._host, self._address, mine, self._broken, unreached, lacking))
+        unreached = frozenset(copy for _, copy in self._unreached)
+        said = self._tell_all((self._host, self._address, mine, frozenset(self._broken), unreached, lacking))
         for host, at, told, broken, missed, _ in said:
             self._broken |= broken
             self._unreached_by_some |= missed

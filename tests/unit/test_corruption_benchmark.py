@@ -7,12 +7,19 @@ import torch
 
 from benchmarks.corruption.__main__ import CONTROLS, negative_controls, trial
 from benchmarks.corruption.injections import KINDS
+from benchmarks.corruption.parities import PARITY_KINDS, parity_trial
 from benchmarks.corruption.state import TENSORS, Job, dealt, elements
 
 
 @pytest.fixture(scope="module")
 def job():
     with Job(random.Random(1)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def job_of_parities():
+    with Job(random.Random(2), parities=True) as made:
         yield made
 
 
@@ -23,6 +30,20 @@ def test_what_is_injected_is_found_and_the_files_are_as_they_were_then(job, kind
         seen = trial(job, kind, random.Random(f"{kind} {all_copies}"), all_copies=all_copies)
         assert seen.found, seen.seen
         assert seen.right_source, seen.seen
+
+
+@pytest.mark.parametrize("kind", PARITY_KINDS)
+def test_what_is_injected_where_slots_share_a_parity_is_found(job_of_parities, kind):
+    for number in range(4):
+        seen = parity_trial(job_of_parities, kind, random.Random(f"{kind} {number}"))
+        assert seen.found, seen.seen
+        assert seen.right_source, seen.seen
+
+
+def test_it_notices_when_what_comes_out_of_a_parity_is_not_compared(job_of_parities, monkeypatch):
+    monkeypatch.setattr("ntp_plugin.copies.parity.wrong", lambda *_: [])
+    seen = parity_trial(job_of_parities, "stale parity", random.Random(5))
+    assert not seen.found
 
 
 @pytest.mark.parametrize("evenly", [False, True])
