@@ -36,6 +36,7 @@ from ntp_plugin.launch.probes import Door
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.spares import Spares
+from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.launch.supervisor import LOOK_S, LOOK_S_PER_HOST, Supervisor
 from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import Thresholds, Verdict
@@ -51,6 +52,8 @@ class RunPolicy:
     spares: int = 0
     resume: Path | None = None
     """A folder of copies that the job begins from."""
+    export: Path | None = None
+    """A folder for the checkpoint that it is to make of these, and do nothing else."""
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
 
 
@@ -149,12 +152,15 @@ class TolerantAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         place = self._tenancy
         self._folder = RunFolder("ntp-run-")
-        resume = self.policy.resume
         self._copies = RunFolder(
-            COPIES, sparing=resume, removing=lambda left: _say(f"removing {left}, of a run that is dead")
+            COPIES,
+            sparing=lambda left: self.policy.export is not None or left == self.policy.resume,
+            removing=lambda left: _say(f"removing {left}, of a run that is dead"),
         )
-        if resume is not None:
-            os.environ["NTP_RESUME"] = str(resume)
+        self._recorded(worker_group.spec).write(self._copies.path)
+        for name, told in (("NTP_RESUME", self.policy.resume), ("NTP_EXPORT", self.policy.export)):
+            if told is not None:
+                os.environ[name] = str(told)
         os.environ["NTP_COPIES"] = str(self._copies.path)
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
@@ -187,6 +193,14 @@ class TolerantAgent(LocalElasticAgent):
             self._spares.fill(self.policy.respawn)
         self._supervisor.start()
         return pids
+
+    def _recorded(self, spec: Any) -> StartedBy:
+        return StartedBy(
+            words=(str(spec.entrypoint), *map(str, spec.args)),
+            folder=Path.cwd(),
+            workers=self._tenancy.workers,
+            hosts=self._tenancy.hosts,
+        )
 
     def _hosts(self) -> Hosts:
         place = self._tenancy

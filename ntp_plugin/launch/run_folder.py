@@ -26,13 +26,13 @@ class RunFolder:
         prefix: str,
         parent: Path | None = None,
         *,
-        sparing: Path | None = None,
+        sparing: Callable[[Path], bool] = lambda _: False,
         removing: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Those of dead runs go, all but the one that is `sparing`; `removing` is told of each."""
+        """Those of dead runs go, all but those that it is `sparing`; `removing` is told of each."""
         beside = parent or shared_memory()
         for left in left_by_the_dead(beside, prefix):
-            if left == sparing:
+            if sparing(left):
                 continue
             removing(left)
             shutil.rmtree(left, ignore_errors=True)  # another run may be removing it as well
