@@ -9,6 +9,7 @@
     replicator.py   makes them beside the training
     restore.py      puts a version of the state together from them, in whatever layout
     inventory.py    what becomes of every piece of state
+    excerpt.py      one version of a run that lives, for who reads it in peace
     watch.py        who holds other bits than the others, of what all hold alike
 
 A *version* is the state after a step, in the layout of an epoch. Its parts are with its *holders*, the slots that

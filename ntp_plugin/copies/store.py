@@ -220,6 +220,21 @@ class Store:
             if file.readinto(memory.numpy()) != len(memory):
                 raise EOFError(f"{place} ends before {len(memory)} bytes")
 
+    def copy(self, place: Place, into: "Store") -> bool:
+        """Have the same copy in another store, while others may write here; False where they have overwritten it."""
+        before = self.manifest(place)
+        if before is None:
+            return False
+        memory = into.open(place, before.size)
+        try:
+            self.read_into(place, memory)
+        except (FileNotFoundError, EOFError):
+            return False
+        if self.manifest(place) != before:  # it goes before the first byte changes, so what was read is what it tells
+            return False
+        into.complete(place, before)
+        return True
+
     # ------------------------------------------------ letting go
 
     def forget(self, place: Place) -> None:
@@ -238,6 +253,12 @@ class Store:
                 found = Place.read(path.name.removesuffix(".json"))
                 if found is not None and found.epoch < epoch:
                     self.forget(found)
+
+    def forget_all(self) -> None:
+        """Be empty."""
+        for path in list(self.folder.iterdir()):
+            if (found := Place.read(path.name.removesuffix(".json"))) is not None:
+                self.forget(found)
 
     def close(self) -> None:
         """Let go of the memory; the copies stay."""
