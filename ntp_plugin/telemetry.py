@@ -110,13 +110,24 @@ class Corrupted:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """Copies of this job were written as a checkpoint by a run that was started for it."""
+
+    step: int
+    folder: str
+    failed: str
+    """Why there is none; empty where there is one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """The job is over on this process, as it should be."""
 
 
-type Event = Began | Committed | Recovered | Copied | Restored | CopyTrouble | Corrupted | Ended
+type Event = Began | Committed | Recovered | Copied | Restored | CopyTrouble | Corrupted | Exported | Ended
 _KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Began, Committed, Recovered, Copied, Restored, CopyTrouble, Corrupted, Ended)
+    kind.__name__: kind
+    for kind in (Began, Committed, Recovered, Copied, Restored, CopyTrouble, Corrupted, Exported, Ended)
 }
 
 

@@ -12,9 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ntp_plugin.cli import export
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.launch.run_folder import COPIES, free, left_by_the_dead, shared_memory
+from ntp_plugin.launch.run_folder import COPIES, EXCERPTS, free, left_by_the_dead, shared_memory
+
+_TOLD = {
+    "list": "versions of all runs on this host, and whether all parts are here",
+    "verify": "the same, with all digests computed again; code 1 if one is wrong",
+    "clean": "remove those of dead runs",
+}
 
 _COLUMNS = ("folder", "host", "run", "step", "epoch", "parts here", "parities of", "MB")
 
@@ -40,15 +47,18 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     """Add `copies` to the commands of `ntp`."""
     parser = commands.add_parser(
         "copies",
-        help="list, verify or remove the copies of training state on this host",
+        help="list, verify, export or remove the copies of training state on this host",
         description="Copies of training state in this host's memory. A run removes its own when it ends well; those of"
         " a run that failed stay until the next run, or until `ntp copies clean`.",
     )
-    parser.add_argument("what", choices=("list", "verify", "clean"), help="what to do with them")
-    parser.add_argument(
-        "folders", nargs="*", type=Path, metavar="FOLDER", help=f"default: {shared_memory()}/{COPIES}* of this user"
-    )
-    parser.set_defaults(run=run, parser=parser)
+    actions = parser.add_subparsers(title="what to do with them", required=True, metavar="WHAT", dest="what")
+    for what, told in _TOLD.items():
+        action = actions.add_parser(what, help=told, description=told)
+        action.add_argument(
+            "folders", nargs="*", type=Path, metavar="FOLDER", help=f"default: {shared_memory()}/{COPIES}* of this user"
+        )
+        action.set_defaults(run=run, parser=action)
+    export.add_command(actions)
 
 
 def run(said: Any) -> int:
@@ -143,7 +153,8 @@ def _show(rows: Sequence[Row], *, verify: bool) -> None:
 
 def _clean(given: Sequence[Path]) -> int:
     """Those of dead runs, or these, which must be."""
-    for folder in _folders(given) if given else list(left_by_the_dead(shared_memory(), COPIES)):
+    left = [folder for prefix in (COPIES, EXCERPTS) for folder in left_by_the_dead(shared_memory(), prefix)]
+    for folder in _folders(given) if given else left:
         if given and _lives(folder):
             raise ConfigError(f"{folder} belongs to a run that lives", way_out="end that first")
         shutil.rmtree(folder)

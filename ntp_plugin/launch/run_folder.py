@@ -15,6 +15,8 @@ from pathlib import Path
 
 COPIES = "ntp-copies-"
 """How the folders begin in which copies of training state are kept."""
+EXCERPTS = "ntp-excerpt-"
+"""Those for a version of a run that lives, while somebody exports it."""
 _OWNER = "owner"
 
 

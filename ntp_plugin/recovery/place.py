@@ -34,6 +34,8 @@ class Place:
     """Where copies of training state are kept on this host."""
     resume: Path | None = None
     """Where a run that is dead kept its copies, if this one begins from these."""
+    export: Path | None = None
+    """Where these are to be written as a checkpoint, if that is all that this run is for."""
 
     @property
     def seat(self) -> Seat:
@@ -71,6 +73,7 @@ class Place:
             beat_s=float(environment["NTP_BEAT_S"]),
             copies=Path(environment.get("NTP_COPIES") or Path(environment["NTP_HEARTBEATS"]).parent / "copies"),
             resume=Path(told) if (told := environment.get("NTP_RESUME")) else None,
+            export=Path(told) if (told := environment.get("NTP_EXPORT")) else None,
             per_host=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
         )
 

@@ -24,6 +24,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     trainer.py      report, plan, stand on
     state.py        what this rank trains, moved from peers or put in anew from copies
     copies.py       what only one rank holds, copied while it trains; how far the state has come
+    export.py       a run that is there only to write copies as a checkpoint
     generators.py   what random numbers are drawn from, told and put back
     trainees.py     the world of those who train, where some stand idle
     watch.py        replicas compared while they train

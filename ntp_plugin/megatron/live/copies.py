@@ -60,6 +60,9 @@ INVENTORY = (
 )
 """What becomes of all that a Megatron job has. What a user's model may have more of is found by the patterns."""
 
+FRAMEWORK = "megatron"
+"""Whose state it is, for those who find only the copies."""
+
 type Parts = Callable[[], Sequence[Part]]
 type MakeRoom = Callable[[Mapping[str, Any]], Sequence[Part]]
 
@@ -281,7 +284,7 @@ class JobCopies:
     def resume(self, folder: Path, make_room: MakeRoom, members: Sequence[int]) -> int:
         """Begin from the copies of a dead run, whatever its layout was; the step that they were made after. All members
         come together, before the first section."""
-        there = Store(folder / f"host-{self._host}")
+        there = Store(_of_this_host(folder, self._host))
         self._chosen = restore.standable(_tell_all(restore.describe(there)))
         if not self._chosen:
             raise StateLost(
@@ -319,6 +322,7 @@ class JobCopies:
     def _extras(self) -> dict[str, Any]:
         scaler = getattr(self._optimizer, "grad_scaler", None)
         return {
+            "framework": FRAMEWORK,
             "consumed": self._args.consumed_train_samples,
             "validated": self._args.consumed_valid_samples,
             "operations": float(getattr(self._args, "num_floating_point_operations_so_far", 0)),
@@ -349,6 +353,12 @@ class JobCopies:
     def _optimizer(self) -> Any:
         """Megatron's only one."""
         return self._anatomy.optimizer.chained_optimizers[0]
+
+
+def _of_this_host(folder: Path, host: int) -> Path:
+    """What is in memory here, whatever number this host had in the run that is dead; a rehearsal may have several."""
+    hosts = list(folder.glob("host-*"))
+    return hosts[0] if len(hosts) == 1 else folder / f"host-{host}"
 
 
 def _found(anatomy: Anatomy) -> Iterator[str]:

@@ -5,11 +5,13 @@ begins to watch for losses at once: until the first section there is no way to g
 the lost is let out with an error. It begins to beat with the first section, because what comes before may take long.
 """
 
+import contextlib
 import logging
 import os
 import sys
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,7 +19,7 @@ from ntp_plugin.config.sections import Parallel, TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.hooks import nominal_places, of_masks
-from ntp_plugin.megatron.live import hooks
+from ntp_plugin.megatron.live import export, hooks
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
@@ -51,8 +53,11 @@ class LiveJob:
             torch.cuda.set_device(args.local_rank)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
-        self.args, self.topology = args, topology
-        self.teller = Teller(policy.events, str(topology.slot_of(place.slot)))
+        self.args, self.topology, self._policy = args, topology, policy
+        # An export is no part of the run that its copies are of, whose file of events this may be.
+        self.teller = Teller(policy.events if place.export is None else None, str(topology.slot_of(place.slot)))
+        if place.export is not None:
+            export.only_to_save(args, place.export)
         self.anatomy, self.samples = Anatomy(args), Samples(args, noted=self.teller.is_heard)
         self.state = LoopState(args, self.anatomy, self.samples, self.rank.groups)
         self.loop = Loop(self.rank.groups, self.state, newcomer=place.joining)
@@ -95,8 +100,21 @@ class LiveJob:
         if self.anatomy.masks is not None:
             self.anatomy.masks.into(self.anatomy.chunks)
         self.trainer.begin()
+        if self.rank.place.export is not None:
+            self._export(self.rank.place.export)
         self._warn()
         self.step.into(self.anatomy.optimizer)
+
+    def _export(self, folder: Path) -> NoReturn:
+        """All that this process is for; the rest of the user's script is about training."""
+        self.trainer.resume()
+        slot = self.topology.slot_of(self.rank.place.slot)
+        with contextlib.closing(Teller(self._policy.events, str(slot))) as teller:
+            export.save(self.args, self.anatomy, self.driver, folder, teller)
+        self.rank.beat()
+        self.loop.driver = self.driver
+        end()
+        sys.exit(0)
 
     def _warn(self) -> None:
         """What a loss would end the job by, said while something can still be done about it."""

@@ -1,0 +1,125 @@
+"""What `ntp copies export` refuses, each in one line."""
+
+import json
+import stat
+
+import pytest
+import torch
+
+from ntp_plugin.cli.main import main
+from ntp_plugin.copies.manifest import Version
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.store import Store
+from ntp_plugin.launch.run_folder import COPIES, RunFolder
+from ntp_plugin.launch.started_by import StartedBy
+from tests.ranks.command import NTP, Command
+
+
+@pytest.fixture
+def left(tmp_path, monkeypatch):
+    """Leaves what a dead run would have left."""
+    monkeypatch.setattr("ntp_plugin.cli.export.shared_memory", lambda: tmp_path)
+
+    def leave(*, framework="megatron", here=(3,), holders=(3,), recorded=True, name="host-0"):
+        run = RunFolder(COPIES, tmp_path)
+        piece = Piece(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+        for slot in here:
+            replicator = Replicator(Store(run.path / name), run="ntp/job", secret="", slot=slot, trouble=pytest.fail)
+            part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
+            extras = {"framework": framework} if framework else {}
+            version = Version(step=7, epoch=2)
+            replicator.begin(Snapshot(version=version, holders=holders, parts=[part], extras=extras))
+            replicator.close()
+        if recorded:
+            words = ("python", "-u", "train.py", "--lr", "1")
+            StartedBy(words=words, folder=tmp_path, workers=2, hosts=1).write(run.path)
+        run.leave()
+        return run.path
+
+    return leave
+
+
+def export(capsys, *words):
+    code = main(["copies", "export", *map(str, words)])
+    said = capsys.readouterr()
+    assert said.err.count("\n") <= 1, said.err
+    return code, said.err or said.out
+
+
+def test_what_would_be_done_is_told(left, tmp_path, capsys):
+    folder = left()
+    code, told = export(capsys, "latest", "--to", tmp_path / "out", "--dry-run", "--more=--flag 'two words'")
+    assert code == 0
+    assert f"step 7 as laid out in epoch 2 of {folder} would go into {tmp_path}/out, by 2 processes" in told
+    assert "python -u train.py --lr 1 --flag 'two words'" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_is_for_its_owner_only_and_comes_back(left):
+    folder = left()
+    (file,) = folder.glob("*.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert StartedBy.read(folder).words == ("python", "-u", "train.py", "--lr", "1")
+    assert set(json.loads(file.read_text())) == {"words", "folder", "workers", "hosts"}, "no environment"
+
+
+def test_where_it_cannot_go(left, tmp_path, capsys):
+    folder = left()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/something").write_text("")
+    for to, why in (
+        (tmp_path / "full", "is not empty"),
+        (tmp_path / "full/something", "is not a folder"),
+        (tmp_path / "full/something/in", "cannot be written to"),
+        ("/proc/nobody/may", "cannot be written to"),
+        (folder / "inside", "is among the copies of the run"),
+        (folder, "is among the copies of the run"),
+    ):
+        code, told = export(capsys, folder, "--to", to)
+        assert (code, why in told) == (2, True), (to, told)
+    assert {path.name for path in tmp_path.iterdir()} == {"full", folder.name}
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ({"recorded": False}, "does not say by which command"),
+        ({"framework": "plain"}, "were made by plain, and it cannot start only to save"),
+        ({"framework": ""}, "were made by something that does not say its name"),
+        ({"holders": (2, 3, 5)}, "the parts of slots 2, 5 are not on this host"),
+        ({"here": ()}, "has copies of 0 hosts"),
+    ],
+)
+def test_copies_that_cannot_be_exported(left, made, why, tmp_path, capsys):
+    code, told = export(capsys, left(**made), "--to", tmp_path / "out")
+    assert (code, why in told) == (2, True), told
+    assert not (tmp_path / "out").exists()
+
+
+def test_copies_of_another_host_than_the_first(left, tmp_path, capsys):
+    code, told = export(capsys, left(name="host-3"), "--to", tmp_path / "out", "--dry-run")
+    assert code == 0, told
+
+
+def test_words_that_make_no_sense(left, tmp_path, capsys):
+    folder, to = left(), tmp_path / "out"
+    for words, why in (
+        ((tmp_path / "none", "--to", to), f"there are no copies of a run there. Way out: on this host: {folder}"),
+        ((folder,), "--to"),
+        ((folder, "--to", to, "--nproc-per-node", "0"), "--nproc-per-node = 0"),
+        ((folder, "--to", to, "--more='"), "--more"),
+        ((folder, "--to", to, "--form", "x"), "is not a known flag"),
+    ):
+        code, told = export(capsys, *words)
+        assert (code, why in told) == (2, True), told
+
+
+def test_a_script_that_cannot_start_leaves_nothing(left, tmp_path):
+    """The folder is as it was: not there."""
+    folder = left()
+    words = [*NTP, "copies", "export", str(folder), "--to", str(tmp_path / "out"), "--nproc-per-node", "1"]
+    code, said = Command(words, tmp_path / "log").end()
+    assert (code, "there is no checkpoint" in said) == (2, True), said
+    assert not (tmp_path / "out").exists()
+    assert any(folder.glob("*/*.json"))
