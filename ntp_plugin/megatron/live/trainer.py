@@ -27,7 +27,7 @@ from ntp_plugin.megatron.lane_groups import wanted_groups
 from ntp_plugin.megatron.lane_sync import LaneSync, named
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
-from ntp_plugin.megatron.live.copies import JobCopies
+from ntp_plugin.megatron.live.copies import HowFar, refuse_unknown, who_trains
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import Samples
@@ -36,6 +36,7 @@ from ntp_plugin.megatron.live.trainees import Trainees
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.topology import Slot, Standing, Topology
+from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.replacements import apply_all
@@ -84,6 +85,8 @@ class MegatronTrainer:
         self._goal: RecoveryPlan
         self.copies: JobCopies | None = None
         """Where this job makes them."""
+        self.how_far: HowFar
+        """Goes with them."""
         self._from_copies = self._put_together = False
         """Whether the state of this walk comes from copies; and whether that was begun and has not ended."""
         self._sharded = bool(args.use_distributed_optimizer)
@@ -137,18 +140,20 @@ class MegatronTrainer:
         unique = self._sharded or self._topology.dp == 1 or policy.protect == "all"
         if policy.mode == "off" or not unique:
             return
+        refuse_unknown(self._anatomy, strict=policy.strict)
+        self.how_far = HowFar(self._args, self._anatomy, slot=self.slot_number)
         self.copies = JobCopies(
-            self._args,
             policy,
             self._topology,
             rank=self._rank,
-            anatomy=self._anatomy,
+            carried=self.how_far,
+            steps=self._args.iteration,
             teller=self._teller,
             newcomer=self._newcomer,
         )
         if not self._newcomer:
             layout = self.layout()
-            self.copies.settle(layout, functools.partial(self.state.parts, layout))
+            self.copies.settle(who_trains(layout), functools.partial(self.state.parts, layout))
 
     def _refuse_unequal_replicas(self) -> None:
         """A move to where everything is already, which compares everything."""
@@ -179,7 +184,7 @@ class MegatronTrainer:
         members = [self._topology.rank_of(slot) for slot in layout.present]
         step = self.copies.resume(folder, functools.partial(self.state.make_room, layout), members)
         self.state.have_weights()
-        self.copies.count_from()
+        self.how_far.count_from(step)
         self._samples.rewind()
         _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
@@ -278,7 +283,7 @@ class MegatronTrainer:
                 raise StateLost(found.what, way_out=_restart(self._args)) from found
             self.among_those_who_train(self.state.have_weights)
             self._put_together = False
-        copies.settle(layout, functools.partial(self.state.parts, layout))
+        copies.settle(who_trains(layout), functools.partial(self.state.parts, layout))
 
     def _tell(self, agreed: Agreed) -> None:
         """Whoever looks on hears that this rank goes on, and in which layout."""

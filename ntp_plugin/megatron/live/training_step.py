@@ -95,7 +95,8 @@ class TrainingStep:
 
     def _consumed(self) -> int:
         copies, counted = self._trainer.copies, int(self._args.consumed_train_samples)
-        return copies.consumed if copies is not None and copies.state_of < copies.steps else counted
+        behind = copies is not None and copies.state_of < copies.steps
+        return self._trainer.how_far.consumed if behind else counted
 
     def catch_up(self) -> None:
         """Copy the state if it is time, and take the steps again that are over and not in it; before any section."""
