@@ -301,9 +301,8 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
         if move.of is None:
             assert move.source not in lost_before | empty, "nor from one that was lost before, or holds nothing"
         else:
-            home = nominal.topology.node_of(move.of)
             assert move.of in lost - lost_before, "copies serve for slots that are lost now"
-            assert nominal.topology.node_of(move.source) in {home, *copies.holders(home)}
+            assert nominal.topology.node_of(move.source) in _hosts_that_give(copies, move.of, after)
         pieces = _pieces(move)
         assert len(pieces) == len(set(pieces)), "nothing stands twice in a transfer"
         for piece in pieces:
@@ -318,12 +317,21 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
 
 def _some_optimizer_shard_is_gone(before, after, copies, empty):
     """A slot whose replica trained and goes on is newly lost, and no host with its shard in memory lives."""
-    topology_, lost_nodes = after.topology, set(after.lost_nodes)
     return any(
-        copies is None or {topology_.node_of(slot), *copies.holders(topology_.node_of(slot))} <= lost_nodes
+        copies is None or _hosts_that_give(copies, slot, after) <= set(after.lost_nodes)
         for slot in (after.lost | empty) - before.lost
         if slot.replica not in before.dropped | after.dropped
     )
+
+
+def _hosts_that_give(copies, slot, after):
+    """A slot's shard: those that have a copy, or a parity whose other members' hosts live."""
+    home = after.topology.node_of(slot)
+    if isinstance(copies, copy_placement.Placement):
+        return {home, *copies.holders(home)}
+    group = copies.group_of(slot)
+    others = {after.topology.node_of(other) for other in group.members} - {home} if group else set()
+    return {home} if group is None or others & set(after.lost_nodes) else {home, group.keeper}
 
 
 def _pieces(move):

@@ -6,6 +6,7 @@ from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.copy_placement import place_copies
+from ntp_plugin.planning.parity_groups import share_parities
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.topology import parse_slots
 from ntp_plugin.planning.transfers import Change, optimizer_blocks, plan_block_deals
@@ -26,6 +27,16 @@ def test_the_same_with_copies_of_sharded_optimizer_state(situation):
     except Refused:
         return  # one host alone has nowhere to copy to
     properties.transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies)
+
+
+@given(situations())
+def test_the_same_with_parities_of_such_copies(situation):
+    nominal, lost_before, lost = situation
+    try:
+        parities = share_parities(nominal.topology, CopyPolicy(mode="xor:2"), nominal.standing(lost_before).lost_nodes)
+    except Refused:
+        return  # two hosts have nowhere to keep a parity of both
+    properties.transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, parities)
 
 
 @given(situations_with_newcomers())
