@@ -1,7 +1,7 @@
 """Copies that are not what was written, and who notices: what `make show-corruption` measures.
 
-    python -m benchmarks.corruption             2,100 injections and 2,000 clean restores, some minutes
-    SCALE=ci python -m benchmarks.corruption    the slice for CI: 140 and 100
+    python -m benchmarks.corruption             3,600 injections and 2,000 clean restores, some minutes
+    SCALE=ci python -m benchmarks.corruption    the slice for CI: 240 and 100
     SEED=7 python -m benchmarks.corruption      another draw
 
 Four slots on three hosts, as threads of one process, copy two versions of a small state with the code that real jobs
