@@ -18,8 +18,9 @@ A message says what happened, where, and the numbers; `way_out` says what to do.
 assertions and are not in this tree.
 """
 
+import sys
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class NtpError(Exception):
@@ -110,3 +111,17 @@ class PlansDiffer(AgreementError):
 
 class NoAgreement(AgreementError):
     """Some members did not report in time."""
+
+
+def in_one_line(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """An excepthook for a process that others start: an error of ours is a line and its exit code."""
+
+    def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, NtpError):
+            otherwise(kind, error, trace)
+            return
+        assert sys.__stderr__ is not None, "a process that others start has one"
+        print(f"ntp: {error}", file=sys.__stderr__, flush=True)  # torch's own hook collects what goes to sys.stderr
+        sys.exit(error.exit_code)
+
+    return tell

@@ -1,12 +1,12 @@
 """A worker's script, with the plugin's hooks in the framework that it imports.
 
-`ntp run` puts this module before the script of a worker whose arguments switch the plugin on (`--ntp-enable`,
-`--ntp-config`), so that a recipe needs no line of ours:
+`ntp run` puts this module before the script of every worker, so that a recipe needs no line of ours:
 
     python -m ntp_plugin.launch.script pretrain_gpt.py ARGUMENTS          or   ... -m MODULE ARGUMENTS
 
-Nothing is imported for it. The hooks go in when the script has imported the framework's arguments, and not at all
-where it never does. Only the rehearsal on CPU has to be there before the framework (`megatron/cpu.py`).
+Nothing is imported for it. The hooks go in when the script has imported the framework, and not at all where it never
+does; what they do is said in the script's arguments (Megatron) or in its configuration (DeepSpeed). Only the rehearsal
+on CPU has to be there before the framework (`megatron/cpu.py`).
 """
 
 import importlib.util
@@ -22,14 +22,12 @@ from typing import Any
 
 from ntp_plugin.errors import NtpError
 
-SWITCHES = ("--ntp-enable", "--ntp-config")
-_MEGATRON = "megatron.training.arguments"
+_MEGATRON, _DEEPSPEED = "megatron.training.arguments", "deepspeed"
+_ADAPTERS = ("ntp_plugin.megatron.activation", "ntp_plugin.deepspeed.activation")
 
 
 def with_hooks(words: Sequence[str]) -> tuple[str, ...]:
-    """A worker's command behind `python`, with this module before its script where its arguments switch us on."""
-    if not any(word.split("=")[0] in SWITCHES for word in words):
-        return tuple(words)
+    """A worker's command behind `python`, with this module before its script."""
     place = next(number for number, word in enumerate(words) if word == "-m" or not word.startswith("-"))
     if tuple(words[place : place + 2]) == ("-m", "ntp_plugin.megatron"):
         return tuple(words)
@@ -81,6 +79,7 @@ def main(words: Sequence[str]) -> None:
     try:
         rehearse_on_cpu()
         after_import(_MEGATRON, _hook_megatron)
+        after_import(_DEEPSPEED, _hook_deepspeed)
         try:
             run(words)
         except SystemExit as exit_:
@@ -117,9 +116,14 @@ def _hook_megatron() -> None:
     activation.install()
 
 
+def _hook_deepspeed() -> None:
+    import ntp_plugin.deepspeed  # noqa: F401, PLC0415  (the import puts them in)
+
+
 def _end() -> None:
-    if "ntp_plugin.megatron.activation" in sys.modules:
-        sys.modules["ntp_plugin.megatron.activation"].end()
+    for name in _ADAPTERS:
+        if name in sys.modules:
+            sys.modules[name].end()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 from ntp_plugin.config import schema
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
-from ntp_plugin.errors import ConfigError, NtpError
+from ntp_plugin.errors import ConfigError, in_one_line
 from ntp_plugin.megatron import cpu
 from ntp_plugin.megatron.layout import plan_start
 from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_live, refuse_what_does_not_work
@@ -36,25 +36,14 @@ def install() -> None:
 
 
 def enable() -> None:
-    """The line for a script whose arguments do not show `--ntp-enable` to `ntp run`, being in a file say.
+    """The line for a script that `ntp run` does not start.
 
     Before the script imports `pretrain`. An error of ours then ends it with one line and its exit code.
     """
     cpu.install(cpu.wanted())
     install()
     apply_all(ENDS)
-    sys.excepthook = _tell_in_one_line(sys.excepthook)
-
-
-def _tell_in_one_line(otherwise: Any) -> Any:
-    def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not isinstance(error, NtpError):
-            otherwise(kind, error, trace)
-            return
-        sys.stderr.write(f"ntp: {error}\n")
-        sys.exit(error.exit_code)
-
-    return tell
+    sys.excepthook = in_one_line(sys.excepthook)
 
 
 def _then_end(original: Any) -> Any:

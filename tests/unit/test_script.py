@@ -16,11 +16,11 @@ US = ("-m", "ntp_plugin.launch.script")
         ("-u train.py --ntp-enable", ("-u", *US, "train.py", "--ntp-enable")),
         ("-u train.py --ntp-config=a.toml", ("-u", *US, "train.py", "--ntp-config=a.toml")),
         ("-u -m package.train --ntp-enable", ("-u", *US, "-m", "package.train", "--ntp-enable")),
-        ("-u train.py --lr 1", ("-u", "train.py", "--lr", "1")),
+        ("-u train.py --lr 1", ("-u", *US, "train.py", "--lr", "1")),
         ("-m ntp_plugin.megatron train.py --ntp-enable", ("-m", "ntp_plugin.megatron", "train.py", "--ntp-enable")),
     ],
 )
-def test_it_stands_before_a_script_that_switches_us_on(words, wanted):
+def test_it_stands_before_the_script(words, wanted):
     assert with_hooks(words.split()) == wanted
 
 
