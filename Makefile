@@ -4,18 +4,22 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-corruption show-copies bench-lanes show-overhead soak-cycles clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies bench-lanes show-overhead soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
 	$(PY) recipes/megatron/demo.py
 
-test: $(READY)  # on real Megatron a slice: its tests run in a process of their own, because it changes torch when imported
+test: $(READY)  # on real Megatron and DeepSpeed a slice, in processes of their own, because these change torch when imported
 	$(PY) -m pytest
 	$(PY) -m pytest tests/megatron -m short
+	$(PY) -m pytest tests/deepspeed -m short
 
 test-megatron: $(READY)  # all tests on real Megatron: half an hour on two cores
 	$(PY) -m pytest tests/megatron
+
+test-deepspeed: $(READY)  # all tests on real DeepSpeed: ten minutes
+	$(PY) -m pytest tests/deepspeed
 
 check: $(READY)
 	.venv/bin/ruff check .
@@ -41,6 +45,12 @@ show-recovery: $(READY)  # for long; SCALE=ci for three trials
 
 show-returns: $(READY)  # ten minutes; SCALE=ci for three returns
 	$(PY) -m benchmarks.returns
+
+show-deepspeed: $(READY)  # seven minutes; SCALE=ci for a slice of one
+	$(PY) -m benchmarks.zero.numerics
+
+show-deepspeed-returns: $(READY)  # quarter of an hour; SCALE=ci for three returns
+	$(PY) -m benchmarks.zero.cycles
 
 show-corruption: $(READY)  # seven minutes; SCALE=ci for half a minute
 	$(PY) -m benchmarks.corruption

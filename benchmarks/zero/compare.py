@@ -1,0 +1,75 @@
+"""What a run that lost ranks differs by from one that did not, and whether every sample was used once."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.zero.job import Job, Rows, Seen, undisturbed
+
+BOUNDS = {"float64": 1e-12, "float32": 1e-6}
+"""Relative, after 20 steps at Adam's eps 1e-4: what a changed order of summation makes."""
+
+
+def within(found: Mapping[str, float], dtype: str) -> bool:
+    """Whether the differences are no larger than what rounding makes; DeepSpeed takes norms in float32, whatever the
+    gradients are."""
+    bounds = {"loss": BOUNDS[dtype], "weights": BOUNDS[dtype], "grad_norm": BOUNDS["float32"]}
+    return all(found[key] <= bound for key, bound in bounds.items())
+
+
+def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str, float]:
+    """The largest relative ones, of all ranks that are left: of any step's loss and norm, and of the last weights."""
+    twin = undisturbed(job)
+    norms = [
+        abs(norm - twin[0].norms[step]) / max(twin[0].norms[step], 1e-300)
+        for seen in outcomes.values()
+        for step, norm in seen.norms.items()
+    ]
+    return {
+        "loss": largest(_losses(counted(rows)), _losses_of_all(twin)),
+        "grad_norm": max(norms),
+        "weights": max(of_weights(seen, twin[0]) for seen in outcomes.values()),
+    }
+
+
+def of_weights(mine: Seen, theirs: Seen) -> float:
+    """Relative to the largest value of a tensor."""
+    pairs = ((mine.weights[name], values) for name, values in theirs.weights.items())
+    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+
+
+def largest(mine: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """Of the steps of both, which are the same."""
+    assert mine.keys() == theirs.keys(), (sorted(mine), sorted(theirs))
+    return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in theirs)
+
+
+def counted(rows: Rows) -> list[list[Any]]:
+    """The micro-batches of the attempts that counted: each step's last."""
+    found = [row for row in rows if row[0] == "micro"]
+    newest: dict[int, int] = defaultdict(int)
+    for _, step, epoch, *_ in found:
+        newest[step] = max(epoch, newest[step])
+    return [row for row in found if row[2] == newest[row[1]]]
+
+
+def used_once(rows: Rows, job: Job) -> bool:
+    """Whether every sample of every step was."""
+    drawn = Counter((step, sample) for _, step, _, _, *samples in counted(rows) for sample in samples)
+    return set(drawn.values()) == {1} and len(drawn) == job.steps * job.ranks * job.each * job.micro
+
+
+def _losses(rows: Rows) -> dict[int, float]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for _, step, _, loss, *_ in rows:
+        found[step].append(loss)
+    return {step: float(np.mean(sorted(losses))) for step, losses in found.items()}
+
+
+def _losses_of_all(twin: Mapping[int, Seen]) -> dict[int, float]:
+    steps = twin[0].losses
+    return {
+        step: float(np.mean(sorted(loss for seen in twin.values() for loss in seen.losses[step]))) for step in steps
+    }

@@ -1,0 +1,99 @@
+"""Deaths and returns, again and again in one DeepSpeed job.
+
+    python -m benchmarks.zero.cycles              50 cycles for each stage of ZeRO, some ten minutes
+    SCALE=ci python -m benchmarks.zero.cycles     3 of ZeRO-1
+
+In each cycle a random slot is killed some time after a random step, and a new process comes into it; the others do not
+wait for it while it starts, but in the end they do. One slot lives through all of it. In the end weights, losses and
+norms are compared with a job without plugin and without faults, and the threads and descriptors of the slot that lived
+with those after the first cycles.
+"""
+
+import dataclasses
+import os
+import random
+import sys
+import time
+from typing import Any
+
+from benchmarks import evidence
+from benchmarks.zero import job as zero
+from benchmarks.zero.compare import differences, used_once, within
+from benchmarks.zero.job import MOMENTS, Job, have_deepspeed_imported
+from ntp_plugin.errors import NtpError
+from ntp_plugin.testing.leaks import held
+from ntp_plugin.testing.ranks import Rank, Ranks
+
+SEED = 2510_00606
+LIVES, STEPS_EACH, WARM_UP = 1, 8, 2
+CYCLES, CYCLES_IN_CI = 50, 3
+WITHIN_S = 0.05
+PATIENCE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Play(zero.Play):
+    """A run that writes down its steps, and what it holds of the system whenever all are there."""
+
+    def _play(self, rank: Rank) -> zero.Seen:
+        from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415  (only ranks have DeepSpeed)
+
+        commit, epochs = Window._commit, set[int]()
+
+        def committed(window: Any) -> None:
+            commit(window)
+            groups = window._rank.groups
+            rank.write([[f"step {window.step}", rank.slot]])
+            if rank.slot == LIVES and len(groups.members) == len(rank.first.seats) and groups.epoch not in epochs:
+                epochs.add(groups.epoch)
+                rank.write([["held", *held(groups)]])
+
+        setattr(Window, "_commit", committed)  # noqa: B010
+        return super()._play(rank)
+
+
+def cycle(stage: int, cycles: int) -> dict[str, Any]:
+    """One job, and what came of it."""
+    draw = random.Random(SEED + stage)
+    slots = [draw.choice([slot for slot in range(4) if slot != LIVES]) for _ in range(cycles)]
+    job = Job(stage=stage, steps=STEPS_EACH * (cycles + 1), epochs=1)
+    asking = {f"{slot}/{number}": STEPS_EACH * number for number, slot in enumerate(slots, start=1)}
+    began = time.monotonic()
+    with Ranks(4, Play(job, asking), moments=MOMENTS) as ranks:
+        for number, slot in enumerate(slots):
+            ranks.wait_for_rows(4, f"step {STEPS_EACH * number + draw.randint(1, 5)}", PATIENCE_S)
+            time.sleep(draw.uniform(0, WITHIN_S))
+            ranks.kill(slot)
+            ranks.wait_for_death(slot)
+            ranks.start_again(slot)
+        outcomes = ranks.wait(PATIENCE_S)
+    found = differences({LIVES: outcomes[LIVES]}, ranks.rows, job)
+    seen = [row[1:] for row in ranks.rows if row[0] == "held"][WARM_UP:]
+    return {
+        "feature": f"ZeRO-{stage}",
+        "cycles": cycles,
+        **found,
+        "once": used_once(ranks.rows, job),
+        "leaked": any(row[:2] != seen[0][:2] for row in seen),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def main(scale: str) -> int:
+    """The rows, and whether they hold."""
+    have_deepspeed_imported()
+    rows: list[dict[str, Any]] = []
+    fine = True
+    for stage, cycles in [(1, CYCLES_IN_CI)] if scale == "ci" else [(stage, CYCLES) for stage in (0, 1, 2)]:
+        try:
+            row = cycle(stage, cycles)
+            fine &= within(row, "float64") and row["once"] and not row["leaked"]
+        except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:
+            row, fine = {"feature": f"ZeRO-{stage}", "cycles": cycles, "failed": str(error)[-300:]}, False
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+    return evidence.show("deepspeed-returns", holds=fine, seed=SEED, rows=rows, scale=scale or "default")
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ.get("SCALE", "")))

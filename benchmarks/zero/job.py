@@ -1,0 +1,356 @@
+"""A live run of a DeepSpeed job in ranks of the harness: as `ntp run` would start it, and some ranks die."""
+
+import dataclasses
+import functools
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ntp_plugin.errors import NtpError
+from ntp_plugin.testing.faults import Fault
+from ntp_plugin.testing.ranks import Rank, Ranks
+
+MOMENTS = (
+    *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),
+    *("report", "plan", "regroup", "stand on", "stood"),
+)
+STEPS, FEATURES = 20, 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: a small model that a loop of its own trains through DeepSpeed."""
+
+    stage: int = 0
+    ranks: int = 4
+    each: int = 2
+    """Micro-batches of a rank in a step."""
+    micro: int = 2
+    steps: int = STEPS
+    epochs: int = 5
+    dtype: str = "float64"
+    enabled: bool = True
+    ntp: tuple[tuple[str, Any], ...] = ()
+    more: tuple[tuple[str, Any], ...] = ()
+    dropout: float = 0.0
+    own_loader: bool = False
+    """The script makes its loader, and shuffles anew in each turn."""
+    saves: int = 0
+    """The step after which it writes a checkpoint."""
+
+    @property
+    def samples(self) -> int:
+        """In the data set: so many that all steps are taken in the turns that there are; the last steps of a turn may
+        have a part of theirs in the next one."""
+        return -(-self.steps * self.ranks * self.each * self.micro // self.epochs)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """As a `ds_config.json` has it."""
+        adam = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": True}
+        return {
+            "train_batch_size": self.ranks * self.each * self.micro,
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.each,
+            # DeepSpeed takes norms in float32, by which a clipped gradient is off by as much.
+            "gradient_clipping": 0.0 if self.dtype == "float64" else 0.5,
+            "steps_per_print": 1_000_000,
+            "optimizer": {"type": "AdamW", "params": adam},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}},
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": 500,
+                "reduce_scatter": self.dtype != "float64",  # ZeRO-2 refuses to, in float64
+            },
+            "ntp": {"enabled": self.enabled, **dict(self.ntp)},
+            **({"bf16": {"enabled": True}} if self.dtype == "bfloat16" else {}),
+            **dict(self.more),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one rank saw."""
+
+    weights: dict[str, Any]
+    losses: dict[int, list[float]]
+    """Step -> of its micro-batches, as the loop computed them."""
+    norms: dict[int, float]
+    rates: list[float]
+    steps: int
+    samples: int
+    epoch: int
+    members: int
+
+
+type Rows = list[list[Any]]
+
+
+def have_deepspeed_imported() -> None:
+    """Have the server that ranks are forked from import it, before its first rank: later it reads no environment."""
+    os.environ.setdefault("NTP_PRELOAD", "deepspeed")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def run(
+    job: Job,
+    *,
+    faults: Sequence[Fault] = (),
+    back: Mapping[int, int] | None = None,
+    leaving: Sequence[int] = (),
+    play: Callable[..., Any] | None = None,
+    timeout_s: float = 120.0,
+) -> tuple[dict[int, Seen], Rows]:
+    """What the ranks saw that were left, and who computed what: ["micro", step, epoch, loss, samples...].
+
+    `back`: slots that start again once they are dead, and the step at which the others wait until they ask.
+    """
+    have_deepspeed_imported()
+    back = back or {}
+    asking = {f"{slot}/{number}": step for number, (slot, step) in enumerate(back.items(), start=1)}
+    with Ranks(job.ranks, (play or Play)(job, asking), faults=faults, moments=MOMENTS) as ranks:
+        for slot in back:
+            ranks.wait_for_death(slot, timeout_s)
+            ranks.start_again(slot)
+        outcomes = ranks.wait(timeout_s, but=leaving)
+        for slot in leaving:
+            ranks.wait_for_death(slot, timeout_s)
+    return outcomes, ranks.rows
+
+
+@functools.cache
+def undisturbed(job: Job) -> dict[int, Seen]:
+    """The twin: the same job by DeepSpeed alone."""
+    return run(dataclasses.replace(job, enabled=False))[0]
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Numbers, and what is to be learnt of them; a sample is drawn from its number."""
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        self._count, self._dtype = count, dtype
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Any:
+        x = torch.randn(FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        return number, x.to(self._dtype), x.sin().sum().to(self._dtype)
+
+
+def make_model(dtype: torch.dtype, dropout: float) -> torch.nn.Module:
+    """From one seed on all ranks."""
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(FEATURES, 33), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(33, 17)]
+    return torch.nn.Sequential(*layers, torch.nn.LayerNorm(17), torch.nn.Tanh(), torch.nn.Linear(17, 1)).to(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Play:
+    """What a rank does, in a process of its own."""
+
+    job: Job
+    asking: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, rank: Rank) -> Seen:
+        told = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(told, 1)
+        os.dup2(told, 2)
+        try:
+            return self._play(rank)
+        except NtpError:
+            traceback.print_exc()
+            raise
+        except BaseException:
+            traceback.print_exc()
+            raise RuntimeError(f"rank {rank.slot}:\n{traceback.format_exc()[-6000:]}") from None
+
+    def _play(self, rank: Rank) -> Seen:
+        place = rank.place
+        os.environ |= {
+            "RANK": str(rank.slot),
+            "LOCAL_RANK": str(rank.slot),
+            "WORLD_SIZE": str(place.slots),
+            "LOCAL_WORLD_SIZE": str(place.slots),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(rank.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": Path(place.corner).name,
+            "NTP_HEARTBEATS": str(place.heartbeats),
+            "NTP_BEAT_S": str(place.beat_s),
+            "NTP_OCCUPANT": rank.seat.occupant,
+        }
+        import ntp_plugin.deepspeed.activation as ours  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
+
+        if self.job.dtype == "float64":
+            rehearse_in_float64()
+        seen = _Loop(self.job, rank, self.asking).train()
+        ours.end()
+        return seen
+
+
+def rehearse_in_float64() -> None:
+    """DeepSpeed reduces gradients, and keeps what ZeRO steps, in float32 at most. In a rehearsal it does so in float64,
+    so that what differs by more than its rounding is a fault."""
+    import deepspeed  # noqa: PLC0415
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
+    from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
+
+    accelerator, zero = get_accelerator(), stage_1_and_2.DeepSpeedZeroOptimizer
+    types = accelerator.supported_dtypes()
+    accelerator.supported_dtypes = lambda: [*types, torch.float64]
+    deepspeed.DeepSpeedEngine.communication_data_type = property(lambda _: torch.float64)
+    types_of = deepspeed.DeepSpeedEngine.get_data_types
+    deepspeed.DeepSpeedEngine.get_data_types = lambda engine: (
+        (torch.float64, torch.float64) if engine.zero_optimization_stage() else types_of(engine)
+    )
+    zero.master_weights_and_grads_dtype = property(lambda _: torch.float64, lambda *_: None)
+
+
+class _Loop:
+    """The user's script."""
+
+    def __init__(self, job: Job, rank: Rank, asking: Mapping[str, int]) -> None:
+        import deepspeed  # noqa: PLC0415
+
+        self._job, self._rank, self._asking = job, rank, asking
+        dtype = torch.float64 if job.dtype == "float64" else torch.float32
+        self.model = make_model(dtype, job.dropout)
+        decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        samples = Samples(job.samples, dtype)
+        self.engine, _, self.loader, _ = deepspeed.initialize(
+            model=self.model,
+            model_parameters=groups,
+            training_data=None if job.own_loader else samples,
+            config=job.config,
+        )
+        if job.own_loader:
+            self._sampler: Any = DistributedSampler(samples, num_replicas=job.ranks, rank=rank.slot, seed=3)
+            self.loader = DataLoader(samples, batch_size=job.micro, sampler=self._sampler)
+        else:
+            self.loader.num_local_io_workers, self.loader.pin_memory = 0, False
+        self._losses: dict[int, list[float]] = {}
+        self._norms: dict[int, float] = {}
+        if job.enabled:
+            tell_moments(rank, self.engine, asking)
+
+    def train(self) -> Seen:
+        engine = self.engine
+        for epoch in range(self._job.epochs):
+            if self._job.own_loader:
+                self._sampler.set_epoch(epoch)
+            for numbers, x, y in self.loader:
+                before = engine.global_steps
+                self._reached("forward")
+                loss = (engine(x).squeeze(-1) - y).square().mean()
+                self._reached("backward")
+                engine.backward(loss)
+                if self._job.enabled and not self._was_stale:
+                    self._rank.write([["micro", before + 1, self._epoch, float(loss.detach()), *numbers.tolist()]])
+                self._reached("accumulated")
+                engine.step()
+                self._losses.setdefault(before + 1, []).append(float(loss.detach()))
+                if engine.global_steps == before + 1:  # after a loss it may be one less
+                    self._norms[engine.global_steps] = float(engine.get_global_grad_norm() or 0)
+                    self._reached("between")
+                    if engine.global_steps == self._job.saves:
+                        self._save()
+        return Seen(
+            weights={name: value.detach().double().numpy().copy() for name, value in self.model.named_parameters()},
+            losses=self._losses,
+            norms=self._norms,
+            rates=engine.get_lr(),
+            steps=engine.global_steps,
+            samples=engine.global_samples,
+            epoch=self._epoch,
+            members=torch.distributed.get_world_size(),
+        )
+
+    def _save(self) -> None:
+        self._reached("save")
+        folder = Path(self._rank.folder) / "checkpoints"
+        self.engine.save_checkpoint(str(folder), tag="one")
+        if (folder / "one").exists():  # not where the step that it was to be of is taken again
+            self._rank.write([["saved", sorted(path.name for path in (folder / "one").iterdir())]])
+
+    def _reached(self, moment: str) -> None:
+        if self._job.enabled:
+            self._rank.reached(moment, self.engine.global_steps + (moment not in ("between", "save")))
+
+    @property
+    def _was_stale(self) -> bool:
+        from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+
+        return LiveJob.now is not None and LiveJob.now.window._stale
+
+    @property
+    def _epoch(self) -> int:
+        from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+
+        return LiveJob.now.rank.groups.epoch if LiveJob.now is not None else 0
+
+
+def tell_moments(rank: Rank, engine: Any, asking: Mapping[str, int]) -> None:
+    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
+    from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
+
+    from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+
+    job = LiveJob.now
+    assert job is not None, "the engine is one that can lose ranks"
+    driver: Any = job.loop.driver
+
+    def tells(owner: Any, name: str, before: str | None, after: str | None = None, *, walks: bool = False) -> None:
+        original = getattr(owner, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            where: dict[str, Any] = (
+                {"epoch": driver._agreement.member.view.epoch} if walks else {"step": job.loop.done + 1}
+            )
+            if before:
+                rank.reached(before, **where)
+            result = original(*args, **kwargs)
+            if after:
+                rank.reached(after, **where)
+            return result
+
+        setattr(owner, name, told)
+
+    tells(engine, "allreduce_gradients", "reduce")
+    tells(job.loop, "vote", "vote")
+    tells(job.loop, "apply", "apply", "applied")
+    tells(stage_1_and_2, "all_gather_dp_groups", "gather")
+    if not rank.joining:
+        tells(driver, "_report", "report", walks=True)
+        tells(job.trainer, "plan", "plan", walks=True)
+        tells(driver, "_regroup", "regroup", walks=True)
+        tells(job.trainer, "stand_on", "stand on", "stood", walks=True)
+    _wait_for_those_who_come_back(rank, job, asking)
+
+
+def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Mapping[str, int]) -> None:
+    begin, ask = job.window._take_in_hand, job.rank.wait_to_be_let_in
+
+    def wait_and_begin() -> None:
+        for occupant, step in asking.items():
+            while job.window.step + 1 == step and not _asks(rank, occupant).exists():
+                time.sleep(0.01)
+        begin()
+
+    def told_ask() -> None:
+        _asks(rank, rank.seat.occupant).touch()
+        ask()
+
+    job.window._take_in_hand, job.rank.wait_to_be_let_in = wait_and_begin, told_ask
+
+
+def _asks(rank: Rank, occupant: str) -> Path:
+    return Path(rank.folder) / f"asks-{occupant.replace('/', '-')}"

@@ -1,0 +1,170 @@
+"""DeepSpeed jobs whose ranks are killed, against undisturbed ones: what `make show-deepspeed` measures.
+
+    python -m benchmarks.zero.numerics              every stage, moment and victim; some minutes
+    SCALE=ci python -m benchmarks.zero.numerics     a slice
+
+Each row is a job of four ranks and 20 steps that loses one, and the largest relative difference of its losses, norms
+and weights from DeepSpeed alone on the same samples. `seconds`: from the kill to the first step that the others have
+behind them after it, an ordinary step in it. In float64 the gradients are not clipped, since DeepSpeed's norms are in
+float32. Each negative control has one thing wrong on purpose, and must be noticed.
+"""
+
+import dataclasses
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import evidence
+from benchmarks.zero import job as zero
+from benchmarks.zero.compare import BOUNDS, differences, used_once, within
+from benchmarks.zero.job import Job, Rows, run
+from ntp_plugin.errors import NtpError
+from ntp_plugin.testing.faults import Fault, kill
+from ntp_plugin.testing.ranks import Rank
+
+SEED = 7
+STEP = 6
+MOMENTS = ("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between")
+VICTIMS = (0, 1, 3)
+CONTROLS = ("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored")
+"""What is wrong on purpose."""
+RECOVERED_S = 1.0
+
+
+def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
+    """Job, victim, moment."""
+    for stage in (0, 1, 2):
+        for place, moment in enumerate(MOMENTS):
+            if moment == "gather" and not stage:
+                continue
+            if scale == "ci" and place % 3 != stage:
+                continue
+            for victim in VICTIMS if scale != "ci" else VICTIMS[place // 3 : place // 3 + 1]:
+                yield Job(stage=stage), victim, moment
+        yield Job(stage=stage, dtype="float32"), 2, "reduce"
+
+
+@dataclasses.dataclass(frozen=True)
+class Play(zero.Play):
+    """A run that writes down when a rank is killed and when steps are over, and may have one thing wrong."""
+
+    spoil: str = ""
+
+    def _play(self, rank: Rank) -> zero.Seen:
+        _tell_of_times()
+        if self.spoil:
+            _spoil(self.spoil)
+        return super()._play(rank)
+
+
+def _tell_of_times() -> None:
+    from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415  (only ranks have DeepSpeed)
+
+    reached, commit = Rank.reached, Window._commit
+
+    def told(rank: Rank, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
+        if any(fault.is_for(rank.slot, moment, step, epoch) for fault in rank.faults):
+            rank.write([["struck", time.monotonic()]])
+        _Now.rank = rank
+        reached(rank, moment, step, epoch=epoch)
+
+    def committed(window: Any) -> None:
+        commit(window)
+        assert _Now.rank is not None, "it has reached something"
+        _Now.rank.write([["over", window._rank.groups.epoch, window.step, time.monotonic()]])
+
+    setattr(Rank, "reached", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(Window, "_commit", committed)  # noqa: B010
+
+
+class _Now:
+    rank: Rank | None = None
+
+
+def _spoil(what: str) -> None:
+    from ntp_plugin.deepspeed.trainer import EngineTrainer  # noqa: PLC0415
+    from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415
+    from ntp_plugin.deepspeed.zero_state import ZeroState  # noqa: PLC0415
+
+    if what == "mean_over_who_is_left":
+        setattr(Window, "_weight", 1.0)  # noqa: B010
+    elif what == "samples_not_dealt":
+        shares = EngineTrainer._shares
+        setattr(  # noqa: B010
+            EngineTrainer, "_shares", lambda *args: {slot: numbers[:2] for slot, numbers in shares(*args).items()}
+        )
+    elif what == "window_goes_on":
+        unwound = Window._unwound
+
+        def keep_gradients(window: Any) -> None:
+            kept = [parameter.grad for parameter in window._engine.module.parameters()]
+            unwound(window)
+            for parameter, gradient in zip(window._engine.module.parameters(), kept, strict=True):
+                parameter.grad = gradient
+
+        setattr(Window, "_unwound", keep_gradients)  # noqa: B010
+    elif what == "shards_not_restored":
+        setattr(ZeroState, "make_room", lambda *_: [])  # noqa: B010
+
+
+def lived(job: Job, faults: list[Fault], spoil: str = "") -> tuple[dict[int, zero.Seen], Rows]:
+    """A run with times in its rows."""
+    return run(job, faults=faults, play=lambda job, asking: Play(job, asking, spoil))
+
+
+def recovered_s(rows: Rows) -> float:
+    """From the kill to the first step that is over for all in the epoch after it."""
+    struck = next(row[1] for row in rows if row[0] == "struck")
+    over = [row for row in rows if row[0] == "over" and row[1] == 1]
+    first = min(row[2] for row in over)
+    return float(max(row[3] for row in over if row[2] == first) - struck)
+
+
+def noticed(control: str) -> bool:
+    """Whether the comparison, or the plugin itself, finds it."""
+    job, moment = (Job(stage=1), "vote") if control == "shards_not_restored" else (Job(stage=0), "accumulated")
+    try:
+        outcomes, rows = lived(job, [kill(1, during=moment, step=STEP)], control)
+        return not (within(differences(outcomes, rows, job), job.dtype) and used_once(rows, job))
+    except NtpError:
+        return True
+
+
+def main(scale: str) -> int:
+    """The rows, and whether they hold."""
+    rows: list[dict[str, Any]] = []
+    fine, seconds = True, []
+    for job, victim, moment in cases(scale):
+        row = {"feature": f"ZeRO-{job.stage}", "layout": "DP4", "dtype": job.dtype, "moment": moment, "victim": victim}
+        try:
+            outcomes, told = lived(job, [kill(victim, during=moment, step=STEP)])
+            found = differences(outcomes, told, job)
+            once, took = used_once(told, job), recovered_s(told)
+        except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:  # the other rows are worth knowing
+            rows.append(row | {"failed": str(error)[-200:]})
+            fine = False
+        else:
+            rows.append(row | found | {"bound": BOUNDS[job.dtype], "once": once, "seconds": took})
+            fine &= within(found, job.dtype) and once
+            seconds.append(took)
+        print(rows[-1], file=sys.stderr, flush=True)
+    controls = [{"name": control, "noticed": noticed(control)} for control in CONTROLS]
+    p50 = statistics.median(seconds) if seconds else math.inf
+    return evidence.show(
+        "deepspeed",
+        holds=fine and p50 <= RECOVERED_S and all(control["noticed"] for control in controls),
+        seed=SEED,
+        rows=rows,
+        scale=scale or "default",
+        recovered_p50_s=p50,
+        recovered_slowest_s=max(seconds, default=math.inf),
+        negative_controls=controls,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ.get("SCALE", "")))

@@ -1,0 +1,123 @@
+"""When the hooks go in, and which.
+
+The process group has to be ours before DeepSpeed, or the script, makes it: so that it can be edited, whatever the
+configuration will say. The configuration is read where an engine is built; where it does not switch us on, the group
+is let go of, and the job runs as it would have.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+
+from ntp_plugin.deepspeed.job import LiveJob
+from ntp_plugin.deepspeed.loaders import dealt
+from ntp_plugin.deepspeed.settings import read_policy
+from ntp_plugin.errors import ConfigError, Refused, in_one_line
+from ntp_plugin.recovery.place import Place
+from ntp_plugin.replacements import Replacement, apply_all
+
+_HALF_AN_HOUR = timedelta(minutes=30)
+
+
+class _Installed:
+    hooks = False
+
+
+def install() -> None:
+    """For the rest of this process; again is nothing."""
+    if not _Installed.hooks:
+        # It passes by the process groups; and it is compiled for minutes where it is used first.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        apply_all(TABLE)
+        sys.excepthook = in_one_line(sys.excepthook)
+    _Installed.hooks = True
+
+
+def end() -> None:
+    """After a script that ended well: the ranks of a job end together."""
+    if LiveJob.now is not None:
+        LiveJob.now.end()
+
+
+def _that_can_be_edited(original: Any) -> Any:
+    """`init_process_group`."""
+
+    @functools.wraps(original)
+    def make(backend: str | None = None, init_method: Any = None, timeout: Any = None, **kwargs: Any) -> Any:
+        if LiveJob.now is not None or not Place.is_told() or _Making.now:
+            return original(backend, init_method, timeout, **kwargs)
+        _Making.now = True
+        try:
+            LiveJob.now = LiveJob(backend or _default_backend(), timeout or _HALF_AN_HOUR)
+        finally:
+            _Making.now = False
+        return None
+
+    return make
+
+
+class _Making:
+    now = False
+
+
+def _default_backend() -> str:
+    return str(deepspeed.accelerator.get_accelerator().communication_backend_name())
+
+
+def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
+    """`DeepSpeedEngine.__init__`, which every way to an engine comes to."""
+
+    @functools.wraps(original)
+    def build(engine: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("config_class")
+        policy = read_policy(getattr(config, "_param_dict", {}))
+        job = LiveJob.now
+        if not policy.enabled:
+            if job is not None and job.engine is None:
+                job.let_go()
+            original(engine, *args, **kwargs)
+            return
+        if job is None:
+            raise _not_ours()
+        job.refuse(engine, config, policy, kwargs.get("mpu"))
+        original(engine, *args, **kwargs)
+        job.take(engine, policy)
+
+    return build
+
+
+def _not_ours() -> ConfigError | Refused:
+    if not Place.is_told():
+        return ConfigError(
+            "ntp.enabled is true, and this process was not started by `ntp run`",
+            way_out="ntp run takes torchrun's flags: ntp run --nproc-per-node 4 train.py ...",
+        )
+    assert dist.is_initialized(), "an engine has a process group"
+    return Refused(
+        "ntp.enabled is true, and the process group was made before the plugin was there",
+        way_out="import ntp_plugin.deepspeed before the first torch.distributed.init_process_group",
+    )
+
+
+TABLE = (
+    Replacement(
+        target="torch.distributed:init_process_group",
+        why="the world, and all groups after it, must be ones that can be edited",
+        make=_that_can_be_edited,
+    ),
+    Replacement(
+        target="deepspeed.runtime.engine:DeepSpeedEngine.__init__",
+        why="the configuration is known, and a `from deepspeed import initialize` before us comes here too",
+        make=_that_can_lose_ranks,
+    ),
+    Replacement(
+        target="torch.utils.data:DataLoader.__iter__",
+        why="so that a loader can go back to the step in flight, and yield what a lost rank would have drawn",
+        make=dealt,
+    ),
+)

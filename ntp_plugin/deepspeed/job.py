@@ -1,0 +1,134 @@
+"""This process in a job that `ntp run` started: from its process group to its end."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.config.sections import Parallel, TrainingPolicy
+from ntp_plugin.deepspeed.refusals import refuse_configuration, refuse_engine
+from ntp_plugin.deepspeed.trainer import EngineTrainer
+from ntp_plugin.deepspeed.window import Window
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery.loop import Loop
+from ntp_plugin.recovery.newcomer import Alone
+from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.replacements import apply_all
+from ntp_plugin.telemetry import Began, Ended, Teller
+
+_SEED = "the seed of masks that do not depend on the rank"
+
+
+class Recalled:
+    """A checkpoint changes nothing that would have to be had back."""
+
+    def restore(self) -> None:
+        """Nothing."""
+
+
+class Surroundings:
+    """The user's loop, of which a section sees nothing."""
+
+    def recall(self) -> Recalled:
+        """As it is."""
+        return Recalled()
+
+    def begin_work(self) -> None:
+        """Nothing."""
+
+
+class LiveJob:
+    """One of them in a process."""
+
+    now: "LiveJob | None" = None
+
+    def __init__(self, backend: str, timeout: timedelta) -> None:
+        """The process group is made here, so that it can be edited. It is watched at once: until the first forward
+        there is no way to go on after a loss, and whoever waits for the lost is let out with an error."""
+        self.rank = ElasticRank(Place.read(), backend=backend, timeout=timeout)
+        self.trainer = EngineTrainer(self.rank)
+        self.loop = Loop(self.rank.groups, Surroundings(), newcomer=self.rank.place.joining)
+        self.teller: Teller | None = None
+        self.engine: Any = None
+        self._alone = Alone()
+        if self.rank.place.joining:
+            apply_all(self._alone.table())
+        else:
+            self.loop.driver = self.rank.drive(self.trainer)
+            self.rank.watch()
+
+    def refuse(self, engine: Any, config: Any, policy: TrainingPolicy, mpu: Any) -> None:
+        """What could not go on, before it is built."""
+        if self.engine is not None:
+            raise Refused("a second engine is made in this process", way_out="switch ntp on for one of them")
+        refuse_configuration(engine, config, policy, mpu=mpu)
+
+    def take(self, engine: Any, policy: TrainingPolicy) -> None:
+        """The engine is built."""
+        refuse_engine(engine)
+        place = self.rank.place
+        topology = Topology.of(_parallel(policy, place))
+        self.engine, self.teller = engine, Teller(policy.events, str(topology.slot_of(place.slot)))
+        self.window = Window(engine, policy, self._share_seed(), rank=self.rank, loop=self.loop, teller=self.teller)
+        self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
+        self.window.into(engine)
+        self.window.begin_job = self._begin
+
+    def _share_seed(self) -> int:
+        """What masks that do not depend on the rank are drawn from: the first rank's own seed."""
+        if self.rank.place.joining:
+            known: int = self.rank.word(_SEED)
+            return known
+        told = [torch.initial_seed()]
+        dist.broadcast_object_list(told, src=0)
+        if not self.rank.place.slot:
+            self.rank.leave_word(_SEED, told[0])
+        return told[0]
+
+    def _begin(self) -> None:
+        """The first forward: driven from here on; a newcomer comes in."""
+        assert self.teller is not None, "there is an engine"
+        place, each = self.rank.place, self.engine.gradient_accumulation_steps()
+        self.rank.beat()
+        if place.joining:
+            self.rank.wait_to_be_let_in()
+            self.loop.driver = self.rank.drive(self.trainer)
+            self._alone.over = True
+            self.rank.watch()
+        self.teller.tell(
+            Began(
+                pid=os.getpid(),
+                newcomer=place.joining,
+                replicas=place.slots,
+                stages=1,
+                tp=1,
+                micro_batches=[each] * place.slots,
+            )
+        )
+
+    def end(self) -> None:
+        """With all others, where there was something to train; else this process has never been a part of it."""
+        if self.teller is not None:
+            self.window.begin()
+            assert self.loop.driver is not None, "it has begun"
+            self.loop.driver.finish()
+            if self.trainer.copies is not None:
+                self.trainer.copies.close()
+            self.teller.tell(Ended())
+            self.teller.close()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave torch as it was."""
+        self.rank.leave()
+        LiveJob.now = None
+
+
+def _parallel(policy: TrainingPolicy, place: Place) -> Parallel:
+    said = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
+    told = {name: value for name, value in said.items() if value is not None}
+    return Parallel(tp=1, pp=1, dp=place.slots, gpus_per_node=place.per_host, **told)

@@ -1,0 +1,58 @@
+"""What does not work in a DeepSpeed job that is to survive its ranks: refused when the engine is built, by its name."""
+
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.errors import ConfigError, Refused
+
+_DATA_PARALLEL = "train data parallel, with ZeRO stage 0, 1 or 2"
+
+
+def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
+    """Before anything is built."""
+    if policy.lost:
+        raise ConfigError(
+            "ntp.lost names slots that are not there from the start, which a DeepSpeed job cannot begin without",
+            way_out="start with all of them; what is lost later is gone on without",
+        )
+    if policy.batch.mode != "strict":
+        raise Refused(
+            f"ntp.batch.mode = {policy.batch.mode} leaves samples out, and the loop's loader would not know which",
+            way_out="strict: every sample of the global batch, whoever is left",
+        )
+    if type(engine) is not DeepSpeedEngine:
+        raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_DATA_PARALLEL)
+    zero, raw = config.zero_config, config._param_dict
+    found = {
+        "zero_optimization.stage = 3 shards the parameters": int(zero.stage) > 2,
+        "zero_optimization.offload_optimizer keeps state where it is not copied": zero.offload_optimizer is not None,
+        "zero_optimization.zenflow": getattr(zero, "zenflow", None) is not None,
+        "tensor_parallel.autotp_size > 1 cuts layers": raw.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
+        "an mpu has groups of its own": mpu is not None,
+        "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
+        "managed_gradient_accumulation = false leaves nobody who knows which micro-batches a step has": raw.get(
+            "managed_gradient_accumulation", True
+        )
+        is False,
+        "curriculum learning draws by itself": bool(raw.get("curriculum_learning", {}).get("enabled")),
+        "data_efficiency draws by itself": bool(raw.get("data_efficiency", {}).get("enabled")),
+        "compile": bool(raw.get("compile", {}).get("deepcompile")),
+    }
+    for what, is_so in found.items():
+        if is_so:
+            raise Refused(f"{what}, and such a job cannot go on after a loss", way_out=_DATA_PARALLEL)
+
+
+def refuse_engine(engine: Any) -> None:
+    """When it is built."""
+    if engine.basic_optimizer is None:
+        raise Refused("there is no optimizer that could be taken through a loss", way_out="name one, or leave ntp out")
+    if engine.has_moe_layers:
+        raise Refused("layers of experts are not held alike by all ranks", way_out=_DATA_PARALLEL)
+    if type(engine.optimizer).__name__ == "BF16_Optimizer":
+        raise Refused(
+            "bf16 with ZeRO-1 and gradients accumulated in float32 (BF16_Optimizer) cannot go on after a loss",
+            way_out='"data_types": {"grad_accum_dtype": "bf16"}, or ZeRO stage 2',
+        )

@@ -1,0 +1,14 @@
+"""The `ntp` block of a DeepSpeed configuration, checked like everywhere else; an error names `ntp.<key>`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ntp_plugin.config import schema
+from ntp_plugin.config.sections import TrainingPolicy
+
+BLOCK = "ntp"
+
+
+def read_policy(config: Mapping[str, Any]) -> TrainingPolicy:
+    """What the block says; without one the plugin is off."""
+    return schema.read(TrainingPolicy, config.get(BLOCK, {}), where=f"{BLOCK}.")

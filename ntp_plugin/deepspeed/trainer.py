@@ -1,0 +1,241 @@
+"""Report, plan, stand on, for a DeepSpeed job that is data parallel: every rank is a replica of one slot.
+
+What the job stands on is its last vote (`recovery/loop.py`). Without ZeRO everybody holds everything, so nothing is
+moved: who had not applied a step that others have applies it, newcomers are handed the state, and all compare. With
+ZeRO a rank takes its shard with it, so all go back to the newest copies, which may be of the step before: the loop goes
+through that step again.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.monitor.monitor import MonitorMaster
+
+from ntp_plugin.comm.agreement import Agreed
+from ntp_plugin.comm.membership import Report
+from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
+from ntp_plugin.deepspeed.counted import count
+from ntp_plugin.deepspeed.whole_state import WholeState
+from ntp_plugin.deepspeed.window import Window
+from ntp_plugin.deepspeed.zero_state import ZeroState
+from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.planning.topology import Standing, Topology
+from ntp_plugin.recovery.job_copies import JobCopies, WhoTrains
+from ntp_plugin.recovery.loop import Loop
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.telemetry import Recovered, Teller
+
+_LOG = logging.getLogger(__name__)
+_EVEN = 1_000_000
+"""Every rank is taken for equally fast."""
+
+
+class HowFar:
+    """What goes with the copies of shards: what the engine had counted."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.found: Mapping[str, Any] = {}
+
+    def extras(self) -> dict[str, Any]:
+        """As it is now, between two steps."""
+        return {"framework": "deepspeed", "engine": count(self._engine)}
+
+    def go_back(self, extras: Mapping[str, Any]) -> None:
+        """The window restarts from it."""
+        self.found = extras["engine"]
+
+
+class EngineTrainer:
+    """A `Trainer`; until there is an engine, for a job that cannot go on after a loss."""
+
+    def __init__(self, rank: ElasticRank) -> None:
+        self._rank, self._newcomer = rank, rank.place.joining
+        self._engine: Any = None
+        self._window: Window
+        self._loop: Loop
+        self._teller: Teller
+        self._topology: Topology
+        self._batch: NominalBatch
+        self._whole: WholeState
+        """Where there is no ZeRO."""
+        self._zero: ZeroState | None = None
+        self._how_far: HowFar
+        self.copies: JobCopies | None = None
+        """Where there is ZeRO, unless they are switched off."""
+        self._walking_since: float | None = None
+
+    def take(
+        self,
+        engine: Any,
+        policy: TrainingPolicy,
+        *,
+        window: Window,
+        loop: Loop,
+        teller: Teller,
+        topology: Topology,
+    ) -> None:
+        """There is an engine now; all founders come together."""
+        self._window, self._loop, self._teller, self._topology = window, loop, teller, topology
+        self._batch = NominalBatch(
+            replicas=topology.size,
+            per_replica=engine.gradient_accumulation_steps(),
+            micro_batch=engine.train_micro_batch_size_per_gpu(),
+            stages=1,
+            healthy_ns=_EVEN,
+        )
+        if int(engine.zero_optimization_stage()):
+            self._zero = ZeroState(engine)
+            self._copy(engine, policy, self._zero)
+        else:
+            self._whole = WholeState(engine)
+        self._engine = engine
+
+    def _copy(self, engine: Any, policy: TrainingPolicy, zero: ZeroState) -> None:
+        if policy.copies.mode == "off":
+            if not self._rank.place.slot:
+                _LOG.warning(
+                    "ZeRO without copies (ntp.copies.mode): a lost rank takes its shard with it, and ends the job"
+                )
+            return
+        self._how_far = HowFar(engine)
+        self.copies = JobCopies(
+            policy.copies,
+            self._topology,
+            rank=self._rank,
+            carried=self._how_far,
+            steps=self._window.step,
+            teller=self._teller,
+            newcomer=self._newcomer,
+        )
+        self._window.copies = self.copies
+        if not self._newcomer:
+            self.copies.settle(self._who_trains(tuple(range(self._topology.size))), zero.parts)
+
+    def _who_trains(self, slots: tuple[int, ...]) -> WhoTrains:
+        everybody = [self._topology.slot_of(rank) for rank in range(self._topology.size)]
+        there = tuple(everybody[slot] for slot in slots)
+        standing = Standing(topology=self._topology, lost=frozenset(everybody) - set(there), min_tp_width=1)
+        return WhoTrains(trains=there, present=there, lost_nodes=standing.lost_nodes)
+
+    # ------------------------------------------------ a walk
+
+    def report(self) -> Report:
+        """An update is made in place, so there is no way back but to copies."""
+        if self._engine is None:
+            raise Refused("a rank was lost before there was an engine", way_out="start the job again")
+        self._walking_since = self._walking_since or time.monotonic()
+        loop, copied = self._loop, "" if self.copies is None else self.copies.describe()
+        return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=copied)
+
+    def plan(self, agreed: Agreed) -> str:
+        """Who computes what, which follows from the members; and which copies there are."""
+        versions = ""
+        if self._zero is not None:
+            found = [] if self.copies is None else self.copies.choose(report.held for report in agreed.reports.values())
+            if not found:
+                raise StateLost(
+                    f"{len(agreed.reports)} of {self._topology.size} ranks are left, and there is no version of the"
+                    " shards of all of which all parts are copied",
+                    way_out="restart from the last checkpoint; before the next run: switch copies on (ntp.copies.mode),"
+                    " or set ntp.copies.count higher",
+                )
+            versions = repr(found)
+        told = json.dumps([agreed.view.encode(), repr(agreed.decision), versions])
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+    def stand_on(self, agreed: Agreed) -> None:
+        """Roll forward, have the state that all have, and restart the window."""
+        loop, slots = self._loop, agreed.view.slots
+        rolls = self._rank.groups.slot in agreed.decision.roll_forward
+        if agreed.decision.roll_forward:
+            loop.roll_forward(mine=rolls, newcomer=self._newcomer, really=self._zero is None)
+        loop.begin_again()
+        loop.done = agreed.decision.step
+        numbers = self._shares(slots)[self._rank.groups.slot]
+        if self._zero is not None:
+            self._put_together(self._zero, slots, numbers, self._giver(agreed))
+        else:
+            self._compare(agreed, numbers, rolls=rolls)
+        self._newcomer = False
+        self._have_engine_know()
+        self._tell(agreed)
+
+    def _shares(self, slots: tuple[int, ...]) -> dict[int, list[int]]:
+        paces = {slot: Pace(ns=_EVEN) for slot in slots}
+        shares = split_batch(paces, self._batch, BatchPolicy()).shares
+        return {share.replica: share.numbers for share in shares}
+
+    def _giver(self, agreed: Agreed) -> int:
+        """The rank of a slot that was there, and has the decided step behind it."""
+        veterans = {slot for slot, report in agreed.reports.items() if not report.newcomer}
+        return self._rank.groups.rank_of(min(veterans - set(agreed.decision.roll_forward)))
+
+    # ------------------------------------------------ without ZeRO
+
+    def _compare(self, agreed: Agreed, numbers: list[int], *, rolls: bool) -> None:
+        told: Mapping[str, Any] | None = None
+        if any(report.newcomer for report in agreed.reports.values()):
+            told = self._hand_over(self._giver(agreed))
+        self._whole.compare(agreed.view.slots, agreed.decision.step)
+        if rolls:
+            self._window.go_on(numbers)
+        elif told is not None and self._newcomer:
+            self._window.restart(told["step"], numbers, told["engine"])
+        else:
+            self._window.restart(self._window.step, numbers)
+
+    def _hand_over(self, giver: int) -> Mapping[str, Any]:
+        """To newcomers; what they are told of the numbers."""
+        told: list[Any] = [{"step": self._window.step, "engine": self._window.counted()}]
+        dist.broadcast_object_list(told, src=giver)
+        self._whole.hand_over(giver, newcomer=self._newcomer)
+        numbers: Mapping[str, Any] = told[0]
+        return numbers
+
+    # ------------------------------------------------ with ZeRO
+
+    def _put_together(self, zero: ZeroState, slots: tuple[int, ...], numbers: list[int], giver: int) -> None:
+        copies = self.copies
+        assert copies is not None, "without copies there is no plan"
+        zero.build_again()
+        try:
+            copies.restore(zero.make_room, slots)
+        except StateLost as found:
+            raise StateLost(found.what, way_out="restart from the last checkpoint") from found
+        zero.have_weights(giver)
+        copies.steps = copies.state_of
+        self._window.restart(copies.state_of, numbers, self._how_far.found)
+        copies.settle(self._who_trains(slots), zero.parts)
+
+    # ------------------------------------------------ afterwards
+
+    def _have_engine_know(self) -> None:
+        """Its rank, and who writes for all."""
+        engine, first = self._engine, dist.get_rank() == 0
+        became_first = first and engine.global_rank != 0
+        engine.global_rank, engine.world_size = dist.get_rank(), dist.get_world_size()
+        if became_first:
+            engine.monitor = MonitorMaster(engine._config.monitor_config)
+
+    def _tell(self, agreed: Agreed) -> None:
+        since, self._walking_since = self._walking_since or time.monotonic(), None
+        slots, shares = set(agreed.view.slots), self._shares(agreed.view.slots)
+        everybody = range(self._topology.size)
+        named = {slot: str(self._topology.slot_of(slot)) for slot in everybody}
+        self._teller.tell(
+            Recovered(
+                epoch=agreed.view.epoch,
+                seconds=time.monotonic() - since,
+                lost=[named[slot] for slot in everybody if slot not in slots],
+                back=[named[slot] for slot, report in sorted(agreed.reports.items()) if report.newcomer],
+                widths=[[int(slot in slots)] for slot in everybody],
+                micro_batches=[len(shares.get(slot, ())) for slot in everybody],
+            )
+        )

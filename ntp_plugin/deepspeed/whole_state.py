@@ -1,0 +1,118 @@
+"""Every rank holds everything: weights, what is stepped for them, and what the optimizer keeps.
+
+So nothing is lost with a rank. After a change of the membership all compare the digests of what they step, and a
+process that comes in is handed all of it, tensor by tensor, by one that was there.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.copies import digest
+from ntp_plugin.copies.manifest import DTYPES, dtype_name
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.errors import StateLost
+from ntp_plugin.training.optimizers import element_wise, refuse_unknown_state
+from ntp_plugin.training.stepped import Stepped, parts
+
+
+class WholeState:
+    """Of a rank, in a job without ZeRO."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        known = element_wise(engine.basic_optimizer)
+        for name, parameter in self._steps():
+            refuse_unknown_state(known, name, parameter, engine.basic_optimizer.state.get(parameter, {}))
+
+    def _steps(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, group in enumerate(self._engine.basic_optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield f"group {number}, parameter {place}", parameter
+
+    # ------------------------------------------------ for who comes in
+
+    @torch.no_grad()
+    def hand_over(self, giver: int, *, newcomer: bool) -> None:
+        """All of it from the rank `giver` to those who have just come; all members come together."""
+        told: list[Any] = [self._described() if dist.get_rank() == giver else None]
+        dist.broadcast_object_list(told, src=giver)
+        if newcomer:
+            self._make_room(told[0])
+        for tensor in self._tensors(told[0]):
+            value = tensor if newcomer or dist.get_rank() == giver else torch.empty_like(tensor)
+            value = value.contiguous()
+            dist.broadcast(value, src=giver)
+            if newcomer and value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
+
+    def _described(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps, parameter by parameter: a type for what has its shape, or a number."""
+        cut, found = element_wise(self._engine.basic_optimizer).cut, []
+        for _, parameter in self._steps():
+            state = self._engine.basic_optimizer.state.get(parameter, {})
+            found.append(
+                {
+                    name: dtype_name(value.dtype) if name in cut and isinstance(value, torch.Tensor) else (value,)
+                    for name, value in state.items()
+                }
+            )
+        return found
+
+    def _make_room(self, described: list[dict[str, Any]]) -> None:
+        optimizer = self._engine.basic_optimizer
+        for (_, parameter), kept in zip(self._steps(), described, strict=True):
+            if kept:
+                optimizer.state[parameter] = {
+                    name: torch.zeros_like(parameter, dtype=DTYPES[value]) if isinstance(value, str) else value[0]
+                    for name, value in kept.items()
+                }
+
+    def _tensors(self, described: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
+        """In the same order everywhere."""
+        for tensor in (*self._engine.module.parameters(), *self._engine.module.buffers()):
+            yield tensor.data
+        for (_, parameter), kept in zip(self._steps(), described, strict=True):
+            yield parameter.data
+            for name, value in kept.items():
+                if isinstance(value, str):
+                    yield self._engine.basic_optimizer.state[parameter][name]
+
+    # ------------------------------------------------ compared
+
+    def compare(self, slots: tuple[int, ...], step: int) -> None:
+        """Raise unless all members hold the same, bit for bit; they come together."""
+        told: list[Mapping[str, int]] = [{}] * len(slots)
+        dist.all_gather_object(told, self._digests())
+        names = sorted({name for mine in told for name in mine})
+        wrong = [name for name in names if len({mine.get(name) for mine in told}) > 1]
+        if wrong:
+            first = zip(slots, (mine.get(wrong[0], 0) for mine in told), strict=True)
+            named = ", ".join(f"slot {slot} {number:016x}" for slot, number in first)
+            raise StateLost(
+                f"after the recovery the members hold different state of step {step}, in {len(wrong)} tensors; the"
+                f" first is {wrong[0]}: {named}",
+                way_out="restart from the last checkpoint",
+            )
+
+    def _digests(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for part in parts(self._stepped(), self._engine.basic_optimizer):
+            salts = [f"{part.piece.tensor} {name}" for name in part.values]
+            numbers = digest.digests(list(part.values.values()), part.piece.runs, salts=salts)
+            names = [f"{part.piece.tensor} ({name})" for name in part.values]
+            found |= dict(zip(names, numbers, strict=True))
+        return found
+
+    def _stepped(self) -> list[Stepped]:
+        return [
+            Stepped(parameter=parameter, pieces=((whole(name, parameter), 0),)) for name, parameter in self._steps()
+        ]
+
+
+def whole(name: str, tensor: torch.Tensor) -> Piece:
+    """All of a tensor."""
+    shape = tuple(tensor.shape) or (1,)
+    return Piece(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=tensor.numel())

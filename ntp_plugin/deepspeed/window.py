@@ -1,0 +1,392 @@
+"""The accumulation window: what is put around the engine's forward, backward and step, and the vote.
+
+A window is the micro-batches of one optimizer step that this rank computes. The engine's own methods run as they are,
+and every loss is noticed in one of them. Then the walk is gone, and where the step in flight is not over everywhere
+the window restarts: `_Restarts` unwinds whatever of the engine was under way, and the loop goes on.
+
+The vote stands before the first thing that a step changes: the optimizer's own `step`, or, where the engine skips it
+because of an overflow, the end of that step. A loss inside the vote is walked right there, so that a rank that has to
+apply the step after all, because others have, returns into the engine and finishes it.
+"""
+
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.deepspeed.counted import adopt, count, draw_from, drawn_from
+from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
+from ntp_plugin.errors import PeerLost, Refused
+from ntp_plugin.recovery.job_copies import JobCopies
+from ntp_plugin.recovery.loop import Loop
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.telemetry import Committed, Teller
+from ntp_plugin.training.stream import Stream
+
+_LOG = logging.getLogger(__name__)
+_SOMEBODY_ASKS, _LOSS, _COPIES_THROUGH, _COPIES_OK = range(4)
+"""What the numbers of the vote are."""
+
+
+class _Restarts(BaseException):
+    """Nothing that the engine, or a loop around it, should catch."""
+
+
+class Window:
+    """Around one engine."""
+
+    def __init__(
+        self, engine: Any, policy: TrainingPolicy, seed: int, *, rank: ElasticRank, loop: Loop, teller: Teller
+    ) -> None:
+        self._engine, self._policy, self._rank, self._loop, self._teller = engine, policy, rank, loop, teller
+        self._seed = seed
+        self._slot, self._ranks = rank.place.slot, rank.place.slots
+        self._each: int = engine.gradient_accumulation_steps()
+        self.numbers: Sequence[int] = range(self._slot * self._each, (self._slot + 1) * self._each)
+        """Of the micro-batches of a global batch, those that this rank computes."""
+        self.step = 0
+        """Optimizer steps of this job that are in the state: the window is of the one after them."""
+        self.copies: JobCopies | None = None
+        """Of shards, where there are any."""
+        self.begin_job: Callable[[], None] = _nothing
+        """What there is to do before the first forward."""
+        self._followed: Followed | None = None
+        self._done = 0
+        """Micro-batches of the window that have been through the backward."""
+        self._stale = self._voted = self._unwinding = self._somebody_asks = False
+        self._in_flight = False
+        """Whether the newest forward has not been through the backward."""
+        self._loss = 0.0
+        self._before = count(engine)
+        self._drawn_from = drawn_from()
+        self._began_at = time.monotonic()
+        Loaders.follow = self._follow
+
+    # ------------------------------------------------ who is there
+
+    @property
+    def hurt(self) -> bool:
+        """Whether somebody is lost."""
+        return len(self._rank.groups.members) < self._ranks
+
+    @property
+    def _weight(self) -> float:
+        """Of a loss, so that the mean over those who are there is that over the nominal ranks."""
+        return len(self._rank.groups.members) / self._ranks
+
+    def _follow(self, loader: Any) -> Stream | None:
+        if not can_follow(loader, replica=self._slot, replicas=self._ranks):
+            return None
+        nominal = range(self._slot * self._each, (self._slot + 1) * self._each)
+        return Stream(per_step=self._each, per_turn=len(loader), numbers=nominal)
+
+    def restart(self, step: int, numbers: Sequence[int], counted: Any = None) -> None:
+        """From the first micro-batch of the step after `step` on; in a walk."""
+        self._unwinding = self._stale = True
+        self.step, self.numbers = step, numbers
+        self._done, self._loss = 0, 0.0
+        adopt(self._engine, counted or self._before)
+        draw_from(self._drawn_from)
+        if self._followed is not None:
+            self._followed.stream.restart(step, numbers)
+
+    def go_on(self, numbers: Sequence[int]) -> None:
+        """The step in flight is over, and was applied in the walk: the next one is of another share."""
+        self.numbers = numbers
+
+    def counted(self) -> Any:
+        """What the engine had counted when the window began."""
+        return self._before
+
+    # ------------------------------------------------ the engine's methods
+
+    def into(self, engine: Any) -> None:
+        """Put them in place, on this engine alone."""
+        engine.forward = self._forward(engine.forward)
+        engine.backward = self._backward(engine.backward)
+        engine.step = self._step(engine.step)
+        engine.save_checkpoint = self._together(engine.save_checkpoint)
+        optimizer = engine.basic_optimizer
+        optimizer.step = self._vote_and_apply(optimizer.step)
+
+    def _forward(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._engine.module.training and torch.is_grad_enabled():
+                self._take_in_hand()
+            return original(*args, **kwargs)
+
+        return forward
+
+    def begin(self) -> None:
+        """What there is to do before anything is done together."""
+        begin, self.begin_job = self.begin_job, _nothing
+        begin()
+        if self._unwinding:  # it came in
+            self._unwound()
+
+    def _take_in_hand(self) -> None:
+        self.begin()
+        self._adopt_loader()
+        if self._in_flight and self._has_none_in_hand:  # a second forward for one backward
+            return
+        self._through(self._open_the_door if not self._done else _nothing)
+        assert self._followed is not None, "there is a loader that was drawn from"
+        fresh = self._followed.hand_over()
+        if fresh is None:
+            raise Refused(
+                "the engine went forward with a batch that no followed loader has yielded",
+                way_out="draw one micro-batch from the loader for each forward",
+            )
+        self._stale, self._in_flight = not fresh, True
+        if not self._stale and not self._done:
+            self._begin()
+        if not self._stale and self.hurt:
+            self._engine.set_gradient_accumulation_boundary(self._is_last)
+        if self._policy.dropout == "exact" and not self._stale:
+            torch.manual_seed(_seed_of(self._seed, self.step, self.numbers[self._done]))
+
+    def _adopt_loader(self) -> None:
+        if self._followed is None:
+            if Loaders.last is None:
+                raise Refused(
+                    "the engine trains on batches of a loader that nobody can go back in",
+                    way_out="use the one that deepspeed.initialize(training_data=...) returns, or a DataLoader with a"
+                    " DistributedSampler of all ranks",
+                )
+            self._followed, Loaders.last.trains = Loaders.last, True
+            if self.step or self.hurt:  # of a checkpoint, or of the others where this process comes in
+                self._followed.stream.restart(self.step, self.numbers)
+        elif Loaders.last is not self._followed and Loaders.last is not None and Loaders.last.trains:
+            raise Refused("the engine trains on two loaders", way_out="use one for training")
+
+    @property
+    def _has_none_in_hand(self) -> bool:
+        return self._followed is not None and not self._followed.in_hand
+
+    @property
+    def _is_last(self) -> bool:
+        return self._done == len(self.numbers) - 1
+
+    def _open_the_door(self) -> None:
+        if self._somebody_asks:
+            self._somebody_asks = False
+            if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
+                raise PeerLost("a newcomer comes in")
+
+    def _begin(self) -> None:
+        self._before, self._drawn_from = count(self._engine), drawn_from()
+        self._began_at, self._voted = time.monotonic(), False
+        if self.copies is not None:
+            self.copies.begin()
+        if self.hurt:
+            self._coalesce(begin=True)
+
+    def _coalesce(self, *, begin: bool) -> None:
+        """ZeRO's reduction, once at the end of the window, as `engine.coalesce_grad_reduction` has it."""
+        optimizer = self._engine.optimizer
+        if not hasattr(optimizer, "_coalesce_grad_reduction"):
+            return
+        optimizer._coalesce_grad_reduction = self._engine.inside_no_sync_ctxt = begin
+
+    def _backward(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self._in_flight = False
+            if self._stale:
+                return loss / self._each
+            hurt, weight = self.hurt, self._weight
+            work = functools.partial(original, loss * weight if hurt else loss, *args, **kwargs)
+            told = self._through(work)
+            if told is None:
+                return loss / self._each
+            self._done += 1
+            if self._teller.is_heard:
+                self._loss += float(loss.detach())
+            return told[0] / weight if hurt else told[0]
+
+        return backward
+
+    def _step(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._in_flight:
+                raise Refused("engine.step() without engine.backward(loss)", way_out="not loss.backward(): this one")
+            if self._stale:
+                return None
+            if self._done < len(self.numbers):
+                if self.hurt:
+                    self._engine.micro_steps += 1
+                    return None
+                told = self._through(functools.partial(original, *args, **kwargs))
+                return None if told is None else told[0]
+            told = self._through(functools.partial(self._take, original, *args, **kwargs))
+            if told is None:
+                return None
+            self._commit()
+            return told[0]
+
+        return step
+
+    def _take(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.hurt:
+            self._reduce()
+        result = original(*args, **kwargs)
+        if not self._voted:  # the engine has skipped the step
+            self._vote(_nothing)
+        return result
+
+    def _reduce(self) -> None:
+        self._coalesce(begin=False)
+        optimizer = self._engine.optimizer
+        if hasattr(optimizer, "_coalesce_grad_reduction"):
+            self._engine.set_gradient_accumulation_boundary(True)
+            self._engine._flush_coalesced_reduction_zero12(optimizer)
+
+    def _commit(self) -> None:
+        self.step += 1
+        self._engine.micro_steps = self._before["counters"]["micro_steps"] + self._each
+        self._engine._is_gradient_accumulation_boundary = None
+        self._before = count(self._engine)
+        if self._teller.is_heard:
+            self._teller.tell(
+                Committed(
+                    step=self._engine.global_steps,
+                    epoch=self._rank.groups.epoch,
+                    seconds=time.monotonic() - self._began_at,
+                    losses={"loss": float(self._loop.outcome[_LOSS]) / (self._ranks * self._each)},
+                    samples=list(self.numbers),
+                )
+            )
+        self._done, self._loss = 0, 0.0
+        assert self._followed is not None, "it was drawn from"
+        stream = self._followed.stream
+        if tuple(stream.numbers) != tuple(self.numbers):
+            stream.restart(self.step, self.numbers)
+
+    def _together(self, original: Any) -> Any:
+        """A section of its own: whoever has left it knows that all have ended it. Where a loss takes the state back to
+        an earlier step, nothing is written: it would not be what the script has named."""
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            self.begin()
+            saved, of_step = [None], self.step
+
+            def work() -> Any:
+                if self.step == of_step:
+                    saved[:] = [original(*args, **kwargs)]
+                else:
+                    _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
+                return self._loop.vote(lambda _: saved[0], torch.zeros(_COPIES_OK + 1, dtype=torch.float64))
+
+            try:
+                return self._loop.section(work, lambda: saved[0])
+            finally:
+                if self._unwinding:
+                    self._unwound()
+
+        return save
+
+    # ------------------------------------------------ through losses
+
+    def _through[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
+        """None where the window has restarted meanwhile."""
+        try:
+            return (self._attempt(work),)
+        except _Restarts:
+            self._unwound()
+            return None
+
+    def _attempt[Result](self, work: Callable[[], Result]) -> Result:
+        assert self._loop.driver is not None, "the job is driven"
+        first = True
+
+        def attempt() -> Result:
+            nonlocal first
+            if not first:
+                raise _Restarts
+            first = False
+            return work()
+
+        return self._loop.driver.carry_through(attempt)
+
+    def _unwound(self) -> None:
+        """Nothing of the engine is under way any more: no part of a step is left over."""
+        engine = self._engine
+        engine._running_engine_backward, engine._running_engine_backward_count = False, 0
+        engine._running_engine_step = engine.inside_no_sync_ctxt = False
+        engine._is_gradient_accumulation_boundary = None
+        for timer in engine.timers.get_timers().values():
+            timer.started_ = False
+        for parameter in engine.module.parameters():
+            parameter.grad = None
+        engine.basic_optimizer.zero_grad(set_to_none=True)
+        self._unwinding = False
+
+    def _vote_and_apply(self, original: Any) -> Any:
+        """`step` of the optimizer that the engine wraps; ZeRO calls it for each group of parameters."""
+
+        @functools.wraps(original)
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            work = functools.partial(original, *args, **kwargs)
+            return work() if self._voted else self._vote(work)
+
+        return apply
+
+    def _vote(self, work: Callable[[], Any]) -> Any:
+        self._voted = True
+        number, numbers = self._loop.done + 1, self._words()
+        assert self._loop.driver is not None, "the job is driven"
+        first = True
+
+        def attempt() -> Any:
+            nonlocal first
+            if first:
+                first = False
+                return self._loop.vote(functools.partial(self._heard, work), numbers)
+            if self._unwinding:
+                raise _Restarts
+            assert self._loop.done == number, "the step was applied in the walk"
+            return None
+
+        return self._loop.driver.carry_through(attempt)
+
+    def _words(self) -> torch.Tensor:
+        numbers = torch.zeros(_COPIES_OK + 1, dtype=torch.float64)
+        numbers[_LOSS] = self._loss
+        if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
+            numbers[_SOMEBODY_ASKS] = 1
+        if self.copies is not None:
+            numbers[_COPIES_THROUGH : _COPIES_OK + 1] = torch.tensor(self.copies.words(), dtype=torch.float64)
+        return numbers
+
+    def _heard(self, work: Callable[[], Any], really: bool) -> Any:
+        outcome = self._loop.outcome
+        self._somebody_asks = bool(outcome[_SOMEBODY_ASKS])
+        if not really:
+            return None
+        if self.copies is None:
+            return work()
+        members = dist.get_world_size()
+        through, ok = (int(outcome[number]) == members for number in (_COPIES_THROUGH, _COPIES_OK))
+        self.copies.heard(through=through, ok=ok)
+        result = self.copies.stepped(work)
+        self.copies.steps += 1
+        return result
+
+
+def _seed_of(seed: int, step: int, number: int) -> int:
+    """One for each micro-batch of the job, of 63 bits."""
+    told = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(told) >> 1
+
+
+def _nothing() -> None:
+    """There is nothing to do."""

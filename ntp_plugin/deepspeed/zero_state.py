@@ -1,0 +1,117 @@
+"""ZeRO-1 and ZeRO-2: a rank steps its shard of the flattened parameters, and nobody else holds it.
+
+Told as pieces: the flat shard of a group of parameters is runs of these, with padding that is nobody's. After a change
+of the membership DeepSpeed's own constructor builds the optimizer for those who are there, in the object that the
+script and the scheduler hold; then the shards are filled from copies, and the weights are had from them.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part
+from ntp_plugin.replacements import Replacement
+from ntp_plugin.training.optimizers import element_wise
+from ntp_plugin.training.stepped import Stepped, make_room, parts
+
+
+class ZeroState:
+    """Of a rank, in a job with ZeRO."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        element_wise(engine.basic_optimizer)
+        self._groups = engine.basic_optimizer.param_groups
+        """All of them: within a step ZeRO has the optimizer see one at a time, and a loss may come there."""
+
+    @property
+    def _zero(self) -> Any:
+        return self._engine.optimizer
+
+    # ------------------------------------------------ told
+
+    def parts(self) -> list[Part]:
+        """What is to be copied, where it lives."""
+        return parts(self._stepped(), self._engine.basic_optimizer)
+
+    def _stepped(self) -> list[Stepped]:
+        rank, zero = dist.get_rank(), self._zero
+        return [
+            Stepped(parameter=shard, pieces=tuple(self._pieces(number, rank * shard.numel(), shard.numel())))
+            for number, shard in enumerate(zero.single_partition_of_fp32_groups)
+        ]
+
+    def _pieces(self, number: int, begin: int, size: int) -> Iterator[tuple[Piece, int]]:
+        """Of the flat group, those in the shard that begins there; and where each begins in it."""
+        zero = self._zero
+        for parameter, meta, offset in zip(
+            zero.round_robin_bit16_groups[number],
+            zero.round_robin_bit16_meta[number],
+            zero.round_robin_bit16_offsets[number],
+            strict=True,
+        ):
+            start, stop = max(begin, offset), min(begin + size, offset + meta.numel())
+            if start < stop:
+                shape = tuple(meta.shape) or (1,)
+                piece = Piece(
+                    tensor=zero.param_names[parameter],
+                    shape=shape,
+                    dim=0,
+                    ranges=((0, shape[0]),),
+                    start=start - offset,
+                    stop=stop - offset,
+                )
+                yield piece, start - begin
+
+    # ------------------------------------------------ built anew
+
+    def build_again(self) -> None:
+        """For the members of now; whatever the shards held is of no use."""
+        engine, zero = self._engine, self._zero
+        basic, groups = engine.basic_optimizer, zero.bit16_groups
+        basic.param_groups = self._groups
+        zero.destroy()
+        for group, parameters in zip(basic.param_groups, groups, strict=True):
+            group["params"] = list(parameters)
+            for parameter in parameters:
+                parameter.grad = parameter.grad_accum = None
+        basic.state.clear()
+        vars(zero).clear()
+
+        def in_place(_: Any) -> Any:
+            def build(*args: Any, **kwargs: Any) -> Any:
+                zero.__init__(*args, **kwargs)
+                return zero
+
+            return build
+
+        take_back = Replacement(
+            target="deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
+            why="the script and the scheduler hold the object that there is",
+            make=in_place,
+        ).apply()
+        try:
+            engine._configure_zero_optimizer(basic)
+        finally:
+            take_back()
+        if engine._support_torch_style_backward:
+            zero.register_grad_acc_post_hook(engine._backward_post_hook)
+
+    def make_room(self, kinds: Mapping[str, Any]) -> list[Part]:
+        """Where what the copies have is to be put."""
+        return make_room(self._stepped(), self._engine.basic_optimizer, kinds)
+
+    @torch.no_grad()
+    def have_weights(self, giver: int) -> None:
+        """Of the shards, and what nobody steps from the rank `giver`; all members come together."""
+        zero, module = self._zero, self._engine.module
+        zero.update_lp_params()
+        for number in range(len(zero.bit16_groups)):
+            zero._update_model_bit16_weights(number)
+        stepped = {id(parameter) for group in zero.bit16_groups for parameter in group}
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in stepped:
+                dist.broadcast(tensor.data, src=giver)

@@ -1,0 +1,83 @@
+"""A small Llama, trained data parallel by DeepSpeed: an ordinary script, without a line of ours.
+
+  cd recipes/deepspeed
+  ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config.json
+
+It runs on CPU as it is (the model is random, nothing is downloaded). While it runs, kill one of the four workers (their
+pids are printed): the others go on at once, with its samples, and some twenty seconds later a new process takes its
+place. Without the `ntp` block of ds_config.json, by `ntp run` or by torchrun, it is the same script without us. The
+last line is that of an undisturbed run but for the last digits (Adam's eps is 1e-4 here; at 1e-8 it makes a thousandth
+of what is rounding before it, whoever rounds). Takes a minute or two; PAUSE_S, the pause after each step, gives you and
+the new process time.
+"""
+
+import argparse
+import os
+import time
+
+import deepspeed
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY, LENGTH, SAMPLES = 256, 32, 2048
+CONFIG = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=172,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=LENGTH,
+)
+
+
+class Text(torch.utils.data.Dataset):
+    """Sequences in which every second token follows from the one before."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, number):
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(number))
+        tokens[1::2] = (tokens[::2] * 3 + 1) % VOCABULARY
+        return tokens
+
+
+def arguments():
+    """The flags."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
+    return deepspeed.add_config_arguments(parser).parse_args()
+
+
+def main():
+    """Two turns through the data."""
+    args, pause_s = arguments(), float(os.environ.get("PAUSE_S", "0.2"))
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = LlamaForCausalLM(CONFIG)
+    engine, _, loader, _ = deepspeed.initialize(
+        args=args, model=model, model_parameters=model.parameters(), training_data=Text()
+    )
+    print(f"slot {os.environ['RANK']} is pid {os.getpid()}", flush=True)
+    for _ in range(args.epochs):
+        for drawn in loader:
+            tokens = drawn.to(engine.device)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            step = engine.global_steps
+            engine.step()
+            if engine.global_steps > step:
+                time.sleep(pause_s)
+                if torch.distributed.get_rank() == 0 and engine.global_steps % 8 == 0:
+                    print(f"step {engine.global_steps}: loss {loss.item():.6f}", flush=True)
+    if torch.distributed.get_rank() == 0:
+        weights = sum(parameter.detach().double().abs().sum() for parameter in model.parameters())
+        members = torch.distributed.get_world_size()
+        print(
+            f"done: step {engine.global_steps}, samples {engine.global_samples}, weights {weights:.6f}, {members} ranks"
+        )
+
+
+main()

@@ -1,0 +1,174 @@
+"""Real DeepSpeed in real ranks, some of which are killed: the training is that of an undisturbed run."""
+
+import pytest
+
+from benchmarks.zero.compare import BOUNDS, differences, of_weights, used_once, within
+from benchmarks.zero.job import Job, Play, have_deepspeed_imported, run, undisturbed
+from ntp_plugin.errors import ConfigError, Excluded, Refused, StateLost
+from ntp_plugin.testing.faults import freeze, kill
+from ntp_plugin.testing.ranks import Ranks
+
+
+def assert_same_training(outcomes, rows, job, *, once=True):
+    twin = undisturbed(job)[0]
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+    found = differences(outcomes, rows, job)
+    assert within(found, job.dtype), found
+    assert not once or used_once(rows, job)
+
+
+STAGES = [0, 1, 2]
+MOMENTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "between"]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", STAGES)
+def test_nobody_is_lost(stage):
+    """Bit for bit as without us."""
+    job = Job(stage=stage)
+    outcomes, rows = run(job)
+    twin = undisturbed(job)
+    for slot, seen in outcomes.items():
+        weights, others = seen.weights, twin[slot].weights
+        assert all(weights[name].tobytes() == others[name].tobytes() for name in others)
+        assert (seen.losses, seen.norms) == (twin[slot].losses, twin[slot].norms)
+    assert used_once(rows, job)
+
+
+LOSSES = [
+    (stage, slot, moment)
+    for stage in STAGES
+    for slot in (0, 1, 3)
+    for moment in (*MOMENTS, *(["gather"] if stage else []))  # without ZeRO nothing is gathered
+]
+SHORT = [(0, 1, "reduce"), (1, 0, "vote"), (1, 3, "gather"), (2, 1, "applied")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "slot", "moment"),
+    [pytest.param(*loss, marks=[pytest.mark.short] * (loss in SHORT)) for loss in LOSSES],
+)
+def test_a_rank_is_killed(stage, slot, moment):
+    job = Job(stage=stage)
+    outcomes, rows = run(job, faults=[kill(slot, during=moment, step=6)])
+    assert sorted(outcomes) == [other for other in range(4) if other != slot]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step"), [(0, 1), (0, 7), (1, 1), pytest.param(1, 7, marks=pytest.mark.short), (2, 1), (2, 7)]
+)
+def test_a_rank_comes_back(stage, step):
+    job = Job(stage=stage)
+    outcomes, rows = run(job, faults=[kill(2, during="vote", step=step)], back={2: 12})
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert {seen.members for seen in outcomes.values()} == {4}
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_float32_with_clipping(stage):
+    """What DeepSpeed does by itself: it reduces, and takes norms, in float32."""
+    job = Job(stage=stage, dtype="float32")
+    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)])
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_after_the_other_until_one_is_left(stage):
+    job = Job(stage=stage)
+    faults = [kill(0, during="vote", step=4), kill(3, during="backward", step=9), kill(1, during="applied", step=14)]
+    outcomes, rows = run(job, faults=faults)
+    assert {slot: seen.members for slot, seen in outcomes.items()} == {2: 1}
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("moment", ["report", "plan", "regroup", "stand on", "stood"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_one_in_the_recovery(stage, moment):
+    job = Job(stage=stage)
+    outcomes, rows = run(job, faults=[kill(0, during="reduce", step=5), kill(2, during=moment, epoch=1)])
+    assert sorted(outcomes) == [1, 3]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_at_once(stage):
+    job = Job(stage=stage)
+    outcomes, rows = run(job, faults=[kill(1, during="vote", step=5), kill(2, during="vote", step=5)])
+    assert sorted(outcomes) == [0, 3]
+    assert_same_training(outcomes, rows, job)
+
+
+def test_one_that_stands_still_is_gone_on_without():
+    job = Job(stage=1)
+    have_deepspeed_imported()
+    with Ranks(4, Play(job), faults=[freeze(2, during="backward", step=5)]) as ranks:
+        outcomes = ranks.wait(60, but=[2])
+        assert ranks.verdicts[2].kind == "frozen"
+        ranks.thaw(2)
+        with pytest.raises(Excluded, match=r"slot 2 .* the others went on without it"):
+            ranks.wait(30, but=[0, 1, 3])
+    assert_same_training(outcomes, ranks.rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loader_of_the_script_that_shuffles(stage):
+    """Steps do not end where turns do."""
+    job = Job(stage=stage, own_loader=True, epochs=3)
+    assert job.samples % (job.ranks * job.each * job.micro)
+    outcomes, rows = run(job, faults=[kill(3, during="accumulated", step=7)], back={3: 15})
+    assert_same_training(outcomes, rows, job, once=False)  # the sampler adds some, so that all ranks have as many
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_masks_do_not_depend_on_who_computes(stage):
+    exact = Job(stage=stage, dropout=0.2, ntp=(("dropout", "exact"),))
+    outcomes, _ = run(exact, faults=[kill(1, during="backward", step=6)])
+    twin, _ = run(exact)
+    for seen in outcomes.values():
+        assert of_weights(seen, twin[0]) <= BOUNDS["float64"]
+
+
+def test_masks_of_the_framework_do():
+    """A control for the last one."""
+    job = Job(dropout=0.2)
+    outcomes, _ = run(job, faults=[kill(1, during="backward", step=6)])
+    assert of_weights(outcomes[0], run(job)[0][0]) > 1e-4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_where_a_checkpoint_is_written(stage):
+    job = Job(stage=stage, saves=8)
+    outcomes, rows = run(job, faults=[kill(2, during="save", step=8)])
+    assert_same_training(outcomes, rows, job)
+    saved = [names for kind, *names in rows if kind == "saved"]
+    assert len(saved) == 3
+    shards = [name for name in saved[-1][0] if "optim_states" in name]
+    assert len(shards) == (3 if stage else 0)
+
+
+@pytest.mark.short
+def test_without_copies_a_shard_is_lost_with_its_rank():
+    job = Job(stage=1, ntp=(("copies", {"mode": "off"}),))
+    with pytest.raises(StateLost, match=r"3 of 4 ranks .*ntp\.copies\.mode"):
+        run(job, faults=[kill(2, during="vote", step=5)])
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("more", "ntp", "kind", "said"),
+    [
+        ((("zero_optimization", {"stage": 3}),), (), Refused, r"zero_optimization\.stage = 3"),
+        ((("tensor_parallel", {"autotp_size": 2}),), (), Refused, r"tensor_parallel\.autotp_size"),
+        ((("managed_gradient_accumulation", False),), (), Refused, "managed_gradient_accumulation"),
+        ((), (("copys", {}),), ConfigError, r"ntp\.copys is not a known key.*copies"),
+        ((), (("copies", {"count": "two"}),), ConfigError, r"ntp\.copies\.count"),
+        ((), (("lost", ["r1"]),), ConfigError, r"ntp\.lost"),
+        ((), (("batch", {"mode": "trim"}),), Refused, r"ntp\.batch\.mode"),
+    ],
+)
+def test_what_is_refused_at_the_start(more, ntp, kind, said):
+    with pytest.raises(kind, match=said):
+        run(Job(ranks=2, steps=2, epochs=1, more=more, ntp=ntp))

@@ -1,0 +1,92 @@
+"""The recipe, as a user starts it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes/deepspeed"
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PAUSE_S": "0.05"}
+
+
+def start(*words, **environment):
+    launch = [sys.executable, "-m", "ntp_plugin.cli.main", "run", "--standalone"]
+    return subprocess.Popen(
+        [*launch, *words],
+        env=os.environ | ENVIRONMENT | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def last_of(process, timeout_s=240):
+    said = process.communicate(timeout=timeout_s)[0]
+    assert process.returncode == 0, said[-3000:]
+    found = re.search(r"done: step (\d+), samples (\d+), weights ([\d.]+), (\d) ranks", said)
+    assert found, said[-3000:]
+    step, samples, weights, ranks = found.groups()
+    return int(step), int(samples), float(weights), int(ranks)
+
+
+def with_block(folder, block, *, ranks=4):
+    config = json.loads((RECIPES / "ds_config.json").read_text())
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config | {"train_batch_size": 16 * ranks, "ntp": block}))
+    return str(path)
+
+
+@pytest.mark.short
+def test_it_trains_on_when_a_worker_is_killed(tmp_path):
+    words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
+    undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False})))
+    process = start(*words, str(RECIPES / "ds_config.json"))
+    for line in process.stdout:
+        if "slot 2 is pid" in line:
+            victim = int(line.split()[-1])
+        if line.startswith("step 8:"):
+            os.kill(victim, signal.SIGKILL)
+            break
+    step, samples, weights, ranks = last_of(process)
+    assert (step, samples, ranks) == (*undisturbed[:2], 3)
+    assert weights == pytest.approx(undisturbed[2], rel=1e-6)
+
+
+def test_a_wrong_key_is_one_line(tmp_path):
+    config = with_block(tmp_path, {"enable": True}, ranks=1)
+    process = start("--nproc-per-node=1", str(RECIPES / "train.py"), "--deepspeed_config", config)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("ntp: ")]
+    assert line.startswith("ntp: ntp.enable is not a known key. Way out: did you mean enabled?")
+    assert "Traceback" not in said
+
+
+BY_HAND = """
+import ntp_plugin.deepspeed, runpy, sys
+sys.argv = ["train.py", "--deepspeed_config", sys.argv[2]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_it_says_how_it_is_started(tmp_path):
+    """The script is run by Python itself, which knows of no hook: the configuration alone switches nothing on."""
+    config = with_block(tmp_path, {"enabled": True}, ranks=1)
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29481"}
+    script = BY_HAND.replace("sys.argv[2]", repr(config)).replace("sys.argv[0]", repr(str(RECIPES / "train.py")))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | ENVIRONMENT | told,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "was not started by `ntp run`. Way out: ntp run takes torchrun's flags" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,76 @@
+"""Which micro-batches a rank computes, and where it is among them."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ntp_plugin.config.sections import BatchPolicy
+from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.training.stream import MicroBatch, Stream, micro_batches
+
+JOBS = st.fixed_dictionaries({"ranks": st.integers(1, 6), "per_step": st.integers(1, 4), "per_turn": st.integers(1, 9)})
+
+
+def shares(ranks, per_step, members):
+    batch = NominalBatch(replicas=ranks, per_replica=per_step, micro_batch=1, stages=1, healthy_ns=1)
+    split = split_batch({slot: Pace(ns=1) for slot in members}, batch, BatchPolicy())
+    return [share.numbers for share in split.shares]
+
+
+@given(JOBS, st.data())
+def test_whoever_is_there_a_step_has_every_micro_batch_of_it_once(job, data):
+    members = data.draw(st.sets(st.integers(0, job["ranks"] - 1), min_size=1))
+    step = data.draw(st.integers(0, 7))
+    found = Counter(
+        one
+        for numbers in shares(job["ranks"], job["per_step"], sorted(members))
+        for one in micro_batches(step, numbers, per_step=job["per_step"], per_turn=job["per_turn"])
+    )
+    counters = range(step * job["per_step"], (step + 1) * job["per_step"])
+    assert found == Counter(
+        MicroBatch(turn=counter // job["per_turn"], replica=replica, index=counter % job["per_turn"])
+        for replica in range(job["ranks"])
+        for counter in counters
+    )
+
+
+@given(JOBS, st.integers(0, 5))
+def test_a_nominal_rank_draws_its_own_loader_turn_after_turn(job, replica):
+    numbers = range(replica * job["per_step"], (replica + 1) * job["per_step"])
+    stream = Stream(per_step=job["per_step"], per_turn=job["per_turn"], numbers=numbers)
+    for counter in range(25):
+        turn, index = divmod(counter, job["per_turn"])
+        assert stream.peek() == MicroBatch(turn=turn, replica=replica, index=index)
+        stream.draw()
+
+
+@given(JOBS, st.integers(0, 20), st.integers(0, 4), st.data())
+def test_what_is_ahead_is_what_is_drawn(job, drawn, turns, data):
+    members = data.draw(st.sets(st.integers(0, job["ranks"] - 1), min_size=1))
+    numbers = shares(job["ranks"], job["per_step"], sorted(members))[0]
+    stream = Stream(per_step=job["per_step"], per_turn=job["per_turn"], numbers=numbers)
+    for _ in range(drawn):
+        stream.draw()
+    ahead = list(stream.ahead(turns))
+    for one in ahead:
+        assert stream.peek() == one
+        stream.draw()
+    assert stream.peek().turn > turns or not ahead
+
+
+def test_it_goes_back_to_a_step_with_another_share():
+    stream = Stream(per_step=2, per_turn=3, numbers=[0, 1])
+    for _ in range(5):
+        stream.draw()
+    stream.restart(2, [0, 1, 2])
+    drawn = []
+    for _ in range(3):
+        drawn.append(stream.peek())
+        stream.draw()
+    assert drawn == [
+        MicroBatch(turn=1, replica=0, index=1),
+        MicroBatch(turn=1, replica=0, index=2),
+        MicroBatch(turn=1, replica=1, index=1),
+    ]
+    assert (stream.step, stream.drawn, stream.restarts) == (3, 0, 1)
