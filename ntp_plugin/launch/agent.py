@@ -12,6 +12,7 @@ never two parts of a job that both go on.
 import dataclasses
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -180,7 +181,7 @@ class TolerantAgent(LocalElasticAgent):
         self._lost: set[int] = set()
         self._lock = threading.Lock()
         self._finished = False
-        if isinstance(worker_group.spec.entrypoint, str):
+        if worker_group.spec.entrypoint == sys.executable:  # in another Python, or a shell script, we may not be there
             worker_group.spec.args = with_hooks(worker_group.spec.args)
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for worker in worker_group.workers:

@@ -29,7 +29,7 @@ _ADAPTERS = ("ntp_plugin.megatron.activation", "ntp_plugin.deepspeed.activation"
 def with_hooks(words: Sequence[str]) -> tuple[str, ...]:
     """A worker's command behind `python`, with this module before its script."""
     place = next(number for number, word in enumerate(words) if word == "-m" or not word.startswith("-"))
-    if tuple(words[place : place + 2]) == ("-m", "ntp_plugin.megatron"):
+    if words[place] == "-m" and words[place + 1] in ("ntp_plugin.megatron", __name__):
         return tuple(words)
     return (*words[:place], "-m", __name__, *words[place:])
 

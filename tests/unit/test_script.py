@@ -17,6 +17,7 @@ US = ("-m", "ntp_plugin.launch.script")
         ("-u train.py --ntp-config=a.toml", ("-u", *US, "train.py", "--ntp-config=a.toml")),
         ("-u -m package.train --ntp-enable", ("-u", *US, "-m", "package.train", "--ntp-enable")),
         ("-u train.py --lr 1", ("-u", *US, "train.py", "--lr", "1")),
+        ("-u -m ntp_plugin.launch.script train.py", ("-u", *US, "train.py")),
         ("-m ntp_plugin.megatron train.py --ntp-enable", ("-m", "ntp_plugin.megatron", "train.py", "--ntp-enable")),
     ],
 )
