@@ -1,16 +1,16 @@
 """A live run of Megatron's own pretrain in ranks of the harness: as `ntp run` would start it, and some ranks die."""
 
 import dataclasses
+import functools
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
-from ntp_plugin.errors import NtpError
+from benchmarks.quietly import quietly
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -68,33 +68,10 @@ class Play:
     """Who comes in later, and the section at which the others wait until it asks."""
 
     def __call__(self, rank: Rank) -> Lived:
-        nothing = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
-        try:
-            return self._play(rank)
-        except NtpError:
-            traceback.print_exc()
-            raise
-        except BaseException:
-            traceback.print_exc()
-            raise RuntimeError(f"rank {rank.slot}:\n{traceback.format_exc()[-6000:]}") from None
+        return quietly(rank.slot, functools.partial(self._play, rank))
 
     def _play(self, rank: Rank) -> Lived:
-        place = rank.place
-        os.environ |= {
-            "RANK": str(rank.slot),
-            "LOCAL_RANK": str(rank.slot),
-            "WORLD_SIZE": str(place.slots),
-            "LOCAL_WORLD_SIZE": str(self.job.per_host or place.slots),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(rank.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": Path(place.corner).name,
-            "NTP_HEARTBEATS": str(place.heartbeats),
-            "NTP_BEAT_S": str(place.beat_s),
-            "NTP_OCCUPANT": rank.seat.occupant,
-        }
+        os.environ |= rank.environment(per_host=self.job.per_host)
         from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
         from ntp_plugin.megatron.live import start  # noqa: PLC0415
 

@@ -83,6 +83,23 @@ class Rank:
             copies=Path(self.folder) / "copies",
         )
 
+    def environment(self, *, per_host: int = 0) -> dict[str, str]:
+        """What `ntp run` would tell this process; `per_host`: ranks that believe to share a host, 0 for all."""
+        place = self.place
+        return {
+            "RANK": str(self.slot),
+            "LOCAL_RANK": str(self.slot),
+            "WORLD_SIZE": str(place.slots),
+            "LOCAL_WORLD_SIZE": str(per_host or place.slots),
+            "MASTER_ADDR": place.store_host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": Path(place.corner).name,
+            "NTP_HEARTBEATS": str(place.heartbeats),
+            "NTP_BEAT_S": str(place.beat_s),
+            "NTP_OCCUPANT": self.seat.occupant,
+        }
+
     def write(self, rows: Sequence[Any]) -> None:
         """Add rows to the record that all ranks share; what is written stays, whatever happens to this process."""
         with (Path(self.folder) / "record").open("ab", buffering=0) as record:
