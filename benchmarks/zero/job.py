@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ntp_plugin.errors import NtpError
+from benchmarks.quietly import quietly
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -159,33 +158,10 @@ class Play:
     asking: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __call__(self, rank: Rank) -> Seen:
-        told = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(told, 1)
-        os.dup2(told, 2)
-        try:
-            return self._play(rank)
-        except NtpError:
-            traceback.print_exc()
-            raise
-        except BaseException:
-            traceback.print_exc()
-            raise RuntimeError(f"rank {rank.slot}:\n{traceback.format_exc()[-6000:]}") from None
+        return quietly(rank.slot, functools.partial(self._play, rank))
 
     def _play(self, rank: Rank) -> Seen:
-        place = rank.place
-        os.environ |= {
-            "RANK": str(rank.slot),
-            "LOCAL_RANK": str(rank.slot),
-            "WORLD_SIZE": str(place.slots),
-            "LOCAL_WORLD_SIZE": str(place.slots),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(rank.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": Path(place.corner).name,
-            "NTP_HEARTBEATS": str(place.heartbeats),
-            "NTP_BEAT_S": str(place.beat_s),
-            "NTP_OCCUPANT": rank.seat.occupant,
-        }
+        os.environ |= rank.environment()
         import ntp_plugin.deepspeed.activation as ours  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
 
         if self.job.dtype == "float64":

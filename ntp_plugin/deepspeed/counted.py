@@ -1,10 +1,13 @@
 """What the engine has counted as a window begins, and how it is had back.
 
 Steps, samples, the schedule of the learning rate, the loss scale. A window that restarts begins from the same numbers
-again; who comes in is told them; and they go with each copy of the state, as JSON has them. What random numbers are
-drawn from belongs to a rank, and is had back where that rank restarts.
+again; who comes in is told them; and they go with each copy of the state, as JSON has them. A user's scheduler may keep
+anything, so it is pickled; copies are read by their owner alone. What random numbers are drawn from belongs to a rank,
+and is had back where that rank restarts.
 """
 
+import base64
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +22,13 @@ def count(engine: Any) -> dict[str, Any]:
     scheduler = engine.lr_scheduler
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-        "groups": [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in engine.basic_optimizer.param_groups
-        ],
+        "scheduler": _packed(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None),
+        "groups": _packed(
+            [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in engine.basic_optimizer.param_groups
+            ]
+        ),
         "scaler": {name: getattr(_scaler(engine), name, None) for name in _OF_A_SCALER},
     }
 
@@ -32,15 +37,23 @@ def adopt(engine: Any, counted: Mapping[str, Any]) -> None:
     """Have it so again, or as another rank has told it."""
     for name, value in counted["counters"].items():
         setattr(engine, name, value)
-    if counted["scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(counted["scheduler"])
-    for group, told in zip(engine.basic_optimizer.param_groups, counted["groups"], strict=True):
-        for name, value in told.items():  # JSON knows no tuples
-            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+    scheduled = _unpacked(counted["scheduler"])
+    if scheduled is not None:
+        engine.lr_scheduler.load_state_dict(scheduled)
+    for group, told in zip(engine.basic_optimizer.param_groups, _unpacked(counted["groups"]), strict=True):
+        group.update(told)
     scaler = _scaler(engine)
     for name, value in counted["scaler"].items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
+
+
+def _packed(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def _unpacked(told: str) -> Any:
+    return pickle.loads(base64.b64decode(told))
 
 
 def _scaler(engine: Any) -> Any:

@@ -65,6 +65,8 @@ class LiveJob:
         """What could not go on, before it is built."""
         if self.engine is not None:
             raise Refused("a second engine is made in this process", way_out="switch ntp on for one of them")
+        if self.rank.place.export is not None:
+            raise Refused("a DeepSpeed job cannot be exported", way_out="ntp run --ntp-resume, and save_checkpoint")
         refuse_configuration(engine, config, policy, mpu=mpu)
 
     def take(self, engine: Any, policy: TrainingPolicy) -> None:
@@ -77,6 +79,8 @@ class LiveJob:
         self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
         self.window.into(engine)
         self.window.begin_job = self._begin
+        if place.resume is not None and not place.joining:
+            self.trainer.resume(place.resume)
 
     def _share_seed(self) -> int:
         """What masks that do not depend on the rank are drawn from: the first rank's own seed."""

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -39,16 +40,24 @@ _EVEN = 1_000_000
 class HowFar:
     """What goes with the copies of shards: what the engine had counted."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, *, ranks: int) -> None:
+        self._engine, self._ranks = engine, ranks
         self.found: Mapping[str, Any] = {}
 
     def extras(self) -> dict[str, Any]:
         """As it is now, between two steps."""
-        return {"framework": "deepspeed", "engine": count(self._engine)}
+        each = self._engine.gradient_accumulation_steps()
+        return {"framework": "deepspeed", "ranks": self._ranks, "each": each, "engine": count(self._engine)}
 
     def go_back(self, extras: Mapping[str, Any]) -> None:
         """The window restarts from it."""
+        now = self.extras()
+        for what in ("framework", "ranks", "each"):  # the samples of a step are those of ranks and their loaders
+            if extras.get(what) != now[what]:
+                raise Refused(
+                    f"the copies are of a job with {what} = {extras.get(what)}, and this one has {now[what]}",
+                    way_out="resume with the script, the configuration and the number of ranks of that run",
+                )
         self.found = extras["engine"]
 
 
@@ -104,7 +113,7 @@ class EngineTrainer:
                     "ZeRO without copies (ntp.copies.mode): a lost rank takes its shard with it, and ends the job"
                 )
             return
-        self._how_far = HowFar(engine)
+        self._how_far = HowFar(engine, ranks=self._topology.size)
         self.copies = JobCopies(
             policy.copies,
             self._topology,
@@ -117,6 +126,19 @@ class EngineTrainer:
         self._window.copies = self.copies
         if not self._newcomer:
             self.copies.settle(self._who_trains(tuple(range(self._topology.size))), zero.parts)
+
+    def resume(self, folder: Path) -> None:
+        """Begin from the copies of a run that is dead; all founders come together."""
+        if self.copies is None or self._zero is None:
+            raise Refused(
+                "--ntp-resume: a job without ZeRO, or without copies, has made none that it could begin from",
+                way_out="load the last checkpoint",
+            )
+        slots = tuple(range(self._topology.size))
+        step = self.copies.resume(folder, self._zero.make_room, slots)
+        self._zero.have_weights(0)
+        self._window.restart(step, self._shares(slots)[self._rank.groups.slot], self._how_far.found)
+        _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
     def _who_trains(self, slots: tuple[int, ...]) -> WhoTrains:
         everybody = [self._topology.slot_of(rank) for rank in range(self._topology.size)]

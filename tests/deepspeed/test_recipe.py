@@ -57,13 +57,32 @@ def test_it_trains_on_when_a_worker_is_killed(tmp_path):
     assert weights == pytest.approx(undisturbed[2], rel=1e-6)
 
 
+def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path):
+    """The launcher and all workers are killed at once, and nothing was saved."""
+    words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
+    undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False})))
+    process = start(*words, str(RECIPES / "ds_config.json"))
+    pids = []
+    for line in process.stdout:
+        if " is pid " in line:
+            pids.append(int(line.split()[-1]))
+        if line.startswith("step 16:"):
+            break
+    for pid in (process.pid, *pids):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    step, samples, weights, ranks = last_of(start("--ntp-resume=latest", *words, str(RECIPES / "ds_config.json")))
+    assert (step, samples, ranks) == (*undisturbed[:2], 4)
+    assert weights == pytest.approx(undisturbed[2], rel=1e-6)
+
+
 def test_a_wrong_key_is_one_line(tmp_path):
     config = with_block(tmp_path, {"enable": True}, ranks=1)
     process = start("--nproc-per-node=1", str(RECIPES / "train.py"), "--deepspeed_config", config)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 2
     (line,) = [line for line in said.splitlines() if line.startswith("ntp: ")]
-    assert line.startswith("ntp: ntp.enable is not a known key. Way out: did you mean enabled?")
+    assert line.startswith('ntp: ntp.enable is not a known key. Way out: did you mean "enabled"?')
     assert "Traceback" not in said
 
 
