@@ -17,7 +17,7 @@ from ntp_plugin.testing.ranks import Rank, Ranks
 
 MOMENTS = (
     *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),
-    *("report", "plan", "regroup", "stand on", "stood"),
+    *("report", "plan", "regroup", "stand on", "rolled", "stood"),
 )
 STEPS, FEATURES = 20, 8
 
@@ -42,6 +42,8 @@ class Job:
     """The script makes its loader, and shuffles anew in each turn."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
+    slow_to_leave: int = 0
+    """The section whose vote slots 1 and 2 are slow to leave: they stand in it when they hear of a loss."""
 
     @property
     def samples(self) -> int:
@@ -216,7 +218,7 @@ class _Loop:
         self._losses: dict[int, list[float]] = {}
         self._norms: dict[int, float] = {}
         if job.enabled:
-            tell_moments(rank, self.engine, asking)
+            tell_moments(rank, self.engine, job, asking)
 
     def train(self) -> Seen:
         engine = self.engine
@@ -274,7 +276,7 @@ class _Loop:
         return LiveJob.now.rank.groups.epoch if LiveJob.now is not None else 0
 
 
-def tell_moments(rank: Rank, engine: Any, asking: Mapping[str, int]) -> None:
+def tell_moments(rank: Rank, engine: Any, job_of: Job, asking: Mapping[str, int]) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
 
@@ -300,6 +302,8 @@ def tell_moments(rank: Rank, engine: Any, asking: Mapping[str, int]) -> None:
 
         setattr(owner, name, told)
 
+    if job_of.slow_to_leave and rank.slot in (1, 2):
+        _be_slow_to_leave(job, job_of.slow_to_leave)
     tells(engine, "allreduce_gradients", "reduce")
     tells(job.loop, "vote", "vote")
     tells(job.loop, "apply", "apply", "applied")
@@ -307,9 +311,23 @@ def tell_moments(rank: Rank, engine: Any, asking: Mapping[str, int]) -> None:
     if not rank.joining:
         tells(driver, "_report", "report", walks=True)
         tells(job.trainer, "plan", "plan", walks=True)
+        tells(job.loop, "roll_forward", None, "rolled", walks=True)
         tells(driver, "_regroup", "regroup", walks=True)
         tells(job.trainer, "stand_on", "stand on", "stood", walks=True)
     _wait_for_those_who_come_back(rank, job, asking)
+
+
+def _be_slow_to_leave(job: Any, section: int) -> None:
+    original = job.loop._sum
+
+    def summed(numbers: Any) -> Any:
+        found = original(numbers)
+        while job.loop.done + 1 == section and not job.rank.groups.epoch:
+            job.rank.groups.check()
+            time.sleep(0.001)
+        return found
+
+    job.loop._sum = summed
 
 
 def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Mapping[str, int]) -> None:

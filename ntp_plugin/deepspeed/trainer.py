@@ -175,16 +175,17 @@ class EngineTrainer:
     def stand_on(self, agreed: Agreed) -> None:
         """Roll forward, have the state that all have, and restart the window."""
         loop, slots = self._loop, agreed.view.slots
-        rolls = self._rank.groups.slot in agreed.decision.roll_forward
         if agreed.decision.roll_forward:
+            rolls = self._rank.groups.slot in agreed.decision.roll_forward
             loop.roll_forward(mine=rolls, newcomer=self._newcomer, really=self._zero is None)
         loop.begin_again()
         loop.done = agreed.decision.step
         numbers = self._shares(slots)[self._rank.groups.slot]
         if self._zero is not None:
-            self._put_together(self._zero, slots, numbers, self._giver(agreed))
+            was_there = min(slot for slot, report in agreed.reports.items() if not report.newcomer)
+            self._put_together(self._zero, slots, numbers, self._rank.groups.rank_of(was_there))
         else:
-            self._compare(agreed, numbers, rolls=rolls)
+            self._compare(agreed, numbers)
         self._newcomer = False
         self._have_engine_know()
         self._tell(agreed)
@@ -194,32 +195,31 @@ class EngineTrainer:
         shares = split_batch(paces, self._batch, BatchPolicy()).shares
         return {share.replica: share.numbers for share in shares}
 
-    def _giver(self, agreed: Agreed) -> int:
-        """The rank of a slot that was there, and has the decided step behind it."""
-        veterans = {slot for slot, report in agreed.reports.items() if not report.newcomer}
-        return self._rank.groups.rank_of(min(veterans - set(agreed.decision.roll_forward)))
-
     # ------------------------------------------------ without ZeRO
 
-    def _compare(self, agreed: Agreed, numbers: list[int], *, rolls: bool) -> None:
-        told: Mapping[str, Any] | None = None
+    def _compare(self, agreed: Agreed, numbers: list[int]) -> None:
+        goes_on = self._window.votes_on == agreed.decision.step
+        told: Mapping[str, Any] = {}
         if any(report.newcomer for report in agreed.reports.values()):
-            told = self._hand_over(self._giver(agreed))
+            told = self._hand_over(knows=not (goes_on or self._newcomer))
         self._whole.compare(agreed.view.slots, agreed.decision.step)
-        if rolls:
+        if goes_on:
             self._window.go_on(numbers)
-        elif told is not None and self._newcomer:
+        elif self._newcomer:
             self._window.restart(told["step"], numbers, told["engine"])
         else:
             self._window.restart(self._window.step, numbers)
 
-    def _hand_over(self, giver: int) -> Mapping[str, Any]:
-        """To newcomers; what they are told of the numbers."""
-        told: list[Any] = [{"step": self._window.step, "engine": self._window.counted()}]
-        dist.broadcast_object_list(told, src=giver)
-        self._whole.hand_over(giver, newcomer=self._newcomer)
-        numbers: Mapping[str, Any] = told[0]
-        return numbers
+    def _hand_over(self, *, knows: bool) -> Mapping[str, Any]:
+        """To newcomers, by the first who has the decided step and all that follows it behind it; what they are told."""
+        mine = {"rank": dist.get_rank(), "step": self._window.step, "engine": self._window.counted()}
+        told: list[Mapping[str, Any] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine if knows else None)
+        giver = next((one for one in told if one is not None), None)
+        if giver is None:  # the driver goes on without newcomers then
+            raise RuntimeError("all members are within a step, and nobody can tell a newcomer where the job stands")
+        self._whole.hand_over(giver["rank"], newcomer=self._newcomer)
+        return giver
 
     # ------------------------------------------------ with ZeRO
 

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ntp_plugin.training.stream import Stream
 _LOG = logging.getLogger(__name__)
 _SOMEBODY_ASKS, _LOSS, _COPIES_THROUGH, _COPIES_OK = range(4)
 """What the numbers of the vote are."""
+_WORDS = 4
 
 
 class _Restarts(BaseException):
@@ -60,10 +61,13 @@ class Window:
         self._done = 0
         """Micro-batches of the window that have been through the backward."""
         self._stale = self._voted = self._unwinding = self._somebody_asks = False
+        self.votes_on: int | None = None
+        """The section whose vote on a step this rank stands in: once that is over it goes on there, whoever is lost."""
         self._in_flight = False
         """Whether the newest forward has not been through the backward."""
         self._loss = 0.0
-        self._before = count(engine)
+        self._before: Mapping[str, Any] | None = None
+        """What the engine had counted when the window began, if it has."""
         self._drawn_from = drawn_from()
         self._began_at = time.monotonic()
         Loaders.follow = self._follow
@@ -91,7 +95,8 @@ class Window:
         self._unwinding = self._stale = True
         self.step, self.numbers = step, numbers
         self._done, self._loss = 0, 0.0
-        adopt(self._engine, counted or self._before)
+        adopt(self._engine, counted or self.counted())
+        self._before = None
         draw_from(self._drawn_from)
         if self._followed is not None:
             self._followed.stream.restart(step, numbers)
@@ -100,9 +105,9 @@ class Window:
         """The step in flight is over, and was applied in the walk: the next one is of another share."""
         self.numbers = numbers
 
-    def counted(self) -> Any:
-        """What the engine had counted when the window began."""
-        return self._before
+    def counted(self) -> Mapping[str, Any]:
+        """What the engine had counted when the window began, or has, if it has not."""
+        return self._before or count(self._engine)
 
     # ------------------------------------------------ the engine's methods
 
@@ -251,9 +256,9 @@ class Window:
 
     def _commit(self) -> None:
         self.step += 1
-        self._engine.micro_steps = self._before["counters"]["micro_steps"] + self._each
+        self._engine.micro_steps = self.counted()["counters"]["micro_steps"] + self._each
         self._engine._is_gradient_accumulation_boundary = None
-        self._before = count(self._engine)
+        self._before = None
         if self._teller.is_heard:
             self._teller.tell(
                 Committed(
@@ -284,7 +289,7 @@ class Window:
                     saved[:] = [original(*args, **kwargs)]
                 else:
                     _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
-                return self._loop.vote(lambda _: saved[0], torch.zeros(_COPIES_OK + 1, dtype=torch.float64))
+                return self._loop.vote(lambda _: saved[0], torch.zeros(_WORDS, dtype=torch.float64))
 
             try:
                 return self._loop.section(work, lambda: saved[0])
@@ -356,10 +361,14 @@ class Window:
             assert self._loop.done == number, "the step was applied in the walk"
             return None
 
-        return self._loop.driver.carry_through(attempt)
+        self.votes_on = number
+        try:
+            return self._loop.driver.carry_through(attempt)
+        finally:
+            self.votes_on = None
 
     def _words(self) -> torch.Tensor:
-        numbers = torch.zeros(_COPIES_OK + 1, dtype=torch.float64)
+        numbers = torch.zeros(_WORDS, dtype=torch.float64)
         numbers[_LOSS] = self._loss
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1

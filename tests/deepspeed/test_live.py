@@ -94,6 +94,24 @@ def test_a_second_one_in_the_recovery(stage, moment):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_who_stands_in_a_vote_that_another_has_left_applies_the_step(stage):
+    """And does not take it again, where the next loss comes before it has gone on."""
+    job = Job(stage=stage, slow_to_leave=6)
+    faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
+    outcomes, rows = run(job, faults=faults)
+    assert sorted(outcomes) == [0, 1]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_who_stands_in_the_vote_of_a_checkpoint_that_another_has_left(stage):
+    job = Job(stage=stage, saves=8, slow_to_leave=9)
+    outcomes, rows = run(job, faults=[kill(3, during="applied", step=9)])
+    assert sorted(outcomes) == [0, 1, 2]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_two_at_once(stage):
     job = Job(stage=stage)
     outcomes, rows = run(job, faults=[kill(1, during="vote", step=5), kill(2, during="vote", step=5)])
