@@ -19,6 +19,7 @@ from ntp_plugin.deepspeed.loaders import dealt
 from ntp_plugin.deepspeed.settings import read_policy
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.replacements import Replacement, apply_all
 
 _HALF_AN_HOUR = timedelta(minutes=30)
@@ -48,21 +49,15 @@ def _that_can_be_edited(original: Any) -> Any:
     """`init_process_group`."""
 
     @functools.wraps(original)
-    def make(backend: str | None = None, init_method: Any = None, timeout: Any = None, **kwargs: Any) -> Any:
-        if LiveJob.now is not None or not Place.is_told() or _Making.now:
-            return original(backend, init_method, timeout, **kwargs)
-        _Making.now = True
-        try:
-            LiveJob.now = LiveJob(backend or _default_backend(), timeout or _HALF_AN_HOUR)
-        finally:
-            _Making.now = False
+    def make(
+        backend: str | None = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if ElasticRank.is_there or not Place.is_told():  # another adapter's, or ours, which comes here as well
+            return original(backend, init_method, timeout, *args, **kwargs)
+        LiveJob.now = LiveJob(backend or _default_backend(), timeout or _HALF_AN_HOUR)
         return None
 
     return make
-
-
-class _Making:
-    now = False
 
 
 def _default_backend() -> str:
@@ -79,7 +74,7 @@ def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
         job = LiveJob.now
         if not policy.enabled:
             if job is not None and job.engine is None:
-                job.let_go()
+                job.let_go_of_the_group()
             original(engine, *args, **kwargs)
             return
         if job is None:

@@ -126,6 +126,15 @@ class LiveJob:
             self.teller.close()
         self.let_go()
 
+    def let_go_of_the_group(self) -> None:
+        """The configuration does not switch us on."""
+        if self.rank.place.joining:
+            raise Refused(
+                "this process takes the place of a lost one, and the configuration does not switch ntp on",
+                way_out='"ntp": {"enabled": true} in it, or leave --ntp-respawn out',
+            )
+        self.let_go()
+
     def let_go(self) -> None:
         """Leave torch as it was."""
         self.rank.leave()

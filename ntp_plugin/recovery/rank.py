@@ -29,9 +29,12 @@ from ntp_plugin.recovery.trainer import Trainer
 class ElasticRank:
     """What every elastic process has, whatever it trains."""
 
+    is_there = False
+    """Whether this process has one: its world is made already, or just now."""
+
     def __init__(self, place: Place, *, backend: str = "gloo", timeout: timedelta = timedelta(minutes=30)) -> None:
         """`backend` and `timeout` are torch's own, of the world and of groups made from it."""
-        self.place = place
+        self.place, ElasticRank.is_there = place, True
         # One connection for each use, all opened now and none while recovering.
         agreeing, meeting = (TCPStore(place.store_host, place.store_port, None, False) for _ in range(2))
         self._agreeing = TorchStore(PrefixStore(place.corner, agreeing))
@@ -87,3 +90,4 @@ class ElasticRank:
             self._driver.stop()
         self._heart.stop()
         self.groups.detach()
+        ElasticRank.is_there = False

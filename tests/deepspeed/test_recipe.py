@@ -86,6 +86,50 @@ def test_a_wrong_key_is_one_line(tmp_path):
     assert "Traceback" not in said
 
 
+PLAIN = """
+import deepspeed, runpy
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+def test_a_job_of_another_kind_may_import_deepspeed(tmp_path):
+    """Its process group is made by its own adapter."""
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN.format(train=str(RECIPES.parent / "plain/train.py")))
+    process = start("--nproc-per-node=2", str(script), STEPS="5", PAUSE_S="0")
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said[-3000:]
+    assert "step 5: loss" in said
+
+
+NOT_SWITCHED_ON = """
+import os, signal, time
+import deepspeed, torch
+model = torch.nn.Linear(2, 1)
+config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+print("it has an engine", flush=True)
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_who_takes_a_place_where_nothing_is_switched_on_does_not_train_alone(tmp_path):
+    script = tmp_path / "off.py"
+    script.write_text(NOT_SWITCHED_ON)
+    process = start("--nproc-per-node=2", "--ntp-respawn=1", str(script))
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "the configuration does not switch ntp on" in line or len(said) > 500:
+            break
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert "takes the place of a lost one" in said[-1], "".join(said)[-3000:]
+    assert sum("it has an engine" in line for line in said) == 2
+
+
 BY_HAND = """
 import ntp_plugin.deepspeed, runpy, sys
 sys.argv = ["train.py", "--deepspeed_config", sys.argv[2]]
