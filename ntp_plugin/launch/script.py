@@ -43,20 +43,30 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Calls a function once, right after a module was imported by whoever imports it first."""
+    """Calls a function once, right after a module was imported by whoever imports it first.
+
+    Many ask for its spec before, only to know whether it is installed.
+    """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name, self._then = name, then
+        self._name, self._then, self._asks = name, then, False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
         """Its own spec, with a loader that calls the function in the end."""
-        if name != self._name:
+        if name != self._name or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asks = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self._then)
+            spec.loader = _Then(spec.loader, self._imported)
         return spec
+
+    def _imported(self) -> None:
+        sys.meta_path.remove(self)
+        self._then()
 
 
 class _Then(Loader):

@@ -1,6 +1,7 @@
 """A worker's script with hooks put into what it imports."""
 
 import importlib
+import importlib.util
 import sys
 
 import pytest
@@ -57,3 +58,14 @@ def test_a_script_that_never_imports_it_gets_no_hooks(imports):
     after_import("framework_that_nobody_has", then)
     importlib.import_module("framework_of_a_test")
     assert not done
+
+
+def test_who_only_asks_whether_it_is_installed_takes_nothing_away(imports):
+    then, done = imports
+    after_import("framework_of_a_test", then)
+    for _ in range(2):
+        assert importlib.util.find_spec("framework_of_a_test") is not None
+    assert done == []
+    importlib.import_module("framework_of_a_test")
+    assert done == [1]
+    assert not any(isinstance(finder, AfterImport) for finder in sys.meta_path)
