@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.config.sections import Parallel, TrainingPolicy
+from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed.refusals import refuse_configuration, refuse_engine
 from ntp_plugin.deepspeed.trainer import EngineTrainer
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.errors import Refused
-from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
@@ -73,7 +72,7 @@ class LiveJob:
         """The engine is built."""
         refuse_engine(engine)
         place = self.rank.place
-        topology = Topology.of(_parallel(policy, place))
+        topology = place.topology(policy)
         self.engine, self.teller = engine, Teller(policy.events, str(topology.slot_of(place.slot)))
         self.window = Window(engine, policy, self._share_seed(), rank=self.rank, loop=self.loop, teller=self.teller)
         self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
@@ -139,9 +138,3 @@ class LiveJob:
         """Leave torch as it was."""
         self.rank.leave()
         LiveJob.now = None
-
-
-def _parallel(policy: TrainingPolicy, place: Place) -> Parallel:
-    said = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
-    told = {name: value for name, value in said.items() if value is not None}
-    return Parallel(tp=1, pp=1, dp=place.slots, gpus_per_node=place.per_host, **told)

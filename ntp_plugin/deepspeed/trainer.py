@@ -19,13 +19,13 @@ from deepspeed.monitor.monitor import MonitorMaster
 
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
-from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
+from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed.counted import count
 from ntp_plugin.deepspeed.whole_state import WholeState
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.deepspeed.zero_state import ZeroState
 from ntp_plugin.errors import Refused, StateLost
-from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.planning.batch_split import NominalBatch, even_shares
 from ntp_plugin.planning.topology import Standing, Topology
 from ntp_plugin.recovery.job_copies import JobCopies, WhoTrains
 from ntp_plugin.recovery.loop import Loop
@@ -191,9 +191,7 @@ class EngineTrainer:
         self._tell(agreed)
 
     def _shares(self, slots: tuple[int, ...]) -> dict[int, list[int]]:
-        paces = {slot: Pace(ns=_EVEN) for slot in slots}
-        shares = split_batch(paces, self._batch, BatchPolicy()).shares
-        return {share.replica: share.numbers for share in shares}
+        return {slot: share.numbers for slot, share in even_shares(slots, self._batch).items()}
 
     # ------------------------------------------------ without ZeRO
 

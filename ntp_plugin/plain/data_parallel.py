@@ -13,10 +13,9 @@ import torch.distributed as dist
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.comm.process_groups import ElasticGroups
-from ntp_plugin.config.sections import BatchPolicy
 from ntp_plugin.errors import StateLost
 from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
-from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.planning.batch_split import NominalBatch, even_shares
 
 _EVEN = 1_000_000
 """Before anything is measured every rank is taken for equally fast."""
@@ -60,10 +59,7 @@ class DataParallel(VotedStep):
 
     def my_samples(self) -> list[int]:
         """The samples of a step that this rank computes, by their numbers in the global batch."""
-        paces = {slot: Pace(ns=_EVEN) for slot in self.members}
-        split = split_batch(paces, self._batch, BatchPolicy())
-        share = next(share for share in split.shares if share.replica == self._groups.slot)
-        return samples_of(share, self._micro_batch)
+        return samples_of(even_shares(self.members, self._batch)[self._groups.slot], self._micro_batch)
 
     def _reduce(self, total: torch.Tensor) -> float:
         for parameter in self.model.parameters():

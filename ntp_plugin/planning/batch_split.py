@@ -21,7 +21,7 @@ micro-batches; it still joins every collective.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 
 from ntp_plugin.config.sections import BatchPolicy
@@ -139,6 +139,12 @@ def split_batch(paces: Mapping[int, Pace], nominal: NominalBatch, policy: BatchP
         ),
         ideal_ns=ideal_step_ns(crowd, computed, stages),
     )
+
+
+def even_shares(members: Collection[int], nominal: NominalBatch) -> dict[int, Share]:
+    """Of those who are left, where all are taken for equally fast, and every sample is computed."""
+    paces = {replica: Pace(ns=nominal.healthy_ns) for replica in members}
+    return {share.replica: share for share in split_batch(paces, nominal, BatchPolicy()).shares}
 
 
 def _step_ns(crowd: Mapping[Pace, int], nominal: NominalBatch, policy: BatchPolicy, owed: int, nominal_ns: int) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ntp_plugin.comm.membership import Seat, View
-from ntp_plugin.errors import ConfigError
+from ntp_plugin.config.sections import Parallel, TrainingPolicy
+from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.planning.topology import Topology
 
 _TOLD_BY = "NTP_HEARTBEATS"
 
@@ -45,6 +47,17 @@ class Place:
     def first_view(self) -> View:
         """Everybody, as the job was started."""
         return first_view(self.slots)
+
+    def topology(self, policy: TrainingPolicy, *, tp: int = 1, pp: int = 1) -> Topology:
+        """The nominal layout of the job, and on how many hosts it stands."""
+        if self.slots % (tp * pp):
+            raise Refused(
+                f"{self.slots} processes do not make whole replicas of {tp * pp}",
+                way_out=f"start a multiple of {tp * pp}",
+            )
+        said = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
+        told = {name: value for name, value in said.items() if value is not None}
+        return Topology.of(Parallel(tp=tp, pp=pp, dp=self.slots // (tp * pp), gpus_per_node=self.per_host, **told))
 
     @property
     def joining(self) -> bool:

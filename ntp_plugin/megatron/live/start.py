@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ntp_plugin.config.sections import Parallel, TrainingPolicy
-from ntp_plugin.errors import Refused
+from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.hooks import nominal_places, of_masks
 from ntp_plugin.megatron.live import export, hooks
@@ -27,7 +26,6 @@ from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.live.watch import ReplicaWatch
 from ntp_plugin.megatron.refusals import draws_exact_masks
-from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
@@ -42,13 +40,8 @@ class LiveJob:
     """This process in a live job, from its arguments to its end."""
 
     def __init__(self, args: Any, policy: TrainingPolicy) -> None:
-        place, each = Place.read(), args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-        if place.slots % each:
-            raise Refused(
-                f"{place.slots} processes do not make whole replicas of {each}",
-                way_out=f"start a multiple of {each}",
-            )
-        topology = Topology.of(_parallel(args, policy, place, replicas=place.slots // each))
+        place = Place.read()
+        topology = place.topology(policy, tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
         if torch.cuda.device_count() > 0 and args.distributed_backend != "gloo":
             torch.cuda.set_device(args.local_rank)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -177,18 +170,6 @@ class LiveJob:
         self.teller.tell(Ended())
         self.teller.close()
         self.rank.leave()
-
-
-def _parallel(args: Any, policy: TrainingPolicy, place: Place, *, replicas: int) -> Parallel:
-    """The nominal layout, and on how many hosts it stands."""
-    told = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
-    return Parallel(
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        dp=replicas,
-        gpus_per_node=place.per_host,
-        **{name: number for name, number in told.items() if number is not None},
-    )
 
 
 class Jobs:
