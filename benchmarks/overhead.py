@@ -20,12 +20,12 @@ send by either route, comes from `lanes.py`.
 """
 
 import dataclasses
+import functools
 import os
 import runpy
 import statistics
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks import evidence, lanes
 from benchmarks.parity.job import COLLECTIVES, RECIPES, Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
+from benchmarks.rehearsal import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 SEED = 1234
@@ -90,13 +91,7 @@ class SideBySide:
     planted: float = 0.0
 
     def __call__(self, rank: Rank) -> Run:
-        nothing = os.open(os.devnull, os.O_WRONLY)  # Megatron tells much
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
-        try:
-            return self._play(rank, second=rank.slot >= RANKS)
-        except BaseException:
-            raise RuntimeError(f"rank {rank.slot}:\n{traceback.format_exc()[-3000:]}") from None
+        return quietly(rank.slot, functools.partial(self._play, rank, second=rank.slot >= RANKS))
 
     def _play(self, rank: Rank, *, second: bool) -> Run:
         number = str(rank.slot % RANKS)

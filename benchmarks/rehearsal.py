@@ -1,10 +1,67 @@
-"""A rank's own words in a file, if at all, and its errors so that they can be sent."""
+"""What live runs of all frameworks have in common: ranks that die, and come back when they are waited for."""
 
 import os
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ntp_plugin.errors import NtpError
+from ntp_plugin.testing.faults import Fault
+from ntp_plugin.testing.ranks import Rank, Ranks
+
+type Asking = Mapping[str, int]
+"""Who comes in later, and the step or section at which the others wait until it asks."""
+
+
+def asking_of(back: Mapping[int, int]) -> Asking:
+    """`back`: slots that start again once they are dead, in this order, and where the others wait for each."""
+    return {f"{slot}/{number}": where for number, (slot, where) in enumerate(back.items(), start=1)}
+
+
+def played(
+    count: int,
+    play: Callable[[Rank], Any],
+    *,
+    faults: Sequence[Fault],
+    moments: Collection[str],
+    back: Collection[int],
+    leaving: Sequence[int],
+    timeout_s: float,
+) -> tuple[dict[int, Any], list[list[Any]]]:
+    """What the ranks returned that were left, and what all wrote down. `leaving`: slots that end with an error, and are
+    not asked for what they saw."""
+    with Ranks(count, play, faults=faults, moments=moments) as ranks:
+        for slot in back:
+            ranks.wait_for_death(slot, timeout_s)
+            ranks.start_again(slot)
+        outcomes = ranks.wait(timeout_s, but=leaving)
+        for slot in leaving:
+            ranks.wait_for_death(slot, timeout_s)
+    return outcomes, ranks.rows
+
+
+def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], check: Callable[[], None]) -> None:
+    """As one who is there."""
+    for occupant, awaited in asking.items():
+        while where() == awaited and not _asks(rank, occupant).exists():
+            time.sleep(0.01)
+            check()
+
+
+def tells_that_it_asks(rank: Rank, ask: Callable[[], None]) -> Callable[[], None]:
+    """As one who comes in."""
+
+    def told() -> None:
+        _asks(rank, rank.seat.occupant).touch()
+        ask()
+
+    return told
+
+
+def _asks(rank: Rank, occupant: str) -> Path:
+    return Path(rank.folder) / f"asks-{occupant.replace('/', '-')}"
 
 
 def quietly[Result](slot: int, play: Callable[[], Result]) -> Result:

@@ -5,7 +5,6 @@ import functools
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ntp_plugin.errors import NtpError
+from benchmarks.rehearsal import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes/megatron"
@@ -140,15 +139,7 @@ class Play:
 
     def __call__(self, rank: Rank) -> Seen:
         """Run the recipe as `python -m ntp_plugin.megatron` would, and look on."""
-        nothing = os.open(os.devnull, os.O_WRONLY)  # Megatron tells much
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
-        try:
-            return self._play(rank)
-        except NtpError:
-            raise
-        except BaseException:
-            raise RuntimeError(f"rank {rank.slot}:\n{traceback.format_exc()[-3000:]}") from None
+        return quietly(rank.slot, functools.partial(self._play, rank))
 
     def _play(self, rank: Rank) -> Seen:
         os.environ |= {

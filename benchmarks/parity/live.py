@@ -4,15 +4,13 @@ import dataclasses
 import functools
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
-from benchmarks.quietly import quietly
+from benchmarks.rehearsal import Asking, asking_of, played, quietly, tells_that_it_asks, wait_until_they_ask
 from ntp_plugin.testing.faults import Fault
-from ntp_plugin.testing.ranks import Rank, Ranks
+from ntp_plugin.testing.ranks import Rank
 
 MOMENTS = (
     *("step", "forward", "backward", "reduced", "vote", "apply", "applied", "scheduled", "between"),
@@ -47,16 +45,16 @@ def live(
     they are dead, and the section at which the others wait until they ask.
     """
     back = back or {}
-    asking = {f"{slot}/{number}": section for number, (slot, section) in enumerate(back.items(), start=1)}
     have_megatron_imported()
-    with Ranks(job.processes, Play(job, asking), faults=faults, moments=MOMENTS) as ranks:
-        for slot in back:
-            ranks.wait_for_death(slot, timeout_s)
-            ranks.start_again(slot)
-        outcomes = ranks.wait(timeout_s, but=leaving)
-        for slot in leaving:
-            ranks.wait_for_death(slot, timeout_s)
-    return outcomes, ranks.rows
+    return played(
+        job.processes,
+        Play(job, asking_of(back)),
+        faults=faults,
+        moments=MOMENTS,
+        back=back,
+        leaving=leaving,
+        timeout_s=timeout_s,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +62,7 @@ class Play:
     """What a rank does, in a process of its own."""
 
     job: Job
-    asking: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Who comes in later, and the section at which the others wait until it asks."""
+    asking: Asking = dataclasses.field(default_factory=dict)
 
     def __call__(self, rank: Rank) -> Lived:
         return quietly(rank.slot, functools.partial(self._play, rank))
@@ -94,7 +91,7 @@ class Play:
         return lived
 
 
-def tell_moments(rank: Rank, asking: Mapping[str, int]) -> None:
+def tell_moments(rank: Rank, asking: Asking) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
     from ntp_plugin.megatron.live import start  # noqa: PLC0415
 
@@ -143,25 +140,15 @@ def _tell_of_steps(rank: Rank, job: Any) -> None:
     _record_samples(rank, job, lambda: job.trainer.copies.state_of + 1 if job.step._again else step())
 
 
-def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Mapping[str, int]) -> None:
-    begin, ask = job.step._begin, job.rank.wait_to_be_let_in
+def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
+    begin = job.step._begin
 
     def wait_and_begin(*args: Any, **kwargs: Any) -> Any:
-        for occupant, section in asking.items():
-            while job.loop.done + 1 == section and not _asks(rank, occupant).exists():
-                time.sleep(0.01)
-                job.rank.groups.check()
+        wait_until_they_ask(rank, asking, lambda: job.loop.done + 1, job.rank.groups.check)
         return begin(*args, **kwargs)
 
-    def told_ask() -> None:
-        _asks(rank, rank.seat.occupant).touch()
-        ask()
-
-    job.step._begin, job.rank.wait_to_be_let_in = wait_and_begin, told_ask
-
-
-def _asks(rank: Rank, occupant: str) -> Path:
-    return Path(rank.folder) / f"asks-{occupant.replace('/', '-')}"
+    job.step._begin = wait_and_begin
+    job.rank.wait_to_be_let_in = tells_that_it_asks(rank, job.rank.wait_to_be_let_in)
 
 
 def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.quietly import quietly
+from benchmarks.rehearsal import Asking, asking_of, played, quietly, tells_that_it_asks, wait_until_they_ask
 from ntp_plugin.testing.faults import Fault
-from ntp_plugin.testing.ranks import Rank, Ranks
+from ntp_plugin.testing.ranks import Rank
 
 MOMENTS = (
     *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),
@@ -114,15 +114,15 @@ def run(
     """
     have_deepspeed_imported()
     back = back or {}
-    asking = {f"{slot}/{number}": step for number, (slot, step) in enumerate(back.items(), start=1)}
-    with Ranks(job.ranks, (play or Play)(job, asking), faults=faults, moments=MOMENTS) as ranks:
-        for slot in back:
-            ranks.wait_for_death(slot, timeout_s)
-            ranks.start_again(slot)
-        outcomes = ranks.wait(timeout_s, but=leaving)
-        for slot in leaving:
-            ranks.wait_for_death(slot, timeout_s)
-    return outcomes, ranks.rows
+    return played(
+        job.ranks,
+        (play or Play)(job, asking_of(back)),
+        faults=faults,
+        moments=MOMENTS,
+        back=back,
+        leaving=leaving,
+        timeout_s=timeout_s,
+    )
 
 
 @functools.cache
@@ -157,7 +157,7 @@ class Play:
     """What a rank does, in a process of its own."""
 
     job: Job
-    asking: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    asking: Asking = dataclasses.field(default_factory=dict)
 
     def __call__(self, rank: Rank) -> Seen:
         return quietly(rank.slot, functools.partial(self._play, rank))
@@ -194,7 +194,7 @@ def rehearse_in_float64() -> None:
 class _Loop:
     """The user's script."""
 
-    def __init__(self, job: Job, rank: Rank, asking: Mapping[str, int]) -> None:
+    def __init__(self, job: Job, rank: Rank, asking: Asking) -> None:
         import deepspeed  # noqa: PLC0415
 
         self._job, self._rank, self._asking = job, rank, asking
@@ -276,7 +276,7 @@ class _Loop:
         return LiveJob.now.rank.groups.epoch if LiveJob.now is not None else 0
 
 
-def tell_moments(rank: Rank, engine: Any, job_of: Job, asking: Mapping[str, int]) -> None:
+def tell_moments(rank: Rank, engine: Any, job_of: Job, asking: Asking) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
 
@@ -330,21 +330,12 @@ def _be_slow_to_leave(job: Any, section: int) -> None:
     job.loop._sum = summed
 
 
-def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Mapping[str, int]) -> None:
-    begin, ask = job.window._take_in_hand, job.rank.wait_to_be_let_in
+def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
+    begin = job.window._take_in_hand
 
     def wait_and_begin() -> None:
-        for occupant, step in asking.items():
-            while job.window.step + 1 == step and not _asks(rank, occupant).exists():
-                time.sleep(0.01)
+        wait_until_they_ask(rank, asking, lambda: job.window.step + 1, lambda: None)
         begin()
 
-    def told_ask() -> None:
-        _asks(rank, rank.seat.occupant).touch()
-        ask()
-
-    job.window._take_in_hand, job.rank.wait_to_be_let_in = wait_and_begin, told_ask
-
-
-def _asks(rank: Rank, occupant: str) -> Path:
-    return Path(rank.folder) / f"asks-{occupant.replace('/', '-')}"
+    job.window._take_in_hand = wait_and_begin
+    job.rank.wait_to_be_let_in = tells_that_it_asks(rank, job.rank.wait_to_be_let_in)
