@@ -40,6 +40,8 @@ class Job:
     dropout: float = 0.0
     own_loader: bool = False
     """The script makes its loader, and shuffles anew in each turn."""
+    unfollowed: bool = False
+    """The script trains on a loader that nobody can follow, after an evaluation by one that could be."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
     slow_to_leave: int = 0
@@ -213,12 +215,20 @@ class _Loop:
         if job.own_loader:
             self._sampler: Any = DistributedSampler(samples, num_replicas=job.ranks, rank=rank.slot, seed=3)
             self.loader = DataLoader(samples, batch_size=job.micro, sampler=self._sampler)
+        elif job.unfollowed:
+            self._evaluate(DataLoader(samples, sampler=DistributedSampler(samples, job.ranks, rank.slot)))
+            self.loader = DataLoader(samples, batch_size=job.micro, shuffle=True)
         else:
             self.loader.num_local_io_workers, self.loader.pin_memory = 0, False
         self._losses: dict[int, list[float]] = {}
         self._norms: dict[int, float] = {}
         if job.enabled:
             tell_moments(rank, self.engine, job, asking)
+
+    @torch.no_grad()
+    def _evaluate(self, loader: Any) -> None:
+        for number, (_, x, _) in enumerate(loader):
+            (self.engine if number % 2 else self.model)(x)
 
     def train(self) -> Seen:
         engine = self.engine

@@ -92,6 +92,11 @@ class Followed:
         drawn none."""
         return self.in_hand.popleft() == self.stream.restarts if self.in_hand else None
 
+    def ended(self) -> None:
+        """A turn is over: where nothing of it was for training, nothing of it will be."""
+        if not self.trains:
+            self.in_hand.clear()
+
 
 class _Turn:
     """What the loop iterates over."""
@@ -110,6 +115,7 @@ class _Turn:
             self._restarts = stream.restarts
             self._batches = self._prepare(self._turn, again=True)
         if stream.peek().turn > self._turn:
+            self._followed.ended()
             raise StopIteration
         batch = next(self._batches)
         self._followed.drawn()
@@ -135,6 +141,12 @@ class Loaders:
     last: Followed | None = None
     """That was drawn from."""
     _followed: ClassVar[weakref.WeakKeyDictionary[Any, Followed]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def evaluate(cls) -> None:
+        """The engine goes forward, and not to train: with what was drawn from another loader than the training's."""
+        if cls.last is not None and not cls.last.trains and cls.last.in_hand:
+            cls.last.hand_over()
 
     @classmethod
     def of(cls, loader: Any) -> Followed | None:

@@ -125,6 +125,8 @@ class Window:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._engine.module.training and torch.is_grad_enabled():
                 self._take_in_hand()
+            else:
+                Loaders.evaluate()
             return original(*args, **kwargs)
 
         return forward

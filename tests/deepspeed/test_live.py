@@ -140,6 +140,12 @@ def test_a_loader_of_the_script_that_shuffles(stage):
     assert_same_training(outcomes, rows, job, once=False)  # the sampler adds some, so that all ranks have as many
 
 
+def test_a_loader_that_nobody_can_follow_is_refused():
+    """Also where another one could be, and was gone through before."""
+    with pytest.raises(Refused, match="no followed loader has yielded"):
+        run(Job(ranks=2, unfollowed=True, steps=2, epochs=1))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_masks_do_not_depend_on_who_computes(stage):
     exact = Job(stage=stage, dropout=0.2, ntp=(("dropout", "exact"),))
