@@ -1,5 +1,6 @@
 """A live run of a DeepSpeed job in ranks of the harness: as `ntp run` would start it, and some ranks die."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rehearsal import Asking, asking_of, played, quietly, tells_that_it_asks, wait_until_they_ask
+from ntp_plugin.errors import PeerLost
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
 
@@ -46,6 +48,8 @@ class Job:
     """The step after which it writes a checkpoint."""
     slow_to_leave: int = 0
     """The section whose vote slots 1 and 2 are slow to leave: they stand in it when they hear of a loss."""
+    hear_at: tuple[str, int, int] | None = None
+    """Where the others are when they hear of a loss, in no collective: the moment, the step, and its micro-batch."""
 
     @property
     def samples(self) -> int:
@@ -271,7 +275,17 @@ class _Loop:
 
     def _reached(self, moment: str) -> None:
         if self._job.enabled:
-            self._rank.reached(moment, self.engine.global_steps + (moment not in ("between", "save")))
+            step = self.engine.global_steps + (moment not in ("between", "save"))
+            self._rank.reached(moment, step)
+            self._hear(moment, step)
+
+    def _hear(self, moment: str, step: int) -> None:
+        from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+
+        job = LiveJob.now
+        assert job is not None, "the engine is one that can lose ranks"
+        if (moment, step, job.window._done) == self._job.hear_at and not self._epoch:
+            hear_of_a_loss(job)
 
     @property
     def _was_stale(self) -> bool:
@@ -312,6 +326,8 @@ def tell_moments(rank: Rank, engine: Any, job_of: Job, asking: Asking) -> None:
 
         setattr(owner, name, told)
 
+    if job_of.hear_at and job_of.hear_at[0] == "words" and all(fault.slot != rank.slot for fault in rank.faults):
+        _hear_before_the_vote(job, job_of.hear_at[1])
     if job_of.slow_to_leave and rank.slot in (1, 2):
         _be_slow_to_leave(job, job_of.slow_to_leave)
     tells(engine, "allreduce_gradients", "reduce")
@@ -325,6 +341,25 @@ def tell_moments(rank: Rank, engine: Any, job_of: Job, asking: Asking) -> None:
         tells(driver, "_regroup", "regroup", walks=True)
         tells(job.trainer, "stand_on", "stand on", "stood", walks=True)
     _wait_for_those_who_come_back(rank, job, asking)
+
+
+def hear_of_a_loss(job: Any) -> None:
+    """Wait for it, and go on as one who has looked at nothing."""
+    with contextlib.suppress(PeerLost):
+        while True:
+            job.rank.groups.check()
+            time.sleep(0.001)
+
+
+def _hear_before_the_vote(job: Any, step: int) -> None:
+    original = job.window._words
+
+    def words() -> Any:
+        if job.loop.done + 1 == step and not job.rank.groups.epoch:
+            hear_of_a_loss(job)
+        return original()
+
+    job.window._words = words
 
 
 def _be_slow_to_leave(job: Any, section: int) -> None:

@@ -29,6 +29,8 @@ from ntp_plugin.testing.ranks import Rank
 SEED = 7
 STEP = 6
 MOMENTS = ("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between")
+HEARD = ("forward", "backward", "accumulated")
+"""Where the others hear of a loss in code of their own, and not in a collective: `heard` in a row."""
 VICTIMS = (0, 1, 3)
 CONTROLS = ("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored")
 """What is wrong on purpose."""
@@ -46,6 +48,8 @@ def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
             for victim in VICTIMS if scale != "ci" else VICTIMS[place // 3 : place // 3 + 1]:
                 yield Job(stage=stage), victim, moment
         yield Job(stage=stage, dtype="float32"), 2, "reduce"
+        for where in HEARD if scale != "ci" else HEARD[stage : stage + 1]:
+            yield Job(stage=stage, hear_at=(where, STEP, 1)), 2, "forward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +144,7 @@ def main(scale: str) -> int:
     fine, seconds = True, []
     for job, victim, moment in cases(scale):
         row = {"feature": f"ZeRO-{job.stage}", "layout": "DP4", "dtype": job.dtype, "moment": moment, "victim": victim}
+        row["heard"] = job.hear_at[0] if job.hear_at else "where it waits"
         try:
             outcomes, told = lived(job, [kill(victim, during=moment, step=STEP)])
             found = differences(outcomes, told, job)

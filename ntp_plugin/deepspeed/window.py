@@ -313,13 +313,10 @@ class Window:
 
     def _attempt[Result](self, work: Callable[[], Result]) -> Result:
         assert self._loop.driver is not None, "the job is driven"
-        first = True
 
         def attempt() -> Result:
-            nonlocal first
-            if not first:
+            if self._unwinding:  # a walk may come before the first attempt as well
                 raise _Restarts
-            first = False
             return work()
 
         return self._loop.driver.carry_through(attempt)
@@ -355,11 +352,11 @@ class Window:
 
         def attempt() -> Any:
             nonlocal first
+            if self._unwinding:
+                raise _Restarts
             if first:
                 first = False
                 return self._loop.vote(functools.partial(self._heard, work), numbers)
-            if self._unwinding:
-                raise _Restarts
             assert self._loop.done == number, "the step was applied in the walk"
             return None
 

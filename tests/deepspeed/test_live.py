@@ -93,6 +93,33 @@ def test_a_second_one_in_the_recovery(stage, moment):
     assert_same_training(outcomes, rows, job)
 
 
+HEARD = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("accumulated", 1), ("accumulated", 2)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "moment", "micro_batch"),
+    [
+        pytest.param(stage, *where, marks=[pytest.mark.short] * (stage == 1 and where == ("backward", 1)))
+        for stage in STAGES
+        for where in HEARD
+    ],
+)
+def test_the_others_hear_of_it_in_code_of_their_own(stage, moment, micro_batch):
+    """Where the loss finds them at the next thing that they do with the engine, and not in a collective."""
+    job = Job(stage=stage, hear_at=(moment, 6, micro_batch))
+    outcomes, rows = run(job, faults=[kill(2, during="forward", step=6)])
+    assert sorted(outcomes) == [0, 1, 3]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_others_hear_of_it_right_before_the_vote(stage):
+    job = Job(stage=stage, hear_at=("words", 6, 0))
+    outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)])
+    assert sorted(outcomes) == [0, 1, 3]
+    assert_same_training(outcomes, rows, job)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_who_stands_in_a_vote_that_another_has_left_applies_the_step(stage):
     """And does not take it again, where the next loss comes before it has gone on."""
