@@ -25,14 +25,11 @@ from ntp_plugin.plain.parallel_layers import TensorParallelGroup, describe
 from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
 from ntp_plugin.planning.recovery_plan import Nominal
 from ntp_plugin.planning.topology import Topology
-from ntp_plugin.training.cuts import local_ranges
-from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, Slice
+from ntp_plugin.training.direct_lanes import DirectLanes, speaks
+from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes
 from ntp_plugin.training.relayout import relayout
 from ntp_plugin.training.relayout_plan import Held, plan_relayout
 from ntp_plugin.training.sharded_state import ShardedState
-
-_CONNECT_S = 5.0
-"""For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""
 
 
 class TensorParallel(VotedStep):
@@ -105,9 +102,7 @@ class TensorParallel(VotedStep):
     @property
     def counts(self) -> bool:
         """Whether this slot speaks for its replica in sums to which all of its slots would add the same."""
-        return self.slot in self._plan.training and self.slot == min(
-            slot for slot in self._plan.training if slot.replica == self.slot.replica
-        )
+        return speaks(self._plan, self.slot)
 
     def _reduce(self, total: torch.Tensor) -> float:
         gradients = {}
@@ -135,38 +130,10 @@ class TensorParallel(VotedStep):
         """Make this epoch's groups unless they are made: everybody who trains, the TP groups, the lanes."""
         if self._lanes_of == self._groups.epoch:
             return
-        plan, rank_of = self._plan, self._nominal.topology.rank_of
-        replicas = [[slot for slot in plan.training if slot.replica == replica] for replica in plan.standing.replicas]
-        lanes = plan.goal.routes[0].lanes.lanes
-        members = [plan.training, *replicas, *(lane.members(plan.standing) for lane in lanes)]
         self._lanes, self._within.handle = [], None  # the old groups end here
-        tuples = [tuple(rank_of(slot) for slot in slots) for slots in members]
-        handles = self._groups.make_lanes(tuples, timeout_s=_CONNECT_S)
-        here = [self.slot in slots for slots in members]
-        first = 1 + len(replicas)
-        self._within.handle = next((handles[at] for at in range(1, first) if here[at]), None)
-        if here[0]:
-            self._lanes.append(GradientLane(group=handles[0], slices=self._replicated(), counted=self.counts))
-        for at, lane in enumerate(lanes, start=first):
-            if here[at]:
-                self._lanes.append(GradientLane(group=handles[at], slices=self._slices(dict(lane.units))))
+        made = DirectLanes(self._plan, self._groups, within_replicas=True)
+        self._lanes, self._within.handle = made.gradients, made.within
         self._lanes_of = self._groups.epoch
-
-    def _replicated(self) -> tuple[Slice, ...]:
-        tensors = [tensor for tensor, _ in self._nominal.units.stages[0].tensors if not tensor.family]
-        return tuple(Slice(name=tensor.name, dim=0, ranges=((0, tensor.shape[0]),)) for tensor in tensors)
-
-    def _slices(self, units: Mapping[str, tuple[tuple[int, int], ...]]) -> tuple[Slice, ...]:
-        """Where the units of a lane stand in this slot's gradients."""
-        tensors = [tensor for tensor, _ in self._nominal.units.stages[0].tensors if tensor.family in units]
-        return tuple(
-            Slice(
-                name=tensor.name,
-                dim=tensor.dim,
-                ranges=local_ranges(tensor, self._plan.units_of(tensor, self.slot), units[tensor.family]),
-            )
-            for tensor in tensors
-        )
 
     # ------------------------------------------------ a recovery
 
