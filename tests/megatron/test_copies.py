@@ -144,8 +144,7 @@ def test_a_host_is_lost_of_which_others_have_no_copy():
 PARITIES = f"{OVERLAP} --ntp-copies-mode xor:2"
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("moment", ["backward", "applied"])
+@pytest.mark.parametrize("moment", [pytest.param("backward", marks=pytest.mark.short), "applied"])
 def test_a_host_is_lost_whose_far_copies_are_shares_of_parities(moment, events):
     """Three hosts of two ranks. Of each rank of the second the first or the third keeps a parity, and nobody a copy."""
     faults = [kill(slot, during=moment, step=5) for slot in (2, 3)]

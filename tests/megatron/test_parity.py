@@ -34,7 +34,7 @@ def assert_one_mind(outcomes, reference):
     ("model", "layout"),
     [
         *((BASE, layout) for layout in LAYOUTS),
-        pytest.param(OLD, "TP4+TP2", marks=pytest.mark.short),
+        (OLD, "TP4+TP2"),
         ("qk-layernorm", "TP3+TP3"),
     ],
 )

@@ -30,7 +30,7 @@ def test_float32():
 @pytest.mark.parametrize(
     ("feature", "layout"),
     [
-        pytest.param(f"{SEQUENCE}: {OLD}", "TP4+TP3", marks=pytest.mark.short),
+        (f"{SEQUENCE}: {OLD}", "TP4+TP3"),
         (f"{SEQUENCE}: tied embeddings", "TP4+TP3"),
         (f"{SEQUENCE}: qk-layernorm", "TP3+TP3"),
         (f"{SEQUENCE}: per-token loss", "TP4+TP4+TP3"),
