@@ -21,7 +21,7 @@ def within(found: Mapping[str, float], dtype: str) -> bool:
 
 def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str, float]:
     """The largest relative ones, of all ranks that are left: of any step's loss and norm, and of the last weights."""
-    twin = undisturbed(job)
+    twin, whole = undisturbed(job), undisturbed_weights(job)
     norms = [
         abs(norm - twin[0].norms[step]) / max(twin[0].norms[step], 1e-300)
         for seen in outcomes.values()
@@ -30,14 +30,30 @@ def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str,
     return {
         "loss": largest(_losses(counted(rows)), _losses_of_all(twin)),
         "grad_norm": max(norms),
-        "weights": max(of_weights(seen, twin[0]) for seen in outcomes.values()),
+        "weights": max(of_weights(seen, whole) for seen in outcomes.values()),
     }
 
 
-def of_weights(mine: Seen, theirs: Seen) -> float:
-    """Relative to the largest value of a tensor."""
-    pairs = ((mine.weights[name], values) for name, values in theirs.weights.items())
-    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+def undisturbed_weights(job: Job) -> dict[str, Any]:
+    """Whole, put together of the slots of the first replica."""
+    slots = [undisturbed(job)[slot] for slot in range(job.tp)]
+    return {
+        name: np.concatenate([slot.weights[name] for slot in slots], axis=slots[0].places[name][0])
+        if name in slots[0].places
+        else value
+        for name, value in slots[0].weights.items()
+    }
+
+
+def of_weights(mine: Seen, theirs: Mapping[str, Any]) -> float:
+    """Relative to the largest value of a tensor; of what this rank has of it."""
+    largest = 0.0
+    for name, whole in theirs.items():
+        dim, places = mine.places.get(name, (0, None))
+        other = whole if places is None else np.take(whole, places, axis=dim)
+        assert mine.weights[name].shape == other.shape, (name, mine.weights[name].shape, other.shape)
+        largest = max(largest, float(np.abs(mine.weights[name] - other).max() / np.abs(whole).max()))
+    return largest
 
 
 def largest(mine: Mapping[int, float], theirs: Mapping[int, float]) -> float:
@@ -58,7 +74,7 @@ def counted(rows: Rows) -> list[list[Any]]:
 def used_once(rows: Rows, job: Job) -> bool:
     """Whether every sample of every step was."""
     drawn = Counter((step, sample) for _, step, _, _, *samples in counted(rows) for sample in samples)
-    return set(drawn.values()) == {1} and len(drawn) == job.steps * job.ranks * job.each * job.micro
+    return set(drawn.values()) == {1} and len(drawn) == job.steps * job.replicas * job.each * job.micro
 
 
 def _losses(rows: Rows) -> dict[int, float]:

@@ -19,9 +19,21 @@ from ntp_plugin.testing.ranks import Rank
 
 MOMENTS = (
     *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),
+    *("within", "gradient"),
     *("report", "plan", "regroup", "stand on", "rolled", "stood"),
 )
 STEPS, FEATURES = 20, 8
+VOCABULARY, LENGTH = 60, 10
+CUT = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*up\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+        ],
+    }
+}
+"""As AutoTP is told what to cut."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +42,12 @@ class Job:
 
     stage: int = 0
     ranks: int = 4
+    tp: int = 1
+    """Slots of a replica, cut by AutoTP."""
+    llama: bool = False
+    """One of transformers, cut as its plan says, in place of a few layers cut as the configuration says."""
     each: int = 2
-    """Micro-batches of a rank in a step."""
+    """Micro-batches of a replica in a step."""
     micro: int = 2
     steps: int = STEPS
     epochs: int = 5
@@ -52,17 +68,21 @@ class Job:
     """Where the others are when they hear of a loss, in no collective: the moment, the step, and its micro-batch."""
 
     @property
+    def replicas(self) -> int:
+        return self.ranks // self.tp
+
+    @property
     def samples(self) -> int:
         """In the data set: so many that all steps are taken in the turns that there are; the last steps of a turn may
         have a part of theirs in the next one."""
-        return -(-self.steps * self.ranks * self.each * self.micro // self.epochs)
+        return -(-self.steps * self.replicas * self.each * self.micro // self.epochs)
 
     @property
     def config(self) -> dict[str, Any]:
         """As a `ds_config.json` has it."""
         adam = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": True}
         return {
-            "train_batch_size": self.ranks * self.each * self.micro,
+            "train_batch_size": self.ranks * self.each * self.micro,  # DeepSpeed counts slots of a replica, too
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.each,
             # DeepSpeed takes norms in float32, by which a clipped gradient is off by as much.
@@ -77,6 +97,7 @@ class Job:
             },
             "ntp": {"enabled": self.enabled, **dict(self.ntp)},
             **({"bf16": {"enabled": True}} if self.dtype == "bfloat16" else {}),
+            **({"tensor_parallel": {"autotp_size": self.tp} | ({} if self.llama else CUT)} if self.tp > 1 else {}),
             **dict(self.more),
         }
 
@@ -94,6 +115,8 @@ class Seen:
     samples: int
     epoch: int
     members: int
+    places: dict[str, Any]
+    """Of what is cut: by which dim, and which of it this rank has."""
 
 
 type Rows = list[list[Any]]
@@ -151,9 +174,58 @@ class Samples(torch.utils.data.Dataset[Any]):
         return number, x.to(self._dtype), x.sin().sum().to(self._dtype)
 
 
-def make_model(dtype: torch.dtype, dropout: float) -> torch.nn.Module:
+class Tokens(torch.utils.data.Dataset[Any]):
+    """For a language model."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        return number, torch.randint(0, VOCABULARY, (LENGTH,), generator=generator), 0
+
+
+class Cut(torch.nn.Module):
+    """Two layers that are a pair, between others that all slots have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.up = torch.nn.Linear(FEATURES, 12), torch.nn.Linear(12, 24)
+        self.down, self.norm, self.out = torch.nn.Linear(24, 12), torch.nn.LayerNorm(12), torch.nn.Linear(12, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        out: torch.Tensor = self.out(self.norm(x + self.down(self.up(x).tanh())))
+        return out
+
+
+def make_llama() -> torch.nn.Module:
+    """A small one: eight heads, with four for keys and values."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=6,
+        max_position_embeddings=LENGTH,
+    )
+    model: torch.nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def make_model(dtype: torch.dtype, dropout: float, *, cut: bool = False) -> torch.nn.Module:
     """From one seed on all ranks."""
     torch.manual_seed(7)
+    if cut:
+        return Cut().to(dtype)
     layers = [torch.nn.Linear(FEATURES, 33), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(33, 17)]
     return torch.nn.Sequential(*layers, torch.nn.LayerNorm(17), torch.nn.Tanh(), torch.nn.Linear(17, 1)).to(dtype)
 
@@ -205,11 +277,11 @@ class _Loop:
 
         self._job, self._rank, self._asking = job, rank, asking
         dtype = torch.float64 if job.dtype == "float64" else torch.float32
-        self.model = make_model(dtype, job.dropout)
+        self.model = make_llama() if job.llama else make_model(dtype, job.dropout, cut=job.tp > 1)
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        samples = Samples(job.samples, dtype)
+        samples: Any = Tokens(job.samples) if job.llama else Samples(job.samples, dtype)
         self.engine, _, self.loader, _ = deepspeed.initialize(
             model=self.model,
             model_parameters=groups,
@@ -217,7 +289,7 @@ class _Loop:
             config=job.config,
         )
         if job.own_loader:
-            self._sampler: Any = DistributedSampler(samples, num_replicas=job.ranks, rank=rank.slot, seed=3)
+            self._sampler: Any = DistributedSampler(samples, job.replicas, rank.slot // job.tp, seed=3)
             self.loader = DataLoader(samples, batch_size=job.micro, sampler=self._sampler)
         elif job.unfollowed:
             self._evaluate(DataLoader(samples, sampler=DistributedSampler(samples, job.ranks, rank.slot)))
@@ -242,10 +314,10 @@ class _Loop:
             for numbers, x, y in self.loader:
                 before = engine.global_steps
                 self._reached("forward")
-                loss = (engine(x).squeeze(-1) - y).square().mean()
+                loss = self._loss(x, y)
                 self._reached("backward")
                 engine.backward(loss)
-                if self._job.enabled and not self._was_stale:
+                if self._job.enabled and self._counts:
                     self._rank.write([["micro", before + 1, self._epoch, float(loss.detach()), *numbers.tolist()]])
                 self._reached("accumulated")
                 engine.step()
@@ -264,7 +336,13 @@ class _Loop:
             samples=engine.global_samples,
             epoch=self._epoch,
             members=torch.distributed.get_world_size(),
+            places=places(self.model, self._job) if self._job.tp > 1 else {},
         )
+
+    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        if self._job.llama:
+            return self.engine(input_ids=x, labels=x).loss
+        return (self.engine(x).squeeze(-1) - y).square().mean()
 
     def _save(self) -> None:
         self._reached("save")
@@ -288,16 +366,45 @@ class _Loop:
             hear_of_a_loss(job)
 
     @property
-    def _was_stale(self) -> bool:
+    def _counts(self) -> bool:
         from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
 
-        return LiveJob.now is not None and LiveJob.now.window._stale
+        assert LiveJob.now is not None, "the engine is one that can lose ranks"
+        window = LiveJob.now.window
+        return not window._stale and (window.cut is None or window.cut.speaks)
 
     @property
     def _epoch(self) -> int:
         from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
 
         return LiveJob.now.rank.groups.epoch if LiveJob.now is not None else 0
+
+
+def places(model: torch.nn.Module, job_of: Job) -> dict[str, tuple[int, list[int]]]:
+    """Where this rank's parts of cut parameters are in the whole ones."""
+    from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+
+    if job_of.enabled:
+        assert LiveJob.now is not None and LiveJob.now.window.cut is not None, "it is cut"
+        cut = LiveJob.now.window.cut
+        tensors = [tensor for tensor, _ in cut._nominal.units.stages[0].tensors if tensor.family]
+        held = {
+            tensor.name: (tensor.dim, tensor.local_index(cut._plan.units_of(tensor, cut._slot))) for tensor in tensors
+        }
+        return {
+            name: (dim, [place for start, stop in spans for place in range(start, stop)])
+            for name, (dim, spans) in held.items()
+        }
+    found = {}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "_partition_sizes"):
+            first = sum(layer._partition_sizes[: layer.tp_index])
+            mine = list(range(first, first + layer._partition_sizes[layer.tp_index]))
+            rows = type(layer).__name__ == "LinearLayer"
+            found[f"{name}.weight"] = (0 if rows else 1, mine)
+            if rows and layer.bias is not None:
+                found[f"{name}.bias"] = (0, mine)
+    return found
 
 
 def tell_moments(rank: Rank, engine: Any, job_of: Job, asking: Asking) -> None:
@@ -331,6 +438,10 @@ def tell_moments(rank: Rank, engine: Any, job_of: Job, asking: Asking) -> None:
     if job_of.slow_to_leave and rank.slot in (1, 2):
         _be_slow_to_leave(job, job_of.slow_to_leave)
     tells(engine, "allreduce_gradients", "reduce")
+    if job_of.tp > 1:
+        row = next(layer for layer in engine.module.modules() if type(layer).__name__ == "LinearAllreduce")
+        tells(row, "forward", "within")
+        row.weight.register_hook(lambda _: rank.reached("gradient", job.loop.done + 1))
     tells(job.loop, "vote", "vote")
     tells(job.loop, "apply", "apply", "applied")
     tells(stage_1_and_2, "all_gather_dp_groups", "gather")

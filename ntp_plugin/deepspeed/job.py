@@ -72,9 +72,17 @@ class LiveJob:
         """The engine is built."""
         refuse_engine(engine)
         place = self.rank.place
-        topology = place.topology(policy)
+        topology = place.topology(policy, tp=max(1, engine.autotp_size()))
         self.engine, self.teller = engine, Teller(policy.events, str(topology.slot_of(place.slot)))
-        self.window = Window(engine, policy, self._share_seed(), rank=self.rank, loop=self.loop, teller=self.teller)
+        self.window = Window(
+            engine,
+            policy,
+            topology,
+            seed=self._share_seed(),
+            rank=self.rank,
+            loop=self.loop,
+            teller=self.teller,
+        )
         self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
         self.window.into(engine)
         self.window.begin_job = self._begin
@@ -95,7 +103,8 @@ class LiveJob:
     def _begin(self) -> None:
         """The first forward: driven from here on; a newcomer comes in."""
         assert self.teller is not None, "there is an engine"
-        place, each = self.rank.place, self.engine.gradient_accumulation_steps()
+        place, topology = self.rank.place, self.trainer.topology
+        each = self.engine.gradient_accumulation_steps()
         self.rank.beat()
         if place.joining:
             self.rank.wait_to_be_let_in()
@@ -106,10 +115,10 @@ class LiveJob:
             Began(
                 pid=os.getpid(),
                 newcomer=place.joining,
-                replicas=place.slots,
+                replicas=topology.dp,
                 stages=1,
-                tp=1,
-                micro_batches=[each] * place.slots,
+                tp=topology.tp,
+                micro_batches=[each] * topology.dp,
             )
         )
 

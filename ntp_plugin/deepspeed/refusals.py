@@ -7,7 +7,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 
-_DATA_PARALLEL = "train data parallel, with ZeRO stage 0, 1 or 2"
+_DATA_PARALLEL = "train data parallel, with ZeRO stage 0, 1 or 2, or with AutoTP and ZeRO stage 0"
 
 
 def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
@@ -25,11 +25,19 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
     if type(engine) is not DeepSpeedEngine:
         raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_DATA_PARALLEL)
     zero, raw = config.zero_config, config._param_dict
+    cut = raw.get("tensor_parallel", {})
+    cuts = cut.get("autotp_size", 0) > 1
     found = {
         "zero_optimization.stage = 3 shards the parameters": int(zero.stage) > 2,
         "zero_optimization.offload_optimizer keeps state where it is not copied": zero.offload_optimizer is not None,
         "zero_optimization.zenflow": getattr(zero, "zenflow", None) is not None,
-        "tensor_parallel.autotp_size > 1 cuts layers": raw.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
+        "tensor_parallel.autotp_size > 1 with ZeRO shards what slots of a replica have": cuts and int(zero.stage) > 0,
+        "tensor_parallel.autotp_size > 1 with fp16 or bf16 flattens what is cut": cuts
+        and any(raw.get(name, {}).get("enabled") for name in ("fp16", "bf16")),
+        "tensor_parallel.autotp_size > 1 with sparse_gradients": cuts and bool(raw.get("sparse_gradients")),
+        "ntp.dropout = exact and tensor_parallel.autotp_size > 1: masks within a cut layer follow its width": cuts
+        and policy.dropout == "exact",
+        "ntp.min_tp_width > 1 leaves slots that train nothing": cuts and policy.min_tp_width > 1,
         "an mpu has groups of its own": mpu is not None,
         "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
         "managed_gradient_accumulation = false leaves nobody who knows which micro-batches a step has": raw.get(

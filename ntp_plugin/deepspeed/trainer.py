@@ -1,8 +1,9 @@
-"""Report, plan, stand on, for a DeepSpeed job that is data parallel: every rank is a replica of one slot.
+"""Report, plan, stand on, for a DeepSpeed job.
 
-What the job stands on is its last vote (`recovery/loop.py`). Without ZeRO everybody holds everything, so nothing is
-moved: who had not applied a step that others have applies it, newcomers are handed the state, and all compare. With
-ZeRO a rank takes its shard with it, so all go back to the newest copies, which may be of the step before: the loop goes
+What the job stands on is its last vote (`recovery/loop.py`). Without ZeRO every replica holds everything: who had not
+applied a step that others have applies it, newcomers are handed the state, and all compare; where replicas are of one
+slot nothing else is moved, where AutoTP has cut them what the lost slot held is dealt (`cut_replicas.py`). With ZeRO a
+rank takes its shard with it, so all go back to the newest copies, which may be of the step before: the loop goes
 through that step again.
 """
 
@@ -21,7 +22,8 @@ from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed.counted import count
-from ntp_plugin.deepspeed.whole_state import WholeState
+from ntp_plugin.deepspeed.cut_replicas import CutReplicas
+from ntp_plugin.deepspeed.whole_state import WholeState, hand_over
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.deepspeed.zero_state import ZeroState
 from ntp_plugin.errors import Refused, StateLost
@@ -70,10 +72,12 @@ class EngineTrainer:
         self._window: Window
         self._loop: Loop
         self._teller: Teller
-        self._topology: Topology
+        self.topology: Topology
         self._batch: NominalBatch
         self._whole: WholeState
-        """Where there is no ZeRO."""
+        """Where there is no ZeRO, and nothing is cut."""
+        self._cut: CutReplicas | None = None
+        """Where a replica has several slots."""
         self._zero: ZeroState | None = None
         self._how_far: HowFar
         self.copies: JobCopies | None = None
@@ -91,7 +95,7 @@ class EngineTrainer:
         topology: Topology,
     ) -> None:
         """There is an engine now; all founders come together."""
-        self._window, self._loop, self._teller, self._topology = window, loop, teller, topology
+        self._window, self._loop, self._teller, self.topology = window, loop, teller, topology
         self._batch = NominalBatch(
             replicas=topology.size,
             per_replica=engine.gradient_accumulation_steps(),
@@ -102,6 +106,9 @@ class EngineTrainer:
         if int(engine.zero_optimization_stage()):
             self._zero = ZeroState(engine)
             self._copy(engine, policy, self._zero)
+        elif topology.tp > 1:
+            self._cut = CutReplicas(engine, policy, topology, rank=self._rank, newcomer=self._newcomer)
+            window.cut = self._cut
         else:
             self._whole = WholeState(engine)
         self._engine = engine
@@ -113,10 +120,10 @@ class EngineTrainer:
                     "ZeRO without copies (ntp.copies.mode): a lost rank takes its shard with it, and ends the job"
                 )
             return
-        self._how_far = HowFar(engine, ranks=self._topology.size)
+        self._how_far = HowFar(engine, ranks=self.topology.size)
         self.copies = JobCopies(
             policy.copies,
-            self._topology,
+            self.topology,
             rank=self._rank,
             carried=self._how_far,
             steps=self._window.step,
@@ -125,7 +132,7 @@ class EngineTrainer:
         )
         self._window.copies = self.copies
         if not self._newcomer:
-            self.copies.settle(self._who_trains(tuple(range(self._topology.size))), zero.parts)
+            self.copies.settle(self._who_trains(tuple(range(self.topology.size))), zero.parts)
 
     def resume(self, folder: Path) -> None:
         """Begin from the copies of a run that is dead; all founders come together."""
@@ -134,16 +141,16 @@ class EngineTrainer:
                 "--ntp-resume: a job without ZeRO, or without copies, has made none that it could begin from",
                 way_out="load the last checkpoint",
             )
-        slots = tuple(range(self._topology.size))
+        slots = tuple(range(self.topology.size))
         step = self.copies.resume(folder, self._zero.make_room, slots)
         self._zero.have_weights(0)
         self._window.restart(step, self._shares(slots)[self._rank.groups.slot], self._how_far.found)
         _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
     def _who_trains(self, slots: tuple[int, ...]) -> WhoTrains:
-        everybody = [self._topology.slot_of(rank) for rank in range(self._topology.size)]
+        everybody = [self.topology.slot_of(rank) for rank in range(self.topology.size)]
         there = tuple(everybody[slot] for slot in slots)
-        standing = Standing(topology=self._topology, lost=frozenset(everybody) - set(there), min_tp_width=1)
+        standing = Standing(topology=self.topology, lost=frozenset(everybody) - set(there), min_tp_width=1)
         return WhoTrains(trains=there, present=there, lost_nodes=standing.lost_nodes)
 
     # ------------------------------------------------ a walk
@@ -153,17 +160,23 @@ class EngineTrainer:
         if self._engine is None:
             raise Refused("a rank was lost before there was an engine", way_out="start the job again")
         self._walking_since = self._walking_since or time.monotonic()
-        loop, copied = self._loop, "" if self.copies is None else self.copies.describe()
-        return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=copied)
+        loop, held = self._loop, ""
+        if self._cut is not None:
+            held = self._cut.held()
+        elif self.copies is not None:
+            held = self.copies.describe()
+        return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=held)
 
     def plan(self, agreed: Agreed) -> str:
         """Who computes what, which follows from the members; and which copies there are."""
         versions = ""
+        if self._cut is not None:
+            return self._cut.plan(agreed)
         if self._zero is not None:
             found = [] if self.copies is None else self.copies.choose(report.held for report in agreed.reports.values())
             if not found:
                 raise StateLost(
-                    f"{len(agreed.reports)} of {self._topology.size} ranks are left, and there is no version of the"
+                    f"{len(agreed.reports)} of {self.topology.size} ranks are left, and there is no version of the"
                     " shards of all of which all parts are copied",
                     way_out="restart from the last checkpoint; before the next run: switch copies on (ntp.copies.mode),"
                     " or set ntp.copies.count higher",
@@ -180,12 +193,11 @@ class EngineTrainer:
             loop.roll_forward(mine=rolls, newcomer=self._newcomer, really=self._zero is None)
         loop.begin_again()
         loop.done = agreed.decision.step
-        numbers = self._shares(slots)[self._rank.groups.slot]
         if self._zero is not None:
             was_there = min(slot for slot, report in agreed.reports.items() if not report.newcomer)
-            self._put_together(self._zero, slots, numbers, self._rank.groups.rank_of(was_there))
+            self._put_together(self._zero, slots, self._rank.groups.rank_of(was_there))
         else:
-            self._compare(agreed, numbers)
+            self._have_all(agreed)
         self._newcomer = False
         self._have_engine_know()
         self._tell(agreed)
@@ -193,14 +205,23 @@ class EngineTrainer:
     def _shares(self, slots: tuple[int, ...]) -> dict[int, list[int]]:
         return {slot: share.numbers for slot, share in even_shares(slots, self._batch).items()}
 
+    def _numbers(self, slots: tuple[int, ...]) -> list[int]:
+        """This rank's share."""
+        return self._shares(slots)[self._rank.groups.slot] if self._cut is None else self._cut.numbers
+
     # ------------------------------------------------ without ZeRO
 
-    def _compare(self, agreed: Agreed, numbers: list[int]) -> None:
+    def _have_all(self, agreed: Agreed) -> None:
+        """What the others have, which is compared; and go on, or begin the window again."""
         goes_on = self._window.votes_on == agreed.decision.step
         told: Mapping[str, Any] = {}
         if any(report.newcomer for report in agreed.reports.values()):
             told = self._hand_over(knows=not (goes_on or self._newcomer))
-        self._whole.compare(agreed.view.slots, agreed.decision.step)
+        if self._cut is None:
+            self._whole.compare(agreed.view.slots, agreed.decision.step)
+        else:
+            self._cut.stand_on(agreed)
+        numbers = self._numbers(agreed.view.slots)
         if goes_on:
             self._window.go_on(numbers)
         elif self._newcomer:
@@ -216,12 +237,15 @@ class EngineTrainer:
         giver = next((one for one in told if one is not None), None)
         if giver is None:  # the driver goes on without newcomers then
             raise RuntimeError("all members are within a step, and nobody can tell a newcomer where the job stands")
-        self._whole.hand_over(giver["rank"], newcomer=self._newcomer)
+        if self._cut is None:
+            self._whole.hand_over(giver["rank"], newcomer=self._newcomer)
+        else:  # the rest is moved in parts
+            hand_over(self._engine.module.buffers(), giver["rank"], newcomer=self._newcomer)
         return giver
 
     # ------------------------------------------------ with ZeRO
 
-    def _put_together(self, zero: ZeroState, slots: tuple[int, ...], numbers: list[int], giver: int) -> None:
+    def _put_together(self, zero: ZeroState, slots: tuple[int, ...], giver: int) -> None:
         copies = self.copies
         assert copies is not None, "without copies there is no plan"
         zero.build_again()
@@ -231,7 +255,7 @@ class EngineTrainer:
             raise StateLost(found.what, way_out="restart from the last checkpoint") from found
         zero.have_weights(giver)
         copies.steps = copies.state_of
-        self._window.restart(copies.state_of, numbers, self._how_far.found)
+        self._window.restart(copies.state_of, self._numbers(slots), self._how_far.found)
         copies.settle(self._who_trains(slots), zero.parts)
 
     # ------------------------------------------------ afterwards
@@ -246,16 +270,16 @@ class EngineTrainer:
 
     def _tell(self, agreed: Agreed) -> None:
         since, self._walking_since = self._walking_since or time.monotonic(), None
-        slots, shares = set(agreed.view.slots), self._shares(agreed.view.slots)
-        everybody = range(self._topology.size)
-        named = {slot: str(self._topology.slot_of(slot)) for slot in everybody}
+        slots, everybody, cut = set(agreed.view.slots), range(self.topology.size), self._cut
+        shares = self._shares(agreed.view.slots) if cut is None else cut.shares
+        named = {slot: str(self.topology.slot_of(slot)) for slot in everybody}
         self._teller.tell(
             Recovered(
                 epoch=agreed.view.epoch,
                 seconds=time.monotonic() - since,
                 lost=[named[slot] for slot in everybody if slot not in slots],
                 back=[named[slot] for slot, report in sorted(agreed.reports.items()) if report.newcomer],
-                widths=[[int(slot in slots)] for slot in everybody],
-                micro_batches=[len(shares.get(slot, ())) for slot in everybody],
+                widths=[[int(slot in slots)] for slot in everybody] if cut is None else cut.widths,
+                micro_batches=[len(shares.get(replica, ())) for replica in range(self.topology.dp)],
             )
         )

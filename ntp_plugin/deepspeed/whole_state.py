@@ -4,7 +4,7 @@ So nothing is lost with a rank. After a change of the membership all compare the
 process that comes in is handed all of it, tensor by tensor, by one that was there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,12 +41,7 @@ class WholeState:
         dist.broadcast_object_list(told, src=giver)
         if newcomer:
             self._make_room(told[0])
-        for tensor in self._tensors(told[0]):
-            value = tensor if newcomer or dist.get_rank() == giver else torch.empty_like(tensor)
-            value = value.contiguous()
-            dist.broadcast(value, src=giver)
-            if newcomer and value.data_ptr() != tensor.data_ptr():
-                tensor.copy_(value)
+        hand_over(self._tensors(told[0]), giver, newcomer=newcomer)
 
     def _described(self) -> list[dict[str, Any]]:
         """What the optimizer keeps, parameter by parameter: a type for what has its shape, or a number."""
@@ -110,6 +105,17 @@ class WholeState:
         return [
             Stepped(parameter=parameter, pieces=((whole(name, parameter), 0),)) for name, parameter in self._steps()
         ]
+
+
+@torch.no_grad()
+def hand_over(tensors: Iterable[torch.Tensor], giver: int, *, newcomer: bool) -> None:
+    """From the rank `giver` to those who have just come; all members come together, and the others keep theirs."""
+    for tensor in tensors:
+        value = tensor if newcomer or dist.get_rank() == giver else torch.empty_like(tensor)
+        value = value.contiguous()
+        dist.broadcast(value, src=giver)
+        if newcomer and value.data_ptr() != tensor.data_ptr():
+            tensor.copy_(value)
 
 
 def whole(name: str, tensor: torch.Tensor) -> Piece:

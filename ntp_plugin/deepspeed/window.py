@@ -21,8 +21,11 @@ import torch.distributed as dist
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed.counted import adopt, count, draw_from, drawn_from
+from ntp_plugin.deepspeed.cut_layers import without_numbers
+from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
 from ntp_plugin.errors import PeerLost, Refused
+from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
@@ -43,24 +46,36 @@ class Window:
     """Around one engine."""
 
     def __init__(
-        self, engine: Any, policy: TrainingPolicy, seed: int, *, rank: ElasticRank, loop: Loop, teller: Teller
+        self,
+        engine: Any,
+        policy: TrainingPolicy,
+        topology: Topology,
+        *,
+        seed: int,
+        rank: ElasticRank,
+        loop: Loop,
+        teller: Teller,
     ) -> None:
         self._engine, self._policy, self._rank, self._loop, self._teller = engine, policy, rank, loop, teller
-        self._seed = seed
-        self._slot, self._ranks = rank.place.slot, rank.place.slots
+        self._seed, self._topology = seed, topology
+        self._replica, self._replicas = topology.slot_of(rank.place.slot).replica, topology.dp
         self._each: int = engine.gradient_accumulation_steps()
-        self.numbers: Sequence[int] = range(self._slot * self._each, (self._slot + 1) * self._each)
+        self.numbers: Sequence[int] = range(self._replica * self._each, (self._replica + 1) * self._each)
         """Of the micro-batches of a global batch, those that this rank computes."""
         self.step = 0
         """Optimizer steps of this job that are in the state: the window is of the one after them."""
         self.copies: JobCopies | None = None
         """Of shards, where there are any."""
+        self.cut: CutReplicas | None = None
+        """Where replicas are cut over several slots."""
         self.begin_job: Callable[[], None] = _nothing
         """What there is to do before the first forward."""
         self._followed: Followed | None = None
         self._done = 0
         """Micro-batches of the window that have been through the backward."""
         self._stale = self._voted = self._unwinding = self._somebody_asks = False
+        self._drawn_anew = self._evaluates_alone = False
+        """Whether the window began again; and whether a loss has interrupted an evaluation."""
         self.votes_on: int | None = None
         """The section whose vote on a step this rank stands in: once that is over it goes on there, whoever is lost."""
         self._in_flight = False
@@ -77,22 +92,22 @@ class Window:
     @property
     def hurt(self) -> bool:
         """Whether somebody is lost."""
-        return len(self._rank.groups.members) < self._ranks
+        return len(self._rank.groups.members) < self._topology.size
 
     @property
     def _weight(self) -> float:
-        """Of a loss, so that the mean over those who are there is that over the nominal ranks."""
-        return len(self._rank.groups.members) / self._ranks
+        """Of a loss, so that DeepSpeed's mean over those who are there is that over the nominal replicas."""
+        return 1.0 if self.cut is not None else len(self._rank.groups.members) / self._replicas
 
     def _follow(self, loader: Any) -> Stream | None:
-        if not can_follow(loader, replica=self._slot, replicas=self._ranks):
+        if not can_follow(loader, replica=self._replica, replicas=self._replicas):
             return None
-        nominal = range(self._slot * self._each, (self._slot + 1) * self._each)
+        nominal = range(self._replica * self._each, (self._replica + 1) * self._each)
         return Stream(per_step=self._each, per_turn=len(loader), numbers=nominal)
 
     def restart(self, step: int, numbers: Sequence[int], counted: Any = None) -> None:
         """From the first micro-batch of the step after `step` on; in a walk."""
-        self._unwinding = self._stale = True
+        self._unwinding = self._stale = self._drawn_anew = True
         self.step, self.numbers = step, numbers
         self._done, self._loss = 0, 0.0
         adopt(self._engine, counted or self.counted())
@@ -123,13 +138,34 @@ class Window:
     def _forward(self, original: Any) -> Any:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._engine.module.training and torch.is_grad_enabled():
+            work = functools.partial(original, *args, **kwargs)
+            trains = self._engine.module.training and torch.is_grad_enabled()
+            if trains:
                 self._take_in_hand()
             else:
                 Loaders.evaluate()
-            return original(*args, **kwargs)
+            return work() if self.cut is None else self._together_forward(self.cut, work, trains=trains)
 
         return forward
+
+    def _together_forward(self, cut: CutReplicas, work: Callable[[], Any], *, trains: bool) -> Any:
+        """Of all slots of a replica. Who is interrupted goes to its end alone: the loop is owed something, and what
+        comes of it in the training is stale. An evaluation that is interrupted cannot be taken up again, as nobody
+        knows how far the other slots are in it."""
+        if trains:
+            self._evaluates_alone = False
+        if not (self._stale if trains else self._evaluates_alone):
+            told = self._through(work)
+            if told is not None:
+                return told[0]
+        with cut.layers.alone():
+            found = work()
+        if trains:
+            return found
+        if not self._evaluates_alone:
+            _LOG.warning("a loss has interrupted an evaluation: what is left of it gives NaN")
+        self._evaluates_alone = True
+        return without_numbers(found)
 
     def begin(self) -> None:
         """What there is to do before anything is done together."""
@@ -194,6 +230,9 @@ class Window:
             self.copies.begin()
         if self.hurt:
             self._coalesce(begin=True)
+        if self._drawn_anew and self.cut is not None:  # all slots of a replica draw alike
+            torch.manual_seed(_seed_of(self._seed, self.step, self._replicas * self._each + self._replica))
+        self._drawn_anew = False
 
     def _coalesce(self, *, begin: bool) -> None:
         """ZeRO's reduction, once at the end of the window, as `engine.coalesce_grad_reduction` has it."""
@@ -267,7 +306,7 @@ class Window:
                     step=self._engine.global_steps,
                     epoch=self._rank.groups.epoch,
                     seconds=time.monotonic() - self._began_at,
-                    losses={"loss": float(self._loop.outcome[_LOSS]) / (self._ranks * self._each)},
+                    losses={"loss": float(self._loop.outcome[_LOSS]) / (self._replicas * self._each)},
                     samples=list(self.numbers),
                 )
             )
@@ -287,7 +326,9 @@ class Window:
             saved, of_step = [None], self.step
 
             def work() -> Any:
-                if self.step == of_step:
+                if self.cut is not None and not self.cut.whole:
+                    _LOG.warning("no checkpoint was written: no replica has all of its slots, as its files want")
+                elif self.step == of_step:
                     saved[:] = [original(*args, **kwargs)]
                 else:
                     _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
@@ -368,7 +409,7 @@ class Window:
 
     def _words(self) -> torch.Tensor:
         numbers = torch.zeros(_WORDS, dtype=torch.float64)
-        numbers[_LOSS] = self._loss
+        numbers[_LOSS] = self._loss if self.cut is None or self.cut.speaks else 0.0
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
         if self.copies is not None:

@@ -21,7 +21,7 @@ micro-batches; it still joins every collective.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 
 from ntp_plugin.config.sections import BatchPolicy
@@ -145,6 +145,21 @@ def even_shares(members: Collection[int], nominal: NominalBatch) -> dict[int, Sh
     """Of those who are left, where all are taken for equally fast, and every sample is computed."""
     paces = {replica: Pace(ns=nominal.healthy_ns) for replica in members}
     return {share.replica: share for share in split_batch(paces, nominal, BatchPolicy()).shares}
+
+
+def one_for_each(shares: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Numbers of micro-batches, so that no replica has none: who has none gets the last of who has most."""
+    found = {replica: list(numbers) for replica, numbers in sorted(shares.items())}
+    for numbers in found.values():
+        if not numbers:
+            most = max(found.values(), key=len)
+            if len(most) < 2:
+                raise Refused(
+                    f"{len(found)} replicas cannot each compute one of {sum(map(len, found.values()))} micro-batches",
+                    way_out="have gradient_accumulation_steps of at least 1 for every replica",
+                )
+            numbers.append(most.pop())
+    return found
 
 
 def _step_ns(crowd: Mapping[Pace, int], nominal: NominalBatch, policy: BatchPolicy, owed: int, nominal_ns: int) -> int:

@@ -1,0 +1,181 @@
+"""Replicas whose layers AutoTP has cut over several slots, without ZeRO: each holds everything, in parts.
+
+When a slot is lost its replica goes on narrower. The others of it keep their units, and the lost one's are dealt to
+them; they come, with their optimizer state, from another replica (`training/relayout.py`). The replica gets fewer
+micro-batches, by its width. A replica without slots is dropped, and its samples go to the others.
+
+While somebody is lost gradients are summed lane by lane in place of DeepSpeed's all-reduce, and divided by the replicas
+that there were. The norm is that of a replica: each slot has what it holds, the first of them what all hold. So that
+all clip alike, the largest is taken, which differs from the others by rounding. With nobody lost all of it is
+DeepSpeed's own again.
+
+A step needs all replicas, and a loop that draws from its loader draws at least once: the narrowest replica computes one
+micro-batch, however slow it is.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.comm.agreement import Agreed
+from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State, TrainingPolicy
+from ntp_plugin.deepspeed.cut_layers import CutLayers
+from ntp_plugin.errors import BelowMinimum, Refused, StateLost
+from ntp_plugin.planning.batch_split import one_for_each
+from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
+from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.training.direct_lanes import DirectLanes
+from ntp_plugin.training.gradient_lanes import GradientLanes, only
+from ntp_plugin.training.relayout import relayout
+from ntp_plugin.training.relayout_plan import Held, plan_relayout
+from ntp_plugin.training.sharded_state import ShardedState
+
+_RESTART = "restart from the last checkpoint"
+
+
+class CutReplicas:
+    """As one rank has part in them."""
+
+    def __init__(
+        self, engine: Any, policy: TrainingPolicy, topology: Topology, *, rank: ElasticRank, newcomer: bool
+    ) -> None:
+        if topology.dp == 1:
+            raise Refused(
+                f"there is one replica, of {topology.tp} slots: what one of them holds is lost with it",
+                way_out=f"start {2 * topology.tp} processes, or lower tensor_parallel.autotp_size",
+            )
+        self._engine, self._rank, self._topology = engine, rank, topology
+        self._slot = topology.slot_of(rank.place.slot)
+        self.layers = CutLayers(engine.module, tp=topology.tp, granule=policy.granule)
+        parameters = dict(engine.module.named_parameters())
+        self._nominal = _nominal(self.layers, parameters, engine, policy, topology)
+        plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now
+        self.state = ShardedState(parameters, engine.basic_optimizer, newcomer=newcomer)
+        self.state.refuse_what_cannot_be_cut()
+        (self._plan,) = plan_relayout(self._nominal, {place: self._founding() for place in range(topology.size)}, 0)
+        self._next = self._plan
+        self._lanes: DirectLanes | None = None
+        self._own = engine.buffered_allreduce_fallback, engine.clip_fp32_gradients, engine.save_non_zero_checkpoint
+        if newcomer:
+            self._let_go_of_the_check()
+
+    def _founding(self) -> Held:
+        return Held(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})
+
+    def _let_go_of_the_check(self) -> None:
+        """Of AutoTP's first forward, in which all slots of a replica compare their samples."""
+        self._engine.first_dataloader_check.remove()
+
+    # ------------------------------------------------ who computes what
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the micro-batches of a global batch, those that this slot's replica computes."""
+        return self.shares[self._slot.replica]
+
+    @property
+    def shares(self) -> Mapping[int, list[int]]:
+        """Replica -> its micro-batches."""
+        return one_for_each({share.replica: share.numbers for share in self._plan.goal.batch.shares})
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this slot says what all of its replica would say."""
+        return self._slot == min(slot for slot in self._plan.training if slot.replica == self._slot.replica)
+
+    @property
+    def widths(self) -> list[list[int]]:
+        """How many slots are left, replica by replica."""
+        return [[sum(slot.replica == replica for slot in self._plan.training)] for replica in range(self._topology.dp)]
+
+    @property
+    def whole(self) -> list[int]:
+        """Replicas that have lost nothing."""
+        return [replica for replica, (width,) in enumerate(self.widths) if width == self._topology.tp]
+
+    # ------------------------------------------------ a walk
+
+    def held(self) -> str:
+        """For the report."""
+        return self.state.held(self._plan.lost).encode()
+
+    def plan(self, agreed: Agreed) -> str:
+        """Who holds what, computes what and sends what, from what everybody reported."""
+        held = {place: Held.decode(report.held) for place, report in agreed.reports.items()}
+        try:
+            (self._next,) = plan_relayout(self._nominal, held, agreed.view.epoch)
+        except (BelowMinimum, StateLost) as found:
+            raise type(found)(found.what, way_out=_RESTART) from found
+        return self._next.digest
+
+    def stand_on(self, agreed: Agreed) -> None:
+        """Move what changes hands, compare everything, and have DeepSpeed run in the new layout."""
+        self._plan = self._next
+        relayout([self._plan], self.state, self._rank.groups, step=agreed.decision.step)
+        pattern = self._plan.standing.pattern(self._slot.replica, 0)
+        survivors = [tp for tp in range(self._topology.tp) if tp not in pattern]
+        self.layers.tell(survivors.index(self._slot.tp), pattern)
+        self._let_go_of_the_check()
+        self._into_engine(DirectLanes(self._plan, self._rank.groups))
+
+    def _into_engine(self, lanes: DirectLanes) -> None:
+        engine = self._engine
+        reduce, clip, saves = self._own
+        if self._plan.standing.lost:
+            self._lanes = lanes
+            reduce, clip = self._reduce, self._clip
+            saves = self._slot.replica == min(self.whole, default=-1)
+        engine.buffered_allreduce_fallback, engine.clip_fp32_gradients = reduce, clip
+        engine.save_non_zero_checkpoint = saves
+
+    # ------------------------------------------------ a step of who is hurt
+
+    @torch.no_grad()
+    def _reduce(self, grads: Any = None, elements_per_buffer: int = 0) -> None:
+        """`buffered_allreduce_fallback`."""
+        del grads, elements_per_buffer
+        assert self._lanes is not None, "somebody is lost"
+        gradients = {}
+        for name, parameter in self.state.parameters.items():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients[name] = parameter.grad
+        GradientLanes(only(self._lanes.gradients, gradients), gradients).finish()
+        for gradient in gradients.values():
+            gradient.div_(self._topology.dp)
+
+    @torch.no_grad()
+    def _clip(self) -> None:
+        """`clip_fp32_gradients`."""
+        cut = {tensor.name for tensor, _ in self._nominal.units.stages[0].tensors if tensor.family}
+        gradients = {name: one.grad for name, one in self.state.parameters.items() if one.grad is not None}
+        mine = [grad.float().norm() for name, grad in gradients.items() if name in cut or self.speaks]
+        squares = torch.stack(mine).square().sum() if mine else torch.zeros((), device=self._engine.device)
+        dist.all_reduce(squares, group=self._engine.mpu.get_model_parallel_group())
+        dist.all_reduce(squares, op=dist.ReduceOp.MAX)
+        coefficient = torch.clamp(self._engine.gradient_clipping() / (squares.sqrt() + 1e-6), max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(coefficient)
+
+
+def _nominal(
+    layers: CutLayers,
+    parameters: Mapping[str, torch.nn.Parameter],
+    engine: Any,
+    policy: TrainingPolicy,
+    topology: Topology,
+) -> Nominal:
+    size = max(parameter.element_size() for parameter in parameters.values())
+    micro_batch, each = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    return Nominal(
+        topology=topology,
+        units=layers.units(),
+        batch=Batch(micro_batch=micro_batch, global_batch=micro_batch * each * topology.dp),
+        state=State(weight_bytes=size, gradient_bytes=size, optimizer_bytes=2 * size),
+        hardware=Hardware(),
+        policy=Policy(min_tp_width=policy.min_tp_width, route="direct", copies=CopyPolicy(count=0)),
+    )

@@ -1,0 +1,156 @@
+"""Layers that AutoTP has cut over the slots of a replica, some of which are killed: it goes on narrower."""
+
+import pytest
+
+from benchmarks.zero.compare import differences, used_once, within
+from benchmarks.zero.job import Job, run, undisturbed
+from ntp_plugin.errors import Refused
+from ntp_plugin.testing.faults import kill
+
+TWO = Job(ranks=4, tp=2)
+MOMENTS = ["forward", "within", "backward", "gradient", "accumulated", "reduce", "vote", "apply", "applied", "between"]
+
+
+def assert_same_training(outcomes, rows, job):
+    twin = undisturbed(job)[0]
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+    found = differences(outcomes, rows, job)
+    assert within(found, job.dtype), found
+    assert used_once(rows, job)
+
+
+@pytest.mark.short
+def test_nobody_is_lost():
+    """Bit for bit as without us."""
+    outcomes, rows = run(TWO)
+    twin = undisturbed(TWO)
+    for slot, seen in outcomes.items():
+        assert seen.places == twin[slot].places
+        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in twin[slot].weights.items())
+        assert seen.losses == twin[slot].losses
+    assert used_once(rows, TWO)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 3])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(moment, marks=[pytest.mark.short] * (moment == "within")) for moment in MOMENTS]
+)
+def test_a_slot_is_killed(slot, moment):
+    outcomes, rows = run(TWO, faults=[kill(slot, during=moment, step=6)])
+    assert sorted(outcomes) == [other for other in range(4) if other != slot]
+    assert_same_training(outcomes, rows, TWO)
+
+
+@pytest.mark.parametrize(
+    ("job", "lost"),
+    [
+        (Job(ranks=6, tp=3), [0, 4, 5]),
+        (Job(ranks=8, tp=4), [6]),
+        (Job(ranks=8, tp=4), [1, 4]),
+    ],
+)
+def test_replicas_of_other_widths(job, lost):
+    faults = [kill(slot, during="vote", step=4 + 3 * place) for place, slot in enumerate(lost)]
+    outcomes, rows = run(job, faults=faults)
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("slots", [(2, 3), (0, 1)])
+def test_a_whole_replica_is_lost(slots):
+    outcomes, rows = run(TWO, faults=[kill(slot, during="backward", step=6) for slot in slots])
+    assert_same_training(outcomes, rows, TWO)
+
+
+def test_each_replica_loses_one_and_then_one_its_last():
+    faults = [kill(0, during="vote", step=4), kill(3, during="within", step=9), kill(2, during="applied", step=13)]
+    outcomes, rows = run(TWO, faults=faults)
+    assert sorted(outcomes) == [1]
+    assert_same_training(outcomes, rows, TWO)
+
+
+@pytest.mark.parametrize("step", [1, pytest.param(7, marks=pytest.mark.short)])
+@pytest.mark.parametrize("slot", [0, 3])
+def test_a_slot_comes_back(slot, step):
+    outcomes, rows = run(TWO, faults=[kill(slot, during="vote", step=step)], back={slot: 12})
+    assert {seen.members for seen in outcomes.values()} == {4}
+    assert {slot: seen.places for slot, seen in outcomes.items()} == {
+        slot: seen.places for slot, seen in undisturbed(TWO).items()
+    }
+    assert_same_training(outcomes, rows, TWO)
+
+
+@pytest.mark.parametrize("moment", ["report", "plan", "regroup", "stand on", "stood"])
+def test_a_second_one_in_the_recovery(moment):
+    outcomes, rows = run(TWO, faults=[kill(0, during="reduce", step=5), kill(3, during=moment, epoch=1)])
+    assert sorted(outcomes) == [1, 2]
+    assert_same_training(outcomes, rows, TWO)
+
+
+@pytest.mark.parametrize(("moment", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)])
+def test_the_others_hear_of_it_in_code_of_their_own(moment, number):
+    job = Job(ranks=4, tp=2, hear_at=(moment, 6, number))
+    outcomes, rows = run(job, faults=[kill(2, during="between", step=5)])
+    assert_same_training(outcomes, rows, job)
+
+
+def test_in_the_first_forward_of_all():
+    """In which AutoTP has the slots of a replica compare their samples."""
+    outcomes, rows = run(TWO, faults=[kill(2, during="within", step=1)], back={2: 12})
+    assert_same_training(outcomes, rows, TWO)
+
+
+def test_who_stands_in_a_vote_that_another_has_left_applies_the_step():
+    job = Job(ranks=4, tp=2, slow_to_leave=6)
+    faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
+    outcomes, rows = run(job, faults=faults)
+    assert sorted(outcomes) == [0, 1]
+    assert_same_training(outcomes, rows, job)
+
+
+def test_in_float32_with_clipping():
+    job = Job(ranks=4, tp=2, dtype="float32")
+    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14})
+    assert_same_training(outcomes, rows, job)
+
+
+def test_a_llama_of_transformers_by_its_own_plan():
+    """Attention, a gated pair of layers, and an output layer that is gathered."""
+    job = Job(ranks=4, tp=2, llama=True, dtype="float32")
+    outcomes, rows = run(job, faults=[kill(3, during="within", step=6)])
+    assert_same_training(outcomes, rows, job)
+
+
+def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
+    job = Job(ranks=4, tp=2, saves=9)
+    _, rows = run(job, faults=[kill(0, during="vote", step=6)])
+    (saved,) = {tuple(names) for kind, names, *_ in rows if kind == "saved"}
+    assert sorted(saved) == ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+
+
+def test_without_a_replica_that_has_all_of_its_slots_no_checkpoint_is_written():
+    job = Job(ranks=4, tp=2, saves=12)
+    faults = [kill(0, during="vote", step=6), kill(3, during="vote", step=9)]
+    outcomes, rows = run(job, faults=faults)
+    assert_same_training(outcomes, rows, job)
+    assert not [row for row in rows if row[0] == "saved"]
+
+
+def test_one_replica_alone_is_refused():
+    with pytest.raises(Refused, match=r"one replica, of 2 slots"):
+        run(Job(ranks=2, tp=2, steps=2, epochs=1))
+
+
+@pytest.mark.parametrize(
+    ("more", "ntp", "said"),
+    [
+        ((("zero_optimization", {"stage": 1}),), (), "with ZeRO"),
+        ((("bf16", {"enabled": True}),), (), "with fp16 or bf16"),
+        ((), (("dropout", "exact"),), r"ntp\.dropout = exact"),
+        ((), (("min_tp_width", 2),), r"ntp\.min_tp_width"),
+        ((), (("granule", 5),), r"up.* in parts of \[12, 12\]"),
+    ],
+)
+def test_what_is_refused_at_the_start(more, ntp, said):
+    with pytest.raises(Refused, match=said):
+        run(Job(ranks=4, tp=2, steps=2, epochs=1, more=more, ntp=ntp))
