@@ -19,10 +19,10 @@ from ntp_plugin.testing.ranks import Rank
 
 MOMENTS = (
     *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),
-    *("within", "gradient"),
+    *("within", "gradient", "evaluation"),
     *("report", "plan", "regroup", "stand on", "rolled", "stood"),
 )
-STEPS, FEATURES = 20, 8
+STEPS, FEATURES, RATE = 20, 8, 1e-2
 VOCABULARY, LENGTH = 60, 10
 CUT = {
     "partition_config": {
@@ -44,8 +44,10 @@ class Job:
     ranks: int = 4
     tp: int = 1
     """Slots of a replica, cut by AutoTP."""
-    llama: bool = False
-    """One of transformers, cut as its plan says, in place of a few layers cut as the configuration says."""
+    pair: bool = False
+    """The model that is cut where `tp` is more, whatever it is."""
+    transformer: str = ""
+    """One of transformers in place of a few layers: llama is cut by its plan, opt by AutoTP's own rules."""
     each: int = 2
     """Micro-batches of a replica in a step."""
     micro: int = 2
@@ -62,6 +64,8 @@ class Job:
     """The script trains on a loader that nobody can follow, after an evaluation by one that could be."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
+    evaluates: int = 0
+    """The step after which it goes forward three times without training."""
     slow_to_leave: int = 0
     """The section whose vote slots 1 and 2 are slow to leave: they stand in it when they hear of a loss."""
     hear_at: tuple[str, int, int] | None = None
@@ -80,7 +84,7 @@ class Job:
     @property
     def config(self) -> dict[str, Any]:
         """As a `ds_config.json` has it."""
-        adam = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": True}
+        adam = {"lr": RATE, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": True}
         return {
             "train_batch_size": self.ranks * self.each * self.micro,  # DeepSpeed counts slots of a replica, too
             "train_micro_batch_size_per_gpu": self.micro,
@@ -89,7 +93,7 @@ class Job:
             "gradient_clipping": 0.0 if self.dtype == "float64" else 0.5,
             "steps_per_print": 1_000_000,
             "optimizer": {"type": "AdamW", "params": adam},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": RATE}},
             "zero_optimization": {
                 "stage": self.stage,
                 "reduce_bucket_size": 500,
@@ -97,7 +101,9 @@ class Job:
             },
             "ntp": {"enabled": self.enabled, **dict(self.ntp)},
             **({"bf16": {"enabled": True}} if self.dtype == "bfloat16" else {}),
-            **({"tensor_parallel": {"autotp_size": self.tp} | ({} if self.llama else CUT)} if self.tp > 1 else {}),
+            **(
+                {"tensor_parallel": {"autotp_size": self.tp} | ({} if self.transformer else CUT)} if self.tp > 1 else {}
+            ),
             **dict(self.more),
         }
 
@@ -202,22 +208,24 @@ class Cut(torch.nn.Module):
         return out
 
 
-def make_llama() -> torch.nn.Module:
-    """A small one: eight heads, with four for keys and values."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+def make_transformer(kind: str) -> torch.nn.Module:
+    """A small one."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (it takes seconds)
 
     torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=88,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=6,
-        max_position_embeddings=LENGTH,
-    )
-    model: torch.nn.Module = LlamaForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    shape |= {"max_position_embeddings": LENGTH}
+    own: dict[str, Any] = {
+        "llama": {"intermediate_size": 88, "num_key_value_heads": 4},
+        "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0},
+    }
+    make: Any = AutoModelForCausalLM.from_config
+    model: torch.nn.Module = make(AutoConfig.for_model(kind, **shape, **own[kind]))
     return model
 
 
@@ -277,11 +285,15 @@ class _Loop:
 
         self._job, self._rank, self._asking = job, rank, asking
         dtype = torch.float64 if job.dtype == "float64" else torch.float32
-        self.model = make_llama() if job.llama else make_model(dtype, job.dropout, cut=job.tp > 1)
+        self.model = (
+            make_transformer(job.transformer)
+            if job.transformer
+            else make_model(dtype, job.dropout, cut=job.tp > 1 or job.pair)
+        )
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        samples: Any = Tokens(job.samples) if job.llama else Samples(job.samples, dtype)
+        samples: Any = Tokens(job.samples) if job.transformer else Samples(job.samples, dtype)
         self.engine, _, self.loader, _ = deepspeed.initialize(
             model=self.model,
             model_parameters=groups,
@@ -327,6 +339,8 @@ class _Loop:
                     self._reached("between")
                     if engine.global_steps == self._job.saves:
                         self._save()
+                    if engine.global_steps == self._job.evaluates:
+                        self._go_forward_only(x)
         return Seen(
             weights={name: value.detach().double().numpy().copy() for name, value in self.model.named_parameters()},
             losses=self._losses,
@@ -340,9 +354,18 @@ class _Loop:
         )
 
     def _loss(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        if self._job.llama:
+        if self._job.transformer:
             return self.engine(input_ids=x, labels=x).loss
         return (self.engine(x).squeeze(-1) - y).square().mean()
+
+    def _go_forward_only(self, x: torch.Tensor) -> None:
+        self.engine.eval()
+        for number in range(3):
+            if number == 1:
+                self._reached("evaluation")
+            with torch.no_grad():
+                self._rank.write([["evaluated", number, float(self.engine(x).sum())]])
+        self.engine.train()
 
     def _save(self) -> None:
         self._reached("save")
@@ -353,7 +376,7 @@ class _Loop:
 
     def _reached(self, moment: str) -> None:
         if self._job.enabled:
-            step = self.engine.global_steps + (moment not in ("between", "save"))
+            step = self.engine.global_steps + (moment not in ("between", "save", "evaluation"))
             self._rank.reached(moment, step)
             self._hear(moment, step)
 

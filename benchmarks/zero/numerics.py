@@ -3,10 +3,10 @@
     python -m benchmarks.zero.numerics              every stage, moment and victim; some minutes
     SCALE=ci python -m benchmarks.zero.numerics     a slice
 
-Each row is a job of four ranks and 20 steps that loses one, and the largest relative difference of its losses, norms
-and weights from DeepSpeed alone on the same samples. `seconds`: from the kill to the first step that the others have
-behind them after it, an ordinary step in it. In float64 the gradients are not clipped, since DeepSpeed's norms are in
-float32. Each negative control has one thing wrong on purpose, and must be noticed.
+Each row is a job of 20 steps, of four ranks as a rule, that loses one, and the largest relative difference of its
+losses, norms and weights from DeepSpeed alone on the same samples. `seconds`: from the kill to the first step that the
+others have behind them after it, an ordinary step in it. In float64 the gradients are not clipped, since DeepSpeed's
+norms are in float32. Each negative control has one thing wrong on purpose, and must be noticed.
 """
 
 import dataclasses
@@ -25,6 +25,8 @@ from benchmarks.zero.job import Job, Rows, run
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.faults import Fault, kill
 from ntp_plugin.testing.ranks import Rank
+from ntp_plugin.training.direct_lanes import DirectLanes
+from ntp_plugin.training.gradient_lanes import GradientLanes
 
 SEED = 7
 STEP = 6
@@ -32,7 +34,23 @@ MOMENTS = ("forward", "backward", "accumulated", "reduce", "vote", "apply", "app
 HEARD = ("forward", "backward", "accumulated")
 """Where the others hear of a loss in code of their own, and not in a collective: `heard` in a row."""
 VICTIMS = (0, 1, 3)
-CONTROLS = ("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored")
+CUT_MOMENTS = (
+    "forward",
+    "within",
+    "backward",
+    "gradient",
+    "accumulated",
+    "reduce",
+    "vote",
+    "apply",
+    "applied",
+    "between",
+)
+"""Of replicas that AutoTP has cut, whose slots wait for each other in the forward and the backward."""
+CONTROLS = (
+    *("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored"),
+    *("lanes_not_summed", "all_slots_counted"),
+)
 """What is wrong on purpose."""
 RECOVERED_S = 1.0
 
@@ -50,6 +68,27 @@ def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
         yield Job(stage=stage, dtype="float32"), 2, "reduce"
         for where in HEARD if scale != "ci" else HEARD[stage : stage + 1]:
             yield Job(stage=stage, hear_at=(where, STEP, 1)), 2, "forward"
+    for place, moment in enumerate(CUT_MOMENTS):
+        if scale == "ci" and place % 4:
+            continue
+        for victim in VICTIMS if scale != "ci" else VICTIMS[place // 4 : place // 4 + 1]:
+            yield Job(tp=2), victim, moment
+    yield Job(tp=2, dtype="float32"), 2, "reduce"
+    if scale != "ci":
+        for kind in ("llama", "opt"):
+            yield Job(tp=2, dtype="float32", transformer=kind), 1, "within"
+        for ranks, tp, victim in ((8, 4, 5), (6, 3, 0)):
+            yield Job(ranks=ranks, tp=tp), victim, "backward"
+
+
+def feature(job: Job) -> str:
+    """What the job is of."""
+    return f"ZeRO-{job.stage}{', AutoTP' if job.tp > 1 else ''}{job.transformer and f' of {job.transformer}'}"
+
+
+def layout(job: Job) -> str:
+    """While one is lost: the widths of the replicas."""
+    return f"DP{job.ranks}" if job.tp == 1 else f"TP{job.tp}+TP{job.tp - 1}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +150,10 @@ def _spoil(what: str) -> None:
                 parameter.grad = gradient
 
         setattr(Window, "_unwound", keep_gradients)  # noqa: B010
+    elif what == "lanes_not_summed":
+        setattr(GradientLanes, "__init__", lambda lanes, *_: setattr(lanes, "_under_way", []))  # noqa: B010
+    elif what == "all_slots_counted":
+        setattr(DirectLanes, "speaks", True)  # noqa: B010
     elif what == "shards_not_restored":
         setattr(ZeroState, "make_room", lambda *_: [])  # noqa: B010
 
@@ -130,7 +173,11 @@ def recovered_s(rows: Rows) -> float:
 
 def noticed(control: str) -> bool:
     """Whether the comparison, or the plugin itself, finds it."""
-    job, moment = (Job(stage=1), "vote") if control == "shards_not_restored" else (Job(stage=0), "accumulated")
+    job, moment = Job(), "accumulated"
+    if control == "shards_not_restored":
+        job, moment = Job(stage=1), "vote"
+    elif control in ("lanes_not_summed", "all_slots_counted"):
+        job = Job(tp=2)
     try:
         outcomes, rows = lived(job, [kill(1, during=moment, step=STEP)], control)
         return not (within(differences(outcomes, rows, job), job.dtype) and used_once(rows, job))
@@ -143,7 +190,7 @@ def main(scale: str) -> int:
     rows: list[dict[str, Any]] = []
     fine, seconds = True, []
     for job, victim, moment in cases(scale):
-        row = {"feature": f"ZeRO-{job.stage}", "layout": "DP4", "dtype": job.dtype, "moment": moment, "victim": victim}
+        row = {"feature": feature(job), "layout": layout(job), "dtype": job.dtype, "moment": moment, "victim": victim}
         row["heard"] = job.hear_at[0] if job.hear_at else "where it waits"
         try:
             outcomes, told = lived(job, [kill(victim, during=moment, step=STEP)])

@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
+from ntp_plugin.deepspeed.cut_layers import remembered
 from ntp_plugin.deepspeed.job import LiveJob
 from ntp_plugin.deepspeed.loaders import dealt
 from ntp_plugin.deepspeed.settings import read_policy
@@ -109,6 +110,11 @@ TABLE = (
         target="deepspeed.runtime.engine:DeepSpeedEngine.__init__",
         why="the configuration is known, and a `from deepspeed import initialize` before us comes here too",
         make=_that_can_lose_ranks,
+    ),
+    Replacement(
+        target="deepspeed.module_inject.auto_tp:AutoTP.update_mp_params",
+        why="how many heads an attention layer has left is written over what it had",
+        make=remembered,
     ),
     Replacement(
         target="torch.utils.data:DataLoader.__iter__",

@@ -6,7 +6,8 @@ it would make are the units. That is a key-value head with its queries in attent
 are put together to granules. Layers with equally many units are laid out together, so that a pair of them always fits.
 Where AutoTP gathers what a layer gives, its parts must be in order: such a layer is of a family that stays contiguous.
 
-A layer asks its group how many there are, but for what it has counted itself when it was made (`tell`).
+A layer asks its group how many there are, but for what it has counted itself when it was made; and AutoTP writes down
+in some attention layers how many heads are left for a slot. Both are told anew (`tell`).
 """
 
 import contextlib
@@ -27,6 +28,37 @@ from ntp_plugin.planning.topology import Pattern
 from ntp_plugin.planning.units import Family, ModelUnits, Run, StageUnits, Tensor, default_granule
 
 _WAY_OUT = "leave ntp out, or have AutoTP cut this model in rows and columns of linear layers only"
+
+
+_TOLD = "ntp_told_by_autotp"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    """What AutoTP has written down in a module: what it was before, and by which rule it was cut."""
+
+    attribute: str
+    whole: int
+    meta: Any
+    name: str
+
+
+def remembered(original: Any) -> Any:
+    """`AutoTP.update_mp_params`."""
+
+    @functools.wraps(original)
+    def update(autotp: Any, child: Any, name: Any = None) -> None:
+        before = {attribute: value for attribute, value in vars(child).items() if type(value) is int}
+        original(autotp, child, name)
+        changed = [attribute for attribute, value in before.items() if getattr(child, attribute) != value]
+        if changed:
+            told = [
+                _Told(attribute=attribute, whole=before[attribute], meta=autotp.tp_meta, name=str(name))
+                for attribute in changed
+            ]
+            setattr(child, _TOLD, told)
+
+    return update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +82,7 @@ class CutLayer:
 
     def sizes(self, tp: int, pattern: Pattern) -> tuple[int, ...]:
         """Of the parts of those who are left, in their order."""
-        holdings = lay_out(self.family, tp, pattern).holdings
-        return tuple(sp.size(units) * self.unit_size for slot, units in enumerate(holdings) if slot not in pattern)
+        return _sizes(self.family, self.unit_size, tp, pattern)
 
 
 class CutLayers:
@@ -63,6 +94,11 @@ class CutLayers:
             _cut_layer(name, module, tp, granule)
             for name, module in model.named_modules()
             if isinstance(module, TensorParallel_Layer)
+        ]
+        self._counts = [
+            (module, told.attribute, *_finest(told.whole, told.meta, told.name, tp, granule))
+            for module in model.modules()
+            for told in getattr(module, _TOLD, ())
         ]
 
     def units(self) -> ModelUnits:
@@ -106,6 +142,8 @@ class CutLayers:
             module.tp_index = module.rank = place
             module.is_tp_parallel = len(sizes) > 1
             module._partition_sizes = sizes
+        for module, attribute, family, unit in self._counts:
+            setattr(module, attribute, _sizes(family, unit, self._tp, pattern)[place])
 
     # ------------------------------------------------ alone
 
@@ -145,21 +183,31 @@ def _cut_layer(name: str, module: Any, tp: int, granule: int | None) -> CutLayer
         raise Refused(f"{name} is a {type(module).__name__}, which cannot be cut anew after a loss", way_out=_WAY_OUT)
     size = sum(module._partition_sizes)
     in_order = type(module) is LinearLayer and bool(module.gather_output)
-    unit = _smallest(size, module.tp_meta, str(module.name))
-    if unit == 1 and not in_order:
-        unit = granule or (1 if size % tp else default_granule(size, tp))
-    units, rest = divmod(size, unit)
-    name_of = f"{units} in order" if in_order else f"{units}"
-    layer = CutLayer(
-        name=name, module=module, family=Family(name=name_of, units=units, contiguous=in_order), unit_size=unit
-    )
-    if rest or layer.sizes(tp, ()) != tuple(module._partition_sizes):
+    family, unit = _finest(size, module.tp_meta, str(module.name), tp, granule, in_order=in_order)
+    layer = CutLayer(name=name, module=module, family=family, unit_size=unit)
+    if family.units * unit != size or layer.sizes(tp, ()) != tuple(module._partition_sizes):
         raise Refused(
-            f"AutoTP has cut {name} in parts of {list(module._partition_sizes)}, which are not {units} units of {unit}"
-            " dealt evenly",
+            f"AutoTP has cut {name} in parts of {list(module._partition_sizes)}, which are not {family.units} units of"
+            f" {unit} dealt evenly",
             way_out="choose an autotp_size (or ntp.granule) that divides them",
         )
     return layer
+
+
+def _finest(
+    size: int, meta: Any, name: str, tp: int, granule: int | None, *, in_order: bool = False
+) -> tuple[Family, int]:
+    """The units of so many rows, and how many rows each has."""
+    unit = _smallest(size, meta, name)
+    if unit == 1 and not in_order:
+        unit = granule or (1 if size % tp else default_granule(size, tp))
+    units = size // unit
+    return Family(name=f"{units} in order" if in_order else f"{units}", units=units, contiguous=in_order), unit
+
+
+def _sizes(family: Family, unit: int, tp: int, pattern: Pattern) -> tuple[int, ...]:
+    holdings = lay_out(family, tp, pattern).holdings
+    return tuple(sp.size(units) * unit for slot, units in enumerate(holdings) if slot not in pattern)
 
 
 @functools.cache

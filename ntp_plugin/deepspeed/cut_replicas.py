@@ -61,6 +61,19 @@ class CutReplicas:
         self._own = engine.buffered_allreduce_fallback, engine.clip_fp32_gradients, engine.save_non_zero_checkpoint
         if newcomer:
             self._let_go_of_the_check()
+        else:
+            self._refuse_unequal_replicas()
+
+    def _refuse_unequal_replicas(self) -> None:
+        """A move to where everything is already, which compares everything; so it is noticed, too, where AutoTP has cut
+        what is taken for whole here."""
+        try:
+            relayout([self._plan], self.state, self._rank.groups, step=0)
+        except StateLost as found:
+            raise Refused(
+                f"the replicas do not begin alike: {found.what}",
+                way_out="have all of them load one checkpoint, or draw their weights from one seed",
+            ) from found
 
     def _founding(self) -> Held:
         return Held(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})

@@ -1,5 +1,7 @@
 """Layers that AutoTP has cut over the slots of a replica, some of which are killed: it goes on narrower."""
 
+import math
+
 import pytest
 
 from benchmarks.zero.compare import differences, used_once, within
@@ -114,11 +116,24 @@ def test_in_float32_with_clipping():
     assert_same_training(outcomes, rows, job)
 
 
-def test_a_llama_of_transformers_by_its_own_plan():
-    """Attention, a gated pair of layers, and an output layer that is gathered."""
-    job = Job(ranks=4, tp=2, llama=True, dtype="float32")
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_a_model_of_transformers(kind):
+    """Attention with its heads, an output layer that is gathered; one is cut by its plan, the other by AutoTP's own
+    rules, and has a slot's heads written into the layer."""
+    job = Job(ranks=4, tp=2, transformer=kind, dtype="float32")
     outcomes, rows = run(job, faults=[kill(3, during="within", step=6)])
     assert_same_training(outcomes, rows, job)
+
+
+def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
+    """The others cannot know how far each slot is in it. The training goes on as ever."""
+    job = Job(ranks=4, tp=2, evaluates=9)
+    outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=9)])
+    assert_same_training(outcomes, rows, job)
+    told = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
+    assert all(math.isfinite(value) for value in told[0])
+    assert any(map(math.isnan, told[1])), "the slot beside the lost one waits for it"
+    assert any(map(math.isnan, told[2]))
 
 
 def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
