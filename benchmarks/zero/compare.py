@@ -46,8 +46,8 @@ def undisturbed_weights(job: Job) -> dict[str, Any]:
 
 
 def of_weights(mine: Seen, theirs: Mapping[str, Any]) -> float:
-    """Relative to the largest value of a tensor; of what this rank has of it. A tensor that is smaller than a step, as the
-    bias of attention's keys is, has no gradient but rounding: there it is relative to a step."""
+    """Relative to the largest value of a tensor; of what this rank has of it. A tensor that is smaller than a step, as
+    the bias of attention's keys is, has no gradient but rounding: there it is relative to a step."""
     largest = 0.0
     for name, whole in theirs.items():
         dim, places = mine.places.get(name, (0, None))

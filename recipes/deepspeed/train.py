@@ -1,14 +1,16 @@
-"""A small Llama, trained data parallel by DeepSpeed: an ordinary script, without a line of ours.
+"""A small Llama, trained by DeepSpeed: an ordinary script, without a line of ours.
 
   cd recipes/deepspeed
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config.json
+  ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config_tp.json
 
-It runs on CPU as it is (the model is random, nothing is downloaded). While it runs, kill one of the four workers (their
-pids are printed): the others go on at once, with its samples, and some twenty seconds later a new process takes its
-place. Without the `ntp` block of ds_config.json, by `ntp run` or by torchrun, it is the same script without us. The
-last line is that of an undisturbed run but for the last digits (Adam's eps is 1e-4 here; at 1e-8 it makes a thousandth
-of what is rounding before it, whoever rounds). Takes a minute or two; PAUSE_S, the pause after each step, gives you and
-the new process time.
+The first is data parallel with ZeRO; in the second AutoTP cuts the model over two ranks of each of two replicas. Both
+run on CPU as they are (the model is random, nothing is downloaded). While it runs, kill one of the four workers (their
+pids are printed): the others go on at once, with its samples, and with its part of the model where it had one of its
+own; and some twenty seconds later a new process takes its place. Without the `ntp` block of the configuration, by
+`ntp run` or by torchrun, it is the same script without us. The last line is that of an undisturbed run but for the last
+digits (Adam's eps is 1e-4 here; at 1e-8 it makes a thousandth of what is rounding before it, whoever rounds). Takes a
+minute or two; PAUSE_S, the pause after each step, gives you and the new process time.
 """
 
 import argparse
@@ -72,12 +74,13 @@ def main():
                 time.sleep(pause_s)
                 if torch.distributed.get_rank() == 0 and engine.global_steps % 8 == 0:
                     print(f"step {engine.global_steps}: loss {loss.item():.6f}", flush=True)
+    engine.eval()
+    with torch.no_grad():
+        tokens = torch.stack([Text()[number] for number in range(16)]).to(engine.device)
+        loss = engine(input_ids=tokens, labels=tokens).loss.item()
     if torch.distributed.get_rank() == 0:
-        weights = sum(parameter.detach().double().abs().sum() for parameter in model.parameters())
         members = torch.distributed.get_world_size()
-        print(
-            f"done: step {engine.global_steps}, samples {engine.global_samples}, weights {weights:.6f}, {members} ranks"
-        )
+        print(f"done: step {engine.global_steps}, samples {engine.global_samples}, loss {loss:.9f}, {members} ranks")
 
 
 main()

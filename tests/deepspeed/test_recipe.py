@@ -28,33 +28,33 @@ def start(*words, **environment):
 def last_of(process, timeout_s=240):
     said = process.communicate(timeout=timeout_s)[0]
     assert process.returncode == 0, said[-3000:]
-    found = re.search(r"done: step (\d+), samples (\d+), weights ([\d.]+), (\d) ranks", said)
+    found = re.search(r"done: step (\d+), samples (\d+), loss ([\d.]+), (\d) ranks", said)
     assert found, said[-3000:]
-    step, samples, weights, ranks = found.groups()
-    return int(step), int(samples), float(weights), int(ranks)
+    step, samples, loss, ranks = found.groups()
+    return int(step), int(samples), float(loss), int(ranks)
 
 
-def with_block(folder, block, *, ranks=4):
-    config = json.loads((RECIPES / "ds_config.json").read_text())
+def with_block(folder, block, *, ranks=4, of="ds_config.json"):
+    config = json.loads((RECIPES / of).read_text())
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config | {"train_batch_size": 16 * ranks, "ntp": block}))
     return str(path)
 
 
-@pytest.mark.short
-def test_it_trains_on_when_a_worker_is_killed(tmp_path):
+@pytest.mark.parametrize("config", [pytest.param("ds_config.json", marks=pytest.mark.short), "ds_config_tp.json"])
+def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
-    undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False})))
-    process = start(*words, str(RECIPES / "ds_config.json"))
+    undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config)))
+    process = start(*words, str(RECIPES / config))
     for line in process.stdout:
         if "slot 2 is pid" in line:
             victim = int(line.split()[-1])
         if line.startswith("step 8:"):
             os.kill(victim, signal.SIGKILL)
             break
-    step, samples, weights, ranks = last_of(process)
+    step, samples, loss, ranks = last_of(process)
     assert (step, samples, ranks) == (*undisturbed[:2], 3)
-    assert weights == pytest.approx(undisturbed[2], rel=1e-6)
+    assert loss == pytest.approx(undisturbed[2], rel=1e-6)
 
 
 def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path):
@@ -71,9 +71,9 @@ def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path):
     for pid in (process.pid, *pids):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    step, samples, weights, ranks = last_of(start("--ntp-resume=latest", *words, str(RECIPES / "ds_config.json")))
+    step, samples, loss, ranks = last_of(start("--ntp-resume=latest", *words, str(RECIPES / "ds_config.json")))
     assert (step, samples, ranks) == (*undisturbed[:2], 4)
-    assert weights == pytest.approx(undisturbed[2], rel=1e-6)
+    assert loss == pytest.approx(undisturbed[2], rel=1e-6)
 
 
 def test_a_wrong_key_is_one_line(tmp_path):
