@@ -24,6 +24,8 @@ MOMENTS = (
 )
 STEPS, FEATURES, RATE = 20, 8, 1e-2
 VOCABULARY, LENGTH = 60, 10
+HALVES = {"bfloat16": "bf16", "float16": "fp16"}
+"""Dtypes that DeepSpeed trains in with masters in float32."""
 CUT = {
     "partition_config": {
         "use_default_specs": False,
@@ -100,7 +102,7 @@ class Job:
                 "reduce_scatter": self.dtype != "float64",  # ZeRO-2 refuses to, in float64
             },
             "ntp": {"enabled": self.enabled, **dict(self.ntp)},
-            **({"bf16": {"enabled": True}} if self.dtype == "bfloat16" else {}),
+            **({HALVES[self.dtype]: {"enabled": True}} if self.dtype in HALVES else {}),
             **(
                 {"tensor_parallel": {"autotp_size": self.tp} | ({} if self.transformer else CUT)} if self.tp > 1 else {}
             ),
@@ -284,11 +286,11 @@ class _Loop:
         import deepspeed  # noqa: PLC0415
 
         self._job, self._rank, self._asking = job, rank, asking
-        dtype = torch.float64 if job.dtype == "float64" else torch.float32
+        dtype: torch.dtype = getattr(torch, job.dtype)
         self.model = (
             make_transformer(job.transformer)
             if job.transformer
-            else make_model(dtype, job.dropout, cut=job.tp > 1 or job.pair)
+            else make_model(torch.float32 if job.dtype in HALVES else dtype, job.dropout, cut=job.tp > 1 or job.pair)
         )
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]

@@ -273,10 +273,15 @@ class EngineTrainer:
         slots, everybody, cut = set(agreed.view.slots), range(self.topology.size), self._cut
         shares = self._shares(agreed.view.slots) if cut is None else cut.shares
         named = {slot: str(self.topology.slot_of(slot)) for slot in everybody}
+        seconds = time.monotonic() - since
+        if self._engine.monitor.enabled and not dist.get_rank():
+            told = {"NTP/ranks": len(slots), "NTP/epoch": agreed.view.epoch, "NTP/recovery_s": seconds}
+            samples = self._window.counted()["counters"]["global_samples"]
+            self._engine.monitor.write_events([(name, value, samples) for name, value in told.items()])
         self._teller.tell(
             Recovered(
                 epoch=agreed.view.epoch,
-                seconds=time.monotonic() - since,
+                seconds=seconds,
                 lost=[named[slot] for slot in everybody if slot not in slots],
                 back=[named[slot] for slot, report in sorted(agreed.reports.items()) if report.newcomer],
                 widths=[[int(slot in slots)] for slot in everybody] if cut is None else cut.widths,

@@ -1,5 +1,7 @@
 """Real DeepSpeed in real ranks, some of which are killed: the training is that of an undisturbed run."""
 
+import dataclasses
+
 import pytest
 
 from benchmarks.zero.compare import BOUNDS, differences, of_weights, used_once, within
@@ -223,3 +225,33 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
 def test_what_is_refused_at_the_start(more, ntp, kind, said):
     with pytest.raises(kind, match=said):
         run(Job(ranks=2, steps=2, epochs=1, more=more, ntp=ntp))
+
+
+SCALED = (("fp16", {"enabled": True, "initial_scale_power": 10}),)
+"""So that DeepSpeed's two widths do not begin with another number of steps that overflow."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_half_precision(stage, dtype):
+    """With masters in float32. No further from four ranks of DeepSpeed alone than four times what two of its are."""
+    job = Job(stage=stage, dtype=dtype, more=SCALED if dtype == "float16" else ())
+    alone = dataclasses.replace(job, enabled=False)
+    twin = run(alone)[0][0]
+    two = run(dataclasses.replace(alone, ranks=2, each=2 * job.each))[0][0]
+    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14})
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+        assert of_weights(seen, twin.weights) <= 4 * of_weights(two, twin.weights)
+    assert used_once(rows, job)
+
+
+def test_the_monitor_goes_on_when_the_first_rank_is_lost(tmp_path):
+    """And hears of the recovery."""
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    job = Job(more=(("csv_monitor", block),))
+    run(job, faults=[kill(0, during="vote", step=6)])
+    told = {path.name: path.read_text().splitlines() for path in (tmp_path / "run").iterdir()}
+    samples = [line.split(",")[0] for line in told["Train_Samples_lr.csv"] if not line.startswith("step")]
+    assert samples == [str(16 * step) for step in range(1, 21)]
+    assert told["NTP_ranks.csv"][1:] == ["80,3"]
