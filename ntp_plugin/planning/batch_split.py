@@ -153,11 +153,7 @@ def one_for_each(shares: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     for numbers in found.values():
         if not numbers:
             most = max(found.values(), key=len)
-            if len(most) < 2:
-                raise Refused(
-                    f"{len(found)} replicas cannot each compute one of {sum(map(len, found.values()))} micro-batches",
-                    way_out="have gradient_accumulation_steps of at least 1 for every replica",
-                )
+            assert len(most) > 1, "nominally each replica has one or more"
             numbers.append(most.pop())
     return found
 

@@ -1,11 +1,11 @@
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ntp_plugin.config.sections import BatchPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning import spans as sp
-from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.planning.batch_split import NominalBatch, Pace, one_for_each, split_batch
 from tests.unit import properties
 from tests.unit.properties import each
 
@@ -107,3 +107,19 @@ def test_pieces_that_do_not_divide_a_micro_batch_are_refused():
     nominal = NominalBatch(replicas=1, per_replica=2, micro_batch=4, stages=1, healthy_ns=1000)
     with pytest.raises(Refused, match="replica 0 cannot run a micro-batch of 4 samples in 3 equal pieces"):
         split_batch({0: Pace(ns=1, pieces=3)}, nominal, BatchPolicy())
+
+
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 6), min_size=1))
+def test_one_for_each_deals_no_more_than_it_must(counts):
+    """Every number once, nobody without, and only who has most gives."""
+    assume(sum(counts.values()) >= len(counts))
+    numbers = iter(range(100))
+    shares = {replica: [next(numbers) for _ in range(count)] for replica, count in counts.items()}
+    found = one_for_each(shares)
+    assert sorted(number for given in found.values() for number in given) == list(range(sum(counts.values())))
+    for replica, had in shares.items():
+        assert found[replica]
+        if had:
+            assert found[replica] == had[: len(found[replica])]
+        else:
+            assert len(found[replica]) == 1
