@@ -199,13 +199,14 @@ class Tokens(torch.utils.data.Dataset[Any]):
 class Cut(torch.nn.Module):
     """Two layers that are a pair, between others that all slots have."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout = torch.nn.Dropout(dropout)
         self.enter, self.up = torch.nn.Linear(FEATURES, 12), torch.nn.Linear(12, 24)
         self.down, self.norm, self.out = torch.nn.Linear(24, 12), torch.nn.LayerNorm(12), torch.nn.Linear(12, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        x = self.dropout(self.enter(x))
         out: torch.Tensor = self.out(self.norm(x + self.down(self.up(x).tanh())))
         return out
 
@@ -235,7 +236,7 @@ def make_model(dtype: torch.dtype, dropout: float, *, cut: bool = False) -> torc
     """From one seed on all ranks."""
     torch.manual_seed(7)
     if cut:
-        return Cut().to(dtype)
+        return Cut(dropout).to(dtype)
     layers = [torch.nn.Linear(FEATURES, 33), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(33, 17)]
     return torch.nn.Sequential(*layers, torch.nn.LayerNorm(17), torch.nn.Tanh(), torch.nn.Linear(17, 1)).to(dtype)
 
@@ -329,6 +330,8 @@ class _Loop:
                 before = engine.global_steps
                 self._reached("forward")
                 loss = self._loss(x, y)
+                if self._job.tp > 1 and self._job.dropout and self._is_fresh:
+                    self._rank.write([["drawn", before + 1, self._rank.slot, self._epoch, torch.rand(()).item()]])
                 self._reached("backward")
                 engine.backward(loss)
                 if self._job.enabled and self._counts:
@@ -391,12 +394,19 @@ class _Loop:
             hear_of_a_loss(job)
 
     @property
+    def _is_fresh(self) -> bool:
+        from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+
+        assert LiveJob.now is not None, "the engine is one that can lose ranks"
+        return not LiveJob.now.window._stale
+
+    @property
     def _counts(self) -> bool:
         from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
 
         assert LiveJob.now is not None, "the engine is one that can lose ranks"
-        window = LiveJob.now.window
-        return not window._stale and (window.cut is None or window.cut.speaks)
+        cut = LiveJob.now.window.cut
+        return self._is_fresh and (cut is None or cut.speaks)
 
     @property
     def _epoch(self) -> int:

@@ -132,13 +132,14 @@ class CutReplicas:
         survivors = [tp for tp in range(self._topology.tp) if tp not in pattern]
         self.layers.tell(survivors.index(self._slot.tp), pattern)
         self._let_go_of_the_check()
-        self._into_engine(DirectLanes(self._plan, self._rank.groups))
+        self._into_engine()
 
-    def _into_engine(self, lanes: DirectLanes) -> None:
+    def _into_engine(self) -> None:
         engine = self._engine
         reduce, clip, saves = self._own
+        self._lanes = None
         if self._plan.standing.lost:
-            self._lanes = lanes
+            self._lanes = DirectLanes(self._plan, self._rank.groups)
             reduce, clip = self._reduce, self._clip
             saves = self._slot.replica == min(self.whole, default=-1)
         engine.buffered_allreduce_fallback, engine.clip_fp32_gradients = reduce, clip

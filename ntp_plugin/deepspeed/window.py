@@ -74,8 +74,10 @@ class Window:
         self._done = 0
         """Micro-batches of the window that have been through the backward."""
         self._stale = self._voted = self._unwinding = self._somebody_asks = False
-        self._drawn_anew = self._evaluates_alone = False
-        """Whether the window began again; and whether a loss has interrupted an evaluation."""
+        self._drawn_anew = False
+        """Whether the window begins after a walk."""
+        self._evaluates_alone = rank.place.joining
+        """A loss has interrupted the evaluation, or this process has not come in yet."""
         self.votes_on: int | None = None
         """The section whose vote on a step this rank stands in: once that is over it goes on there, whoever is lost."""
         self._in_flight = False
@@ -118,7 +120,7 @@ class Window:
 
     def go_on(self, numbers: Sequence[int]) -> None:
         """The step in flight is over, and was applied in the walk: the next one is of another share."""
-        self.numbers = numbers
+        self.numbers, self._drawn_anew = numbers, True
 
     def counted(self) -> Mapping[str, Any]:
         """What the engine had counted when the window began, or has, if it has not."""

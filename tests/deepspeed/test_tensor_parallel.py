@@ -113,6 +113,17 @@ def test_who_stands_in_a_vote_that_another_has_left_applies_the_step():
     assert_same_training(outcomes, rows, job)
 
 
+@pytest.mark.parametrize("back", [{}, {3: 12}])
+def test_all_slots_of_a_replica_draw_alike_after_a_loss(back):
+    """Masks of what they all have: of slots 0 and 1 the second stands in the vote, and goes on in it."""
+    job = Job(ranks=4, tp=2, dropout=0.1, slow_to_leave=6)
+    _, rows = run(job, faults=[kill(3, during="applied", step=6)], back=back)
+    for pair in ((0, 1), (2, 3)) if back else ((0, 1),):
+        drawn = [[(step, *told) for kind, step, of, *told in rows if kind == "drawn" and of == slot] for slot in pair]
+        after = [[one for one in told if one[1] == max(row[1] for row in told)] for told in drawn]
+        assert after[0] == after[1] and len(after[0]) > 4
+
+
 def test_in_float32_with_clipping():
     job = Job(ranks=4, tp=2, dtype="float32")
     outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14})
