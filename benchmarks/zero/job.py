@@ -66,6 +66,8 @@ class Job:
     """The script trains on a loader that nobody can follow, after an evaluation by one that could be."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
+    unlike: bool = False
+    """Slot 1 begins with another weight in what all slots have."""
     evaluates: int = 0
     """The step after which it goes forward three times without training."""
     slow_to_leave: int = 0
@@ -293,6 +295,8 @@ class _Loop:
             if job.transformer
             else make_model(torch.float32 if job.dtype in HALVES else dtype, job.dropout, cut=job.tp > 1 or job.pair)
         )
+        if job.unlike and rank.slot == 1:
+            dict(self.model.named_parameters())["norm.weight"].data[3] += 1
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]

@@ -29,7 +29,7 @@ from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.training.direct_lanes import DirectLanes
 from ntp_plugin.training.gradient_lanes import GradientLanes, only
-from ntp_plugin.training.relayout import relayout
+from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
 from ntp_plugin.training.relayout_plan import Held, plan_relayout
 from ntp_plugin.training.sharded_state import ShardedState
 
@@ -61,19 +61,8 @@ class CutReplicas:
         self._own = engine.buffered_allreduce_fallback, engine.clip_fp32_gradients, engine.save_non_zero_checkpoint
         if newcomer:
             self._let_go_of_the_check()
-        else:
-            self._refuse_unequal_replicas()
-
-    def _refuse_unequal_replicas(self) -> None:
-        """A move to where everything is already, which compares everything; so it is noticed, too, where AutoTP has cut
-        what is taken for whole here."""
-        try:
-            relayout([self._plan], self.state, self._rank.groups, step=0)
-        except StateLost as found:
-            raise Refused(
-                f"the replicas do not begin alike: {found.what}",
-                way_out="have all of them load one checkpoint, or draw their weights from one seed",
-            ) from found
+        else:  # it is noticed, too, where AutoTP has cut what is taken for whole here
+            refuse_unequal_replicas([self._plan], self.state, rank.groups)
 
     def _founding(self) -> Held:
         return Held(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.transfer import exchange
+from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.training.rebuilding import Kept, Options, Rebuilding, Survey, compare, compare_kept, survey
 from ntp_plugin.training.relayout_plan import RelayoutPlan, TensorMove
 from ntp_plugin.training.sharded_state import ShardedState
@@ -44,6 +45,17 @@ def relayout(plans: Sequence[RelayoutPlan], state: ShardedState, groups: Elastic
     for number in range(max(len(each.batches) for each in plans)):
         moves = plan.batches[number] if number < len(plan.batches) else ()
         _move(plan, moves, kept, state=state, groups=groups, step=step)
+
+
+def refuse_unequal_replicas(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups) -> None:
+    """A move to where everything is already, which compares everything."""
+    try:
+        relayout(plans, state, groups, step=0)
+    except StateLost as found:
+        raise Refused(
+            f"the replicas do not begin alike: {found.what}",
+            way_out="have all of them load one checkpoint, or draw their weights from one seed",
+        ) from found
 
 
 def _kept_by_others(held: dict[str, Kept], state: ShardedState, stage: int) -> dict[str, Kept]:

@@ -170,6 +170,12 @@ def test_one_replica_alone_is_refused():
         run(Job(ranks=2, tp=2, steps=2, epochs=1))
 
 
+def test_slots_that_do_not_begin_alike_are_refused():
+    """DeepSpeed makes replicas alike, but not the slots of one."""
+    with pytest.raises(Refused, match=r"do not begin alike: .*norm\.weight"):
+        run(Job(ranks=4, tp=2, steps=2, epochs=1, unlike=True))
+
+
 @pytest.mark.parametrize(
     ("more", "ntp", "said"),
     [

@@ -41,7 +41,7 @@ from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import Recovered, Teller
-from ntp_plugin.training.relayout import relayout
+from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
 from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
 
 _LOG = logging.getLogger(__name__)
@@ -156,19 +156,12 @@ class MegatronTrainer:
             self.copies.settle(who_trains(layout), functools.partial(self.state.parts, layout))
 
     def _refuse_unequal_replicas(self) -> None:
-        """A move to where everything is already, which compares everything."""
         stages, slot_of = self._nominal.units.stages, self._topology.slot_of
         held = {
             rank: Held(versions=(0,) * len(stages[slot_of(rank).stage].tensors), built=(), lost={0: ()})
             for rank in range(self._topology.size)
         }
-        try:
-            relayout(plan_relayout(self._nominal, held, 0), self.state.live, self._groups, step=0)
-        except StateLost as found:
-            raise Refused(
-                f"the replicas do not begin alike: {found.what}",
-                way_out="have all of them load one checkpoint, or draw their weights from one seed",
-            ) from found
+        refuse_unequal_replicas(plan_relayout(self._nominal, held, 0), self.state.live, self._groups)
 
     def resume(self) -> None:
         """Begin from what a dead run has left in memory, if that is what is wanted; all founders come together."""
