@@ -46,7 +46,7 @@ show-recovery: $(READY)  # for long; SCALE=ci for three trials
 show-returns: $(READY)  # ten minutes; SCALE=ci for three returns
 	$(PY) -m benchmarks.returns
 
-show-deepspeed: $(READY)  # seven minutes; SCALE=ci for a slice of one
+show-deepspeed: $(READY)  # quarter of an hour; SCALE=ci for a slice of two minutes
 	$(PY) -m benchmarks.zero.numerics
 
 show-deepspeed-returns: $(READY)  # quarter of an hour; SCALE=ci for three returns

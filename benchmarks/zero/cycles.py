@@ -1,7 +1,7 @@
 """Deaths and returns, again and again in one DeepSpeed job.
 
-    python -m benchmarks.zero.cycles              50 cycles for each stage of ZeRO, some ten minutes
-    SCALE=ci python -m benchmarks.zero.cycles     3 of ZeRO-1
+    python -m benchmarks.zero.cycles              50 cycles for each stage of ZeRO, and where AutoTP has cut the model
+    SCALE=ci python -m benchmarks.zero.cycles     3 of ZeRO-1, and 3 with AutoTP
 
 In each cycle a random slot is killed some time after a random step, and a new process comes into it; the others do not
 wait for it while it starts, but in the end they do. One slot lives through all of it. In the end weights, losses and
@@ -20,6 +20,7 @@ from benchmarks import evidence
 from benchmarks.zero import job as zero
 from benchmarks.zero.compare import differences, used_once, within
 from benchmarks.zero.job import MOMENTS, Job, have_deepspeed_imported
+from benchmarks.zero.numerics import feature
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Rank, Ranks
@@ -52,11 +53,11 @@ class Play(zero.Play):
         return super()._play(rank)
 
 
-def cycle(stage: int, cycles: int) -> dict[str, Any]:
+def cycle(kind: Job, cycles: int) -> dict[str, Any]:
     """One job, and what came of it."""
-    draw = random.Random(SEED + stage)
+    draw = random.Random(SEED + kind.stage + 10 * kind.tp)
     slots = [draw.choice([slot for slot in range(4) if slot != LIVES]) for _ in range(cycles)]
-    job = Job(stage=stage, steps=STEPS_EACH * (cycles + 1), epochs=1)
+    job = dataclasses.replace(kind, steps=STEPS_EACH * (cycles + 1), epochs=1)
     asking = {f"{slot}/{number}": STEPS_EACH * number for number, slot in enumerate(slots, start=1)}
     began = time.monotonic()
     with Ranks(4, Play(job, asking), moments=MOMENTS) as ranks:
@@ -70,7 +71,7 @@ def cycle(stage: int, cycles: int) -> dict[str, Any]:
     found = differences({LIVES: outcomes[LIVES]}, ranks.rows, job)
     seen = [row[1:] for row in ranks.rows if row[0] == "held"][WARM_UP:]
     return {
-        "feature": f"ZeRO-{stage}",
+        "feature": feature(job),
         "cycles": cycles,
         **found,
         "once": used_once(ranks.rows, job),
@@ -84,12 +85,15 @@ def main(scale: str) -> int:
     have_deepspeed_imported()
     rows: list[dict[str, Any]] = []
     fine = True
-    for stage, cycles in [(1, CYCLES_IN_CI)] if scale == "ci" else [(stage, CYCLES) for stage in (0, 1, 2)]:
+    kinds, cycles = [*(Job(stage=stage) for stage in (0, 1, 2)), Job(tp=2)], CYCLES
+    if scale == "ci":
+        kinds, cycles = [Job(stage=1), Job(tp=2)], CYCLES_IN_CI
+    for kind in kinds:
         try:
-            row = cycle(stage, cycles)
+            row = cycle(kind, cycles)
             fine &= within(row, "float64") and row["once"] and not row["leaked"]
         except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:
-            row, fine = {"feature": f"ZeRO-{stage}", "cycles": cycles, "failed": str(error)[-300:]}, False
+            row, fine = {"feature": feature(kind), "cycles": cycles, "failed": str(error)[-300:]}, False
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
     return evidence.show("deepspeed-returns", holds=fine, seed=SEED, rows=rows, scale=scale or "default")
