@@ -66,6 +66,8 @@ class Job:
     """The script trains on a loader that nobody can follow, after an evaluation by one that could be."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
+    calls: tuple[Any, ...] = ()
+    """A method of the engine that the loop calls after each step, and with what."""
     unlike: bool = False
     """Slot 1 begins with another weight in what all slots have."""
     evaluates: int = 0
@@ -346,6 +348,8 @@ class _Loop:
                 if engine.global_steps == before + 1:  # after a loss it may be one less
                     self._norms[engine.global_steps] = float(engine.get_global_grad_norm() or 0)
                     self._reached("between")
+                    if self._job.calls:
+                        getattr(engine, self._job.calls[0])(*self._job.calls[1:])
                     if engine.global_steps == self._job.saves:
                         self._save()
                     if engine.global_steps == self._job.evaluates:

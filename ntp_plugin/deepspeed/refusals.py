@@ -1,5 +1,6 @@
 """What does not work in a DeepSpeed job that is to survive its ranks: refused when the engine is built, by its name."""
 
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -37,6 +38,8 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         "tensor_parallel.autotp_size > 1 with sparse_gradients": cuts and bool(raw.get("sparse_gradients")),
         "ntp.dropout = exact and tensor_parallel.autotp_size > 1: masks within a cut layer follow its width": cuts
         and policy.dropout == "exact",
+        "ntp.route = via_core is Megatron's": policy.route == "via_core",
+        "ntp.on_sdc = heal is Megatron's: here replicas are compared after a loss alone": policy.on_sdc == "heal",
         "ntp.min_tp_width > 1 leaves slots that train nothing": cuts and policy.min_tp_width > 1,
         "an mpu has groups of its own": mpu is not None,
         "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
@@ -64,3 +67,24 @@ def refuse_engine(engine: Any) -> None:
             "bf16 with ZeRO-1 and gradients accumulated in float32 (BF16_Optimizer) cannot go on after a loss",
             way_out='"data_types": {"grad_accum_dtype": "bf16"}, or ZeRO stage 2',
         )
+
+
+CALLS = {
+    "set_train_batch_size": "steps of one size are what samples are counted by",
+    "set_train_micro_batch_size": "steps of one size are what samples are counted by",
+    "no_sync": "gradients are reduced where the step wants it",
+    "coalesce_grad_reduction": "gradients are reduced where the step wants it",
+}
+"""Methods of the engine that a loop may not call, and why."""
+
+
+def refuse_call(name: str) -> Callable[..., Any]:
+    """In the place of one of them."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise Refused(
+            f"engine.{name}() in a job that is to survive its ranks: {CALLS[name]}",
+            way_out="say it in the configuration (train_batch_size, gradient_accumulation_steps), or leave ntp out",
+        )
+
+    return refused

@@ -24,6 +24,7 @@ from ntp_plugin.deepspeed.counted import adopt, count, draw_from, drawn_from
 from ntp_plugin.deepspeed.cut_layers import without_numbers
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
+from ntp_plugin.deepspeed.refusals import CALLS, refuse_call
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import JobCopies
@@ -134,6 +135,8 @@ class Window:
         engine.backward = self._backward(engine.backward)
         engine.step = self._step(engine.step)
         engine.save_checkpoint = self._together(engine.save_checkpoint)
+        for name in CALLS:
+            setattr(engine, name, refuse_call(name))
         optimizer = engine.basic_optimizer
         optimizer.step = self._vote_and_apply(optimizer.step)
 

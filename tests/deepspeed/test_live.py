@@ -175,6 +175,12 @@ def test_a_loader_that_nobody_can_follow_is_refused():
         run(Job(ranks=2, unfollowed=True, steps=2, epochs=1))
 
 
+@pytest.mark.parametrize("calls", [("set_train_batch_size", 8), ("set_train_micro_batch_size", 1), ("no_sync",)])
+def test_what_a_loop_may_not_call(calls):
+    with pytest.raises(Refused, match=rf"engine\.{calls[0]}\(\)"):
+        run(Job(ranks=2, steps=2, epochs=1, calls=calls))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_masks_do_not_depend_on_who_computes(stage):
     exact = Job(stage=stage, dropout=0.2, ntp=(("dropout", "exact"),))
@@ -209,17 +215,23 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
         run(job, faults=[kill(2, during="vote", step=5)])
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(
     ("more", "ntp", "kind", "said"),
     [
-        ((("zero_optimization", {"stage": 3}),), (), Refused, r"zero_optimization\.stage = 3"),
-        ((("tensor_parallel", {"autotp_size": 2}),), (), Refused, r"tensor_parallel\.autotp_size"),
+        pytest.param(
+            (("zero_optimization", {"stage": 3}),),
+            (),
+            Refused,
+            r"zero_optimization\.stage = 3",
+            marks=pytest.mark.short,
+        ),
         ((("managed_gradient_accumulation", False),), (), Refused, "managed_gradient_accumulation"),
         ((), (("copys", {}),), ConfigError, r"ntp\.copys is not a known key.*copies"),
         ((), (("copies", {"count": "two"}),), ConfigError, r"ntp\.copies\.count"),
         ((), (("lost", ["r1"]),), ConfigError, r"ntp\.lost"),
         ((), (("batch", {"mode": "trim"}),), Refused, r"ntp\.batch\.mode"),
+        ((), (("route", "via_core"),), Refused, r"ntp\.route"),
+        ((), (("on_sdc", "heal"),), Refused, r"ntp\.on_sdc"),
     ],
 )
 def test_what_is_refused_at_the_start(more, ntp, kind, said):
