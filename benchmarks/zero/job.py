@@ -49,7 +49,8 @@ class Job:
     pair: bool = False
     """The model that is cut where `tp` is more, whatever it is."""
     transformer: str = ""
-    """One of transformers in place of a few layers: llama is cut by its plan, opt by AutoTP's own rules."""
+    """One of transformers in place of a few layers: llama is cut by its plan, opt by AutoTP's own rules; a tied llama's
+    vocabulary is cut as well."""
     each: int = 2
     """Micro-batches of a replica in a step."""
     micro: int = 2
@@ -229,10 +230,16 @@ def make_transformer(kind: str) -> torch.nn.Module:
     shape |= {"max_position_embeddings": LENGTH}
     own: dict[str, Any] = {
         "llama": {"intermediate_size": 88, "num_key_value_heads": 4},
+        "tied llama": {
+            "intermediate_size": 88,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "pad_token_id": 33,
+        },
         "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0},
     }
     make: Any = AutoModelForCausalLM.from_config
-    model: torch.nn.Module = make(AutoConfig.for_model(kind, **shape, **own[kind]))
+    model: torch.nn.Module = make(AutoConfig.for_model(kind.rsplit(maxsplit=1)[-1], **shape, **own[kind]))
     return model
 
 
@@ -443,7 +450,7 @@ def places(model: torch.nn.Module, job_of: Job) -> dict[str, tuple[int, list[int
         if hasattr(layer, "_partition_sizes"):
             first = sum(layer._partition_sizes[: layer.tp_index])
             mine = list(range(first, first + layer._partition_sizes[layer.tp_index]))
-            rows = type(layer).__name__ == "LinearLayer"
+            rows = type(layer).__name__ != "LinearAllreduce"
             found[f"{name}.weight"] = (0 if rows else 1, mine)
             if rows and layer.bias is not None:
                 found[f"{name}.bias"] = (0, mine)

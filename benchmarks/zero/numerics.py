@@ -75,7 +75,7 @@ def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
             yield Job(tp=2), victim, moment
     yield Job(tp=2, dtype="float32"), 2, "reduce"
     if scale != "ci":
-        for kind in ("llama", "opt"):
+        for kind in ("llama", "tied llama", "opt"):
             yield Job(tp=2, dtype="float32", transformer=kind), 1, "within"
         for ranks, tp, victim in ((8, 4, 5), (6, 3, 0)):
             yield Job(ranks=ranks, tp=tp), victim, "backward"

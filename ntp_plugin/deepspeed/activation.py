@@ -15,6 +15,7 @@ import deepspeed
 import torch.distributed as dist
 
 from ntp_plugin.deepspeed.cut_layers import remembered
+from ntp_plugin.deepspeed.cut_vocabulary import remembered_padding
 from ntp_plugin.deepspeed.job import LiveJob
 from ntp_plugin.deepspeed.loaders import dealt
 from ntp_plugin.deepspeed.settings import read_policy
@@ -115,6 +116,11 @@ TABLE = (
         target="deepspeed.module_inject.auto_tp:AutoTP.update_mp_params",
         why="how many heads an attention layer has left is written over what it had",
         make=remembered,
+    ),
+    Replacement(
+        target="deepspeed.module_inject.layers:VocabParallelEmbedding.__init__",
+        why="the row of padding is known to the slot that has it alone",
+        make=remembered_padding,
     ),
     Replacement(
         target="torch.utils.data:DataLoader.__iter__",

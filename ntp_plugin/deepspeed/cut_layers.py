@@ -5,6 +5,7 @@ AutoTP puts layers of its own in the place of a model's linear layers. A `Linear
 it would make are the units. That is a key-value head with its queries in attention layers, a column elsewhere; columns
 are put together to granules. Layers with equally many units are laid out together, so that a pair of them always fits.
 Where AutoTP gathers what a layer gives, its parts must be in order: such a layer is of a family that stays contiguous.
+So is a vocabulary that is not gathered (`cut_vocabulary.py`).
 
 A layer asks its group how many there are, but for what it has counted itself when it was made; and AutoTP writes down
 in some attention layers how many heads are left for a slot. Both are told anew (`tell`).
@@ -17,10 +18,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
+from deepspeed.module_inject.layers import (
+    LinearAllreduce,
+    LinearLayer,
+    TensorParallel_Layer,
+    VocabParallelLinear,
+)
 from deepspeed.module_inject.tp_shard import get_shard_size_list
 from torch.utils._pytree import tree_map
 
+from ntp_plugin.deepspeed.cut_vocabulary import LAYERS, CutVocabulary
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.shard_layout import lay_out
@@ -28,8 +35,6 @@ from ntp_plugin.planning.topology import Pattern
 from ntp_plugin.planning.units import Family, ModelUnits, Run, StageUnits, Tensor, default_granule
 
 _WAY_OUT = "leave ntp out, or have AutoTP cut this model in rows and columns of linear layers only"
-
-
 _TOLD = "ntp_told_by_autotp"
 
 
@@ -71,9 +76,19 @@ class CutLayer:
     unit_size: int
 
     @property
+    def is_column(self) -> bool:
+        """Whether each slot gives a part of the output."""
+        return isinstance(self.module, LinearLayer)
+
+    @property
     def dim(self) -> int:
         """By which the weight is cut."""
-        return 0 if type(self.module) is LinearLayer else 1
+        return 1 if type(self.module) is LinearAllreduce else 0
+
+    @property
+    def rows(self) -> int:
+        """All of them, or columns."""
+        return self.family.units * self.unit_size
 
     @property
     def run(self) -> Run:
@@ -90,11 +105,13 @@ class CutLayers:
 
     def __init__(self, model: torch.nn.Module, *, tp: int, granule: int | None) -> None:
         self._model, self._tp = model, tp
+        modules = [(name, module) for name, module in model.named_modules() if isinstance(module, TensorParallel_Layer)]
+        # An embedding that is tied to an output layer is cut as that is, by a rule that goes by names.
+        heads = {id(module.weight): module.name for _, module in modules if type(module) is VocabParallelLinear}
         self._layers = [
-            _cut_layer(name, module, tp, granule)
-            for name, module in model.named_modules()
-            if isinstance(module, TensorParallel_Layer)
+            _cut_layer(name, module, heads.get(id(module.weight), module.name), tp, granule) for name, module in modules
         ]
+        self._vocabulary = CutVocabulary(model)
         self._counts = [
             (module, told.attribute, *_finest(told.whole, told.meta, told.name, tp, granule))
             for module in model.modules()
@@ -118,7 +135,7 @@ class CutLayers:
                 tensors.append(Tensor(name=name, shape=tuple(parameter.shape)))
                 continue
             shape = list(parameter.shape)
-            shape[dim] = layer.family.units * layer.unit_size
+            shape[dim] = layer.rows
             tensors.append(Tensor(name=name, shape=tuple(shape), family=layer.family.name, dim=dim, runs=(layer.run,)))
         families = tuple(dict.fromkeys(layer.family for layer in self._layers))
         return ModelUnits(
@@ -142,6 +159,8 @@ class CutLayers:
             module.tp_index = module.rank = place
             module.is_tp_parallel = len(sizes) > 1
             module._partition_sizes = sizes
+            if type(module) in LAYERS:
+                self._vocabulary.tell(place, sizes, module.weight.device)
         for module, attribute, family, unit in self._counts:
             setattr(module, attribute, _sizes(family, unit, self._tp, pattern)[place])
 
@@ -154,8 +173,10 @@ class CutLayers:
         with contextlib.ExitStack() as hooks:
             for layer in self._layers:
                 layer.module.mp_group = None
-                if layer.family.contiguous:  # what is gathered has its full width for who is alone, too
+                if layer.family.contiguous and layer.is_column:  # of its full width for who is alone, too
                     hooks.callback(layer.module.register_forward_hook(functools.partial(_widened, layer)).remove)
+                if type(layer.module) is VocabParallelLinear:
+                    hooks.enter_context(self._vocabulary.alone(layer.rows, layer.module.weight.device))
             try:
                 yield
             finally:
@@ -165,7 +186,7 @@ class CutLayers:
 
 def _widened(layer: CutLayer, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     del module, inputs
-    return torch.nn.functional.pad(output, (0, layer.family.units * layer.unit_size - output.shape[-1]))
+    return torch.nn.functional.pad(output, (0, layer.rows - output.shape[-1]))
 
 
 def without_numbers(output: Any) -> Any:
@@ -178,14 +199,14 @@ def without_numbers(output: Any) -> Any:
     return tree_map(blank, output)
 
 
-def _cut_layer(name: str, module: Any, tp: int, granule: int | None) -> CutLayer:
-    if type(module) not in (LinearLayer, LinearAllreduce):
+def _cut_layer(name: str, module: Any, ruled_as: str | None, tp: int, granule: int | None) -> CutLayer:
+    if type(module) not in (LinearLayer, LinearAllreduce, *LAYERS):
         raise Refused(f"{name} is a {type(module).__name__}, which cannot be cut anew after a loss", way_out=_WAY_OUT)
     size = sum(module._partition_sizes)
-    in_order = type(module) is LinearLayer and bool(module.gather_output)
-    family, unit = _finest(size, module.tp_meta, str(module.name), tp, granule, in_order=in_order)
+    in_order = type(module) in LAYERS or bool(getattr(module, "gather_output", False))
+    family, unit = _finest(size, module.tp_meta, str(ruled_as), tp, granule, in_order=in_order)
     layer = CutLayer(name=name, module=module, family=family, unit_size=unit)
-    if family.units * unit != size or layer.sizes(tp, ()) != tuple(module._partition_sizes):
+    if layer.rows != size or layer.sizes(tp, ()) != tuple(module._partition_sizes):
         raise Refused(
             f"AutoTP has cut {name} in parts of {list(module._partition_sizes)}, which are not {family.units} units of"
             f" {unit} dealt evenly",

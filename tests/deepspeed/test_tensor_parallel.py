@@ -130,7 +130,7 @@ def test_in_float32_with_clipping():
     assert_same_training(outcomes, rows, job)
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "tied llama", "opt"])
 def test_a_model_of_transformers(kind):
     """Attention with its heads, an output layer that is gathered; one is cut by its plan, the other by AutoTP's own
     rules, and has a slot's heads written into the layer."""
@@ -148,6 +148,15 @@ def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
     assert all(math.isfinite(value) for value in told[0])
     assert any(map(math.isnan, told[1])), "the slot beside the lost one waits for it"
     assert any(map(math.isnan, told[2]))
+
+
+def test_a_vocabulary_that_is_cut_and_not_gathered():
+    """Heard of in each moment, lost twice, and back: the loss waits for other slots, too."""
+    job = Job(ranks=4, tp=2, transformer="tied llama", dtype="float32", hear_at=("forward", 6, 0))
+    faults = [kill(2, during="between", step=5), kill(0, during="within", step=9)]
+    outcomes, rows = run(job, faults=faults, back={2: 15})
+    assert sorted(outcomes) == [1, 2, 3]
+    assert_same_training(outcomes, rows, job)
 
 
 def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
