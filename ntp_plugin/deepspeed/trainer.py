@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.utils import groups
 
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
@@ -267,6 +268,9 @@ class EngineTrainer:
         engine.global_rank, engine.world_size = dist.get_rank(), dist.get_world_size()
         if became_first:
             engine.monitor = MonitorMaster(engine._config.monitor_config)
+        if self._cut is None and not engine.use_node_local_storage():
+            writes = engine.checkpoint_engine.is_data_parallel_writer
+            engine.save_non_zero_checkpoint = writes(groups._get_sequence_data_parallel_rank())
 
     def _tell(self, agreed: Agreed) -> None:
         since, self._walking_since = self._walking_since or time.monotonic(), None
