@@ -390,11 +390,13 @@ class _Loop:
     def _save(self) -> None:
         self._reached("save")
         folder = Path(self._rank.folder) / "checkpoints"
-        if self.engine.save_non_zero_checkpoint:
-            self._rank.write([["writes", self._rank.slot]])
         self.engine.save_checkpoint(str(folder), tag="one")
         if (folder / "one").exists():  # not where the step that it was to be of is taken again
             self._rank.write([["saved", sorted(path.name for path in (folder / "one").iterdir())]])
+        model = folder / "one/mp_rank_00_model_states.pt"
+        if self.engine.save_non_zero_checkpoint and model.exists():
+            shards = torch.load(model, weights_only=False)["dp_world_size"]
+            self._rank.write([["writes", self._rank.slot, shards]])
 
     def _reached(self, moment: str) -> None:
         if self._job.enabled:

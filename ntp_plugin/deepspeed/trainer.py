@@ -268,6 +268,8 @@ class EngineTrainer:
         engine.global_rank, engine.world_size = dist.get_rank(), dist.get_world_size()
         if became_first:
             engine.monitor = MonitorMaster(engine._config.monitor_config)
+        if self._cut is None:  # a checkpoint says of how many shards it is
+            engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
         if self._cut is None and not engine.use_node_local_storage():
             writes = engine.checkpoint_engine.is_data_parallel_writer
             engine.save_non_zero_checkpoint = writes(groups._get_sequence_data_parallel_rank())

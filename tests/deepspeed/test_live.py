@@ -210,12 +210,11 @@ def test_a_loss_where_a_checkpoint_is_written(stage):
 
 @pytest.mark.parametrize(("stage", "back", "saves"), [(0, {}, 8), (1, {}, 8), (1, {0: 12}, 15)])
 def test_a_checkpoint_has_the_model_after_the_first_rank_was_lost(stage, back, saves):
-    """Which was to write it; and who comes into its place writes it again, alone."""
+    """Which was to write it; who comes into its place writes it again, alone. It says of how many shards it is."""
     _, rows = run(Job(stage=stage, saves=saves), faults=[kill(0, during="vote", step=5)], back=back)
     names = [row[1] for row in rows if row[0] == "saved"]
     assert names and all("mp_rank_00_model_states.pt" in saved for saved in names)
-    writers = [row[1] for row in rows if row[0] == "writes"]
-    assert writers == [0 if back else 1]
+    assert [row[1:] for row in rows if row[0] == "writes"] == [[0, 4] if back else [1, 3]]
 
 
 @pytest.mark.short
