@@ -18,7 +18,7 @@ test: $(READY)  # on real Megatron and DeepSpeed a slice, in processes of their 
 test-megatron: $(READY)  # all tests on real Megatron: half an hour on two cores
 	$(PY) -m pytest tests/megatron
 
-test-deepspeed: $(READY)  # all tests on real DeepSpeed: ten minutes
+test-deepspeed: $(READY)  # all tests on real DeepSpeed: twenty minutes
 	$(PY) -m pytest tests/deepspeed
 
 check: $(READY)
@@ -49,7 +49,7 @@ show-returns: $(READY)  # ten minutes; SCALE=ci for three returns
 show-deepspeed: $(READY)  # quarter of an hour; SCALE=ci for a slice of two minutes
 	$(PY) -m benchmarks.zero.numerics
 
-show-deepspeed-returns: $(READY)  # quarter of an hour; SCALE=ci for three returns
+show-deepspeed-returns: $(READY)  # twenty minutes; SCALE=ci for three returns of two kinds
 	$(PY) -m benchmarks.zero.cycles
 
 show-corruption: $(READY)  # seven minutes; SCALE=ci for half a minute
