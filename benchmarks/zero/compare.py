@@ -46,14 +46,16 @@ def undisturbed_weights(job: Job) -> dict[str, Any]:
 
 
 def of_weights(mine: Seen, theirs: Mapping[str, Any]) -> float:
-    """Relative to the largest value of a tensor; of what this rank has of it. A tensor that is smaller than a step, as
-    the bias of attention's keys is, has no gradient but rounding: there it is relative to a step."""
+    """Relative to the largest value of a tensor; of what this rank has of it. What training has moved by less than
+    rounding of one step, as the bias of attention's keys, has no gradient: there it is relative to a step."""
     largest = 0.0
     for name, whole in theirs.items():
         dim, places = mine.places.get(name, (0, None))
         other = whole if places is None else np.take(whole, places, axis=dim)
         assert mine.weights[name].shape == other.shape, (name, mine.weights[name].shape, other.shape)
-        largest = max(largest, float(np.abs(mine.weights[name] - other).max() / max(np.abs(whole).max(), RATE)))
+        scale = np.abs(whole).max()
+        scale = RATE if scale < RATE * BOUNDS["float32"] else scale
+        largest = max(largest, float(np.abs(mine.weights[name] - other).max() / scale))
     return largest
 
 

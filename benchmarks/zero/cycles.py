@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks import evidence
 from benchmarks.zero import job as zero
 from benchmarks.zero.compare import differences, used_once, within
-from benchmarks.zero.job import MOMENTS, Job, have_deepspeed_imported
+from benchmarks.zero.job import Job, have_deepspeed_imported
+from benchmarks.zero.moments import MOMENTS
 from benchmarks.zero.numerics import feature
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.leaks import held

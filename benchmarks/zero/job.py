@@ -1,10 +1,8 @@
 """A live run of a DeepSpeed job in ranks of the harness: as `ntp run` would start it, and some ranks die."""
 
-import contextlib
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,30 +10,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.rehearsal import Asking, asking_of, played, quietly, tells_that_it_asks, wait_until_they_ask
-from ntp_plugin.errors import PeerLost
+from benchmarks.rehearsal import Asking, asking_of, played, quietly
+from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
+from benchmarks.zero.moments import FORWARDS, MOMENTS, hear_of_a_loss, tell_moments
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
 
-MOMENTS = (
-    *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),
-    *("within", "gradient", "evaluation"),
-    *("report", "plan", "regroup", "stand on", "rolled", "stood"),
-)
-STEPS, FEATURES, RATE = 20, 8, 1e-2
-VOCABULARY, LENGTH = 60, 10
+STEPS, RATE = 20, 1e-2
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 """Dtypes that DeepSpeed trains in with masters in float32."""
-CUT = {
-    "partition_config": {
-        "use_default_specs": False,
-        "layer_specs": [
-            {"patterns": [r".*up\.weight$"], "partition_type": "column"},
-            {"patterns": [r".*down\.weight$"], "partition_type": "row"},
-        ],
-    }
-}
-"""As AutoTP is told what to cut."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +32,7 @@ class Job:
     pair: bool = False
     """The model that is cut where `tp` is more, whatever it is."""
     transformer: str = ""
-    """One of transformers in place of a few layers: llama is cut by its plan, opt by AutoTP's own rules; a tied llama's
-    vocabulary is cut as well."""
+    """One of transformers in place of a few layers (`models.py`)."""
     each: int = 2
     """Micro-batches of a replica in a step."""
     micro: int = 2
@@ -71,8 +53,10 @@ class Job:
     """A method of the engine that the loop calls after each step, and with what."""
     unlike: bool = False
     """Slot 1 begins with another weight in what all slots have."""
-    evaluates: int = 0
-    """The step after which it goes forward three times without training."""
+    evaluates: int | None = None
+    """The step after which it goes forward a few times without training; and once more, after a checkpoint there."""
+    hears_in_evaluation: int | None = None
+    """The slot that hears of a loss at the end of that, when the others of its replica are past it."""
     slow_to_leave: int = 0
     """The section whose vote slots 1 and 2 are slow to leave: they stand in it when they hear of a loss."""
     hear_at: tuple[str, int, int] | None = None
@@ -173,85 +157,6 @@ def undisturbed(job: Job) -> dict[int, Seen]:
     return run(dataclasses.replace(job, enabled=False))[0]
 
 
-class Samples(torch.utils.data.Dataset[Any]):
-    """Numbers, and what is to be learnt of them; a sample is drawn from its number."""
-
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self._count, self._dtype = count, dtype
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> Any:
-        x = torch.randn(FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        return number, x.to(self._dtype), x.sin().sum().to(self._dtype)
-
-
-class Tokens(torch.utils.data.Dataset[Any]):
-    """For a language model."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> Any:
-        generator = torch.Generator().manual_seed(number)
-        return number, torch.randint(0, VOCABULARY, (LENGTH,), generator=generator), 0
-
-
-class Cut(torch.nn.Module):
-    """Two layers that are a pair, between others that all slots have."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = torch.nn.Dropout(dropout)
-        self.enter, self.up = torch.nn.Linear(FEATURES, 12), torch.nn.Linear(12, 24)
-        self.down, self.norm, self.out = torch.nn.Linear(24, 12), torch.nn.LayerNorm(12), torch.nn.Linear(12, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.dropout(self.enter(x))
-        out: torch.Tensor = self.out(self.norm(x + self.down(self.up(x).tanh())))
-        return out
-
-
-def make_transformer(kind: str) -> torch.nn.Module:
-    """A small one."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (it takes seconds)
-
-    torch.manual_seed(7)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-    }
-    shape |= {"max_position_embeddings": LENGTH}
-    own: dict[str, Any] = {
-        "llama": {"intermediate_size": 88, "num_key_value_heads": 4},
-        "tied llama": {
-            "intermediate_size": 88,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": True,
-            "pad_token_id": 33,
-        },
-        "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0},
-    }
-    make: Any = AutoModelForCausalLM.from_config
-    model: torch.nn.Module = make(AutoConfig.for_model(kind.rsplit(maxsplit=1)[-1], **shape, **own[kind]))
-    return model
-
-
-def make_model(dtype: torch.dtype, dropout: float, *, cut: bool = False) -> torch.nn.Module:
-    """From one seed on all ranks."""
-    torch.manual_seed(7)
-    if cut:
-        return Cut(dropout).to(dtype)
-    layers = [torch.nn.Linear(FEATURES, 33), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(33, 17)]
-    return torch.nn.Sequential(*layers, torch.nn.LayerNorm(17), torch.nn.Tanh(), torch.nn.Linear(17, 1)).to(dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Play:
     """What a rank does, in a process of its own."""
@@ -309,7 +214,8 @@ class _Loop:
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        samples: Any = Tokens(job.samples) if job.transformer else Samples(job.samples, dtype)
+        samples: Any
+        samples = self._samples = Tokens(job.samples) if job.transformer else Samples(job.samples, dtype)
         self.engine, _, self.loader, _ = deepspeed.initialize(
             model=self.model,
             model_parameters=groups,
@@ -336,6 +242,8 @@ class _Loop:
 
     def train(self) -> Seen:
         engine = self.engine
+        if self._job.evaluates == 0:
+            self._go_forward_only(next(iter(DataLoader(self._samples, batch_size=self._job.micro)))[1])
         for epoch in range(self._job.epochs):
             if self._job.own_loader:
                 self._sampler.set_epoch(epoch)
@@ -357,10 +265,7 @@ class _Loop:
                     self._reached("between")
                     if self._job.calls:
                         getattr(engine, self._job.calls[0])(*self._job.calls[1:])
-                    if engine.global_steps == self._job.saves:
-                        self._save()
-                    if engine.global_steps == self._job.evaluates:
-                        self._go_forward_only(x)
+                    self._pause(x)
         return Seen(
             weights={name: value.detach().double().numpy().copy() for name, value in self.model.named_parameters()},
             losses=self._losses,
@@ -378,9 +283,19 @@ class _Loop:
             return self.engine(input_ids=x, labels=x).loss
         return (self.engine(x).squeeze(-1) - y).square().mean()
 
+    def _pause(self, x: torch.Tensor) -> None:
+        """What a script does between steps."""
+        evaluates = self.engine.global_steps == self._job.evaluates
+        if evaluates:
+            self._go_forward_only(x)
+        if self.engine.global_steps == self._job.saves:
+            self._save()
+            if evaluates:
+                self._go_forward_only(x)
+
     def _go_forward_only(self, x: torch.Tensor) -> None:
         self.engine.eval()
-        for number in range(3):
+        for number in range(FORWARDS):
             if number == 1:
                 self._reached("evaluation")
             with torch.no_grad():
@@ -459,93 +374,3 @@ def places(model: torch.nn.Module, job_of: Job) -> dict[str, tuple[int, list[int
             if rows and layer.bias is not None:
                 found[f"{name}.bias"] = (0, mine)
     return found
-
-
-def tell_moments(rank: Rank, engine: Any, job_of: Job, asking: Asking) -> None:
-    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
-    from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
-
-    from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
-
-    job = LiveJob.now
-    assert job is not None, "the engine is one that can lose ranks"
-    driver: Any = job.loop.driver
-
-    def tells(owner: Any, name: str, before: str | None, after: str | None = None, *, walks: bool = False) -> None:
-        original = getattr(owner, name)
-
-        def told(*args: Any, **kwargs: Any) -> Any:
-            where: dict[str, Any] = (
-                {"epoch": driver._agreement.member.view.epoch} if walks else {"step": job.loop.done + 1}
-            )
-            if before:
-                rank.reached(before, **where)
-            result = original(*args, **kwargs)
-            if after:
-                rank.reached(after, **where)
-            return result
-
-        setattr(owner, name, told)
-
-    if job_of.hear_at and job_of.hear_at[0] == "words" and all(fault.slot != rank.slot for fault in rank.faults):
-        _hear_before_the_vote(job, job_of.hear_at[1])
-    if job_of.slow_to_leave and rank.slot in (1, 2):
-        _be_slow_to_leave(job, job_of.slow_to_leave)
-    tells(engine, "allreduce_gradients", "reduce")
-    if job_of.tp > 1:
-        row = next(layer for layer in engine.module.modules() if type(layer).__name__ == "LinearAllreduce")
-        tells(row, "forward", "within")
-        row.weight.register_hook(lambda _: rank.reached("gradient", job.loop.done + 1))
-    tells(job.loop, "vote", "vote")
-    tells(job.loop, "apply", "apply", "applied")
-    tells(stage_1_and_2, "all_gather_dp_groups", "gather")
-    if not rank.joining:
-        tells(driver, "_report", "report", walks=True)
-        tells(job.trainer, "plan", "plan", walks=True)
-        tells(job.loop, "roll_forward", None, "rolled", walks=True)
-        tells(driver, "_regroup", "regroup", walks=True)
-        tells(job.trainer, "stand_on", "stand on", "stood", walks=True)
-    _wait_for_those_who_come_back(rank, job, asking)
-
-
-def hear_of_a_loss(job: Any) -> None:
-    """Wait for it, and go on as one who has looked at nothing."""
-    with contextlib.suppress(PeerLost):
-        while True:
-            job.rank.groups.check()
-            time.sleep(0.001)
-
-
-def _hear_before_the_vote(job: Any, step: int) -> None:
-    original = job.window._words
-
-    def words() -> Any:
-        if job.loop.done + 1 == step and not job.rank.groups.epoch:
-            hear_of_a_loss(job)
-        return original()
-
-    job.window._words = words
-
-
-def _be_slow_to_leave(job: Any, section: int) -> None:
-    original = job.loop._sum
-
-    def summed(numbers: Any) -> Any:
-        found = original(numbers)
-        while job.loop.done + 1 == section and not job.rank.groups.epoch:
-            job.rank.groups.check()
-            time.sleep(0.001)
-        return found
-
-    job.loop._sum = summed
-
-
-def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
-    begin = job.window._take_in_hand
-
-    def wait_and_begin() -> None:
-        wait_until_they_ask(rank, asking, lambda: job.window.step + 1, lambda: None)
-        begin()
-
-    job.window._take_in_hand = wait_and_begin
-    job.rank.wait_to_be_let_in = tells_that_it_asks(rank, job.rank.wait_to_be_let_in)
