@@ -25,7 +25,7 @@ from benchmarks.zero.job import Job, Rows, run
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.faults import Fault, kill
 from ntp_plugin.testing.ranks import Rank
-from ntp_plugin.training.direct_lanes import DirectLanes
+from ntp_plugin.training import direct_lanes
 from ntp_plugin.training.gradient_lanes import GradientLanes
 
 SEED = 7
@@ -153,7 +153,7 @@ def _spoil(what: str) -> None:
     elif what == "lanes_not_summed":
         setattr(GradientLanes, "__init__", lambda lanes, *_: setattr(lanes, "_under_way", []))  # noqa: B010
     elif what == "all_slots_counted":
-        setattr(DirectLanes, "speaks", True)  # noqa: B010
+        direct_lanes.speaks = lambda *_: True
     elif what == "shards_not_restored":
         setattr(ZeroState, "make_room", lambda *_: [])  # noqa: B010
 

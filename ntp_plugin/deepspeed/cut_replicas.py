@@ -27,7 +27,7 @@ from ntp_plugin.planning.batch_split import one_for_each
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.training.direct_lanes import DirectLanes
+from ntp_plugin.training.direct_lanes import DirectLanes, speaks
 from ntp_plugin.training.gradient_lanes import GradientLanes, only
 from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
 from ntp_plugin.training.relayout_plan import Held, plan_relayout
@@ -86,7 +86,7 @@ class CutReplicas:
     @property
     def speaks(self) -> bool:
         """Whether this slot says what all of its replica would say."""
-        return self._slot == min(slot for slot in self._plan.training if slot.replica == self._slot.replica)
+        return speaks(self._plan, self._slot)
 
     @property
     def widths(self) -> list[list[int]]:

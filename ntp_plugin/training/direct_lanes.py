@@ -32,11 +32,6 @@ class DirectLanes:
         self.gradients: list[GradientLane] = []
         self._connect(groups, plan.standing.replicas if within_replicas else ())
 
-    @property
-    def speaks(self) -> bool:
-        """Whether this slot speaks for its replica in sums to which all of its slots would add the same."""
-        return speaks(self._plan, self._slot)
-
     def _connect(self, groups: ElasticGroups, replicas: Sequence[int]) -> None:
         plan, rank_of = self._plan, self._plan.nominal.topology.rank_of
         of_replicas = [[slot for slot in plan.training if slot.replica == replica] for replica in replicas]
@@ -47,7 +42,9 @@ class DirectLanes:
         first = 1 + len(replicas)
         self.within = next((handles[at] for at in range(1, first) if here[at]), None)
         if here[0]:
-            self.gradients.append(GradientLane(group=handles[0], slices=self._replicated(), counted=self.speaks))
+            self.gradients.append(
+                GradientLane(group=handles[0], slices=self._replicated(), counted=speaks(self._plan, self._slot))
+            )
         for at, lane in enumerate(lanes, start=first):
             if here[at]:
                 self.gradients.append(GradientLane(group=handles[at], slices=self._slices(dict(lane.units))))
@@ -70,5 +67,5 @@ class DirectLanes:
 
 
 def speaks(plan: RelayoutPlan, slot: Slot) -> bool:
-    """Whether a slot is the first of its replica that trains."""
+    """Whether a slot speaks for its replica in sums to which all of its slots would add the same: the first does."""
     return slot in plan.training and slot == min(other for other in plan.training if other.replica == slot.replica)
