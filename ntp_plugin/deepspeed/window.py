@@ -78,7 +78,8 @@ class Window:
         self._drawn_anew = False
         """Whether the window begins after a walk."""
         self._evaluates_alone = rank.place.joining
-        """A loss has interrupted the evaluation, or this process has not come in yet."""
+        """Until the next forward of the training all slots are together in."""
+        self._told_of_evaluation = False
         self.votes_on: int | None = None
         """The section whose vote on a step this rank stands in: once that is over it goes on there, whoever is lost."""
         self._in_flight = False
@@ -110,7 +111,7 @@ class Window:
 
     def restart(self, step: int, numbers: Sequence[int], counted: Any = None) -> None:
         """From the first micro-batch of the step after `step` on; in a walk."""
-        self._unwinding = self._stale = self._drawn_anew = True
+        self._unwinding = self._stale = self._drawn_anew = self._evaluates_alone = True
         self.step, self.numbers = step, numbers
         self._done, self._loss = 0, 0.0
         adopt(self._engine, counted or self.counted())
@@ -121,7 +122,8 @@ class Window:
 
     def go_on(self, numbers: Sequence[int]) -> None:
         """The step in flight is over, and was applied in the walk: the next one is of another share."""
-        self.numbers, self._drawn_anew = numbers, True
+        self.numbers = numbers
+        self._drawn_anew = self._evaluates_alone = True
 
     def counted(self) -> Mapping[str, Any]:
         """What the engine had counted when the window began, or has, if it has not."""
@@ -155,10 +157,10 @@ class Window:
 
     def _together_forward(self, cut: CutReplicas, work: Callable[[], Any], *, trains: bool) -> Any:
         """Of all slots of a replica. Who is interrupted goes to its end alone: the loop is owed something, and what
-        comes of it in the training is stale. An evaluation that is interrupted cannot be taken up again, as nobody
-        knows how far the other slots are in it."""
+        comes of it in the training is stale. An evaluation cannot be taken up again after a walk, wherever each slot
+        was in it or how far before: they are together again in the next forward of the training."""
         if trains:
-            self._evaluates_alone = False
+            self._evaluates_alone = self._told_of_evaluation = False
         if not (self._stale if trains else self._evaluates_alone):
             told = self._through(work)
             if told is not None:
@@ -167,9 +169,9 @@ class Window:
             found = work()
         if trains:
             return found
-        if not self._evaluates_alone:
-            _LOG.warning("a loss has interrupted an evaluation: what is left of it gives NaN")
-        self._evaluates_alone = True
+        if not self._told_of_evaluation:
+            _LOG.warning("a loss, or a return, has interrupted an evaluation: what is left of it gives NaN")
+        self._told_of_evaluation = True
         return without_numbers(found)
 
     def begin(self) -> None:

@@ -130,7 +130,7 @@ def test_in_float32_with_clipping():
     assert_same_training(outcomes, rows, job)
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied llama", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "tied llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt"])
 def test_a_model_of_transformers(kind):
     """Attention with its heads, an output layer that is gathered; one is cut by its plan, the other by AutoTP's own
     rules, and has a slot's heads written into the layer."""
@@ -148,6 +148,24 @@ def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
     assert all(math.isfinite(value) for value in told[0])
     assert any(map(math.isnan, told[1])), "the slot beside the lost one waits for it"
     assert any(map(math.isnan, told[2]))
+
+
+def test_slots_that_hear_of_a_loss_in_and_after_an_evaluation():
+    """One is past it, and writes a checkpoint, where it hears: no other evaluation has numbers before they train."""
+    job = Job(ranks=4, tp=2, evaluates=9, saves=9, hears_in_evaluation=1)
+    outcomes, rows = run(job, faults=[kill(3, during="save", step=9)], timeout_s=60)
+    assert_same_training(outcomes, rows, job)
+    told = [row[2] for row in rows if row[0] == "evaluated"]
+    assert sum(map(math.isnan, told)) >= len(told) // 2
+
+
+def test_a_process_that_comes_in_evaluates_by_itself():
+    """Before its first step, as its script does."""
+    job = Job(ranks=4, tp=2, evaluates=0)
+    outcomes, rows = run(job, faults=[kill(3, during="vote", step=6)], back={3: 12})
+    assert_same_training(outcomes, rows, job)
+    told = [row[2] for row in rows if row[0] == "evaluated"]
+    assert [math.isnan(value) for value in told] == [False] * 12 + [True] * 3
 
 
 def test_a_vocabulary_that_is_cut_and_not_gathered():
