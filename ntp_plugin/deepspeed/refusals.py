@@ -36,11 +36,6 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         "tensor_parallel.autotp_size > 1 with fp16 or bf16 flattens what is cut": cuts
         and any(raw.get(name, {}).get("enabled") for name in ("fp16", "bf16")),
         "tensor_parallel.autotp_size > 1 with sparse_gradients": cuts and bool(raw.get("sparse_gradients")),
-        "ntp.dropout = exact and tensor_parallel.autotp_size > 1: masks within a cut layer follow its width": cuts
-        and policy.dropout == "exact",
-        "ntp.route = via_core is Megatron's": policy.route == "via_core",
-        "ntp.on_sdc = heal is Megatron's: here replicas are compared after a loss alone": policy.on_sdc == "heal",
-        "ntp.min_tp_width > 1 leaves slots that train nothing": cuts and policy.min_tp_width > 1,
         "an mpu has groups of its own": mpu is not None,
         "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
         "managed_gradient_accumulation = false leaves nobody who knows which micro-batches a step has": raw.get(
@@ -54,6 +49,22 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
     for what, is_so in found.items():
         if is_so:
             raise Refused(f"{what}, and such a job cannot go on after a loss", way_out=_DATA_PARALLEL)
+    _refuse_keys(policy, cuts=cuts)
+
+
+def _refuse_keys(policy: TrainingPolicy, *, cuts: bool) -> None:
+    """Of our own block, that would be promised and not kept."""
+    found = {
+        "dropout = exact: masks within a layer that AutoTP has cut follow its width": cuts
+        and policy.dropout == "exact",
+        "min_tp_width > 1: a replica that is narrower would stand idle, which is not built": cuts
+        and policy.min_tp_width > 1,
+        "route = via_core: gradients go lane by lane here": policy.route == "via_core",
+        "on_sdc = heal: replicas are compared after a loss alone here": policy.on_sdc == "heal",
+    }
+    for what, is_so in found.items():
+        if is_so:
+            raise Refused(f"ntp.{what}", way_out=f"leave ntp.{what.split()[0]} out")
 
 
 def refuse_engine(engine: Any) -> None:
