@@ -79,8 +79,12 @@ def main():
         tokens = torch.stack([Text()[number] for number in range(16)]).to(engine.device)
         loss = engine(input_ids=tokens, labels=tokens).loss.item()
     if torch.distributed.get_rank() == 0:
+        weights = sum(parameter.detach().double().abs().sum() for parameter in model.parameters())
         members = torch.distributed.get_world_size()
-        print(f"done: step {engine.global_steps}, samples {engine.global_samples}, loss {loss:.9f}, {members} ranks")
+        print(
+            f"done: step {engine.global_steps}, samples {engine.global_samples}, loss {loss:.9f},"
+            f" weights here {weights:.6f}, {members} ranks"
+        )
 
 
 main()

@@ -224,6 +224,7 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
         run(job, faults=[kill(2, during="vote", step=5)])
 
 
+@pytest.mark.short
 @pytest.mark.parametrize(
     ("more", "ntp", "kind", "said"),
     [

@@ -28,10 +28,10 @@ def start(*words, **environment):
 def last_of(process, timeout_s=240):
     said = process.communicate(timeout=timeout_s)[0]
     assert process.returncode == 0, said[-3000:]
-    found = re.search(r"done: step (\d+), samples (\d+), loss ([\d.]+), (\d) ranks", said)
+    found = re.search(r"done: step (\d+), samples (\d+), loss ([\d.]+), weights here ([\d.]+), (\d) ranks", said)
     assert found, said[-3000:]
-    step, samples, loss, ranks = found.groups()
-    return int(step), int(samples), float(loss), int(ranks)
+    step, samples, loss, weights, ranks = found.groups()
+    return int(step), int(samples), (float(loss), float(weights)), int(ranks)
 
 
 def with_block(folder, block, *, ranks=4, of="ds_config.json"):
@@ -52,9 +52,10 @@ def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
         if line.startswith("step 8:"):
             os.kill(victim, signal.SIGKILL)
             break
-    step, samples, loss, ranks = last_of(process)
+    step, samples, numbers, ranks = last_of(process)
     assert (step, samples, ranks) == (*undisturbed[:2], 3)
-    assert loss == pytest.approx(undisturbed[2], rel=1e-6)
+    same = 1 if "tp" in config else 2  # where a replica has several slots, the first has more weights now
+    assert numbers[:same] == pytest.approx(undisturbed[2][:same], rel=1e-6)
 
 
 def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path):
@@ -71,9 +72,9 @@ def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path):
     for pid in (process.pid, *pids):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    step, samples, loss, ranks = last_of(start("--ntp-resume=latest", *words, str(RECIPES / "ds_config.json")))
+    step, samples, numbers, ranks = last_of(start("--ntp-resume=latest", *words, str(RECIPES / "ds_config.json")))
     assert (step, samples, ranks) == (*undisturbed[:2], 4)
-    assert loss == pytest.approx(undisturbed[2], rel=1e-6)
+    assert numbers == pytest.approx(undisturbed[2], rel=1e-6)
 
 
 def test_a_wrong_key_is_one_line(tmp_path):
@@ -103,7 +104,7 @@ def test_a_job_of_another_kind_may_import_deepspeed(tmp_path):
 
 
 NOT_SWITCHED_ON = """
-import os, signal, time
+import os, signal
 import deepspeed, torch
 model = torch.nn.Linear(2, 1)
 config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
@@ -111,7 +112,8 @@ engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters
 print("it has an engine", flush=True)
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(60)
+signal.alarm(60)
+signal.pause()
 """
 
 
