@@ -49,6 +49,10 @@ class Job:
     """The script trains on a loader that nobody can follow, after an evaluation by one that could be."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
+    folder: str = ""
+    """Of that; one of the run's own where there is none."""
+    loads: bool = False
+    """It only loads the checkpoint."""
     calls: tuple[Any, ...] = ()
     """A method of the engine that the loop calls after each step, and with what."""
     unlike: bool = False
@@ -242,6 +246,11 @@ class _Loop:
 
     def train(self) -> Seen:
         engine = self.engine
+        if self._job.loads:
+            engine.load_checkpoint(self._job.folder, tag="one")
+            kept = next(iter(engine.basic_optimizer.state.values()))
+            self._rank.write([["loaded", self._rank.slot, int(kept["step"])]])
+            return self._seen()
         if self._job.evaluates == 0:
             self._go_forward_only(next(iter(DataLoader(self._samples, batch_size=self._job.micro)))[1])
         for epoch in range(self._job.epochs):
@@ -266,6 +275,10 @@ class _Loop:
                     if self._job.calls:
                         getattr(engine, self._job.calls[0])(*self._job.calls[1:])
                     self._pause(x)
+        return self._seen()
+
+    def _seen(self) -> Seen:
+        engine = self.engine
         return Seen(
             weights={name: value.detach().double().numpy().copy() for name, value in self.model.named_parameters()},
             losses=self._losses,
@@ -304,7 +317,7 @@ class _Loop:
 
     def _save(self) -> None:
         self._reached("save")
-        folder = Path(self._rank.folder) / "checkpoints"
+        folder = Path(self._job.folder or Path(self._rank.folder) / "checkpoints")
         self.engine.save_checkpoint(str(folder), tag="one")
         if (folder / "one").exists():  # not where the step that it was to be of is taken again
             self._rank.write([["saved", sorted(path.name for path in (folder / "one").iterdir())]])

@@ -217,6 +217,18 @@ def test_a_checkpoint_has_the_model_after_the_first_rank_was_lost(stage, back, s
     assert [row[1:] for row in rows if row[0] == "writes"] == [[0, 4] if back else [1, 3]]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_deepspeed_alone_loads_what_was_saved_after_a_loss(tmp_path, stage):
+    """With as many ranks as had saved it: weights, and what the optimizer keeps."""
+    job = Job(stage=stage, saves=20, folder=str(tmp_path))
+    run(job, faults=[kill(0, during="vote", step=6)])
+    outcomes, rows = run(dataclasses.replace(job, enabled=False, ranks=3, loads=True))
+    for seen in outcomes.values():
+        assert seen.steps == 20
+        assert of_weights(seen, undisturbed(job)[0].weights) <= BOUNDS["float64"]
+    assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 3
+
+
 @pytest.mark.short
 def test_without_copies_a_shard_is_lost_with_its_rank():
     job = Job(stage=1, ntp=(("copies", {"mode": "off"}),))

@@ -1,10 +1,11 @@
 """Layers that AutoTP has cut over the slots of a replica, some of which are killed: it goes on narrower."""
 
+import dataclasses
 import math
 
 import pytest
 
-from benchmarks.zero.compare import differences, used_once, within
+from benchmarks.zero.compare import BOUNDS, differences, of_weights, undisturbed_weights, used_once, within
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused
 from ntp_plugin.testing.faults import kill
@@ -182,6 +183,17 @@ def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
     _, rows = run(job, faults=[kill(0, during="vote", step=6)])
     (saved,) = {tuple(names) for kind, names, *_ in rows if kind == "saved"}
     assert sorted(saved) == ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+
+
+def test_autotp_alone_loads_what_was_saved_after_a_loss(tmp_path):
+    """Into whole replicas: weights, and what the optimizer keeps."""
+    job = Job(ranks=4, tp=2, saves=20, folder=str(tmp_path))
+    run(job, faults=[kill(0, during="vote", step=6)])
+    outcomes, rows = run(dataclasses.replace(job, enabled=False, loads=True))
+    for slot, seen in outcomes.items():
+        assert (seen.steps, seen.places) == (20, undisturbed(job)[slot].places)
+        assert of_weights(seen, undisturbed_weights(job)) <= BOUNDS["float64"]
+    assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 4
 
 
 def test_without_a_replica_that_has_all_of_its_slots_no_checkpoint_is_written():
