@@ -48,6 +48,7 @@ from benchmarks.parity.job import Job, have_megatron_imported, largest_differenc
 from benchmarks.parity.layouts import BASE, MODELS, uniform
 from ntp_plugin.errors import NtpError
 from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.recovery.moments import MOMENTS
 from ntp_plugin.testing.faults import hang
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -251,7 +252,7 @@ def _ranks(case: Case, drawn: Sequence[Strike]) -> Ranks:
     hangs = case.fault == "hang"
     faults = [hang(one.slot, during=one.moment, step=one.after_step + 1) for one in drawn if hangs]
     thresholds = HUNG if hangs else Thresholds()
-    return Ranks(case.ranks, Play(job_of(case.ranks)), faults=faults, moments=live.MOMENTS, thresholds=thresholds)
+    return Ranks(case.ranks, Play(job_of(case.ranks)), faults=faults, moments=MOMENTS, thresholds=thresholds)
 
 
 def _strike(ranks: Ranks, fault: str, one: Strike) -> dict[int, float]:

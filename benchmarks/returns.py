@@ -30,6 +30,7 @@ from benchmarks.parity import live
 from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, uniform
 from ntp_plugin.errors import NtpError
+from ntp_plugin.recovery.moments import MOMENTS
 from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -103,7 +104,7 @@ def cycles_of(count: int, chance: random.Random) -> Cycles:
     asking = {f"{slot}/{number}": number * STEPS_EACH - 1 for number, slot in enumerate(victims, start=1)}
     more = f"--train-iters {count * STEPS_EACH + LAST_STEPS}"
     job = Job(model=MODELS[BASE], tp=RANKS // 2, dp=2, batch=BATCH, enabled=True, more=more)
-    ranks, killed_at, wrong, hung = Ranks(RANKS, Play(job, asking), moments=live.MOMENTS), list[float](), "", ""
+    ranks, killed_at, wrong, hung = Ranks(RANKS, Play(job, asking), moments=MOMENTS), list[float](), "", ""
     try:
         with ranks:
             for number, slot in enumerate(victims):

@@ -9,14 +9,9 @@ from typing import Any
 
 from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
 from benchmarks.rehearsal import Asking, asking_of, played, quietly, tells_that_it_asks, wait_until_they_ask
+from ntp_plugin.recovery.moments import MOMENTS
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
-
-MOMENTS = (
-    *("step", "forward", "backward", "reduced", "vote", "apply", "applied", "scheduled", "between"),
-    *("save", "written"),
-    *("report", "plan", "regroup", "stand on", "moved", "built", "made", "stood"),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,51 +88,19 @@ class Play:
 
 def tell_moments(rank: Rank, asking: Asking) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
-    from ntp_plugin.megatron.live import start  # noqa: PLC0415
+    from ntp_plugin.megatron.live import moments, start  # noqa: PLC0415
 
     begin = start.LiveJob.__init__
 
     def told(job: Any, *args: Any) -> None:
         begin(job, *args)
-        _tell_of_steps(rank, job)
+        moments.tell(job, rank.reached)
+        _record_samples(rank, job)
         if not rank.joining:  # no fault is planned for who comes back, and it is driven later
-            _tell_of_walks(rank, job)
+            moments.tell_of_walks(job, rank.reached)
         _wait_for_those_who_come_back(rank, job, asking)
 
     setattr(start.LiveJob, "__init__", told)  # noqa: B010
-
-
-def _tell_of_steps(rank: Rank, job: Any) -> None:
-    from megatron.core import dist_checkpointing  # noqa: PLC0415
-    from megatron.core.pipeline_parallel import schedules  # noqa: PLC0415
-
-    def step() -> int:
-        return int(job.loop.done) + 1
-
-    def tells(owner: Any, name: str, before: str | None, after: str | None) -> None:
-        original = getattr(owner, name)
-
-        def told(*args: Any, **kwargs: Any) -> Any:
-            number = step()
-            if before:
-                rank.reached(before, number)
-            result = original(*args, **kwargs)
-            if after:
-                rank.reached(after, number)
-            return result
-
-        setattr(owner, name, told)
-
-    tells(job.step, "_begin", "step", None)
-    tells(job.step, "reported", "reduced", None)
-    tells(job.loop, "vote", "vote", None)
-    tells(job.loop, "apply", "apply", "applied")
-    tells(job.loop, "between", "between", None)
-    tells(job.step, "_told", "scheduled", None)
-    tells(schedules, "forward_step", "forward", None)
-    tells(schedules, "backward_step", "backward", None)
-    tells(dist_checkpointing, "save", "save", "written")
-    _record_samples(rank, job, lambda: job.trainer.copies.state_of + 1 if job.step._again else step())
 
 
 def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
@@ -163,7 +126,7 @@ def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:
     return seen
 
 
-def _record_samples(rank: Rank, job: Any, step: Any) -> None:
+def _record_samples(rank: Rank, job: Any) -> None:
     """Write down which samples a rank draws, where a kill cannot take it back; the first of a TP group draws."""
     from megatron.core.datasets.gpt_dataset import MockGPTDataset  # noqa: PLC0415
 
@@ -171,32 +134,8 @@ def _record_samples(rank: Rank, job: Any, step: Any) -> None:
 
     def drawn(dataset: Any, index: Any) -> Any:
         if job.loop._inside and dataset is job.samples._sets[0]:
-            rank.write([["drawn", step(), job.rank.groups.epoch, int(index)]])
+            step = job.trainer.copies.state_of + 1 if job.step._again else job.loop.done + 1
+            rank.write([["drawn", int(step), job.rank.groups.epoch, int(index)]])
         return item(dataset, index)
 
     MockGPTDataset.__getitem__ = drawn
-
-
-def _tell_of_walks(rank: Rank, job: Any) -> None:
-    def epoch() -> int:
-        return int(job.driver._agreement.member.view.epoch)
-
-    def tells(owner: Any, name: str, before: str | None, after: str | None = None) -> None:
-        original = getattr(owner, name)
-
-        def told(*args: Any, **kwargs: Any) -> Any:
-            if before:
-                rank.reached(before, epoch=epoch())
-            result = original(*args, **kwargs)
-            if after:
-                rank.reached(after, epoch=epoch())
-            return result
-
-        setattr(owner, name, told)
-
-    tells(job.driver, "_report", "report")
-    tells(job.trainer, "plan", "plan")
-    tells(job.driver, "_regroup", "regroup")
-    tells(job.trainer, "stand_on", "stand on", "stood")
-    tells(job.trainer, "_put_in", "moved")
-    tells(job.anatomy, "wrap_again", "built", "made")

@@ -5,11 +5,12 @@ nothing else. The main thread walks. A second loss anywhere in the walk brings a
 from the agreement.
 """
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreed, Agreement
@@ -55,6 +56,8 @@ class Driver:
         self._groups = groups
         self._trainer = trainer
         self._patience = patience or Patience()
+        self._walking_since: float | None = None
+        self._phases: dict[str, float] = {}
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ntp-watcher", daemon=True)
 
@@ -99,16 +102,30 @@ class Driver:
         while not self._agreement.everybody_is_done():
             self._walk()
 
+    @property
+    def heading_for(self) -> int:
+        """The epoch that a walk leads to; without one, that of now."""
+        return self._agreement.member.view.epoch
+
+    def walked(self) -> tuple[float, dict[str, float]]:
+        """As the trainer ends its part of a walk: the seconds of all of it, and how they were spent."""
+        assert self._walking_since is not None, "the trainer is called in a walk"
+        seconds = time.monotonic() - self._walking_since
+        return seconds, {**self._phases, "move": seconds - sum(self._phases.values())}
+
     # ------------------------------------------------ the walk
 
     def _walk(self) -> None:
         failures = 0
+        self._walking_since, self._phases = time.monotonic(), dict.fromkeys(("agree", "regroup"), 0.0)
         while True:
-            agreed = self._agree()
+            with self._timed("agree"):
+                agreed = self._agree()
             try:
                 if self._some_are_put_out(agreed):
                     continue
-                self._regroup(agreed)
+                with self._timed("regroup"):
+                    self._regroup(agreed)
                 self._trainer.stand_on(agreed)
                 return
             except PeerLost:
@@ -117,6 +134,14 @@ class Driver:
                 failures += 1
                 if not self._a_loss_follows() and not self._try_again(agreed, failures):
                     raise
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._phases[phase] += time.monotonic() - since
 
     def _agree(self) -> Agreed:
         return self._agreement.run(

@@ -2,6 +2,7 @@
 
 ranks.py      real processes with a real store, and a supervisor that publishes deaths
 faults.py     what can happen to a rank, and when
+harm.py       what a process can do to itself
 twin.py       whether a job that lost ranks trained what its undisturbed twin trained
 stateless.py  a trainer with nothing to train
 leaks.py      what a rehearsal must not leave behind

@@ -4,15 +4,14 @@ A moment is a name that the played function tells of (`Rank.reached`), with the 
 with the epoch that the recovery leads to. A fault strikes by the rank's own hand, right there.
 """
 
-import ctypes
 import dataclasses
 import functools
 import os
-import resource
-import signal
 import time
 from collections.abc import Callable
 from typing import Required, TypedDict, Unpack
+
+from ntp_plugin.testing import harm
 
 
 class When(TypedDict, total=False):
@@ -61,12 +60,12 @@ class Fault:
 
 def kill(slot: int, **when: Unpack[When]) -> Fault:
     """SIGKILL."""
-    return _fault(slot, functools.partial(_signal_self, signal.SIGKILL), when)
+    return _fault(slot, harm.kill, when)
 
 
 def freeze(slot: int, **when: Unpack[When]) -> Fault:
     """SIGSTOP: nothing of it runs, until `Ranks.thaw`."""
-    return _fault(slot, functools.partial(_signal_self, signal.SIGSTOP), when)
+    return _fault(slot, harm.stop, when)
 
 
 def hang(slot: int, **when: Unpack[When]) -> Fault:
@@ -76,12 +75,12 @@ def hang(slot: int, **when: Unpack[When]) -> Fault:
 
 def hold_lock(slot: int, **when: Unpack[When]) -> Fault:
     """It stands still in C code that holds the Python lock, so that no thread of it runs."""
-    return _fault(slot, _hold_lock, when)
+    return _fault(slot, harm.hold_lock, when)
 
 
 def segfault(slot: int, **when: Unpack[When]) -> Fault:
     """It reads where there is no memory."""
-    return _fault(slot, _read_address_0, when)
+    return _fault(slot, harm.segfault, when)
 
 
 def leave(slot: int, code: int = 0, **when: Unpack[When]) -> Fault:
@@ -104,19 +103,6 @@ def _fault(slot: int, by: Callable[[], object] | None, when: When) -> Fault:
     step, epoch = when.get("step"), when.get("epoch")
     assert (step is None) != (epoch is None), "a moment is of a step, or of the recovery that leads to an epoch"
     return Fault(slot=slot, moment=when["during"], step=step, epoch=epoch, by=by, may_miss=when.get("may_miss", False))
-
-
-def _signal_self(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
-
-
-def _hold_lock() -> None:
-    ctypes.PyDLL(None).pause()  # unlike CDLL, it calls without giving the lock back
-
-
-def _read_address_0() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ctypes.string_at(0)
 
 
 def _raise(error: Exception) -> None:

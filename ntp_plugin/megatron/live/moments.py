@@ -1,0 +1,54 @@
+"""The moments of a live Megatron job (`recovery/moments.py`)."""
+
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.pipeline_parallel import schedules
+
+from ntp_plugin.megatron.live import start
+from ntp_plugin.recovery.moments import IsHere, Moments, Reached, of_walks
+
+
+def tell(job: start.LiveJob, reached: Reached) -> None:
+    """Those of its steps, and of the walks that it takes as a member; who comes in is driven later: `tell_of_walks`."""
+    moments = Moments(reached, "step", lambda: int(job.loop.done) + 1)
+    moments.at(job.step, "_begin", "step")
+    moments.at(job.step, "reported", "reduced")
+    moments.at(job.loop, "vote", "vote")
+    moments.at(job.loop, "apply", "apply", "applied")
+    moments.at(job.loop, "between", "between")
+    moments.at(job.step, "_told", "scheduled")
+    moments.at(schedules, "forward_step", "forward")
+    moments.at(schedules, "backward_step", "backward")
+    moments.at(dist_checkpointing, "save", "save", "written")
+
+
+def tell_of_walks(job: start.LiveJob, reached: Reached) -> None:
+    """Once it is driven."""
+    moments = of_walks(job.driver, job.trainer, reached)
+    moments.at(job.trainer, "_put_in", "moved")
+    moments.at(job.anatomy, "wrap_again", "built", "made")
+
+
+def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
+    """In a process that will have one; `is_here` is told of it."""
+    begin = start.LiveJob.__init__
+
+    def told(job: Any, *args: Any) -> None:
+        begin(job, *args)
+        slot = job.topology.slot_of(job.rank.place.slot)
+        is_here(str(slot), lambda: [weight for chunk in job.anatomy.chunks for weight in chunk.parameters()])
+        tell(job, reached)
+        drive = job.rank.drive
+
+        def driven(trainer: Any) -> Any:
+            job.driver = drive(trainer)
+            tell_of_walks(job, reached)
+            return job.driver
+
+        if job.rank.place.joining:
+            job.rank.drive = driven
+        else:
+            tell_of_walks(job, reached)
+
+    setattr(start.LiveJob, "__init__", told)  # noqa: B010  (a plain assignment is not for methods)

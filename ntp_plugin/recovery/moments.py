@@ -1,0 +1,86 @@
+"""The moments of a step and of a walk, by name, for whoever makes something happen there: rehearsals and tests.
+
+A moment is of a step, by its number, or of a walk, by the epoch that it leads to. Nothing of this is in place in an
+ordinary run: an adapter's `moments.py` puts it around the methods that a moment lies before or behind, when asked to.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # names of moments are read where there is no torch
+    from ntp_plugin.recovery.driver import Driver
+
+OF_STEPS: Mapping[str, str] = {
+    "step": "a step begins (Megatron)",
+    "forward": "before the forward of a micro-batch",
+    "backward": "before the backward of a micro-batch",
+    "accumulated": "a micro-batch is through its backward (DeepSpeed)",
+    "reduce": "before gradients are reduced (DeepSpeed)",
+    "reduced": "all micro-batches are done, and their gradients reduced over the lanes (Megatron)",
+    "vote": "the reduced gradients are there, and nobody has applied them",
+    "apply": "after the vote, before the optimizer changes anything",
+    "gather": "before ZeRO gathers the new weights (DeepSpeed)",
+    "applied": "the optimizer has stepped",
+    "scheduled": "before what follows a step: the learning rate, the log (Megatron)",
+    "stepped": "after the engine's step (DeepSpeed)",
+    "between": "in what the framework does together between two steps (Megatron)",
+    "save": "before a checkpoint is written",
+    "written": "after it",
+}
+OF_WALKS: Mapping[str, str] = {
+    "report": "broken out of the work, before it reports where it stands",
+    "plan": "all have reported; before it plans",
+    "regroup": "before the process groups are edited",
+    "stand on": "before state is moved",
+    "rolled": "a step that others had applied is applied here too (DeepSpeed)",
+    "moved": "the state is there; before the model is put into the new layout (Megatron)",
+    "built": "the model has its new layout; before its buffers are made again (Megatron)",
+    "made": "after that (Megatron)",
+    "stood": "at the end of a recovery, before the step is taken again",
+}
+MOMENTS = (*OF_STEPS, *OF_WALKS)
+
+
+class Reached(Protocol):
+    """Hears of every moment that this process comes to; what it does there it does to this process."""
+
+    def __call__(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None: ...
+
+
+type IsHere = Callable[[str, Callable[[], Iterable[Any]]], None]
+"""Hears that this process has a slot of a job, and how to come by its weights."""
+
+
+class Moments:
+    """Puts the telling around methods, of one kind of moments."""
+
+    def __init__(self, reached: Reached, kind: str, number: Callable[[], int]) -> None:
+        """`kind`: step or epoch, whichever number they go by."""
+        self._reached, self._kind, self._number = reached, kind, number
+
+    def at(self, owner: Any, name: str, before: str | None, after: str | None = None) -> None:
+        """Calls of this method are between these two moments. The numbers are those from before it."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            where: dict[str, Any] = {self._kind: self._number()}
+            if before:
+                self._reached(before, **where)
+            result = original(*args, **kwargs)
+            if after:
+                self._reached(after, **where)
+            return result
+
+        setattr(owner, name, told)
+
+
+def of_walks(driver: "Driver", trainer: Any, reached: Reached) -> Moments:
+    """Those that every walk has; more of an adapter's own may follow."""
+    moments = Moments(reached, "epoch", lambda: driver.heading_for)
+    moments.at(driver, "_report", "report")
+    moments.at(trainer, "plan", "plan")
+    moments.at(driver, "_regroup", "regroup")
+    moments.at(trainer, "stand_on", "stand on", "stood")
+    return moments

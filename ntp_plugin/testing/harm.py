@@ -1,0 +1,86 @@
+"""What a process can do to itself. Most of these never return."""
+
+import contextlib
+import ctypes
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def kill() -> None:
+    """SIGKILL."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """SIGSTOP."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang() -> None:
+    """This thread stands still; others run."""
+    while True:
+        time.sleep(3600)
+
+
+def hold_lock() -> None:
+    """Stand still in C code that holds the Python lock, so that no thread runs."""
+    ctypes.PyDLL(None).pause()  # unlike CDLL, it calls without giving the lock back
+
+
+def segfault() -> None:
+    """Read where there is no memory."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)
+
+
+def run_out_of_memory() -> None:
+    """Ask for more than there is."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGESIZE"), resource.RLIM_INFINITY))
+    held = []
+    while True:
+        held.append(bytearray(1 << 26))
+
+
+def fill_disk(seconds: float) -> None:
+    """For so long no file can grow; what was written stays."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    back = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, (soft, hard)))
+    back.daemon = True
+    back.start()
+
+
+def jump_clock(seconds: float) -> None:
+    """The clock on the wall, for all Python code of this process that asks `time.time`."""
+    real = time.time
+    setattr(time, "time", lambda: real() + seconds)  # noqa: B010  (a plain assignment is not for functions)
+
+
+def spoil_weight(tensors: Iterable[Any], *, seed: int) -> None:
+    """One number in one of these becomes twice what it was, as by a flipped bit of its exponent."""
+    chosen = random.Random(seed)
+    numbers = chosen.choice(list(tensors)).detach().view(-1)
+    at = chosen.randrange(numbers.numel())
+    numbers[at] = numbers[at] * 2 if float(numbers[at]) else 1.0
+
+
+def spoil_copy(folder: Path, *, seed: int) -> None:
+    """One byte of the newest file of state under a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".json" and path.stat().st_size]
+    if not files:
+        return
+    newest = max(files, key=lambda path: (path.stat().st_mtime, path.stat().st_size))
+    at = random.Random(seed).randrange(newest.stat().st_size)
+    with contextlib.closing(os.fdopen(os.open(newest, os.O_RDWR), "r+b")) as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 0x10]))
