@@ -73,7 +73,7 @@ class LiveJob:
         refuse_engine(engine)
         place = self.rank.place
         topology = place.topology(policy, tp=max(1, engine.autotp_size()))
-        self.engine, self.teller = engine, Teller(policy.events, str(topology.slot_of(place.slot)))
+        self.engine, self.teller = engine, Teller(policy.events or place.events, str(topology.slot_of(place.slot)))
         self.window = Window(
             engine,
             policy,

@@ -10,7 +10,6 @@ through that step again.
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,6 @@ class EngineTrainer:
         self._how_far: HowFar
         self.copies: JobCopies | None = None
         """Where there is ZeRO, unless they are switched off."""
-        self._walking_since: float | None = None
 
     def take(
         self,
@@ -160,7 +158,6 @@ class EngineTrainer:
         """An update is made in place, so there is no way back but to copies."""
         if self._engine is None:
             raise Refused("a rank was lost before there was an engine", way_out="start the job again")
-        self._walking_since = self._walking_since or time.monotonic()
         loop, held = self._loop, ""
         if self._cut is not None:
             held = self._cut.held()
@@ -275,11 +272,10 @@ class EngineTrainer:
             engine.save_non_zero_checkpoint = writes(groups._get_sequence_data_parallel_rank())
 
     def _tell(self, agreed: Agreed) -> None:
-        since, self._walking_since = self._walking_since or time.monotonic(), None
         slots, everybody, cut = set(agreed.view.slots), range(self.topology.size), self._cut
         shares = self._shares(agreed.view.slots) if cut is None else cut.shares
         named = {slot: str(self.topology.slot_of(slot)) for slot in everybody}
-        seconds = time.monotonic() - since
+        seconds, phases = self._rank.walked()
         if self._engine.monitor.enabled and not dist.get_rank():
             told = {"NTP/ranks": len(slots), "NTP/epoch": agreed.view.epoch, "NTP/recovery_s": seconds}
             samples = self._window.counted()["counters"]["global_samples"]
@@ -288,6 +284,7 @@ class EngineTrainer:
             Recovered(
                 epoch=agreed.view.epoch,
                 seconds=seconds,
+                phases=phases,
                 lost=[named[slot] for slot in everybody if slot not in slots],
                 back=[named[slot] for slot, report in sorted(agreed.reports.items()) if report.newcomer],
                 widths=[[int(slot in slots)] for slot in everybody] if cut is None else cut.widths,

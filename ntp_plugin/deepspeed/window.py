@@ -314,7 +314,7 @@ class Window:
                     epoch=self._rank.groups.epoch,
                     seconds=time.monotonic() - self._began_at,
                     losses={"loss": float(self._loop.outcome[_LOSS]) / (self._replicas * self._each)},
-                    samples=list(self.numbers),
+                    samples=list(self.numbers) if self.cut is None or self.cut.speaks else [],
                 )
             )
         self._done, self._loss = 0, 0.0

@@ -39,10 +39,12 @@ from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.launch.supervisor import LOOK_S, LOOK_S_PER_HOST, Supervisor
+from ntp_plugin.launch.telling import Telling
 from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
+from ntp_plugin.telemetry import Gone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,9 @@ class RunPolicy:
     """A folder of copies that the job begins from."""
     export: Path | None = None
     """A folder for the checkpoint that it is to make of these, and do nothing else."""
+    through: tuple[str, ...] = ()
+    """Words of Python's before the script, of a module that runs it: `-m MODULE ARGUMENT`."""
+    telling: Telling = dataclasses.field(default_factory=Telling)
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
 
 
@@ -152,6 +157,8 @@ class TolerantAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         place = self._tenancy
+        self._telling = self.policy.telling.begin(os.environ, host=place.host, said=_say)
+        os.environ.update(self._telling.told_to_workers)
         self._folder = RunFolder("ntp-run-")
         self._copies = RunFolder(
             COPIES,
@@ -182,7 +189,7 @@ class TolerantAgent(LocalElasticAgent):
         self._lock = threading.Lock()
         self._finished = False
         if worker_group.spec.entrypoint == sys.executable:  # in another Python, or a shell script, we may not be there
-            worker_group.spec.args = with_hooks(worker_group.spec.args)
+            worker_group.spec.args = with_hooks(worker_group.spec.args, through=self.policy.through)
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for worker in worker_group.workers:
             self._watch(worker.global_rank, worker.local_rank, founding_occupant(worker.global_rank, place.tenant))
@@ -302,6 +309,7 @@ class TolerantAgent(LocalElasticAgent):
             self._heartbeats.close()
         self._folder.remove()
         self._end_copies()
+        self._telling.end()
 
     def _end_copies(self) -> None:
         """Where the job did not end well, they may be all that is left of its last steps."""
@@ -325,6 +333,10 @@ class TolerantAgent(LocalElasticAgent):
     def _told(self, seat: Seat, verdict: Verdict) -> None:
         """On the supervisor's thread: one line, and an end for a process that would not notice by itself."""
         _say(f"slot {seat.slot} is lost: {verdict.reason}")
+        local = seat.slot - self._tenancy.first_slot
+        if local in self._handlers():
+            pid = self._handlers()[local].proc.pid
+            self._telling.tell(Gone(number=seat.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
         with self._lock:
             self._lost.add(seat.slot)
 

@@ -26,12 +26,12 @@ _MEGATRON, _DEEPSPEED = "megatron.training.arguments", "deepspeed"
 _ADAPTERS = ("ntp_plugin.megatron.activation", "ntp_plugin.deepspeed.activation")
 
 
-def with_hooks(words: Sequence[str]) -> tuple[str, ...]:
-    """A worker's command behind `python`, with this module before its script."""
+def with_hooks(words: Sequence[str], *, through: Sequence[str] = ()) -> tuple[str, ...]:
+    """A worker's command behind `python`, with this module before its script, and one more between if asked for."""
     place = next(number for number, word in enumerate(words) if word == "-m" or not word.startswith("-"))
     if words[place] == "-m" and words[place + 1] in ("ntp_plugin.megatron", __name__):
         return tuple(words)
-    return (*words[:place], "-m", __name__, *words[place:])
+    return (*words[:place], "-m", __name__, *through, *words[place:])
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:

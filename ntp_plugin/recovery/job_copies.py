@@ -264,7 +264,7 @@ class JobCopies:
             self._teller.tell(
                 telemetry.Restored(
                     step=version.step,
-                    again=self.steps - version.step,
+                    again=max(0, self.steps - version.step),  # who comes in has taken none
                     own=done.own,
                     here=done.here,
                     elsewhere=done.elsewhere,

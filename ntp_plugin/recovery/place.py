@@ -38,6 +38,8 @@ class Place:
     """Where a run that is dead kept its copies, if this one begins from these."""
     export: Path | None = None
     """Where these are to be written as a checkpoint, if that is all that this run is for."""
+    events: Path | None = None
+    """Where the run keeps its record, if it has one."""
 
     @property
     def seat(self) -> Seat:
@@ -87,6 +89,7 @@ class Place:
             copies=Path(environment.get("NTP_COPIES") or Path(environment["NTP_HEARTBEATS"]).parent / "copies"),
             resume=Path(told) if (told := environment.get("NTP_RESUME")) else None,
             export=Path(told) if (told := environment.get("NTP_EXPORT")) else None,
+            events=Path(told) if (told := environment.get("NTP_EVENTS")) else None,
             per_host=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
         )
 

@@ -70,6 +70,11 @@ class ElasticRank:
         """As a newcomer, before it is driven: until the members open for it."""
         wait_to_be_let_in(self._agreeing, self.place.first_view)
 
+    def walked(self) -> tuple[float, dict[str, float]]:
+        """How long the walk under way has taken, and by phases."""
+        assert self._driver is not None, "it is a driver that walks"
+        return self._driver.walked()
+
     def start(self) -> None:
         """Begin to beat and to watch; a newcomer comes in."""
         self.beat()

@@ -1,8 +1,13 @@
 """Events: told by many processes into one file, read while it grows."""
 
+import dataclasses
 import multiprocessing
+import resource
 
-from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Recovered, Teller
+import pytest
+
+from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Gone, Recovered, Teller, Told, events_file
+from ntp_plugin.telemetry.job_state import JobState, Slot
 
 EVENTS = [
     Began(pid=1, newcomer=False, replicas=2, stages=1, tp=4, micro_batches=[4, 4]),
@@ -61,3 +66,90 @@ def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
     teller.tell(EVENTS[0])
     teller.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'"text"',
+        b"1e999",
+        b"[" * 100_000,
+        b'{"at": 1.0, "slot": "a", "event": "Nonsense"}',
+        b'{"at": 1.0, "slot": "a", "event": "Ended", "more": 1}',
+        b'{"at": "now", "slot": "a", "event": "Ended"}',
+        b'{"at": 1.0, "slot": 3, "event": "Ended"}',
+        b'{"at": 1.0, "slot": "a", "event": "Began", "pid": 1}',
+        b'{"at": 1.0, "slot": "a", "event": "Gone", "number": true, "pid": 1, "kind": "", "reason": ""}',
+        b'{"at": 1.0, "slot": "a", "event": "Gone", "number": [], "pid": 1, "kind": "", "reason": ""}',
+    ],
+)
+def test_a_line_that_is_no_event_is_counted_and_passed_over(tmp_path, line):
+    path = tmp_path / "events"
+    path.write_bytes(line + b"\n")
+    Teller(path, "r0.s0.t0").tell(EVENTS[0])
+    follower = Follower(path)
+    assert [told.event for told in follower.news()] == [EVENTS[0]]
+    assert follower.senseless == 1
+
+
+def test_the_records_of_all_hosts_are_read_together(tmp_path):
+    for host in range(3):
+        Teller(events_file(tmp_path, host), f"host{host}").tell(EVENTS[3])
+    follower = Follower(tmp_path)
+    assert {told.slot for told in follower.news()} == {"host0", "host1", "host2"}
+    assert follower.news() == []
+
+
+def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path, caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    teller = Teller(tmp_path / "events", "r0.s0.t0")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        teller.tell(EVENTS[0])
+        teller.tell(EVENTS[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not teller.is_heard
+    assert caplog.text.count("not recorded any more") == 1
+
+
+def heard(*events):
+    """A job of which these are told, one second after the other."""
+    job = JobState()
+    told = [Told(at=float(at), slot=slot, event=event) for at, (slot, event) in enumerate(events)]
+    return job, [job.hear(one) for one in told]
+
+
+BEGAN = [
+    (f"r{replica}.s0.t{slot}", dataclasses.replace(EVENTS[0], tp=2, pid=10 * replica + slot))
+    for replica in (0, 1)
+    for slot in (0, 1)
+]
+
+
+def test_a_job_is_whole_until_one_is_gone_and_again_when_it_is_back():
+    job, _ = heard(*BEGAN)
+    assert job.whole
+    job.hear(Told(at=5.0, slot="host0", event=Gone(number=3, pid=11, kind="ended", reason="code -9")))
+    assert job.slots["r1.s0.t1"] == Slot.LOST
+    lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[5, 3])
+    assert job.hear(Told(at=6.0, slot="r0.s0.t0", event=lost))
+    assert not job.hear(Told(at=6.1, slot="r0.s0.t1", event=lost)), "the others only say the same"
+    assert not job.whole
+    back = Recovered(epoch=2, seconds=0.5, lost=[], back=["r1.s0.t1"], widths=[[2], [2]], micro_batches=[4, 4])
+    job.hear(Told(at=7.0, slot="r0.s0.t0", event=back))
+    assert job.whole
+    assert (job.epoch, job.recoveries) == (2, 2)
+
+
+def test_goodput_leaves_recoveries_and_steps_taken_again_out():
+    steps = [Committed(step=step, epoch=0, seconds=1.0, losses={}, samples=[]) for step in (1, 2, 2, 3)]
+    lost = Recovered(epoch=1, seconds=0.25, lost=[], back=[], widths=[[2], [2]], micro_batches=[4, 4])
+    job, news = heard(*BEGAN, *(("r0.s0.t0", event) for event in (*steps[:3], lost, steps[3])))
+    assert news[4:] == [True, True, False, True, True]
+    assert job.useful_s == pytest.approx(2.75)
+    assert job.goodput == pytest.approx(2.75 / (job.heard_at - job.began_at))

@@ -48,7 +48,8 @@ class LiveJob:
         self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
         self.args, self.topology, self._policy = args, topology, policy
         # An export is no part of the run that its copies are of, whose file of events this may be.
-        self.teller = Teller(policy.events if place.export is None else None, str(topology.slot_of(place.slot)))
+        record = (policy.events or place.events) if place.export is None else None
+        self.teller = Teller(record, str(topology.slot_of(place.slot)))
         if place.export is not None:
             export.only_to_save(args, place.export)
         self.anatomy, self.samples = Anatomy(args), Samples(args, noted=self.teller.is_heard)

@@ -9,7 +9,6 @@ Megatron runs by itself again.
 import functools
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,7 +69,6 @@ class MegatronTrainer:
         self._rank, self._groups = rank, rank.groups
         self._loop, self._anatomy, self._samples = loop, anatomy, samples
         self._newcomer, self._teller = newcomer, teller
-        self._walking_since: float | None = None
         self.share: BatchShare | None = None
         """Of the global batch, while somebody is lost."""
         self.idle, self.first = False, self._groups.slot == 0
@@ -185,7 +183,6 @@ class MegatronTrainer:
 
     def report(self) -> Report:
         """An update is made in place, so there is no way back."""
-        self._walking_since = self._walking_since or time.monotonic()
         loop = self._loop
         live = None if self._sharded or self._put_together else self.state.live.held(self._lost).encode()
         copied = None if self.copies is None else self.copies.describe()
@@ -281,14 +278,15 @@ class MegatronTrainer:
     def _tell(self, agreed: Agreed) -> None:
         """Whoever looks on hears that this rank goes on, and in which layout."""
         topology, lost = self._topology, self.lost
-        since, self._walking_since = self._walking_since or time.monotonic(), None
         standing = Standing(topology=topology, lost=lost, min_tp_width=self._policy.min_tp_width)
         stages, shares = range(topology.pp), {share.replica: share.count for share in self._goal.batch.shares}
         back = [rank for rank, report in agreed.reports.items() if report.newcomer]
+        seconds, phases = self._rank.walked()
         self._teller.tell(
             Recovered(
                 epoch=agreed.view.epoch,
-                seconds=time.monotonic() - since,
+                seconds=seconds,
+                phases=phases,
                 lost=[str(slot) for slot in sorted(lost)],
                 back=[str(topology.slot_of(rank)) for rank in sorted(back)],
                 widths=[

@@ -1,17 +1,6 @@
-"""What a job tells of itself, for whoever looks on: one line of JSON for each event.
-
-Every process appends to one file, and a line is one write, so that lines of several processes do not mix (on a local
-disk; where a job has several hosts, each has a file of its own). A process that is killed has told what it told. With
-no file named nothing is written. A reader follows the file while the job runs, or reads it afterwards:
-
-    for told in Follower(path).news(): ...
-"""
+"""What can happen to a job, as it is told."""
 
 import dataclasses
-import json
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 
@@ -56,6 +45,35 @@ class Recovered:
     widths: list[list[int]]
     """Replica by replica, of each stage."""
     micro_batches: list[int]
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The seconds in parts: to `agree`, to `regroup`, and to `move` the state and verify it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Gone:
+    """A host's supervisor has found a process of it lost, and the others are told."""
+
+    number: int
+    """Of its slot: who tells this does not know the layout."""
+    pid: int
+    kind: str
+    """What kind of a loss: `dead`, `stopped`, ..."""
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Struck:
+    """Somebody breaks the job on purpose, here and now."""
+
+    strike: str
+    """Its name in the campaign."""
+    what: str
+    whom: str
+    """The slot, or what else is struck."""
+    moment: str
+    """Empty where it comes from outside."""
+    step: int
+    """The one in flight; 0 where that is not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,65 +142,7 @@ class Ended:
     """The job is over on this process, as it should be."""
 
 
-type Event = Began | Committed | Recovered | Copied | Restored | CopyTrouble | Corrupted | Exported | Ended
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (Began, Committed, Recovered, Copied, Restored, CopyTrouble, Corrupted, Exported, Ended)
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """An event, who told it, and when by the clock on the wall."""
-
-    at: float
-    slot: str
-    event: Event
-
-
-class Teller:
-    """Writes the events of one process."""
-
-    def __init__(self, path: str | None, slot: str) -> None:
-        self._slot = slot
-        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether there is a file, so that what is costly to know is not asked for in vain."""
-        return self._file is not None
-
-    def tell(self, event: Event) -> None:
-        """Append it, if there is a file."""
-        if self._file is None:
-            return
-        line = {"at": time.time(), "slot": self._slot, "event": type(event).__name__, **dataclasses.asdict(event)}
-        os.write(self._file, json.dumps(line).encode() + b"\n")
-
-    def close(self) -> None:
-        """Nothing more is told."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-class Follower:
-    """Reads a file that grows; it may not be there yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
-
-    def news(self) -> list[Told]:
-        """What was told since the last time; a line that is not whole yet is left for the next."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            whole = file.read().rpartition(b"\n")[0]
-        self._read += len(whole) + bool(whole)
-        return [_told(json.loads(line)) for line in whole.splitlines()]
-
-
-def _told(line: dict[str, Any]) -> Told:
-    at, slot, kind = line.pop("at"), line.pop("slot"), _KINDS[line.pop("event")]
-    return Told(at=at, slot=slot, event=kind(**line))
+type Event = (
+    Began | Committed | Recovered | Gone | Struck | Copied | Restored | CopyTrouble | Corrupted | Exported | Ended
+)
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in Event.__value__.__args__}

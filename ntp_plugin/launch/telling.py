@@ -1,0 +1,127 @@
+"""What `ntp run` tells of its job, and to whom: the folder of the run, and the relay to the sinks that follow it.
+
+Each host keeps its own part of the record; where the folder is one that all hosts share, a reader has all of it. The
+first host has the sinks. Nothing listens but the page for Prometheus, on loopback.
+"""
+
+import dataclasses
+import importlib.util
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.telemetry import Event, Teller, events_file
+from ntp_plugin.telemetry.wandb_sink import told_to_workers
+
+_PATIENCE_S = 60.0
+"""For the sinks to come to an end, after the job."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Telling:
+    """What was asked for."""
+
+    folder: Path | None = None
+    wandb: str = ""
+    """A project; none where empty."""
+    prometheus: int | None = None
+    """A port."""
+
+    def __post_init__(self) -> None:
+        if self.folder is None and (self.wandb or self.prometheus is not None):
+            flag = "--ntp-wandb" if self.wandb else "--ntp-prometheus"
+            raise ConfigError(f"{flag} follows the record of a run", way_out="name a folder for it: --ntp-run-dir")
+        for asked, module, extra in (
+            (self.wandb, "wandb", "wandb"),
+            (self.prometheus is not None, "prometheus_client", "prometheus"),
+        ):
+            if asked and importlib.util.find_spec(module) is None:
+                raise ConfigError(f"{module} is not installed", way_out=f"pip install 'ntp-plugin[{extra}]'")
+        if self.prometheus is not None:
+            _refuse_taken(self.prometheus)
+
+    def begin(self, environment: Mapping[str, str], *, host: int, said: Callable[[str], None]) -> "Underway":
+        """Before the workers start."""
+        if self.folder is None:
+            return Underway(events=None, host=host, told_to_workers={}, relay=None, said=said)
+        events = _new_record(self.folder, host)
+        told = {"NTP_EVENTS": str(events)} | (told_to_workers(environment) if self.wandb else {})
+        relay = self._relay(self.folder, {**environment, **told}) if host == 0 else None
+        return Underway(events=events, host=host, told_to_workers=told, relay=relay, said=said)
+
+    def _relay(self, folder: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
+        sinks: list[str] = []
+        if self.wandb:
+            sinks += ["--wandb", self.wandb]
+        if self.prometheus is not None:
+            sinks += ["--prometheus", str(self.prometheus)]
+        if not sinks:
+            return None
+        words = [sys.executable, "-m", "ntp_plugin.telemetry.relay", str(folder), *sinks]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, env=dict(environment))
+
+
+class Underway:
+    """What is told while the job runs."""
+
+    def __init__(
+        self,
+        *,
+        events: Path | None,
+        host: int,
+        told_to_workers: Mapping[str, str],
+        relay: "subprocess.Popen[bytes] | None",
+        said: Callable[[str], None],
+    ) -> None:
+        self.told_to_workers = told_to_workers
+        self._teller, self._relay, self._said = Teller(events, f"host{host}"), relay, said
+
+    def tell(self, event: Event) -> None:
+        """Something that the supervisor of this host has seen."""
+        self._teller.tell(event)
+
+    def end(self) -> None:
+        """The job is over here."""
+        self._teller.close()
+        if self._relay is None:
+            return
+        assert self._relay.stdin is not None, "it was made with a pipe"
+        self._relay.stdin.close()
+        try:
+            self._relay.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._relay.kill()
+            self._relay.wait()
+            self._said(f"the sinks did not come to an end within {_PATIENCE_S:g} s, and were ended")
+
+
+def _new_record(folder: Path, host: int) -> Path:
+    events = events_file(folder, host).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = events.exists() and events.stat().st_size
+        events.touch()
+    except OSError as error:
+        raise ConfigError(f"--ntp-run-dir {folder} cannot be written to: {error.strerror}") from None
+    if taken:
+        raise ConfigError(
+            f"{events} holds the record of another run", way_out="name another folder, or remove this one"
+        )
+    return events
+
+
+def _refuse_taken(port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--ntp-prometheus {port} is no port", way_out="0 to 65535; 0 takes a free one")
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except OSError as error:
+        raise ConfigError(
+            f"--ntp-prometheus {port}: 127.0.0.1:{port} cannot be listened at: {error.strerror}",
+            way_out="choose another port",
+        ) from None

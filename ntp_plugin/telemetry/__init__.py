@@ -1,0 +1,51 @@
+"""What a job tells of itself, for whoever looks on.
+
+    events.py          what can happen
+    record.py          the record: a file of events, written by every process, and read while it grows
+    job_state.py       what a job looks like by its events: who is there, how wide, how far
+    relay.py           a process that follows the record, for the sinks
+    wandb_sink.py      Weights & Biases
+    prometheus_sink.py a page of numbers for Prometheus
+
+A worker only ever appends to the record. All else follows it from another process, so that nothing that looks on can
+hold up the training, and nothing of it dies with a rank:
+
+    for told in Follower(path).news(): ...
+
+With no record named nothing is written.
+"""
+
+from ntp_plugin.telemetry.events import (
+    Began,
+    Committed,
+    Copied,
+    CopyTrouble,
+    Corrupted,
+    Ended,
+    Event,
+    Exported,
+    Gone,
+    Recovered,
+    Restored,
+    Struck,
+)
+from ntp_plugin.telemetry.record import Follower, Teller, Told, events_file
+
+__all__ = [
+    "Began",
+    "Committed",
+    "Copied",
+    "CopyTrouble",
+    "Corrupted",
+    "Ended",
+    "Event",
+    "Exported",
+    "Follower",
+    "Gone",
+    "Recovered",
+    "Restored",
+    "Struck",
+    "Teller",
+    "Told",
+    "events_file",
+]

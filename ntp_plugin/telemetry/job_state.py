@@ -1,0 +1,112 @@
+"""What a job looks like by what it has told so far. It does not grow with the length of the run."""
+
+import dataclasses
+import enum
+
+from ntp_plugin.telemetry.events import Began, Committed, Copied, Ended, Gone, Recovered
+from ntp_plugin.telemetry.record import Told
+
+
+class Slot(enum.StrEnum):
+    """What is known of a slot."""
+
+    STARTING = "starting"
+    ALIVE = "alive"
+    LOST = "lost"
+    BACK = "back"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class JobState:
+    """Everything that was heard of one run, brought up to date event by event."""
+
+    replicas: int = 0
+    stages: int = 0
+    tp: int = 0
+    slots: dict[str, Slot] = dataclasses.field(default_factory=dict)
+    pids: dict[str, int] = dataclasses.field(default_factory=dict)
+    widths: list[list[int]] = dataclasses.field(default_factory=list)
+    """Replica by replica, of each stage."""
+    micro_batches: list[int] = dataclasses.field(default_factory=list)
+    step: int = 0
+    epoch: int = 0
+    losses: dict[str, float] = dataclasses.field(default_factory=dict)
+    step_s: float = 0.0
+    recoveries: int = 0
+    recovery_s: float = 0.0
+    """Of the newest one, on the slot that told it first."""
+    copied_step: int = 0
+    copied_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of the newest copy of each slot."""
+    began_at: float = 0.0
+    """When the first slot began, by the clock on the wall."""
+    heard_at: float = 0.0
+    useful_s: float = 0.0
+    """Spent in steps that count, recoveries within them left out."""
+    ended: bool = False
+    _recovering_s: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether every slot is there."""
+        return bool(self.slots) and all(slot in (Slot.ALIVE, Slot.BACK) for slot in self.slots.values())
+
+    @property
+    def goodput(self) -> float:
+        """The part of the time since training began that went into steps that count."""
+        passed = self.heard_at - self.began_at
+        return min(1.0, self.useful_s / passed) if passed > 0 else 1.0
+
+    def hear(self, told: Told) -> bool:
+        """One event; whether it says something that no other slot had said before."""
+        self.heard_at = max(self.heard_at, told.at)
+        match told.event:
+            case Began():
+                return self._began(told, told.event)
+            case Committed():
+                return self._committed(told.event)
+            case Recovered():
+                return self._recovered(told.event)
+            case Gone():
+                self.slots |= {slot: Slot.LOST for slot, pid in self.pids.items() if pid == told.event.pid}
+            case Copied():
+                self.copied_bytes[told.slot] = told.event.size
+                newer, self.copied_step = told.event.step > self.copied_step, max(self.copied_step, told.event.step)
+                return newer
+            case Ended():
+                first, self.ended = not self.ended, True
+                return first
+        return True
+
+    def _began(self, told: Told, began: Began) -> bool:
+        first = not self.slots
+        if first:
+            self.replicas, self.stages, self.tp = began.replicas, began.stages, began.tp
+            places = ((r, s, t) for r in range(began.replicas) for s in range(began.stages) for t in range(began.tp))
+            self.slots = {f"r{r}.s{s}.t{t}": Slot.STARTING for r, s, t in places}
+            self.widths = [[began.tp] * began.stages for _ in range(began.replicas)]
+            self.micro_batches, self.began_at = began.micro_batches, told.at
+        self.pids[told.slot] = began.pid
+        if not began.newcomer:
+            self.slots[told.slot] = Slot.ALIVE
+        return first
+
+    def _committed(self, committed: Committed) -> bool:
+        if committed.step <= self.step:
+            return False
+        self.step, self.losses, self.step_s = committed.step, committed.losses, committed.seconds
+        self.useful_s += max(0.0, committed.seconds - self._recovering_s)
+        self._recovering_s = 0.0
+        return True
+
+    def _recovered(self, recovered: Recovered) -> bool:
+        if recovered.epoch <= self.epoch:
+            return False
+        self.epoch, self.widths, self.micro_batches = recovered.epoch, recovered.widths, recovered.micro_batches
+        self.recoveries, self.recovery_s = self.recoveries + 1, recovered.seconds
+        self._recovering_s += recovered.seconds
+        for slot in recovered.lost:
+            self.slots[slot] = Slot.LOST
+        for slot in recovered.back:
+            self.slots[slot] = Slot.BACK
+        return True

@@ -1,0 +1,65 @@
+"""A job as numbers that Prometheus collects, at http://127.0.0.1:PORT/metrics."""
+
+import importlib
+from typing import Any
+
+from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Gone
+from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.record import Told
+
+
+class PrometheusSink:
+    """One page, on loopback unless told otherwise."""
+
+    def __init__(self, port: int, *, address: str = "127.0.0.1") -> None:
+        prometheus: Any = importlib.import_module("prometheus_client")
+        registry = prometheus.CollectorRegistry()
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            return prometheus.Gauge(f"ntp_{name}", text, labels, registry=registry)
+
+        self._step = gauge("step", "the newest committed step")
+        self._epoch = gauge("epoch", "version of the membership")
+        self._step_s = gauge("step_seconds", "of the newest step")
+        self._goodput = gauge("goodput", "part of the time that went into steps that count")
+        self._recoveries = gauge("recoveries", "changes of the membership that were come through")
+        self._recovery_s = gauge("recovery_seconds", "of the newest recovery")
+        self._slots = gauge("slots", "slots by what is known of them", "state")
+        self._width = gauge("width", "slots of the narrowest stage of a replica", "replica")
+        self._micro_batches = gauge("micro_batches", "of a replica in a step", "replica")
+        self._copies_lag = gauge("copies_lag_steps", "steps since the newest copy")
+        self._copies_bytes = gauge("copies_bytes", "of the newest copies of all slots")
+        self._troubles = prometheus.Counter("ntp_troubles", "what went wrong", ["kind"], registry=registry)
+        self._server, _ = prometheus.start_http_server(port, addr=address, registry=registry)
+
+    @property
+    def port(self) -> int:
+        """Where it listens; one that is free, where 0 was asked for."""
+        port: int = self._server.server_port
+        return port
+
+    def hear(self, told: Told, job: JobState, *, news: bool) -> None:
+        """What the job is like now."""
+        if news and isinstance(told.event, Gone | Corrupted | CopyTrouble):
+            self._troubles.labels(type(told.event).__name__).inc()
+        for gauge, value in (
+            (self._step, job.step),
+            (self._epoch, job.epoch),
+            (self._step_s, job.step_s),
+            (self._goodput, job.goodput),
+            (self._recoveries, job.recoveries),
+            (self._recovery_s, job.recovery_s),
+            (self._copies_lag, max(0, job.step - job.copied_step) if job.copied_bytes else 0),
+            (self._copies_bytes, sum(job.copied_bytes.values())),
+        ):
+            gauge.set(value)
+        for state in Slot:
+            self._slots.labels(state).set(list(job.slots.values()).count(state))
+        for number, stages in enumerate(job.widths):
+            self._width.labels(f"r{number}").set(min(stages))
+            self._micro_batches.labels(f"r{number}").set(job.micro_batches[number])
+
+    def close(self) -> None:
+        """No more."""
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,118 @@
+"""The record of a job: one file, one line of JSON for each event, and a folder for what belongs to one run.
+
+Every process of a host appends to the same file, and a line is one write, so that lines of several processes do not mix
+(on a local disk; each host has a file of its own). A process that is killed has told what it told. A reader follows the
+files while the job runs, or reads them afterwards; a line that makes no sense is counted and passed over, because who
+looks on must not be stopped by what somebody else has written there.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import time
+import typing
+from pathlib import Path
+from typing import Any
+
+from ntp_plugin.telemetry.events import KINDS, Event
+
+_LOG = logging.getLogger(__name__)
+_NAME = "events.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """An event, who told it, and when by the clock on the wall."""
+
+    at: float
+    slot: str
+    event: Event
+
+
+def events_file(run: Path, host: int = 0) -> Path:
+    """Where a host of a run tells what happens."""
+    return run / (_NAME if not host else f"events.host{host}.jsonl")
+
+
+class Teller:
+    """Writes the events of one process."""
+
+    def __init__(self, path: str | Path | None, slot: str) -> None:
+        self._slot = slot
+        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is a file, so that what is costly to know is not asked for in vain."""
+        return self._file is not None
+
+    def tell(self, event: Event) -> None:
+        """Append it, if there is a file."""
+        if self._file is None:
+            return
+        line = {"at": time.time(), "slot": self._slot, "event": type(event).__name__, **dataclasses.asdict(event)}
+        try:
+            os.write(self._file, json.dumps(line).encode() + b"\n")
+        except OSError as error:  # a full disk is no reason to stop training
+            _LOG.warning("what happens is not recorded any more: %s", error.strerror)
+            self.close()
+
+    def close(self) -> None:
+        """Nothing more is told."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class Follower:
+    """Reads what a job tells, as it grows: of a file, or of all hosts in the folder of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: dict[Path, int] = {}
+        self.senseless = 0
+        """Lines that were no events."""
+
+    def news(self) -> list[Told]:
+        """What was told since the last time; a line that is not whole yet is left for the next."""
+        files = sorted(self._path.glob("events*.jsonl")) if self._path.is_dir() else [self._path]
+        return [told for path in files if path.exists() for told in self._news_of(path)]
+
+    def _news_of(self, path: Path) -> list[Told]:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            whole = file.read().rpartition(b"\n")[0]
+        self._read[path] = self._read.get(path, 0) + len(whole) + bool(whole)
+        told = [_told(line) for line in whole.splitlines()]
+        self.senseless += told.count(None)
+        return [one for one in told if one is not None]
+
+
+def _told(line: bytes) -> Told | None:
+    try:
+        read = json.loads(line)
+        at, slot, kind = read.pop("at"), read.pop("slot"), KINDS[read.pop("event")]
+        hints = typing.get_type_hints(kind)
+        event = kind(**read)
+        if not (isinstance(at, int | float) and isinstance(slot, str) and _fits(event, hints)):
+            return None
+        return Told(at=float(at), slot=slot, event=event)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _fits(event: Any, hints: dict[str, Any]) -> bool:
+    """Whether the values are of their kinds, as far as one look tells."""
+    return all(_is(getattr(event, name), hint) for name, hint in hints.items())
+
+
+def _is(value: Any, hint: Any) -> bool:
+    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
+        return False
+    if kind is list:
+        return all(_is(item, parts[0]) for item in value)
+    return kind is not dict or all(_is(key, parts[0]) and _is(item, parts[1]) for key, item in value.items())

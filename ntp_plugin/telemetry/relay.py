@@ -1,0 +1,92 @@
+"""Follows the record of a run in a process of its own, and hands every event to the sinks.
+
+    python -m ntp_plugin.telemetry.relay FOLDER [--wandb PROJECT] [--prometheus PORT]
+
+`ntp run` starts it, and ends it by closing its standard input, on purpose or by dying: then it hands over what was told
+until now, and closes the sinks. It is a process because who watches over workers must not wait for a sink, nor share
+Python's lock with one. A sink may fail: its server is away, its disk is full. Then that is said in one line, and it is
+left out from there on; neither the other sinks nor the job see anything of it.
+"""
+
+import argparse
+import functools
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ntp_plugin.telemetry.job_state import JobState
+from ntp_plugin.telemetry.prometheus_sink import PrometheusSink
+from ntp_plugin.telemetry.record import Follower, Told
+from ntp_plugin.telemetry.wandb_sink import WandbSink
+
+EVERY_S = 0.5
+
+
+class Sink(Protocol):
+    """Whoever wants to hear of a job."""
+
+    def hear(self, told: Told, job: JobState, *, news: bool) -> None:
+        """One event, and what the job is like after it. `news`: no other slot had said the same before."""
+
+    def close(self) -> None:
+        """The job is over, or will not be followed any more."""
+
+
+class Relay:
+    """From one record to some sinks."""
+
+    def __init__(self, follower: Follower, sinks: Sequence[Sink], *, said: Callable[[str], None]) -> None:
+        self._follower, self._sinks, self._said = follower, list(sinks), said
+        self._job = JobState()
+
+    def hand_over(self) -> None:
+        """What was told since the last time."""
+        for told in self._follower.news():
+            news = self._job.hear(told)
+            for sink in tuple(self._sinks):
+                self._guarded(sink, functools.partial(sink.hear, told, self._job, news=news))
+
+    def close(self) -> None:
+        """All sinks."""
+        for sink in tuple(self._sinks):
+            self._guarded(sink, sink.close)
+
+    def _guarded(self, sink: Sink, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever a sink's library raises; the training goes on without the sink
+            self._sinks.remove(sink)
+            self._said(f"{type(sink).__name__} failed and hears no more of this job: {type(error).__name__}: {error}")
+
+
+def main(words: Sequence[str]) -> None:
+    """Until the one who has started this closes the pipe."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--wandb", default="")
+    parser.add_argument("--prometheus", type=int)
+    asked = parser.parse_args(words)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the job, which then closes the pipe
+    sinks: list[Sink] = []
+    if asked.prometheus is not None:
+        sinks.append(PrometheusSink(asked.prometheus))
+    if asked.wandb:
+        sinks.append(WandbSink(asked.wandb, asked.folder, os.environ, said=_say))
+    relay = Relay(Follower(asked.folder), sinks, said=_say)
+    while not select.select([sys.stdin], [], [], EVERY_S)[0]:
+        relay.hand_over()
+    relay.hand_over()
+    relay.close()
+
+
+def _say(what: str) -> None:
+    sys.stdout.write(f"ntp run: {what}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,232 @@
+"""Where events go: the real wandb, offline, read back from its file; a page for Prometheus; sinks that fail."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from ntp_plugin.cli.main import main
+from ntp_plugin.telemetry import Began, Committed, Copied, Corrupted, Follower, Gone, Recovered, Teller
+from ntp_plugin.telemetry.relay import Relay
+from ntp_plugin.telemetry.wandb_sink import told_to_workers
+from tests.unit.wandb_file import records
+
+SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
+
+
+def tell_a_run(folder):
+    """Five steps of two replicas; one slot is lost in the third step, which two slots tell of twice."""
+    tellers = {slot: Teller(folder / "events.jsonl", slot) for slot in SLOTS}
+    for number, slot in enumerate(SLOTS):
+        began = Began(pid=100 + number, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2])
+        tellers[slot].tell(began)
+    for step in range(1, 6):
+        if step == 3:
+            gone = Gone(number=1, pid=101, kind="ended", reason="its process ended with code -9")
+            Teller(folder / "events.jsonl", "host0").tell(gone)
+            tellers.pop("r0.s0.t1")
+        for teller in tellers.values():
+            if step == 3:
+                phases = {"agree": 0.01, "regroup": 0.02, "move": 0.03}
+                event = Recovered(
+                    epoch=1,
+                    seconds=0.06,
+                    lost=["r0.s0.t1"],
+                    back=[],
+                    widths=[[1], [2]],
+                    micro_batches=[1, 3],
+                    phases=phases,
+                )
+                teller.tell(event)
+            teller.tell(Committed(step=step, epoch=step // 3, seconds=0.1, losses={"lm loss": 5.0 - step}, samples=[]))
+        tellers["r0.s0.t0"].tell(Copied(step=step, size=1000, taken_s=0.0, seconds=0.0, far=1))
+    tellers["r0.s0.t0"].tell(Committed(step=2, epoch=1, seconds=0.1, losses={"lm loss": 3.0}, samples=[]))
+    tellers["r0.s0.t0"].tell(
+        Corrupted(step=5, what="weight w", slots=["r0.s0.t0", "r1.s0.t0"], certain=False, healed=False)
+    )
+
+
+def relayed(folder, *words, environment):
+    """What the process for the sinks says, told to end at once: it hands over what is there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ntp_plugin.telemetry.relay", str(folder), *words],
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wandb_records(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    tell_a_run(folder)
+    environment = {"WANDB_MODE": "offline", **told_to_workers({})}
+    said = relayed(folder, "--wandb", "some-project", environment=environment)
+    assert "wandb: " in said
+    assert "failed" not in said
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    return records(path), environment["WANDB_RUN_ID"]
+
+
+def history(found):
+    """Name -> its values, in order."""
+    told = {}
+    for record in found:
+        if record.WhichOneof("record_type") != "history":
+            continue
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            told.setdefault(name, []).append(json.loads(item.value_json))
+    return told
+
+
+def test_wandb_has_one_run_with_its_layout_as_its_configuration(wandb_records):
+    found, name = wandb_records
+    runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+    assert {run.run_id for run in runs} == {name}
+    assert {run.project for run in runs} == {"some-project"}
+    updates = [item for record in found if record.HasField("config") for item in record.config.update]
+    layout = next(json.loads(item.value_json) for item in updates if (item.key or item.nested_key[0]) == "ntp")
+    assert layout == {"replicas": 2, "stages": 1, "tp": 2, "micro_batches": [2, 2]}
+
+
+def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
+    told = history(wandb_records[0])
+    assert told["ntp/loss/lm_loss"] == [4.0, 3.0, 2.0, 1.0, 0.0], "one for each step, whoever tells of it, and again"
+    assert told["ntp/step"] == sorted(told["ntp/step"])
+    assert told["ntp/width/r0"] == [2, 2, 1, 1, 1]
+    assert told["ntp/micro_batches/r1"] == [2, 2, 3, 3, 3]
+    assert told["ntp/epoch"] == [0, 0, 1, 1, 1]
+    assert len(told["ntp/goodput"]) == len(told["ntp/step_s"]) == 5
+    assert told["ntp/recovery_s"] == [0.06]
+    assert told["ntp/recovery_s/regroup"] == [0.02]
+    assert told["ntp/copies/lag_steps"] == [0] * 5
+    assert told["ntp/copies/bytes"] == [1000] * 5
+
+
+def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table_of_them(wandb_records):
+    found, _ = wandb_records
+    alerts = [record.alert for record in found if record.WhichOneof("record_type") == "alert"]
+    assert [alert.title for alert in alerts] == [
+        "ntp: slot 1 is lost",
+        "ntp: the job goes on (lost: r0.s0.t1)",
+        "ntp: replicas differ: r0.s0.t0, r1.s0.t0",
+    ]
+    assert [alert.level for alert in alerts] == ["WARN", "WARN", "ERROR"]
+    told = history(found)
+    assert (told["ntp/events/_type"], told["ntp/events/nrows"]) == (["table-file"], [3])
+
+
+def test_workers_are_told_the_run_and_the_users_own_choice_stands():
+    ours = told_to_workers({})
+    assert ours["WANDB_RESUME"] == "allow"
+    assert ours["WANDB_RUN_ID"] != told_to_workers({})["WANDB_RUN_ID"]
+    assert told_to_workers({"WANDB_RUN_ID": "mine"})["WANDB_RUN_ID"] == "mine"
+
+
+def test_prometheus_finds_the_numbers_on_loopback_alone(tmp_path):
+    tell_a_run(tmp_path)
+    words = [sys.executable, "-m", "ntp_plugin.telemetry.relay", str(tmp_path), "--prometheus", "0"]
+    relay = subprocess.Popen(words, stdin=subprocess.PIPE)
+    try:
+        port = listening(relay.pid)
+        page = read_when(f"http://127.0.0.1:{port}/metrics", "ntp_step 5.0")
+        told = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        assert told['ntp_slots{state="lost"}'] == "1.0"
+        assert told['ntp_width{replica="r0"}'] == "1.0"
+        assert told['ntp_troubles_total{kind="Gone"}'] == "1.0"
+    finally:
+        relay.stdin.close()
+        assert relay.wait(30) == 0
+
+
+def listening(pid):
+    """The one port that a process listens at, which must be on loopback."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        inodes = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            place, state, inode = line.split()[1], line.split()[3], line.split()[9]
+            if state == "0A" and f"socket:[{inode}]" in inodes:
+                address, port = place.split(":")
+                assert address == "0100007F", "127.0.0.1"
+                return int(port, 16)
+        time.sleep(0.05)
+    raise AssertionError("it does not listen")
+
+
+def read_when(address, wanted):
+    deadline = time.monotonic() + 30
+    while True:
+        page = urllib.request.urlopen(address, timeout=10).read().decode()
+        if wanted in page or time.monotonic() > deadline:
+            assert wanted in page
+            return page
+        time.sleep(0.05)
+
+
+@dataclasses.dataclass
+class Broken:
+    """A sink whose server is away from the third event on."""
+
+    heard: int = 0
+
+    def hear(self, *_, **__):
+        self.heard += 1
+        if self.heard == 3:
+            raise ConnectionError("the server is away")
+
+    def close(self):
+        raise AssertionError("one that has failed is not called again")
+
+
+@dataclasses.dataclass
+class Working:
+    """One that hears everything."""
+
+    heard: int = 0
+    closed: bool = False
+
+    def hear(self, *_, **__):
+        self.heard += 1
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_sink_that_fails_is_left_out_and_the_others_hear_on(tmp_path):
+    tell_a_run(tmp_path)
+    broken, working, said = Broken(), Working(), []
+    relay = Relay(Follower(tmp_path), [broken, working], said=said.append)
+    relay.hand_over()
+    relay.close()
+    assert (broken.heard, working.closed) == (3, True)
+    assert working.heard == len(Follower(tmp_path).news())
+    assert said == ["Broken failed and hears no more of this job: ConnectionError: the server is away"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ntp-wandb", "p"], "--ntp-run-dir"),
+        (["--ntp-prometheus", "9000"], "--ntp-run-dir"),
+        (["--ntp-chaos"], "--ntp-run-dir"),
+        (["--ntp-run-dir", "there", "--ntp-prometheus", "99999"], "is no port"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *words, "--standalone", "--nproc-per-node=1", "nothing.py"]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
