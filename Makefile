@@ -8,7 +8,8 @@ PY := .venv/bin/python
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
-	$(PY) recipes/megatron/demo.py
+	rm -rf build/demo
+	.venv/bin/ntp chaos recipes/chaos/megatron-demo.toml --out build/demo
 
 test: $(READY)  # on real Megatron and DeepSpeed a slice, in processes of their own, because these change torch when imported
 	$(PY) -m pytest

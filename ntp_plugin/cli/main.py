@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ntp_plugin import __version__
-from ntp_plugin.cli import copies, plan, run, store
+from ntp_plugin.cli import chaos, copies, plan, report, run, status, store
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import NtpError
 
@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_command(commands)
     store.add_command(commands)
     copies.add_command(commands)
+    chaos.add_command(commands)
+    status.add_command(commands)
+    report.add_command(commands)
     commands.add_parser("run", help="run a job as torchrun does, but let the others go on when a worker dies")
     words = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -7,9 +7,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from ntp_plugin.chaos.strikes import worker_words
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.run_folder import COPIES, left_by_the_dead, shared_memory
+from ntp_plugin.launch.telling import Telling
 from ntp_plugin.recovery.detector import Thresholds
 
 
@@ -44,6 +46,28 @@ def run(words: Sequence[str]) -> int:
         help="begin from the copies that a dead run has left in this host's memory (see ntp copies list); latest: the"
         " newest of them",
     )
+    parser.add_argument(
+        "--ntp-run-dir",
+        default=None,
+        metavar="DIR",
+        help="a folder for the record of the run: what happens, as lines of JSON (see ntp status, ntp report)",
+    )
+    parser.add_argument(
+        "--ntp-wandb",
+        default="",
+        metavar="PROJECT",
+        help="have the run in Weights & Biases, as one run whoever of the job dies; needs --ntp-run-dir",
+    )
+    parser.add_argument(
+        "--ntp-prometheus",
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="show the run's numbers at http://127.0.0.1:PORT/metrics; needs --ntp-run-dir",
+    )
+    parser.add_argument(
+        "--ntp-chaos", action="store_true", help="let faults strike that `ntp chaos` orders; needs --ntp-run-dir"
+    )
     said, rest = parser.parse_known_args(list(words))
     for flag in ("respawn", "spares"):
         if (number := getattr(said, f"ntp_{flag}")) < 0:
@@ -53,7 +77,17 @@ def run(words: Sequence[str]) -> int:
 
     respawn = max(said.ntp_respawn, said.ntp_spares)
     resume = _resumed(said.ntp_resume) if said.ntp_resume is not None else None
-    policy = agent.RunPolicy(respawn=respawn, spares=said.ntp_spares, resume=resume, thresholds=thresholds)
+    folder = None if said.ntp_run_dir is None else Path(said.ntp_run_dir)
+    if said.ntp_chaos and folder is None:
+        raise ConfigError("--ntp-chaos needs a place for its orders", way_out="name a folder: --ntp-run-dir")
+    policy = agent.RunPolicy(
+        respawn=respawn,
+        spares=said.ntp_spares,
+        resume=resume,
+        thresholds=thresholds,
+        through=worker_words(folder) if said.ntp_chaos and folder else (),
+        telling=Telling(folder=folder, wandb=said.ntp_wandb, prometheus=said.ntp_prometheus),
+    )
     return agent.run(rest, policy)
 
 

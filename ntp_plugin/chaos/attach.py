@@ -1,0 +1,56 @@
+"""A strike at a job that runs already, from another terminal of its owner.
+
+What a process has to do to itself needs a job that obeys orders (`ntp run --ntp-chaos`); a signal needs only the folder
+of the run, which says which process has the slot. Nothing is sent to a process that is no worker of `ntp run`.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Strike, orders_file
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.telemetry import Follower
+from ntp_plugin.telemetry.job_state import JobState
+
+_SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "pause": signal.SIGSTOP}
+
+
+def strike_now(run: Path, strike: Strike) -> str:
+    """Order it, or do it; what was done, in words."""
+    job = job_of(run)
+    if strike.slot not in job.slots:
+        raise ConfigError(f"{run}: there is no slot {strike.slot}", way_out=f"slots: {', '.join(sorted(job.slots))}")
+    if strike.what in BY_ITS_OWN_HAND:
+        Orders.of_a_running_job(orders_file(run)).give(strike)
+        return f"ordered: {strike.what} on {strike.slot}, {strike.during or 'at its next moment'}"
+    pid = job.pids[strike.slot]
+    _refuse_strangers(pid, strike.slot)
+    os.kill(pid, _SIGNALS[strike.what])
+    if strike.what == "pause":
+        waking = threading.Timer(strike.seconds, os.kill, (pid, signal.SIGCONT))
+        waking.start()
+        waking.join()
+    return f"done: {strike.what} to {strike.slot}, pid {pid}"
+
+
+def job_of(run: Path) -> JobState:
+    """As its record has it now."""
+    if not run.is_dir():
+        raise ConfigError(f"{run} is no folder of a run", way_out="the one that ntp run --ntp-run-dir was told")
+    job = JobState()
+    for told in sorted(Follower(run).news(), key=lambda told: told.at):
+        job.hear(told)
+    if not job.slots:
+        raise ConfigError(f"{run}: training has not begun yet, or nothing is told there", way_out="try again later")
+    return job
+
+
+def _refuse_strangers(pid: int, slot: str) -> None:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        raise ConfigError(f"{slot}: its process {pid} is not on this host, or has ended") from None
+    if b"ntp_plugin.launch" not in words:
+        raise ConfigError(f"{slot}: process {pid} is no worker of ntp run (any more), and is left alone")

@@ -1,0 +1,217 @@
+"""Runs a recipe: the job and its strikes, then the same job left alone.
+
+Everything of a campaign is in one folder: `broken/` and `twin/` hold the record and the log of each run, and what was
+found is beside them. A run that is not over in the recipe's patience is ended, and taken for hung.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.recipe import JobSpec, Recipe
+from ntp_plugin.chaos.schedule import Schedule
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, Orders, Strike, orders_file
+from ntp_plugin.chaos.verdict import End, Expected, Verdict, judge
+from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.telemetry import Follower, Struck, Teller, events_file
+from ntp_plugin.telemetry.job_state import JobState
+from ntp_plugin.telemetry.record import Told
+
+_LOOK_S = 0.05
+_END_S = 20.0
+"""For a job that was asked to end, before it is made to."""
+
+type Look = Callable[[JobState, list[Told]], None]
+"""Shows a run to whoever looks on, with what is new."""
+type Looking = Callable[[str], contextlib.AbstractContextManager[Look]]
+"""Makes one for a run, by its name: broken or twin."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """One run, when it was over."""
+
+    folder: Path
+    code: int
+    hung: bool
+    history: History
+    strikes: list[Strike]
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Campaign:
+    """Both runs, and what is to be said of them."""
+
+    recipe: Recipe
+    broken: Ran
+    twin: Ran | None
+    verdict: Verdict
+
+
+def run_campaign(recipe: Recipe, folder: Path, *, look: Looking, twin: Path | None = None) -> Campaign:
+    """`look` is asked for a view of each run, by its name; `twin` is one that has run already."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty", way_out="name another folder, or remove this one")
+    calm = None if twin is None else _ran_before(twin)
+    with look("broken") as shown:
+        broken = _run(recipe.job, folder / "broken", Schedule(recipe), shown)
+    if calm is None and recipe.job.twin:
+        with look("twin") as shown:
+            calm = _run(recipe.job, folder / "twin", None, shown)
+    return Campaign(recipe=recipe, broken=broken, twin=calm, verdict=verdict_on(recipe.job, broken, calm))
+
+
+def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
+    """By what both runs have told."""
+    expected = Expected(code=job.code, returns=job.returns, bound=job.bound)
+    if twin is not None and (twin.hung or twin.code):
+        how = "was not over in time" if twin.hung else f"ended with code {twin.code}"
+        raise Refused(f"the twin, which nobody has broken, {how}", way_out=f"see {twin.log}")
+    calm = None if twin is None else twin.history
+    return judge(broken.strikes, broken.history, calm, End(code=broken.code, hung=broken.hung), expected)
+
+
+def _ran_before(folder: Path) -> Ran:
+    history = History.of(Follower(folder).news())
+    if not history.ended:
+        raise ConfigError(f"{folder} holds no run that came to its end", way_out="name the twin/ of another campaign")
+    return Ran(folder=folder, code=0, hung=False, history=history, strikes=[])
+
+
+# ---------------------------------------------------------------- one run
+
+
+def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> Ran:
+    folder.mkdir(parents=True)
+    striker = None if schedule is None else _Striker(folder, schedule)
+    follower, state, history = Follower(folder), JobState(), History()
+    deadline = time.monotonic() + job.patience_s
+    with _started(job, folder, chaos=striker is not None) as process:
+        while True:
+            over = process.poll() is not None
+            news = follower.news()
+            for told in news:
+                state.hear(told)
+                history.hear(told)
+            if striker is not None and not over:
+                striker.strike(state, history)
+            shown(state, news)
+            hung = time.monotonic() > deadline
+            if over or hung:
+                break
+            time.sleep(_LOOK_S)
+    whole = History.of(Follower(folder).news())
+    return Ran(
+        folder=folder,
+        code=process.returncode,
+        hung=hung,
+        history=whole,
+        strikes=[] if striker is None else striker.ordered,
+    )
+
+
+def _words(job: JobSpec, folder: Path, *, chaos: bool) -> list[str]:
+    ours = [f"--ntp-run-dir={folder}", *(["--ntp-chaos"] if chaos else [])]
+    if job.spares:
+        ours.append(f"--ntp-spares={job.spares if chaos else 0}")
+    if job.thresholds:
+        ours.append(f"--ntp-thresholds={job.thresholds}")
+    return [sys.executable, "-m", "ntp_plugin.cli.main", "run", *ours, *job.run]
+
+
+@contextlib.contextmanager
+def _started(job: JobSpec, folder: Path, *, chaos: bool) -> Iterator["subprocess.Popen[bytes]"]:
+    environment = os.environ | dict(said.split("=", 1) for said in job.environment)
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            _words(job, folder, chaos=chaos), stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """`ntp run` ends its workers when it is asked to end; by force only it can be ended itself."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# ---------------------------------------------------------------- the strikes
+
+
+class _Striker:
+    """Orders what the schedule says, and does itself what comes from outside."""
+
+    def __init__(self, folder: Path, schedule: Schedule) -> None:
+        self._schedule, self._orders = schedule, Orders(orders_file(folder))
+        self._teller = Teller(_own_record(folder), "campaign")
+        self._awake: list[tuple[float, int]] = []
+        self.ordered: list[Strike] = []
+        for strike in schedule.at_start():
+            self._order(strike)
+
+    def strike(self, job: JobState, history: History) -> None:
+        """What is due now."""
+        for at, pid in tuple(self._awake):
+            if time.monotonic() >= at:
+                self._awake.remove((at, pid))
+                _signal(pid, signal.SIGCONT)
+        unsettled = not all(_is_settled(strike, history) for strike in self.ordered)
+        for strike in self._schedule.next(job, seconds=job.heard_at - job.began_at, unsettled=unsettled):
+            self._order(strike)
+            if strike.what not in BY_ITS_OWN_HAND:
+                self._from_outside(strike, job)
+
+    def _order(self, strike: Strike) -> None:
+        self.ordered.append(strike)
+        if strike.what in BY_ITS_OWN_HAND:
+            self._orders.give(strike)
+
+    def _from_outside(self, strike: Strike, job: JobState) -> None:
+        pid = job.pids.get(strike.slot)
+        if pid is None:
+            return
+        self._teller.tell(Struck(strike=strike.name, what=strike.what, whom=strike.slot, moment="", step=job.step + 1))
+        _signal(pid, signal.SIGKILL if strike.what == "sigkill" else signal.SIGSTOP)
+        if strike.what == "pause":
+            self._awake.append((time.monotonic() + strike.seconds, pid))
+
+
+def _is_settled(strike: Strike, history: History) -> bool:
+    """Whether it has struck, and the others have gone on."""
+    said = next((said for said in history.struck if said.event.strike == strike.name), None)
+    if said is None:
+        return False
+    if strike.what not in LEAVES_THE_JOB:
+        return any(told.at > said.at for step in history.commits.values() for told in step.values())
+    went_on = (one for slots in history.recoveries.values() for one in slots.values() if one.at > said.at)
+    return any(strike.slot in one.event.lost for one in went_on)
+
+
+def _own_record(folder: Path) -> Path:
+    """Beside that of the run, which must be empty when it starts; a follower of the folder reads both."""
+    return events_file(folder).with_name("events.campaign.jsonl")
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was lost by itself, a moment ago
+        os.kill(pid, number)

@@ -1,0 +1,168 @@
+"""What a file of recipes/chaos/ says: a job, and what is to break in it.
+
+[job]      the words for `ntp run`, its environment, and what is expected of it; it may be `like` another file's
+[[fault]]  one that strikes at a step, at a moment, or at a time
+[random]   many of them, drawn from a seed
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, KINDS, LEAVES_THE_JOB
+from ntp_plugin.config.files import read_file
+from ntp_plugin.config.schema import key, read
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.recovery.moments import MOMENTS, OF_WALKS
+
+ANY = "any"
+_SLOT = re.compile(r"r\d+\.s\d+\.t\d+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """The job that is broken, and its twin that is not."""
+
+    like: str = key("", help="a file with a [job] that this one is like, but for what it says itself")
+    run: tuple[str, ...] = key((), help="the words behind `ntp run`: torchrun's flags, the script, its arguments")
+    environment: tuple[str, ...] = key((), help="NAME=VALUE for both runs")
+    spares: int = key(
+        0, help="warm processes that take the places of lost ones (--ntp-spares)", at_least=0, at_most=10_000
+    )
+    thresholds: str = key("", help="when a rank is taken for lost (--ntp-thresholds)")
+    twin: bool = key(True, help="run the same job once more, undisturbed, and compare")
+    bound: float = key(1e-12, help="largest relative difference of a step's loss from the twin's", at_least=0.0)
+    code: int = key(0, help="the exit code that the job is to end with", at_least=0, at_most=255)
+    returns: int = key(0, help="so many lost slots are to come back", at_least=0, at_most=1_000_000)
+    patience_s: float = key(900.0, help="a run that is not over by then is taken for hung", at_least=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FaultSpec:
+    """One fault. Without a step and a time: at the first moment of its name that the slot comes to."""
+
+    what: str = key(help="what breaks", choices=tuple(KINDS))
+    slot: str = key(ANY, help="r0.s0.t1, or any: one that is there and whose loss the job can survive")
+    during: str = key("", help="a moment", choices=("", *MOMENTS))
+    at_step: int | None = key(None, help="in this step", at_least=1)
+    at_s: float | None = key(None, help="so many seconds after training has begun", at_least=0.0)
+    epoch: int | None = key(None, help="in the recovery that leads to this epoch", at_least=1)
+    seconds: float = key(0.0, help="how long, or how much", at_least=-1e9, at_most=1e9)
+
+    def __post_init__(self) -> None:
+        if self.slot != ANY and not _SLOT.fullmatch(self.slot):
+            raise ConfigError(f"slot = {self.slot!r} is no slot", way_out="r0.s0.t1, or any")
+        if self.what not in BY_ITS_OWN_HAND and self.during:
+            raise ConfigError(
+                f"what = {self.what} comes from outside, at any instant: it has no moment {self.during!r}",
+                way_out="leave during out, or choose kill, stop, ...",
+            )
+        if self.at_step is not None and (self.during in OF_WALKS or self.epoch is not None):
+            raise ConfigError(
+                f"during = {self.during!r} is a moment of a recovery, and at_step is one of a step",
+                way_out="say the epoch that the recovery leads to, or leave it out",
+            )
+        if self.at_s is not None and self.at_step is not None:
+            raise ConfigError("at_s and at_step are both said", way_out="choose one")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RandomSpec:
+    """Faults that are drawn: kind, moment and slot of each, and the next only when the one before is over."""
+
+    count: int = key(0, help="how many", at_least=0, at_most=1_000_000)
+    seed: int = key(1, help="the same seed draws the same faults", at_least=0)
+    what: tuple[str, ...] = key(("kill",), help="kinds to draw from")
+    during: tuple[str, ...] = key(("forward", "backward", "vote"), help="moments to draw from")
+    every_steps: int = key(4, help="steps between the end of one and the next", at_least=1, at_most=1_000_000)
+    whole_within_steps: int = key(
+        40,
+        help="wait so many steps for lost slots to come back, then go on without them",
+        at_least=0,
+        at_most=1_000_000,
+    )
+    seconds: float = key(0.5, help="how long, or how much, where a kind asks for it")
+
+    def __post_init__(self) -> None:
+        for words, known in ((self.what, KINDS), (self.during, MOMENTS)):
+            for word in words:
+                if word not in known:
+                    raise ConfigError(f"{word!r} is not known", way_out=f"choose from {', '.join(known)}")
+        if not (self.what and self.during):
+            raise ConfigError("there is nothing to draw from", way_out="name kinds in what, and moments in during")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """All of it."""
+
+    name: str
+    job: JobSpec
+    faults: tuple[FaultSpec, ...]
+    random: RandomSpec
+
+    @property
+    def losses(self) -> int:
+        """Faults after which somebody has to take a place."""
+        drawn = self.random.count if LEAVES_THE_JOB & set(self.random.what) else 0
+        return drawn + sum(fault.what in LEAVES_THE_JOB for fault in self.faults)
+
+
+def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = ()) -> Recipe:
+    """From a file; `job` is another one, whose job takes the place of that which the recipe's is like, and `run` the
+    place of its words for `ntp run`."""
+    raw = _known_tables(path)
+    faults = raw.get("fault", [])
+    if not isinstance(faults, list):
+        raise ConfigError(f"{path}: fault is not a list of tables", way_out="write [[fault]], with two brackets")
+    said = _job(path, raw, job) | ({"run": list(run)} if run else {})
+    recipe = Recipe(
+        name=path.stem,
+        job=_section(JobSpec, said, f"{path}: job."),
+        faults=tuple(_section(FaultSpec, fault, f"{path}: fault {n}: ") for n, fault in enumerate(faults, start=1)),
+        random=_section(RandomSpec, raw.get("random", {}), f"{path}: random."),
+    )
+    if not recipe.job.run:
+        raise ConfigError(f"{path} has no job", way_out="write job.run = [...], or ntp chaos FILE -- WORDS FOR NTP RUN")
+    if not (recipe.faults or recipe.random.count):
+        raise ConfigError(f"{path} breaks nothing", way_out="write a [[fault]], or random.count")
+    for word in recipe.job.environment:
+        if "=" not in word:
+            raise ConfigError(f"{path}: job.environment: {word!r} is not NAME=VALUE")
+    return recipe
+
+
+def _known_tables(path: Path) -> dict[str, Any]:
+    raw = read_file(path)
+    if unknown := raw.keys() - {"job", "fault", "random"}:
+        raise ConfigError(
+            f"{path}: {min(unknown)} is not a known key", way_out="known keys: [job], [[fault]], [random]"
+        )
+    return raw
+
+
+def _job(path: Path, raw: Mapping[str, Any], other: Path | None) -> dict[str, Any]:
+    """What a recipe says of its job, over what the file says that it is like."""
+    own = raw.get("job", {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{path}: job is not a table", way_out="write [job]")
+    like = own.get("like")
+    base = other or (path.parent / like if isinstance(like, str) and like else None)
+    if base is None:
+        return dict(own)
+    found = _known_tables(base).get("job", {})
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{base}: job is not a table", way_out="write [job]")
+    words = {"run", "environment"} if other is not None else set()  # they are of the job that is not wanted
+    return {**found, **{name: value for name, value in own.items() if name not in words}}
+
+
+def _section[Section](section: type[Section], raw: Mapping[str, Any], where: str) -> Section:
+    try:
+        return read(section, raw, where=where)
+    except ConfigError as error:
+        if error.what.startswith(where):
+            raise
+        raise ConfigError(f"{where.rstrip(': .')}: {error.what}", way_out=error.way_out) from None

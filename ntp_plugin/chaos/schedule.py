@@ -1,0 +1,128 @@
+"""Which strike comes next, by what the job has told so far. PURE: it has no clock, and draws from its own seed.
+
+Faults of a recipe that name a slot and a step are ordered before the job starts. All others wait: for training to have
+begun, for a time, or, where they are drawn, for the one before to be over and for whoever can come back. A slot is
+drawn among those that are there and whose loss leaves every unit with a living holder.
+
+A fault that is drawn in a moment of a recovery needs one: it comes with a kill of another slot, in the same order.
+"""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from ntp_plugin.chaos.recipe import ANY, FaultSpec, Recipe
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Strike
+from ntp_plugin.recovery.moments import OF_STEPS, OF_WALKS
+from ntp_plugin.telemetry.job_state import JobState, Slot
+
+_AHEAD = 2
+"""Steps from now, in which a drawn strike is ordered: in the one that has begun its slot may be past the moment."""
+
+
+class Schedule:
+    """One recipe, as it goes."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._random, self._drawn = recipe.random, 0
+        self._dice = random.Random(recipe.random.seed)
+        self._waiting = [(f"{number}", fault) for number, fault in enumerate(recipe.faults, start=1)]
+        self._settled_at: int | None = None
+
+    def at_start(self) -> list[Strike]:
+        """Ordered before there is a job."""
+        now = [(name, fault) for name, fault in self._waiting if _is_known(fault)]
+        self._waiting = [pair for pair in self._waiting if pair not in now]
+        return [_strike(name, fault, fault.slot) for name, fault in now]
+
+    @property
+    def over(self) -> bool:
+        """Whether all is ordered."""
+        return not self._waiting and self._drawn == self._random.count
+
+    def next(self, job: JobState, *, seconds: float, unsettled: bool) -> list[Strike]:
+        """What is to be ordered now. `seconds`: since training began; `unsettled`: a strike before is not over."""
+        if not job.slots:
+            return []
+        due = [pair for pair in self._waiting if _is_due(pair[1], job, seconds)]
+        self._waiting = [pair for pair in self._waiting if pair not in due]
+        strikes = [_strike(name, fault, self._slot(fault, job)) for name, fault in due]
+        return strikes + self._drawn_now(job, unsettled=unsettled or bool(strikes))
+
+    # ------------------------------------------------ what is drawn
+
+    def _drawn_now(self, job: JobState, *, unsettled: bool) -> list[Strike]:
+        if self._drawn == self._random.count:
+            return []
+        if unsettled:
+            self._settled_at = None
+            return []
+        self._settled_at = job.step if self._settled_at is None else self._settled_at
+        waited = job.step - self._settled_at
+        if waited < self._random.every_steps or not (job.whole or waited >= self._random.whole_within_steps):
+            return []
+        self._settled_at = None
+        return self._draw(job)
+
+    def _draw(self, job: JobState) -> list[Strike]:
+        what, during = self._dice.choice(self._random.what), self._dice.choice(self._random.during)
+        candidates = survivable(job)
+        if not candidates:
+            return []
+        self._drawn += 1
+        name, slot = f"random-{self._drawn}", self._dice.choice(candidates)
+        if what not in BY_ITS_OWN_HAND:
+            return [Strike(name=name, what=what, slot=slot, seconds=self._random.seconds)]
+        if during in OF_STEPS:
+            step, seconds = job.step + _AHEAD, self._random.seconds
+            return [Strike(name=name, what=what, slot=slot, during=during, step=step, seconds=seconds)]
+        return self._draw_in_a_walk(name, what, slot, during, job)
+
+    def _draw_in_a_walk(self, name: str, what: str, slot: str, during: str, job: JobState) -> list[Strike]:
+        others = survivable(job, lost=(slot,))
+        first = self._dice.choice(others) if others else slot
+        kill = Strike(name=f"{name}-before", what="kill", slot=first, during="forward", step=job.step + _AHEAD)
+        if not others:
+            return [dataclasses.replace(kill, name=name)]
+        epoch = job.epoch + 1
+        return [
+            kill,
+            Strike(name=name, what=what, slot=slot, during=during, epoch=epoch, seconds=self._random.seconds),
+        ]
+
+    def _slot(self, fault: FaultSpec, job: JobState) -> str:
+        if fault.slot != ANY:
+            return fault.slot
+        return self._dice.choice(survivable(job) or sorted(job.slots))
+
+
+def survivable(job: JobState, *, lost: Sequence[str] = ()) -> list[str]:
+    """Slots that are there, and that all replicas but one may lose: what they hold is held by another replica."""
+    there = [slot for slot, state in sorted(job.slots.items()) if state in (Slot.ALIVE, Slot.BACK) and slot not in lost]
+    holders = Counter(slot.split(".", 1)[1] for slot in there)
+    return [slot for slot in there if holders[slot.split(".", 1)[1]] > 1]
+
+
+def _is_known(fault: FaultSpec) -> bool:
+    return fault.slot != ANY and fault.what in BY_ITS_OWN_HAND and fault.at_s is None
+
+
+def _is_due(fault: FaultSpec, job: JobState, seconds: float) -> bool:
+    if fault.at_s is not None:
+        return seconds >= fault.at_s
+    ahead = _AHEAD if fault.what in BY_ITS_OWN_HAND else 1
+    return fault.at_step is None or job.step >= fault.at_step - ahead
+
+
+def _strike(name: str, fault: FaultSpec, slot: str) -> Strike:
+    inside = fault.what in BY_ITS_OWN_HAND
+    return Strike(
+        name=name,
+        what=fault.what,
+        slot=slot,
+        during=fault.during,
+        step=fault.at_step if inside else None,
+        epoch=fault.epoch if fault.during in OF_WALKS else None,
+        seconds=fault.seconds,
+    )

@@ -1,0 +1,185 @@
+"""One strike, and the file by which it is ordered: lines of JSON that are appended, and the run's token in the first.
+
+Orders that are not well-formed, or do not know the token, are passed over and counted: a job is not to be broken by
+what somebody has written there by mistake.
+"""
+
+import dataclasses
+import hmac
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+
+from ntp_plugin.config.schema import key, read
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.recovery.moments import MOMENTS, OF_STEPS
+
+BY_ITS_OWN_HAND = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP: nothing of it runs any more",
+    "segfault": "it reads where there is no memory",
+    "hang": "its main thread stands still, and its heart beats on",
+    "lock": "it stands still in C code that holds the Python lock, so that nothing of it runs",
+    "exception": "an error that nobody expects",
+    "memory": "it asks for more memory than there is",
+    "exit": "its process ends with code 0, too early",
+    "slow": "it is slower, by `seconds`, in each step from then on",
+    "disk": "for `seconds` nothing can be written to files",
+    "clock": "its clock jumps by `seconds`",
+    "weight": "a bit of one of its weights flips",
+    "copy": "a byte of its newest copy in memory changes",
+}
+FROM_OUTSIDE = {
+    "sigkill": "SIGKILL by somebody else, at any instant",
+    "sigstop": "SIGSTOP by somebody else",
+    "pause": "SIGSTOP, and SIGCONT after `seconds`",
+}
+KINDS = {**BY_ITS_OWN_HAND, **FROM_OUTSIDE}
+_NAME = re.compile(r"[A-Za-z0-9.-]{1,80}")
+LEAVES_THE_JOB = frozenset(KINDS) - {"slow", "disk", "clock", "weight", "copy", "pause"}
+"""Kinds after which the others must go on without the slot."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Strike:
+    """What happens to whom, and when. Without a moment: at the next one that the slot comes to."""
+
+    name: str = key(help="of this strike in its campaign")
+    what: str = key(help="what breaks", choices=tuple(KINDS))
+    slot: str = key(help="r0.s0.t1")
+    during: str = key("", help="a moment", choices=("", *MOMENTS))
+    step: int | None = key(None, help="the step that the moment is of", at_least=1)
+    epoch: int | None = key(None, help="the epoch that a recovery leads to, whose moment it is", at_least=1)
+    seconds: float = key(0.0, help="how long, or how much", at_least=-1e9, at_most=1e9)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"{self.name[:50]!r} is no name for a strike", way_out="letters, digits, . and -")
+
+    def is_for(self, slot: str, moment: str, step: int | None, epoch: int | None) -> bool:
+        """Whether it strikes this slot here."""
+        return (
+            self.slot == slot
+            and self.what in BY_ITS_OWN_HAND
+            and self.during in ("", moment)
+            and self.step in (None, step)
+            and self.epoch in (None, epoch)
+            and (self.during != "" or moment in OF_STEPS)
+        )
+
+
+class Orders:
+    """The file, as the one who gives them has it."""
+
+    def __init__(self, path: Path) -> None:
+        """A new one."""
+        self.path = path
+        self._token = secrets.token_hex(16)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.write(descriptor, json.dumps({"token": self._token}).encode() + b"\n")
+        os.close(descriptor)
+
+    @classmethod
+    def of_a_running_job(cls, path: Path) -> "Orders":
+        """One that is there already; whoever can read it has the token."""
+        self = cls.__new__(cls)
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._token = _token_in(file.readline())
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}", way_out="start the job with ntp run --ntp-chaos FILE"
+            ) from None
+        if not self._token:
+            raise ConfigError(f"{path} is no file of orders", way_out="start the job with ntp run --ntp-chaos FILE")
+        return self
+
+    def give(self, strike: Strike) -> None:
+        """Append it, in one write."""
+        line = json.dumps({"token": self._token, **dataclasses.asdict(strike)}).encode() + b"\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+
+class Pending:
+    """The file, as a worker has it. A look costs one system call where nothing is new."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read, self._token = path, 0, ""
+        self._waiting: list[Strike] = []
+        self.refused = 0
+        """Lines that were no orders of this run."""
+
+    def take(self, slot: str, moment: str, step: int | None, epoch: int | None) -> list[Strike]:
+        """What strikes here; once in all, whichever processes have had the slot."""
+        self._look()
+        here = [strike for strike in self._waiting if strike.is_for(slot, moment, step, epoch)]
+        self._waiting = [strike for strike in self._waiting if strike not in here]
+        return [strike for strike in here if self._is_first(strike)]
+
+    def _look(self) -> None:
+        try:
+            if self._path.stat().st_size == self._read:
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                whole = file.read().rpartition(b"\n")[0]
+        except OSError:  # whoever has ordered it has cleaned up
+            return
+        self._read += len(whole) + bool(whole)
+        for line in whole.splitlines():
+            if not self._token and (token := _token_in(line)):
+                self._token = token
+            elif (strike := self._order_in(line)) is not None:
+                self._waiting.append(strike)
+            else:
+                self.refused += 1
+
+    def _order_in(self, line: bytes) -> Strike | None:
+        try:
+            said = json.loads(line)
+            token = said.pop("token")
+            if not (self._token and hmac.compare_digest(str(token).encode(), self._token.encode())):
+                return None
+            given = {name: value for name, value in said.items() if value is not None}
+            return read(Strike, given, where="")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+
+    def _is_first(self, strike: Strike) -> bool:
+        folder = self._path.with_name(self._path.name + ".struck")
+        folder.mkdir(exist_ok=True)
+        try:
+            (folder / strike.name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def orders_file(run: Path) -> Path:
+    """Where the orders for a run are, in its folder."""
+    return run / "orders.jsonl"
+
+
+def worker_words(run: Path) -> tuple[str, ...]:
+    """Python's words for a worker that obeys them, before its script. The file is made where nobody has."""
+    path = orders_file(run)
+    if not path.exists():
+        run.mkdir(parents=True, exist_ok=True)
+        Orders(path)
+    return "-m", "ntp_plugin.chaos.worker", str(path.absolute())
+
+
+def _token_in(line: bytes) -> str:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    alone = isinstance(said, dict) and set(said) == {"token"}
+    return str(said["token"]) if alone else ""

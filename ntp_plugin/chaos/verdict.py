@@ -1,0 +1,249 @@
+"""What came of each strike, and whether the training is the twin's. PURE.
+
+A strike has *struck*, was *detected* when a supervisor said that the slot is lost, and is *recovered from* when all who
+are left have committed the first step that nobody took with the lost one. Without a twin only losses that are not
+numbers, samples twice, and steps that are missing can be noticed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.strikes import LEAVES_THE_JOB, Strike
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Of one strike."""
+
+    name: str
+    what: str
+    slot: str
+    moment: str
+    step: int
+    """In flight when it struck; 0 where it never did."""
+    struck_at: float
+    """Seconds since training began."""
+    detected_s: float | None
+    recovered_s: float | None
+    steps_again: int
+    phases: Mapping[str, float]
+    problem: str
+    """Empty where all is well."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One thing that must hold of the whole run, and what was found."""
+
+    what: str
+    found: str
+    holds: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """On one campaign."""
+
+    outcomes: tuple[Outcome, ...]
+    checks: tuple[Check, ...]
+    efficiency: float
+    """Of the steps that were begun, the part that counts: each recovery has one begun anew."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything is as promised."""
+        return all(check.holds for check in self.checks) and not any(outcome.problem for outcome in self.outcomes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """Of a run that was broken on purpose."""
+
+    code: int = 0
+    """That the job ends with."""
+    returns: int = 0
+    """So many slots come back."""
+    bound: float = 0.0
+    """Largest relative difference of a loss from the twin's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """How a run ended."""
+
+    code: int
+    hung: bool = False
+
+
+def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: End, expected: Expected) -> Verdict:
+    """By the records of a run and of its twin."""
+    outcomes = tuple(_outcome(strike, run, goes_on=not expected.code) for strike in strikes)
+    checks = [_ended(end, expected), *looked_over(run, twin, all_steps=not expected.code)]
+    if twin is not None:
+        checks.append(_losses(run, twin, expected.bound))
+    if expected.returns:
+        checks.append(_returns(run, expected.returns))
+    return Verdict(outcomes=outcomes, checks=tuple(checks), efficiency=_efficiency(run))
+
+
+def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
+    """A run of which nobody has said what was to happen: whatever struck is told by the record itself."""
+    struck = [
+        Strike(name=said.event.strike, what=said.event.what, slot=said.event.whom, during=said.event.moment)
+        for said in run.struck
+    ]
+    outcomes = tuple(_outcome(strike, run, goes_on=False) for strike in struck)
+    losses = [] if twin is None else [_losses(run, twin, bound)]
+    checks = (*looked_over(run, twin, all_steps=True), *losses)
+    return Verdict(outcomes=outcomes, checks=checks, efficiency=_efficiency(run))
+
+
+def looked_over(run: History, twin: History | None, *, all_steps: bool) -> list[Check]:
+    """What must hold of every run."""
+    return [_samples(run, twin), *([_steps(run, twin)] if all_steps else [])]
+
+
+def _efficiency(run: History) -> float:
+    done, not_counted = len(run.commits), len(run.taken_again) + len(run.recoveries)
+    return done / max(1, done + not_counted)
+
+
+# ---------------------------------------------------------------- one strike
+
+
+def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
+    said = next((said for said in run.struck if said.event.strike == strike.name), None)
+    if said is None:
+        return Outcome(
+            name=strike.name,
+            what=strike.what,
+            slot=strike.slot,
+            moment=strike.during,
+            step=0,
+            struck_at=0.0,
+            detected_s=None,
+            recovered_s=None,
+            steps_again=0,
+            phases={},
+            problem="it never struck: the slot did not come to that moment",
+        )
+    leaves = strike.what in LEAVES_THE_JOB
+    epoch = _epoch_without(run, strike.slot, said.at) if leaves else None
+    recovered = _next_step(run, said.at, epoch) if (epoch is not None or not leaves) else None
+    phases = next(iter(run.recoveries[epoch].values())).event.phases if epoch is not None else {}
+    problem = "the others did not go on" if goes_on and recovered is None and not _is_last(run, said.at) else ""
+    return Outcome(
+        name=strike.name,
+        what=strike.what,
+        slot=strike.slot,
+        moment=said.event.moment,
+        step=said.event.step,
+        struck_at=said.at - run.began_at,
+        detected_s=_detected(run, strike.slot, said.at),
+        recovered_s=None if recovered is None else recovered - said.at,
+        steps_again=max((one.event.again for one in run.restored if one.at >= said.at), default=0) if leaves else 0,
+        phases=phases,
+        problem=problem,
+    )
+
+
+def _detected(run: History, slot: str, at: float) -> float | None:
+    pid = run.pid_of(slot, at)
+    return min((said.at - at for said in run.gone if said.event.pid == pid and said.at >= at), default=None)
+
+
+def _epoch_without(run: History, slot: str, at: float) -> int | None:
+    """The first that was come to after a time, and in which a slot is lost."""
+    found = [
+        epoch
+        for epoch, slots in run.recoveries.items()
+        if any(said.at >= at and slot in said.event.lost for said in slots.values())
+    ]
+    return min(found, default=None)
+
+
+def _next_step(run: History, at: float, epoch: int | None) -> float | None:
+    """When all had committed the first step that was begun after it, or in a later membership."""
+    for step in sorted(run.commits):
+        told = run.commits[step].values()
+        begun_after = min(said.at - said.event.seconds for said in told) >= at
+        if (epoch is None and begun_after) or (epoch is not None and min(said.event.epoch for said in told) >= epoch):
+            return run.committed_at(step)
+    return None
+
+
+def _is_last(run: History, at: float) -> bool:
+    """Whether no step was left to be taken when it struck."""
+    return bool(run.ended) and all(run.committed_at(step) <= at for step in run.commits)
+
+
+# ---------------------------------------------------------------- the training
+
+
+def _steps(run: History, twin: History | None) -> Check:
+    wanted = len(twin.commits) if twin is not None else max(run.commits, default=0)
+    missing = sorted(set(range(1, wanted + 1)) - run.commits.keys())
+    found = f"{len(run.commits)} of {wanted}" + (f"; missing are {missing[:5]}" if missing else "")
+    return Check(what="every step was committed", found=found, holds=not missing and bool(wanted))
+
+
+def _samples(run: History, twin: History | None) -> Check:
+    """Nothing twice; nothing missing but what a slot drew that was lost before it could tell of a step it had done."""
+    twice, missing, drawn = [], [], 0
+    for step in run.commits:
+        samples = run.samples(step)
+        drawn += len(samples)
+        if len(set(samples)) < len(samples):
+            twice.append(step)
+        if twin is None or step not in twin.commits or samples == twin.samples(step):
+            continue
+        if not (_lost_before_telling(run, step) and set(samples) <= set(twin.samples(step))):
+            missing.append(step)
+    found = f"{drawn} in {len(run.commits)} steps"
+    if twice or missing:
+        found = f"twice in steps {twice[:5]}, other ones in steps {missing[:5]}"
+    what = "the samples are the twin's, each once" if twin is not None else "no sample was used twice in a step"
+    return Check(what=what, found=found, holds=not twice and not missing and bool(run.commits))
+
+
+def _lost_before_telling(run: History, step: int) -> bool:
+    """Whether a member of the epoch in which a step was done was lost before it told of it."""
+    told = run.commits[step]
+    epoch = min(said.event.epoch for said in told.values())
+    members = set(run.slots) - _lost_in(run, epoch)
+    lost_later = {slot for later in run.recoveries if later > epoch for slot in _lost_in(run, later)}
+    return bool((members - told.keys()) & lost_later)
+
+
+def _lost_in(run: History, epoch: int) -> set[str]:
+    return {slot for said in run.recoveries.get(epoch, {}).values() for slot in said.event.lost}
+
+
+def _ended(end: End, expected: Expected) -> Check:
+    holds = not end.hung and end.code == expected.code
+    found = "it was not over in time" if end.hung else f"code {end.code}"
+    return Check(what=f"the job ended with code {expected.code}", found=found, holds=holds)
+
+
+def _returns(run: History, wanted: int) -> Check:
+    epochs = (next(iter(slots.values())) for _, slots in sorted(run.recoveries.items()))
+    back = [slot for said in epochs for slot in said.event.back]
+    return Check(what=f"{wanted} came back", found=", ".join(back) or "nobody did", holds=len(back) >= wanted)
+
+
+def _losses(run: History, twin: History, bound: float) -> Check:
+    apart = differences(run, twin)
+    worst = max(apart, key=lambda step: apart[step], default=None)
+    broken = [step for step, value in run.losses.items() if not math.isfinite(value)]
+    if worst is None:
+        return Check(what="losses agree with the twin's", found="none were told", holds=False)
+    found = f"{apart[worst]:.1e} apart at most, in step {worst} of {len(apart)}; {bound:.0e} is allowed"
+    return Check(what="losses agree with the twin's", found=found, holds=apart[worst] <= bound and not broken)
+
+
+def differences(run: History, twin: History) -> dict[int, float]:
+    """Step -> how far the losses are apart, relative to the twin's."""
+    mine, calm = run.losses, twin.losses
+    return {step: abs(mine[step] - calm[step]) / max(abs(calm[step]), 1e-300) for step in sorted(mine.keys() & calm)}

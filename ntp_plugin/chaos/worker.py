@@ -1,0 +1,102 @@
+"""Inside a worker: strikes by its own hand.
+
+    python -m ntp_plugin.chaos.worker ORDERS script.py ARGUMENTS      as `ntp run --ntp-chaos ORDERS` starts it
+
+The script runs as ever. When it has imported a framework, and the framework has a job, this process hears of every
+moment that it comes to.
+"""
+
+import functools
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ntp_plugin.chaos.strikes import Pending, Strike
+from ntp_plugin.launch.script import after_import, run
+from ntp_plugin.telemetry import Struck, Teller
+from ntp_plugin.testing import harm
+
+_ADAPTERS = {
+    "megatron.training.arguments": "ntp_plugin.megatron.live.moments",
+    "deepspeed": "ntp_plugin.deepspeed.moments",
+}
+
+
+class Victim:
+    """This process, once it knows its slot."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+        self._slot = ""
+        self._weights: Callable[[], Iterable[Any]] = tuple
+        self._teller = Teller(None, "")
+        self._slow: dict[str, float] = {}
+        """Moment -> seconds."""
+
+    def is_here(self, slot: str, weights: Callable[[], Iterable[Any]]) -> None:
+        """The framework has a job, and this is its place in it."""
+        self._slot, self._weights = slot, weights
+        self._teller = Teller(os.environ.get("NTP_EVENTS"), slot)
+
+    def reached(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
+        """Do what is ordered for here and now."""
+        if moment in self._slow:
+            time.sleep(self._slow[moment])
+        for strike in self._pending.take(self._slot, moment, step, epoch):
+            self._teller.tell(
+                Struck(strike=strike.name, what=strike.what, whom=self._slot, moment=moment, step=step or 0)
+            )
+            self._strike(strike, moment)
+
+    def _strike(self, strike: Strike, moment: str) -> None:
+        ways: dict[str, Callable[[], object]] = {
+            "kill": harm.kill,
+            "stop": harm.stop,
+            "segfault": harm.segfault,
+            "hang": harm.hang,
+            "lock": harm.hold_lock,
+            "exception": functools.partial(_fail, strike.name),
+            "memory": harm.run_out_of_memory,
+            "exit": lambda: os._exit(0),
+            "slow": functools.partial(self._slow.__setitem__, moment, strike.seconds),
+            "disk": functools.partial(harm.fill_disk, strike.seconds),
+            "clock": functools.partial(harm.jump_clock, strike.seconds),
+            "weight": functools.partial(self._spoil_weight, strike),
+            "copy": functools.partial(self._spoil_copy, strike),
+        }
+        ways[strike.what]()
+
+    def _spoil_weight(self, strike: Strike) -> None:
+        harm.spoil_weight(self._weights(), seed=_seed(strike))
+
+    def _spoil_copy(self, strike: Strike) -> None:
+        if folder := os.environ.get("NTP_COPIES"):
+            harm.spoil_copy(Path(folder), seed=_seed(strike))
+
+
+def _seed(strike: Strike) -> int:
+    return int.from_bytes(strike.name.encode()[:8], "big")
+
+
+def _fail(name: str) -> None:
+    raise ValueError(f"strike {name}: an error that nobody expects")
+
+
+def main(words: Sequence[str]) -> None:
+    """Have the frameworks tell, and run the script."""
+    victim = Victim(Pending(Path(words[0])))
+    for framework, adapter in _ADAPTERS.items():
+        after_import(framework, functools.partial(_have_tell, adapter, victim))
+    run(words[1:])
+
+
+def _have_tell(adapter: str, victim: Victim) -> None:
+    importlib.import_module(adapter).whenever_there_is_a_job(victim.reached, victim.is_here)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,146 @@
+"""`ntp chaos`: break a job on purpose, by a recipe, and see what comes of it; or strike a job that runs already."""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ntp_plugin.chaos.attach import strike_now
+from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
+from ntp_plugin.chaos.page import Report, write_page
+from ntp_plugin.chaos.recipe import read_recipe
+from ntp_plugin.chaos.strikes import KINDS, Strike
+from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.plan import PIPED_WIDTH
+from ntp_plugin.cli.screen import Screen
+from ntp_plugin.config.schema import read
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.recovery.moments import OF_STEPS, OF_WALKS
+
+_EXAMPLE = """\
+examples:
+  ntp chaos recipes/chaos/kill-in-backward.toml
+  ntp chaos recipes/chaos/kill-in-backward.toml --job recipes/chaos/jobs/deepspeed.toml
+  ntp chaos recipes/chaos/kill-in-backward.toml -- --standalone --nproc-per-node=8 my_pretrain.py ...
+  ntp chaos attach my-run --what sigkill --slot r0.s0.t1
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
+    """Add `chaos` to the commands of `ntp`."""
+    parser = commands.add_parser(
+        "chaos",
+        help="break a job on purpose, and see what comes of it",
+        description="Run the job of a recipe, break it as the recipe says, and compare it with its undisturbed twin.",
+        epilog=_EXAMPLE + "\n" + _glossary(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a file of recipes/chaos/, or `attach` and the folder of a run"
+    )
+    parser.add_argument("rest", nargs="*", metavar="-- WORDS", help="for `ntp run`, instead of those of the recipe")
+    parser.add_argument("--job", metavar="FILE", help="break the job of this file instead of the recipe's")
+    parser.add_argument("--twin", metavar="DIR", help="compare with this run, instead of running the job once more")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to keep what comes of it (default: build/chaos/RECIPE-TIME)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    order = parser.add_argument_group("with attach")
+    order.add_argument("--what", choices=tuple(KINDS), metavar="KIND", help="what breaks")
+    order.add_argument("--slot", help="r0.s0.t1")
+    order.add_argument("--during", help="a moment; the next one without it")
+    order.add_argument("--seconds", type=float, help="how long, or how much")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(said: Any) -> int:
+    """The campaign, or one strike."""
+    if said.recipe == "attach":
+        return _attach(said)
+    for flag in ("what", "slot", "during", "seconds"):
+        if getattr(said, flag) is not None:
+            raise ConfigError(f"--{flag} is for a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
+    recipe = read_recipe(Path(said.recipe), job=None if said.job is None else Path(said.job), run=tuple(said.rest))
+    folder = Path(said.out or f"build/chaos/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout):
+        campaign = run_campaign(recipe, folder, look=_looking, twin=None if said.twin is None else Path(said.twin))
+        page = write_page(_report(campaign, f"ntp chaos {said.recipe}"), folder)
+    if said.json:
+        print((folder / "verdict.json").read_text())
+    else:
+        _print(campaign, page)
+    return 0 if campaign.verdict.holds else 1
+
+
+def _report(campaign: Campaign, command: str) -> Report:
+    return Report(
+        title=campaign.recipe.name,
+        record=campaign.broken.folder,
+        run=campaign.broken.history,
+        twin=None if campaign.twin is None else campaign.twin.history,
+        verdict=campaign.verdict,
+        bound=campaign.recipe.job.bound,
+        command=command,
+        job=" ".join(campaign.recipe.job.run),
+    )
+
+
+@contextlib.contextmanager
+def _looking(name: str) -> Iterator[Look]:
+    titles = {"broken": "the job is going to be broken", "twin": "the same job, left alone"}
+    with Screen(titles[name]) as screen:
+        yield screen.show
+
+
+def _attach(said: Any) -> int:
+    if len(said.rest) != 1 or said.what is None or said.slot is None:
+        raise ConfigError("attach takes the folder of a run, --what and --slot", way_out="see ntp chaos --help")
+    given = {
+        name: value for name in ("what", "slot", "during", "seconds") if (value := getattr(said, name)) is not None
+    }
+    strike = read(Strike, {"name": f"attached-{time.time_ns()}", **given}, where="--")
+    print(strike_now(Path(said.rest[0]), strike))
+    return 0
+
+
+def _print(campaign: Campaign, page: Path) -> None:
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+    table = Table(box=None, padding=(0, 2))
+    for heading in ("strike", "what", "slot", "when", "noticed after", "next step after", ""):
+        table.add_column(heading, header_style="dim")
+    for outcome in campaign.verdict.outcomes:
+        when = f"step {outcome.step}" + f", {outcome.moment}" * bool(outcome.moment)
+        table.add_row(
+            outcome.name,
+            outcome.what,
+            outcome.slot,
+            when if outcome.step or outcome.moment else "",
+            _seconds(outcome.detected_s),
+            _seconds(outcome.recovered_s),
+            outcome.problem or "ok",
+            style="bright_red" if outcome.problem else "",
+        )
+    console.print(table)
+    for check in campaign.verdict.checks:
+        console.print(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")
+    if not campaign.verdict.holds:
+        console.print(f"  the log of the job: {campaign.broken.log}")
+    console.print(f"  the report: {page}")
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
+
+
+def _glossary() -> str:
+    parts = (("kinds", KINDS), ("moments of a step", OF_STEPS), ("moments of a recovery", OF_WALKS))
+    return "\n\n".join(
+        f"{title}:\n" + "\n".join(f"  {name:<12} {text}" for name, text in known.items()) for title, known in parts
+    )

@@ -1,0 +1,56 @@
+"""`ntp report`: a page on a run, from its record."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.page import Report, write_page
+from ntp_plugin.chaos.verdict import look_over
+from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.telemetry import Follower
+
+
+def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
+    """Add `report` to the commands of `ntp`."""
+    parser = commands.add_parser(
+        "report",
+        help="make a page on a run, from its record",
+        description="Make report.html in the folder of a run: losses, throughput, who was there, what happened.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="what ntp run --ntp-run-dir was told")
+    parser.add_argument("--twin", metavar="RUN_DIR", type=Path, help="the same job, undisturbed, to compare with")
+    parser.add_argument(
+        "--bound", type=float, default=1e-6, help="how far losses may be from the twin's (default: %(default)s)"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(said: Any) -> int:
+    """Read, judge and write."""
+    told = _history(said.folder)
+    twin = None if said.twin is None else _history(said.twin)
+    report = Report(
+        title=str(said.folder),
+        record=said.folder,
+        run=told,
+        twin=twin,
+        verdict=look_over(told, twin, bound=said.bound),
+        bound=said.bound,
+        command=f"ntp report {said.folder}" + (f" --twin {said.twin}" if said.twin else ""),
+    )
+    print(write_page(report, said.folder))
+    for check in report.verdict.checks:
+        print(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")
+    return 0 if report.verdict.holds else 1
+
+
+def _history(folder: Path) -> History:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder of a run", way_out="the one that ntp run --ntp-run-dir was told")
+    history = History.of(Follower(folder).news())
+    if not history.began:
+        raise ConfigError(f"{folder}: training has not begun yet, or nothing is told there", way_out="try again later")
+    return history

@@ -1,0 +1,119 @@
+"""A job as a grid in the terminal that changes while one looks, or as plain lines where there is no terminal."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.record import Told
+from ntp_plugin.telemetry.words import in_words
+
+LOOKS = {
+    Slot.STARTING: ("◌", "dim"),
+    Slot.ALIVE: ("●", "bold blue"),
+    Slot.LOST: ("✗", "bold bright_red"),
+    Slot.BACK: ("◉", "bold cyan"),
+}
+LINE_EVERY = 5
+"""Without a terminal: steps from one line to the next."""
+_ROWS, _COLUMNS = 16, 16
+"""A job with more stages of replicas, or slots in one, is shown by its widths alone."""
+_NEWS = 6
+_SILENT_S = 10.0
+
+
+class Screen:
+    """Shows one job."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._console = Console(highlight=False)
+        self._live = Live(console=self._console, refresh_per_second=8) if self._console.is_terminal else None
+        self._news: deque[str] = deque(maxlen=_NEWS)
+        self._said: set[str] = set()
+        self._began_at, self._line_at = time.monotonic(), 0
+
+    def __enter__(self) -> "Screen":
+        if self._live is not None:
+            self._live.start()
+        else:
+            print(self._title, flush=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, job: JobState, news: Sequence[Told]) -> None:
+        """As it is now, and what has happened since the last time."""
+        for line in self._lines(job, news):
+            self._news.append(line)
+            if self._live is None:
+                print(f"  {line}", flush=True)
+        if self._live is not None:
+            self._live.update(Panel(Group(*self._parts(job)), title=self._title, padding=(1, 2)))
+        elif job.step >= self._line_at + LINE_EVERY:
+            self._line_at = job.step
+            grid = "  ".join("".join(LOOKS[state][0] for _, state in row) for row in _rows(job)[:_ROWS])
+            print(f"  step {job.step:4}  {_losses(job)}  {grid}", flush=True)
+
+    def _lines(self, job: JobState, news: Sequence[Told]) -> list[str]:
+        lines = []
+        for told in news:
+            words = in_words(told)
+            if words is not None and words[0] not in self._said:  # all who go on say the same
+                self._said = {words[0]} if words[0].startswith("the job goes on") else self._said | {words[0]}
+                lines.append(f"step {job.step + 1}: {words[0]}: {words[1]}")
+        return lines
+
+    def _parts(self, job: JobState) -> list[RenderableType]:
+        if not job.slots:
+            return [Text(f"starting: {time.monotonic() - self._began_at:.0f} s", style="dim")]
+        heard = time.time() - job.heard_at
+        line = f"step {job.step}   {_losses(job)}   {job.step_s:.2f} s a step   goodput {job.goodput:.1%}"
+        silent = f"nothing was told for {heard:.0f} s" if heard > _SILENT_S and not job.ended else ""
+        news = Text("\n".join(self._news) or "nothing has happened yet")
+        return [_grid(job), Text(), Text(line), Text(silent, style="bold yellow"), news]
+
+
+def _rows(job: JobState) -> list[list[tuple[str, Slot]]]:
+    """Stage by stage of each replica."""
+    named = [
+        [f"r{replica}.s{stage}.t{slot}" for slot in range(job.tp)]
+        for replica in range(job.replicas)
+        for stage in range(job.stages)
+    ]
+    return [[(slot, job.slots[slot]) for slot in row] for row in named]
+
+
+def _grid(job: JobState) -> Table:
+    table = Table(box=None, padding=(0, 2))
+    table.add_column("")
+    few = job.tp <= _COLUMNS
+    for slot in range(job.tp if few else 0):
+        table.add_column(f"t{slot}", justify="center", header_style="dim")
+    for heading in ("width", "micro-batches"):
+        table.add_column(heading, justify="right", header_style="dim")
+    rows = _rows(job)
+    hurt_first = sorted(range(len(rows)), key=lambda at: (all(state != Slot.LOST for _, state in rows[at]), at))
+    for at in sorted(hurt_first[:_ROWS]):
+        replica, stage = divmod(at, job.stages)
+        width = job.widths[replica][stage]
+        cells = [Text(f"{LOOKS[state][0]} {state}", style=LOOKS[state][1]) for _, state in rows[at]] if few else []
+        style = "bold yellow" if width < job.tp else ""
+        name = f"replica {replica}" + f" stage {stage}" * (job.stages > 1)
+        table.add_row(name, *cells, Text(f"{width} of {job.tp}", style=style), str(job.micro_batches[replica]))
+    if len(rows) > _ROWS:
+        table.add_row(Text(f"and {len(rows) - _ROWS} more", style="dim"))
+    return table
+
+
+def _losses(job: JobState) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in job.losses.items())

@@ -1,0 +1,47 @@
+"""A run and its twin, as their records would have them."""
+
+from ntp_plugin.chaos.history import History
+from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Struck, Told
+
+STEPS, BATCH, VICTIM = 6, 4, "r0.s0.t1"
+PHASES = {"agree": 0.1, "regroup": 0.1, "move": 0.2}
+
+
+def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=()):
+    """A run in which a step takes a second, and a recovery 0.4 s, after 0.1 s in which nobody noticed."""
+    slots, epoch, found = [f"r{replica}.s0.t{slot}" for replica in range(2) for slot in range(2)], 0, []
+
+    def tell(at, slot, event):
+        found.append(Told(at=at, slot=slot, event=event))
+
+    def recover(at, **change):
+        for slot in slots:
+            tell(at, slot, Recovered(epoch=epoch, seconds=0.4, phases=PHASES, **change))
+
+    for number, slot in enumerate(slots):
+        tell(0.0, slot, Began(pid=number, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]))
+    for step in range(1, steps + 1):
+        if step == killed_in:
+            epoch += 1
+            slots.remove(VICTIM)
+            tell(step - 0.9, VICTIM, Struck(strike="1", what="kill", whom=VICTIM, moment="backward", step=step))
+            tell(step - 0.8, "host0", Gone(number=1, pid=1, kind="ended", reason="its process ended with code -9"))
+            recover(step - 0.4, lost=[VICTIM], back=[], widths=[[1], [2]], micro_batches=[1, 3])
+        if step == back_in:
+            epoch += 1
+            slots.append(VICTIM)
+            recover(step - 0.5, lost=[], back=[VICTIM], widths=[[2], [2]], micro_batches=[2, 2])
+        for slot in slots:
+            own = list(range((step - 1) * BATCH, step * BATCH)) if slot == "r0.s0.t0" else []
+            own = samples(step, own) if samples and own else own
+            event = Committed(step=step, epoch=epoch, seconds=0.9, losses={"lm loss": loss / step}, samples=own)
+            tell(float(step), slot, event)
+            if step in again:
+                tell(step + 0.5, slot, event)
+    for slot in slots:
+        tell(steps + 1.0, slot, Ended())
+    return found
+
+
+def history(**changes):
+    return History.of(told(**changes))

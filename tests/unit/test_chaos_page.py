@@ -1,0 +1,88 @@
+"""The report on a campaign: whole, by itself, and right in a browser."""
+
+import dataclasses
+import shutil
+import subprocess
+from xml.etree import ElementTree
+
+import pytest
+
+from ntp_plugin.chaos.page import Report, write_page
+from ntp_plugin.chaos.strikes import Strike
+from ntp_plugin.chaos.verdict import End, Expected, judge, look_over
+from ntp_plugin.cli.main import main
+from ntp_plugin.telemetry import Teller
+from tests.unit.chaos_runs import VICTIM, history, told
+
+STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
+FINE = Expected(bound=1e-12)
+
+
+@pytest.fixture
+def report(tmp_path):
+    record = tmp_path / "broken"
+    record.mkdir()
+    for one in told(killed_in=3, back_in=5):
+        Teller(record / "events.jsonl", one.slot).tell(one.event)
+    run = history(killed_in=3, back_in=5)
+    found = judge([STRIKE], run, history(), End(code=0), FINE)
+    return Report(
+        title="<a recipe>", record=record, run=run, twin=history(), verdict=found, bound=1e-12, command="ntp chaos a&b"
+    )
+
+
+def test_the_page_holds_all_of_it_and_needs_nothing_else(report, tmp_path):
+    page = write_page(report, tmp_path).read_text()
+    assert "&lt;a recipe&gt;" in page
+    assert "a&amp;b" in page
+    assert page.count("<svg") == 5
+    assert "src=" not in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    for svg in page.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + svg.split("</svg>")[0] + "</svg>")
+
+
+def test_the_page_says_what_is_wrong(report, tmp_path):
+    broken = judge([STRIKE], history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
+    page = write_page(dataclasses.replace(report, verdict=broken), tmp_path).read_text()
+    assert "Something is not as it should be" in page
+    assert "✗ no" in page
+    assert "✗ no" not in write_page(report, tmp_path).read_text()
+
+
+def browsed(folder, *words):
+    base = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/browser"]
+    return subprocess.run([*base, *words], capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (.ci/browser does it)")
+def test_the_page_looks_right_in_a_browser(report, tmp_path):
+    """Everything is drawn within the width of the window, from the heading to the last line."""
+    page = write_page(report, tmp_path)
+    probe = (
+        "<script>onload=()=>{"
+        "const all=[...document.querySelectorAll('svg,table,li,h2')].map(e=>e.getBoundingClientRect());"
+        "document.title=JSON.stringify({wide:Math.max(...all.map(r=>r.right)),low:Math.min(...all.map(r=>r.height)),"
+        "svgs:document.querySelectorAll('svg').length,scroll:document.documentElement.scrollWidth})}</script></body>"
+    )
+    page.write_text(page.read_text().replace("</body>", probe))
+    shown = browsed(tmp_path, "--window-size=900,1200", "--dump-dom", page.as_uri())
+    title = shown.split("<title>")[1].split("</title>")[0].replace("&quot;", '"')
+    seen = dict(pair.split(":") for pair in title.strip("{}").replace('"', "").split(","))
+    assert float(seen["wide"]) <= 900
+    assert float(seen["scroll"]) <= 900
+    assert float(seen["low"]) > 10
+    assert int(seen["svgs"]) == 5
+    picture = tmp_path / "page.png"
+    browsed(tmp_path, "--window-size=900,2400", f"--screenshot={picture}", page.as_uri())
+    assert picture.stat().st_size > 50_000
+
+
+def test_a_report_is_made_from_the_record_alone(report, tmp_path, capsys):
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    for one in told():
+        Teller(twin / "events.jsonl", one.slot).tell(one.event)
+    assert main(["report", str(report.record), "--twin", str(twin)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    assert look_over(report.run, history(), bound=1e-12).outcomes[0].name == "1"

@@ -1,0 +1,94 @@
+"""What a recipe says, and what is refused of it in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from ntp_plugin.chaos.recipe import read_recipe
+from ntp_plugin.cli.main import main
+from ntp_plugin.errors import ConfigError
+
+RECIPES = Path(__file__).parents[2] / "recipes/chaos"
+FAULT = '[[fault]]\nwhat = "kill"\n'
+JOB = '[job]\nrun = ["train.py"]\n'
+
+
+def written(folder, text, name="some.toml"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_each_recipe_says_what_it_breaks_and_how_to_run_it(path):
+    recipe = read_recipe(path)
+    head = path.read_text().split("\n\n")[0]
+    assert f"ntp chaos recipes/chaos/{path.name}" in head
+    assert "minute" in head, "how long it takes"
+    assert recipe.faults or recipe.random.count
+    for job in sorted((RECIPES / "jobs").glob("*.toml")):
+        assert read_recipe(path, job=job).job.run
+
+
+def test_a_job_is_like_another_but_for_what_it_says_itself(tmp_path):
+    written(tmp_path, '[job]\nrun = ["a.py"]\nspares = 3\nenvironment = ["A=1"]\n', "base.toml")
+    path = written(tmp_path, '[job]\nlike = "base.toml"\nspares = 1\n' + FAULT)
+    assert (read_recipe(path).job.run, read_recipe(path).job.spares) == (("a.py",), 1)
+    other = written(tmp_path, '[job]\nrun = ["b.py"]\nbound = 0.5\n', "other.toml")
+    broken = read_recipe(path, job=other)
+    assert (broken.job.run, broken.job.spares, broken.job.bound, broken.job.environment) == (("b.py",), 1, 0.5, ())
+    assert read_recipe(path, run=("c.py",)).job.run == ("c.py",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("nonsense", "not valid TOML"),
+        (FAULT, "has no job"),
+        (JOB, "breaks nothing"),
+        (JOB + "[fault]\nwhat = 'kill'\n", "two brackets"),
+        (JOB + FAULT + "slot = 'rank 3'\n", "is no slot"),
+        (JOB + "[[fault]]\nwhat = 'kil'\n", "did you mean"),
+        (JOB + FAULT + "at_stepp = 3\n", "at_step"),
+        (JOB + FAULT + "at_step = 0\n", "at least 1"),
+        (JOB + FAULT + "during = 'lunch'\n", "is not allowed"),
+        (JOB + "[[fault]]\nwhat = 'sigkill'\nduring = 'vote'\n", "has no moment"),
+        (JOB + FAULT + "at_step = 3\nduring = 'regroup'\n", "moment of a recovery"),
+        (JOB + FAULT + "at_step = 3\nat_s = 1.0\n", "choose one"),
+        (JOB + "[random]\ncount = 3\nwhat = ['lightning']\n", "'lightning' is not known"),
+        (JOB + "[random]\ncount = 3\nduring = []\n", "nothing to draw from"),
+        ('[job]\nrun = ["a.py"]\nenvironment = ["HOME"]\n' + FAULT, "not NAME=VALUE"),
+        ('[job]\nlike = "nowhere.toml"\n' + FAULT, "cannot be read"),
+        ("job = 3\n" + FAULT, "write [job]"),
+        (JOB + FAULT + "[more]\n", "more is not a known key"),
+    ],
+)
+def test_a_wrong_recipe_is_one_line_and_code_2(text, message, tmp_path, capsys):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError):
+        read_recipe(path)
+    assert main(["chaos", str(path), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["attach"], "--what and --slot"),
+        (["attach", "nowhere", "--what", "sigkill", "--slot", "r0.s0.t0"], "no folder of a run"),
+        (["recipe.toml", "--what", "kill"], "runs already"),
+    ],
+)
+def test_attach_without_a_run_is_one_line_and_code_2(words, message, capsys):
+    assert main(["chaos", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_a_folder_without_a_record_is_refused(command, tmp_path, capsys):
+    assert main([command, str(tmp_path / "nowhere")]) == 2
+    assert main([command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 2

@@ -1,0 +1,92 @@
+"""Which strike comes next: never one that the job could not survive, and the same ones from the same seed."""
+
+import dataclasses
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ntp_plugin.chaos.recipe import FaultSpec, JobSpec, RandomSpec, Recipe
+from ntp_plugin.chaos.schedule import Schedule, survivable
+from ntp_plugin.telemetry.job_state import JobState, Slot
+
+
+def job(replicas=2, tp=2, step=0, lost=()):
+    names = [f"r{replica}.s0.t{slot}" for replica in range(replicas) for slot in range(tp)]
+    slots = {name: Slot.LOST if name in lost else Slot.ALIVE for name in names}
+    return JobState(replicas=replicas, stages=1, tp=tp, slots=slots, step=step)
+
+
+def recipe(*faults, **drawn):
+    return Recipe(name="r", job=JobSpec(run=("a.py",)), faults=faults, random=RandomSpec(**drawn))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_what_may_be_struck_leaves_every_unit_with_a_holder(replicas, tp, data):
+    names = sorted(job(replicas, tp).slots)
+    lost = data.draw(st.lists(st.sampled_from(names), unique=True))
+    for struck in survivable(job(replicas, tp, lost=lost)):
+        left = Counter(name.split(".", 1)[1] for name in names if name not in (*lost, struck))
+        assert left[struck.split(".", 1)[1]] >= 1
+
+
+def test_a_fault_with_a_slot_and_a_moment_is_ordered_before_the_job_starts():
+    schedule = Schedule(recipe(FaultSpec(what="kill", slot="r0.s0.t1", during="vote", at_step=8)))
+    (strike,) = schedule.at_start()
+    assert (strike.slot, strike.during, strike.step) == ("r0.s0.t1", "vote", 8)
+    assert schedule.over
+    assert schedule.next(job(step=8), seconds=1.0, unsettled=False) == []
+
+
+def test_a_fault_on_any_slot_waits_for_training_and_is_ordered_in_time():
+    schedule = Schedule(recipe(FaultSpec(what="kill", during="vote", at_step=8)))
+    assert schedule.at_start() == []
+    assert schedule.next(JobState(), seconds=0.0, unsettled=False) == []
+    assert schedule.next(job(step=5), seconds=1.0, unsettled=False) == []
+    (strike,) = schedule.next(job(step=6), seconds=1.0, unsettled=False)
+    assert (strike.step, strike.slot in job().slots) == (8, True)
+
+
+def test_a_fault_from_outside_comes_at_its_time():
+    schedule = Schedule(recipe(FaultSpec(what="sigkill", at_s=2.0)))
+    assert schedule.next(job(step=5), seconds=1.9, unsettled=False) == []
+    assert len(schedule.next(job(step=5), seconds=2.0, unsettled=False)) == 1
+
+
+def drawn(seed, *, count=6, lost=(), unsettled=False, steps=400, **more):
+    schedule = Schedule(recipe(count=count, seed=seed, every_steps=3, whole_within_steps=10, **more))
+    found = []
+    for step in range(1, steps):
+        found += schedule.next(job(step=step, lost=lost), seconds=float(step), unsettled=unsettled)
+    return found, schedule
+
+
+def test_the_same_seed_draws_the_same_faults_and_another_one_others():
+    assert drawn(1)[0] == drawn(1)[0]
+    assert drawn(1)[0] != drawn(2)[0]
+
+
+def test_so_many_are_drawn_and_not_more_and_each_in_a_step_to_come():
+    found, schedule = drawn(3)
+    assert len(found) == 6
+    assert schedule.over
+    assert [strike.step for strike in found] == sorted({strike.step for strike in found})
+
+
+def test_the_next_one_waits_for_the_one_before_and_for_who_comes_back():
+    assert drawn(1, unsettled=True)[0] == []
+    whole, hurt = drawn(1, steps=14)[0], drawn(1, steps=14, lost=("r0.s0.t1",))[0]
+    assert len(whole) > len(hurt) == 1, "with somebody lost it waits for ten steps first"
+
+
+def test_a_fault_in_a_recovery_comes_with_a_loss_that_both_can_be_survived():
+    found, _ = drawn(4, during=("stand on",), what=("kill",))
+    assert len(found) == 12
+    for before, strike in zip(found[::2], found[1::2], strict=True):
+        assert (before.what, strike.during, strike.epoch) == ("kill", "stand on", 1)
+        assert before.slot.split(".", 1)[1] != strike.slot.split(".", 1)[1], "two holders of the same are not struck"
+
+
+def test_seconds_go_to_the_strike():
+    spec = FaultSpec(what="slow", slot="r0.s0.t1", during="forward", at_step=8, seconds=0.1)
+    assert dataclasses.asdict(Schedule(recipe(spec)).at_start()[0])["seconds"] == 0.1

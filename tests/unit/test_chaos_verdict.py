@@ -1,0 +1,119 @@
+"""What is said of two runs: it must be able to say no."""
+
+import dataclasses
+
+import pytest
+
+from ntp_plugin.chaos.drawing import presence, spent
+from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.strikes import Strike
+from ntp_plugin.chaos.verdict import End, Expected, judge
+from ntp_plugin.telemetry import Committed, Restored, Told
+from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told
+
+STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
+FINE = Expected(bound=1e-12)
+
+
+def verdict(run, *, twin=None, strikes=(STRIKE,), end=None, expected=FINE):
+    return judge(list(strikes), run, history() if twin is None else twin, end or End(code=0), expected)
+
+
+def broken_checks(found):
+    return [check.what for check in found.checks if not check.holds]
+
+
+def test_a_run_that_goes_on_as_its_twin_is_fine():
+    found = verdict(history(killed_in=3, back_in=5), expected=dataclasses.replace(FINE, returns=1))
+    assert found.holds, found
+    (outcome,) = found.outcomes
+    assert outcome.detected_s == pytest.approx(0.1)
+    assert outcome.recovered_s == pytest.approx(0.9)
+    assert found.efficiency == pytest.approx(6 / 8)
+    assert spent(outcome) == pytest.approx({"noticed": 0.1, **PHASES, "first step": 0.4})
+
+
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [
+        ({"loss": 5.0 + 1e-9}, "losses agree"),
+        ({"loss": float("nan")}, "losses agree"),
+        ({"samples": lambda _, own: own[:-1]}, "samples are the twin's"),
+        ({"samples": lambda _, own: [*own, own[0]]}, "samples are the twin's"),
+        ({"samples": lambda _, own: [*own[:-1], 999]}, "samples are the twin's"),
+        ({"steps": STEPS - 1}, "every step"),
+    ],
+)
+def test_a_run_that_is_not_its_twin_is_told(run, what):
+    found = verdict(history(killed_in=3, **run))
+    assert not found.holds
+    assert [check for check in broken_checks(found) if what in check], found.checks
+
+
+def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():
+    """The victim draws half of the samples of its replica, and dies when the step is over and not told of."""
+
+    def halved(run):
+        for one in run:
+            if isinstance(one.event, Committed) and one.event.step == 2 and one.slot == VICTIM:
+                continue
+            yield one
+
+    def own(step, samples):
+        return samples[:2] if step == 2 else samples
+
+    run = History.of(halved(told(killed_in=3, samples=own)))
+    assert verdict(run).holds
+    told_all = history(killed_in=3, samples=own)
+    assert broken_checks(verdict(told_all)) == ["the samples are the twin's, each once"]
+
+
+def test_what_a_step_that_was_taken_again_had_drawn_before_counts_no_more():
+    run = history(killed_in=3, again=(2,))
+    assert run.taken_again == {2}
+    assert verdict(run).holds
+    assert verdict(run).efficiency == pytest.approx(6 / 8)
+
+
+def test_a_strike_that_never_struck_is_told():
+    found = verdict(history(), strikes=[STRIKE])
+    assert "never struck" in found.outcomes[0].problem
+    assert not found.holds
+
+
+def test_a_run_that_hangs_after_a_strike_is_told():
+    stuck = [one for one in told(killed_in=3) if one.at < 2.5]
+    found = verdict(History.of(stuck), end=End(code=-15, hung=True))
+    assert found.outcomes[0].problem == "the others did not go on"
+    assert "the job ended with code 0" in broken_checks(found)
+
+
+@pytest.mark.parametrize(("code", "holds"), [(7, True), (0, False), (1, False)])
+def test_a_job_that_is_to_stop_must_stop_as_expected(code, holds):
+    run = history(killed_in=3, steps=3)
+    found = verdict(run, end=End(code=code), expected=dataclasses.replace(FINE, code=7))
+    assert found.holds == holds
+
+
+def test_nobody_came_back_and_somebody_should_have():
+    found = verdict(history(killed_in=3), expected=dataclasses.replace(FINE, returns=1))
+    assert broken_checks(found) == ["1 came back"]
+
+
+def test_a_run_without_samples_or_steps_is_not_fine():
+    found = judge([], History(), None, End(code=0), FINE)
+    assert not found.holds
+
+
+def test_who_was_there_when():
+    run = history(killed_in=3, back_in=5)
+    assert presence(run, "r0.s0.t0", 6.0)[-1][1] == 6.0
+    assert presence(run, VICTIM, 6.0) == [(0.0, pytest.approx(2.6)), (pytest.approx(4.5), 6.0)]
+
+
+def test_steps_again_are_those_that_the_record_says():
+    run = [
+        *told(killed_in=3),
+        Told(at=2.6, slot="r0.s0.t0", event=Restored(step=1, again=1, own=0, here=0, elsewhere=0, rebuilt=[])),
+    ]
+    assert verdict(History.of(run)).outcomes[0].steps_again == 1
