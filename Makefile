@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies bench-lanes show-overhead soak-cycles clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies bench-lanes show-overhead show-soak soak-cycles clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -64,6 +64,9 @@ bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
 
 show-overhead: $(READY)  # on a quiet machine; SCALE=ci for a slice
 	$(PY) -m benchmarks.overhead
+
+show-soak: $(READY)  # half an hour; SCALE=ci for six faults in each of two jobs, SCALE=full for more than a thousand
+	$(PY) -m benchmarks.soak
 
 soak-cycles: $(READY)
 	CYCLES=500 $(PY) -m pytest tests/ranks/test_endurance.py -k leave_nothing_behind

@@ -3,8 +3,10 @@
     recipe.py     what a file of recipes/chaos/ says: the job, and what is to break in it
     schedule.py   PURE: which strike comes next, by what the job has told so far
     strikes.py    one strike, and the file by which it is ordered
+    striker.py    gives the orders, and sends the signals
+    attach.py     a strike at a job that runs already
     worker.py     in a worker: strikes by its own hand, at the moment that the order names
-    campaign.py   runs the job, orders the strikes, and runs the undisturbed twin
+    campaign.py   runs the job and the undisturbed twin
     history.py    what a run has told, step by step and recovery by recovery
     verdict.py    PURE: what came of each strike, and whether the training is the twin's
     drawing.py    the pictures

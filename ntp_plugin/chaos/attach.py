@@ -4,32 +4,33 @@ What a process has to do to itself needs a job that obeys orders (`ntp run --ntp
 of the run, which says which process has the slot. Nothing is sent to a process that is no worker of `ntp run`.
 """
 
-import os
 import signal
 import threading
 from pathlib import Path
 
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Strike, orders_file
+from ntp_plugin.chaos.striker import SIGNALS, is_worker, send
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, SUPERVISOR, Orders, Strike, orders_file
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.telemetry import Follower
 from ntp_plugin.telemetry.job_state import JobState
-
-_SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "pause": signal.SIGSTOP}
 
 
 def strike_now(run: Path, strike: Strike) -> str:
     """Order it, or do it; what was done, in words."""
     job = job_of(run)
+    if strike.what == SUPERVISOR:
+        raise ConfigError("the record does not say which process a supervisor is", way_out="kill -9 the ntp run itself")
     if strike.slot not in job.slots:
         raise ConfigError(f"{run}: there is no slot {strike.slot}", way_out=f"slots: {', '.join(sorted(job.slots))}")
     if strike.what in BY_ITS_OWN_HAND:
         Orders.of_a_running_job(orders_file(run)).give(strike)
         return f"ordered: {strike.what} on {strike.slot}, {strike.during or 'at its next moment'}"
     pid = job.pids[strike.slot]
-    _refuse_strangers(pid, strike.slot)
-    os.kill(pid, _SIGNALS[strike.what])
+    if not is_worker(pid):
+        raise ConfigError(f"{strike.slot}: process {pid} is no worker of ntp run on this host (any more)")
+    send(pid, SIGNALS[strike.what])
     if strike.what == "pause":
-        waking = threading.Timer(strike.seconds, os.kill, (pid, signal.SIGCONT))
+        waking = threading.Timer(strike.seconds, send, (pid, signal.SIGCONT))
         waking.start()
         waking.join()
     return f"done: {strike.what} to {strike.slot}, pid {pid}"
@@ -45,12 +46,3 @@ def job_of(run: Path) -> JobState:
     if not job.slots:
         raise ConfigError(f"{run}: training has not begun yet, or nothing is told there", way_out="try again later")
     return job
-
-
-def _refuse_strangers(pid: int, slot: str) -> None:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        raise ConfigError(f"{slot}: its process {pid} is not on this host, or has ended") from None
-    if b"ntp_plugin.launch" not in words:
-        raise ConfigError(f"{slot}: process {pid} is no worker of ntp run (any more), and is left alone")

@@ -17,14 +17,17 @@ from pathlib import Path
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.recipe import JobSpec, Recipe
 from ntp_plugin.chaos.schedule import Schedule
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, Orders, Strike, orders_file
+from ntp_plugin.chaos.striker import Striker, is_worker, send
+from ntp_plugin.chaos.strikes import Strike
 from ntp_plugin.chaos.verdict import End, Expected, Verdict, judge
 from ntp_plugin.errors import ConfigError, Refused
-from ntp_plugin.telemetry import Follower, Struck, Teller, events_file
+from ntp_plugin.telemetry import Follower
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import Told
 
 _LOOK_S = 0.05
+_LEAVE_S = 15.0
+"""For workers whose `ntp run` was killed: they have to notice by themselves."""
 _END_S = 20.0
 """For a job that was asked to end, before it is made to."""
 
@@ -39,8 +42,7 @@ class Ran:
     """One run, when it was over."""
 
     folder: Path
-    code: int
-    hung: bool
+    end: End
     history: History
     strikes: list[Strike]
 
@@ -75,18 +77,18 @@ def run_campaign(recipe: Recipe, folder: Path, *, look: Looking, twin: Path | No
 def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
     """By what both runs have told."""
     expected = Expected(code=job.code, returns=job.returns, bound=job.bound)
-    if twin is not None and (twin.hung or twin.code):
-        how = "was not over in time" if twin.hung else f"ended with code {twin.code}"
+    if twin is not None and (twin.end.hung or twin.end.code):
+        how = "was not over in time" if twin.end.hung else f"ended with code {twin.end.code}"
         raise Refused(f"the twin, which nobody has broken, {how}", way_out=f"see {twin.log}")
     calm = None if twin is None else twin.history
-    return judge(broken.strikes, broken.history, calm, End(code=broken.code, hung=broken.hung), expected)
+    return judge(broken.strikes, broken.history, calm, broken.end, expected)
 
 
 def _ran_before(folder: Path) -> Ran:
     history = History.of(Follower(folder).news())
     if not history.ended:
         raise ConfigError(f"{folder} holds no run that came to its end", way_out="name the twin/ of another campaign")
-    return Ran(folder=folder, code=0, hung=False, history=history, strikes=[])
+    return Ran(folder=folder, end=End(code=0), history=history, strikes=[])
 
 
 # ---------------------------------------------------------------- one run
@@ -94,7 +96,7 @@ def _ran_before(folder: Path) -> Ran:
 
 def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> Ran:
     folder.mkdir(parents=True)
-    striker = None if schedule is None else _Striker(folder, schedule)
+    striker = None if schedule is None else Striker(folder, schedule)
     follower, state, history = Follower(folder), JobState(), History()
     deadline = time.monotonic() + job.patience_s
     with _started(job, folder, chaos=striker is not None) as process:
@@ -105,7 +107,7 @@ def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> 
                 state.hear(told)
                 history.hear(told)
             if striker is not None and not over:
-                striker.strike(state, history)
+                striker.strike(state, history, supervisor=process.pid)
             shown(state, news)
             hung = time.monotonic() > deadline
             if over or hung:
@@ -114,8 +116,7 @@ def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> 
     whole = History.of(Follower(folder).news())
     return Ran(
         folder=folder,
-        code=process.returncode,
-        hung=hung,
+        end=End(code=process.returncode, hung=hung, left=_left_behind(whole)),
         history=whole,
         strikes=[] if striker is None else striker.ordered,
     )
@@ -123,8 +124,8 @@ def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> 
 
 def _words(job: JobSpec, folder: Path, *, chaos: bool) -> list[str]:
     ours = [f"--ntp-run-dir={folder}", *(["--ntp-chaos"] if chaos else [])]
-    if job.spares:
-        ours.append(f"--ntp-spares={job.spares if chaos else 0}")
+    if job.spares and chaos:
+        ours += [f"--ntp-spares={job.spares}", f"--ntp-respawn={job.respawns}"]
     if job.thresholds:
         ours.append(f"--ntp-thresholds={job.thresholds}")
     return [sys.executable, "-m", "ntp_plugin.cli.main", "run", *ours, *job.run]
@@ -155,63 +156,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-# ---------------------------------------------------------------- the strikes
-
-
-class _Striker:
-    """Orders what the schedule says, and does itself what comes from outside."""
-
-    def __init__(self, folder: Path, schedule: Schedule) -> None:
-        self._schedule, self._orders = schedule, Orders(orders_file(folder))
-        self._teller = Teller(_own_record(folder), "campaign")
-        self._awake: list[tuple[float, int]] = []
-        self.ordered: list[Strike] = []
-        for strike in schedule.at_start():
-            self._order(strike)
-
-    def strike(self, job: JobState, history: History) -> None:
-        """What is due now."""
-        for at, pid in tuple(self._awake):
-            if time.monotonic() >= at:
-                self._awake.remove((at, pid))
-                _signal(pid, signal.SIGCONT)
-        unsettled = not all(_is_settled(strike, history) for strike in self.ordered)
-        for strike in self._schedule.next(job, seconds=job.heard_at - job.began_at, unsettled=unsettled):
-            self._order(strike)
-            if strike.what not in BY_ITS_OWN_HAND:
-                self._from_outside(strike, job)
-
-    def _order(self, strike: Strike) -> None:
-        self.ordered.append(strike)
-        if strike.what in BY_ITS_OWN_HAND:
-            self._orders.give(strike)
-
-    def _from_outside(self, strike: Strike, job: JobState) -> None:
-        pid = job.pids.get(strike.slot)
-        if pid is None:
-            return
-        self._teller.tell(Struck(strike=strike.name, what=strike.what, whom=strike.slot, moment="", step=job.step + 1))
-        _signal(pid, signal.SIGKILL if strike.what == "sigkill" else signal.SIGSTOP)
-        if strike.what == "pause":
-            self._awake.append((time.monotonic() + strike.seconds, pid))
-
-
-def _is_settled(strike: Strike, history: History) -> bool:
-    """Whether it has struck, and the others have gone on."""
-    said = next((said for said in history.struck if said.event.strike == strike.name), None)
-    if said is None:
-        return False
-    if strike.what not in LEAVES_THE_JOB:
-        return any(told.at > said.at for step in history.commits.values() for told in step.values())
-    went_on = (one for slots in history.recoveries.values() for one in slots.values() if one.at > said.at)
-    return any(strike.slot in one.event.lost for one in went_on)
-
-
-def _own_record(folder: Path) -> Path:
-    """Beside that of the run, which must be empty when it starts; a follower of the folder reads both."""
-    return events_file(folder).with_name("events.campaign.jsonl")
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it was lost by itself, a moment ago
-        os.kill(pid, number)
+def _left_behind(history: History) -> tuple[int, ...]:
+    """Workers that are still there some time after their `ntp run`; they are ended."""
+    deadline = time.monotonic() + _LEAVE_S
+    pids = {said.event.pid for said in history.began}
+    while (left := sorted(pid for pid in pids if is_worker(pid))) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    for pid in left:
+        send(pid, signal.SIGKILL)
+    return tuple(left)

@@ -31,10 +31,11 @@ class JobSpec:
     spares: int = key(
         0, help="warm processes that take the places of lost ones (--ntp-spares)", at_least=0, at_most=10_000
     )
+    respawns: int = key(0, help="so many in all; 0: as many as spares (--ntp-respawn)", at_least=0, at_most=1_000_000)
     thresholds: str = key("", help="when a rank is taken for lost (--ntp-thresholds)")
     twin: bool = key(True, help="run the same job once more, undisturbed, and compare")
     bound: float = key(1e-12, help="largest relative difference of a step's loss from the twin's", at_least=0.0)
-    code: int = key(0, help="the exit code that the job is to end with", at_least=0, at_most=255)
+    code: int = key(0, help="the exit code that the job is to end with; -9: by SIGKILL", at_least=-64, at_most=255)
     returns: int = key(0, help="so many lost slots are to come back", at_least=0, at_most=1_000_000)
     patience_s: float = key(900.0, help="a run that is not over by then is taken for hung", at_least=1.0)
 

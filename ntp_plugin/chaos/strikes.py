@@ -16,6 +16,7 @@ from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.recovery.moments import MOMENTS, OF_STEPS
 
+SUPERVISOR = "supervisor"
 BY_ITS_OWN_HAND = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP: nothing of it runs any more",
@@ -35,10 +36,11 @@ FROM_OUTSIDE = {
     "sigkill": "SIGKILL by somebody else, at any instant",
     "sigstop": "SIGSTOP by somebody else",
     "pause": "SIGSTOP, and SIGCONT after `seconds`",
+    SUPERVISOR: "SIGKILL for the `ntp run` of the host, which keeps the job's store where there is one host",
 }
 KINDS = {**BY_ITS_OWN_HAND, **FROM_OUTSIDE}
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,80}")
-LEAVES_THE_JOB = frozenset(KINDS) - {"slow", "disk", "clock", "weight", "copy", "pause"}
+LEAVES_THE_JOB = frozenset(KINDS) - {"slow", "disk", "clock", "weight", "copy", "pause", SUPERVISOR}
 """Kinds after which the others must go on without the slot."""
 
 

@@ -75,12 +75,14 @@ class End:
 
     code: int
     hung: bool = False
+    left: tuple[int, ...] = ()
+    """Processes that were still there, and had to be ended."""
 
 
 def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: End, expected: Expected) -> Verdict:
     """By the records of a run and of its twin."""
     outcomes = tuple(_outcome(strike, run, goes_on=not expected.code) for strike in strikes)
-    checks = [_ended(end, expected), *looked_over(run, twin, all_steps=not expected.code)]
+    checks = [_ended(end, expected), _nobody_left(end), *looked_over(run, twin, all_steps=not expected.code)]
     if twin is not None:
         checks.append(_losses(run, twin, expected.bound))
     if expected.returns:
@@ -225,6 +227,11 @@ def _ended(end: End, expected: Expected) -> Check:
     holds = not end.hung and end.code == expected.code
     found = "it was not over in time" if end.hung else f"code {end.code}"
     return Check(what=f"the job ended with code {expected.code}", found=found, holds=holds)
+
+
+def _nobody_left(end: End) -> Check:
+    found = f"pids {', '.join(map(str, end.left))}" if end.left else "none"
+    return Check(what="no worker was left behind", found=found, holds=not end.left)
 
 
 def _returns(run: History, wanted: int) -> Check:

@@ -95,6 +95,10 @@ def test_a_job_that_is_to_stop_must_stop_as_expected(code, holds):
     assert found.holds == holds
 
 
+def test_workers_that_outlive_their_job_are_told():
+    assert broken_checks(verdict(history(killed_in=3), end=End(code=0, left=(17,)))) == ["no worker was left behind"]
+
+
 def test_nobody_came_back_and_somebody_should_have():
     found = verdict(history(killed_in=3), expected=dataclasses.replace(FINE, returns=1))
     assert broken_checks(found) == ["1 came back"]

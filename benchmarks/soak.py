@@ -1,0 +1,184 @@
+"""Faults of all kinds at all moments on all slots, again and again: what `make show-soak` measures.
+
+    python -m benchmarks.soak             60 faults in each of four jobs: half an hour
+    SCALE=full python -m benchmarks.soak  260 in each: two hours
+    SCALE=ci python -m benchmarks.soak    6 in each of two jobs
+
+The jobs are those of recipes/chaos/jobs: Megatron with its state whole and in shards, DeepSpeed data parallel with ZeRO
+and cut by AutoTP, four ranks each. A campaign is one job that is struck `EACH` times, by faults that are drawn from a
+seed (it is printed, and `ntp chaos` draws the same ones from it); the next fault comes when the one before is over,
+whether or not the lost ones are back. All campaigns of a job are compared with one undisturbed run of it.
+
+A fault is `hung` where the others did not go on, and `wrong` where it is one of a campaign whose losses, samples or
+steps are not those of the undisturbed run: which one of these did it is not known.
+"""
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import evidence
+from ntp_plugin.chaos.campaign import Campaign, Look, Ran, run_campaign
+from ntp_plugin.chaos.recipe import RandomSpec, Recipe, read_recipe
+from ntp_plugin.chaos.verdict import Outcome
+from ntp_plugin.telemetry.job_state import JobState
+from ntp_plugin.telemetry.record import Told
+
+RECIPES = Path(__file__).parents[1] / "recipes/chaos"
+SEED, EACH = 20261122, 20
+KINDS = (
+    "kill",
+    "stop",
+    "segfault",
+    "hang",
+    "lock",
+    "exception",
+    "memory",
+    "exit",
+    "sigkill",
+    "sigstop",
+    "pause",
+    "clock",
+)
+OF_BOTH = ("forward", "backward", "vote", "apply", "applied", "report", "plan", "regroup", "stand on", "stood")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One job, and the moments that it has."""
+
+    job: str
+    framework: str
+    moments: tuple[str, ...]
+    more: tuple[str, ...]
+    """Words behind those of the job, for so many steps that a campaign has room."""
+
+
+MEGATRON = (*OF_BOTH, "step", "reduced", "scheduled", "between", "moved", "built", "made")
+DEEPSPEED = (*OF_BOTH, "accumulated", "reduce", "stepped")
+CASES = (
+    Case(job="megatron", framework="megatron", moments=MEGATRON, more=("--train-iters=400",)),
+    Case(job="deepspeed", framework="deepspeed", moments=(*DEEPSPEED, "gather"), more=("--epochs=12",)),
+    Case(job="megatron-sharded", framework="megatron", moments=MEGATRON, more=("--train-iters=400",)),
+    Case(job="deepspeed-tp", framework="deepspeed", moments=DEEPSPEED, more=("--epochs=12",)),
+)
+
+
+def recipe_of(case: Case, *, faults: int, seed: int) -> Recipe:
+    """One campaign."""
+    base = read_recipe(RECIPES / "storm.toml", job=RECIPES / f"jobs/{case.job}.toml")
+    job = dataclasses.replace(base.job, run=(*base.job.run, *case.more), spares=2, respawns=faults, patience_s=1200.0)
+    drawn = RandomSpec(
+        count=faults, seed=seed, what=KINDS, during=case.moments, every_steps=3, whole_within_steps=12, seconds=0.1
+    )
+    return Recipe(name=f"soak-{case.job}-{seed}", job=job, faults=(), random=drawn)
+
+
+def soak(case: Case, faults: int, folder: Path) -> list[Campaign]:
+    """Campaigns until so many faults have struck."""
+    found: list[Campaign] = []
+    twin: Path | None = None
+    while (struck := sum(len(_struck(one)) for one in found)) < faults:
+        seed = SEED + len(found)
+        recipe = recipe_of(case, faults=min(EACH, faults - struck), seed=seed)
+        campaign = run_campaign(recipe, folder / recipe.name, look=_quietly, twin=twin)
+        assert campaign.twin is not None, "all of them are compared"
+        twin, found = campaign.twin.folder, [*found, campaign]
+        print(_line(campaign), flush=True)
+        if not _struck(campaign):
+            break
+    return found
+
+
+def rows_of(case: Case, campaigns: Sequence[Campaign]) -> list[dict[str, Any]]:
+    """By kind and moment."""
+    by_kind: dict[tuple[str, str], list[tuple[Campaign, Outcome]]] = defaultdict(list)
+    for campaign in campaigns:
+        for outcome in _struck(campaign):
+            by_kind[outcome.what, outcome.moment or "any"].append((campaign, outcome))
+    rows = []
+    for (what, moment), found in sorted(by_kind.items()):
+        seconds = [outcome.recovered_s for _, outcome in found if outcome.recovered_s is not None]
+        rows.append(
+            {
+                "framework": case.framework,
+                "job": case.job,
+                "fault": what,
+                "moment": moment,
+                "faults": len(found),
+                "wrong": sum(_is_wrong(campaign) for campaign, _ in found),
+                "hung": sum(bool(outcome.problem) or campaign.broken.end.hung for campaign, outcome in found),
+                "recovered_p50_s": round(statistics.median(seconds), 3) if seconds else None,
+            }
+        )
+    return rows
+
+
+def _struck(campaign: Campaign) -> list[Outcome]:
+    return [outcome for outcome in campaign.verdict.outcomes if outcome.struck_at]
+
+
+def _is_wrong(campaign: Campaign) -> bool:
+    return not all(check.holds for check in campaign.verdict.checks)
+
+
+def _line(campaign: Campaign) -> str:
+    struck, steps = _struck(campaign), len(campaign.broken.history.commits)
+    bad = [f"{check.what}: {check.found}" for check in campaign.verdict.checks if not check.holds]
+    stuck = [f"{one.name} ({one.what} {one.slot} {one.moment}): {one.problem}" for one in struck if one.problem]
+    return f"{campaign.recipe.name}: {len(struck)} strikes in {steps} steps: {'; '.join((*bad, *stuck)) or 'ok'}"
+
+
+@contextlib.contextmanager
+def _quietly(_: str) -> Iterator[Look]:
+    def look(job: JobState, news: Sequence[Told]) -> None:
+        """Nobody looks on."""
+
+    yield look
+
+
+def _micro_batches_per_s(run: Ran) -> float:
+    history = run.history
+    steps = sorted(history.commits)
+    passed = history.committed_at(steps[-1]) - history.began_at
+    return sum(sum(history.layout_of(step)[1]) for step in steps) / passed
+
+
+def main(scale: str) -> int:
+    """Every campaign must hold, and every fault that was asked for must have struck."""
+    faults, cases = {"ci": (6, CASES[:2]), "full": (260, CASES), "": (60, CASES)}[scale]
+    rows: list[dict[str, Any]] = []
+    efficiency, speed = {}, {}
+    with tempfile.TemporaryDirectory(prefix="ntp-soak-", delete=False) as folder:
+        for case in cases:
+            campaigns = soak(case, faults, Path(folder))
+            rows += rows_of(case, campaigns)
+            efficiency[case.job] = round(statistics.mean(one.verdict.efficiency for one in campaigns), 4)
+            calm = campaigns[0].twin
+            assert calm is not None, "all of them are compared"
+            broken = statistics.mean(_micro_batches_per_s(one.broken) for one in campaigns)
+            speed[case.job] = {"broken": round(broken, 2), "undisturbed": round(_micro_batches_per_s(calm), 2)}
+    total = sum(row["faults"] for row in rows)
+    holds = total >= faults * len(cases) and not any(row["wrong"] or row["hung"] for row in rows)
+    return evidence.show(
+        "soak",
+        holds=holds,
+        seed=SEED,
+        rows=rows,
+        faults=total,
+        commit_efficiency=efficiency,
+        micro_batches_per_s=speed,
+        records=folder,
+        scale=scale or "default",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ.get("SCALE", "")))

@@ -1,0 +1,87 @@
+"""Orders what the schedule says, and does itself what comes from outside."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.schedule import Schedule
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, SUPERVISOR, Orders, Strike, orders_file
+from ntp_plugin.telemetry import Struck, Teller, events_file
+from ntp_plugin.telemetry.job_state import JobState
+
+SIGNALS = {
+    "sigkill": signal.SIGKILL,
+    "sigstop": signal.SIGSTOP,
+    "pause": signal.SIGSTOP,
+    SUPERVISOR: signal.SIGKILL,
+}
+
+
+class Striker:
+    """Orders what the schedule says, and does itself what comes from outside."""
+
+    def __init__(self, folder: Path, schedule: Schedule) -> None:
+        self._schedule, self._orders = schedule, Orders(orders_file(folder))
+        self._teller = Teller(_own_record(folder), "campaign")
+        self._awake: list[tuple[float, int]] = []
+        self.ordered: list[Strike] = []
+        for strike in schedule.at_start():
+            self._order(strike)
+
+    def strike(self, job: JobState, history: History, *, supervisor: int) -> None:
+        """What is due now."""
+        for at, pid in tuple(self._awake):
+            if time.monotonic() >= at:
+                self._awake.remove((at, pid))
+                send(pid, signal.SIGCONT)
+        unsettled = not all(_is_settled(strike, history) for strike in self.ordered)
+        for strike in self._schedule.next(job, seconds=job.heard_at - job.began_at, unsettled=unsettled):
+            self._order(strike)
+            if strike.what not in BY_ITS_OWN_HAND:
+                self._from_outside(strike, supervisor if strike.what == SUPERVISOR else job.pids.get(strike.slot), job)
+
+    def _order(self, strike: Strike) -> None:
+        self.ordered.append(strike)
+        if strike.what in BY_ITS_OWN_HAND:
+            self._orders.give(strike)
+
+    def _from_outside(self, strike: Strike, pid: int | None, job: JobState) -> None:
+        if pid is None:
+            return
+        self._teller.tell(Struck(strike=strike.name, what=strike.what, whom=strike.slot, moment="", step=job.step + 1))
+        send(pid, SIGNALS[strike.what])
+        if strike.what == "pause":
+            self._awake.append((time.monotonic() + strike.seconds, pid))
+
+
+def _is_settled(strike: Strike, history: History) -> bool:
+    """Whether it has struck, and the others have gone on."""
+    said = next((said for said in history.struck if said.event.strike == strike.name), None)
+    if said is None:
+        return False
+    if strike.what not in LEAVES_THE_JOB:
+        return any(told.at > said.at for step in history.commits.values() for told in step.values())
+    went_on = (one for slots in history.recoveries.values() for one in slots.values() if one.at > said.at)
+    return any(strike.slot in one.event.lost for one in went_on)
+
+
+def _own_record(folder: Path) -> Path:
+    """Beside that of the run, which must be empty when it starts; a follower of the folder reads both."""
+    return events_file(folder).with_name("events.campaign.jsonl")
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """To a process that may have ended by itself a moment ago."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def is_worker(pid: int) -> bool:
+    """Whether a process is there, on this host, and is a worker of `ntp run` or a spare of one."""
+    try:
+        return b"ntp_plugin.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
