@@ -61,7 +61,7 @@ class Case:
     """Words behind those of the job, for so many steps that a campaign has room."""
 
 
-MEGATRON = (*OF_BOTH, "step", "reduced", "scheduled", "between", "moved", "built", "made")
+MEGATRON = (*OF_BOTH, "step", "reduced", "between", "moved", "built", "made")
 DEEPSPEED = (*OF_BOTH, "accumulated", "reduce", "stepped")
 CASES = (
     Case(job="megatron", framework="megatron", moments=MEGATRON, more=("--train-iters=400",)),

@@ -18,7 +18,7 @@ from ntp_plugin.recovery.moments import OF_STEPS, OF_WALKS
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
 _AHEAD = 2
-"""Steps from now, in which a drawn strike is ordered: in the one that has begun its slot may be past the moment."""
+"""So many steps before its own a strike is ordered whose slot is drawn."""
 
 
 class Schedule:
@@ -39,21 +39,22 @@ class Schedule:
     @property
     def over(self) -> bool:
         """Whether all is ordered."""
-        return not self._waiting and self._drawn == self._random.count
+        return not self._waiting and self._drawn >= self._random.count
 
-    def next(self, job: JobState, *, seconds: float, unsettled: bool) -> list[Strike]:
-        """What is to be ordered now. `seconds`: since training began; `unsettled`: a strike before is not over."""
+    def next(self, job: JobState, *, seconds: float, unsettled: bool, missed: int = 0) -> list[Strike]:
+        """What is to be ordered now. `seconds`: since training began; `unsettled`: a strike before is not over; so many
+        that were drawn have `missed`, and others are drawn for them."""
         if not job.slots:
             return []
         due = [pair for pair in self._waiting if _is_due(pair[1], job, seconds)]
         self._waiting = [pair for pair in self._waiting if pair not in due]
         strikes = [_strike(name, fault, self._slot(fault, job)) for name, fault in due]
-        return strikes + self._drawn_now(job, unsettled=unsettled or bool(strikes))
+        return strikes + self._drawn_now(job, unsettled=unsettled or bool(strikes), missed=missed)
 
     # ------------------------------------------------ what is drawn
 
-    def _drawn_now(self, job: JobState, *, unsettled: bool) -> list[Strike]:
-        if self._drawn == self._random.count:
+    def _drawn_now(self, job: JobState, *, unsettled: bool, missed: int) -> list[Strike]:
+        if self._drawn >= self._random.count + missed:
             return []
         if unsettled:
             self._settled_at = None
@@ -71,7 +72,11 @@ class Schedule:
         if not candidates:
             return []
         self._drawn += 1
-        name, slot = f"random-{self._drawn}", self._dice.choice(candidates)
+        strikes = self._drawn_on(what, during, self._dice.choice(candidates), job)
+        return [dataclasses.replace(strike, may_miss=True) for strike in strikes]
+
+    def _drawn_on(self, what: str, during: str, slot: str, job: JobState) -> list[Strike]:
+        name = f"random-{self._drawn}"
         if what not in BY_ITS_OWN_HAND:
             return [Strike(name=name, what=what, slot=slot, seconds=self._random.seconds)]
         if during in OF_STEPS:

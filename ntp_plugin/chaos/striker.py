@@ -12,6 +12,8 @@ from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, SUPERVISOR
 from ntp_plugin.telemetry import Struck, Teller, events_file
 from ntp_plugin.telemetry.job_state import JobState
 
+_MISSED = 12
+"""So many steps after it was ordered a drawn strike has missed: not every step has every moment."""
 SIGNALS = {
     "sigkill": signal.SIGKILL,
     "sigstop": signal.SIGSTOP,
@@ -28,6 +30,8 @@ class Striker:
         self._teller = Teller(_own_record(folder), "campaign")
         self._awake: list[tuple[float, int]] = []
         self.ordered: list[Strike] = []
+        self._ordered_in: dict[str, int] = {}
+        """Name -> the step that was over then."""
         for strike in schedule.at_start():
             self._order(strike)
 
@@ -37,11 +41,23 @@ class Striker:
             if time.monotonic() >= at:
                 self._awake.remove((at, pid))
                 send(pid, signal.SIGCONT)
-        unsettled = not all(_is_settled(strike, history) for strike in self.ordered)
-        for strike in self._schedule.next(job, seconds=job.heard_at - job.began_at, unsettled=unsettled):
+        unsettled = not all(self._is_over(strike, job, history) for strike in self.ordered)
+        missed = sum(self._has_missed(strike, job, history) for strike in self.ordered)
+        seconds = job.heard_at - job.began_at
+        for strike in self._schedule.next(job, seconds=seconds, unsettled=unsettled, missed=missed):
             self._order(strike)
+            self._ordered_in[strike.name] = job.step
             if strike.what not in BY_ITS_OWN_HAND:
                 self._from_outside(strike, supervisor if strike.what == SUPERVISOR else job.pids.get(strike.slot), job)
+
+    def _is_over(self, strike: Strike, job: JobState, history: History) -> bool:
+        return _is_settled(strike, history) or self._has_missed(strike, job, history)
+
+    def _has_missed(self, strike: Strike, job: JobState, history: History) -> bool:
+        """Whether its slot has not come to that moment, and will not."""
+        passed = job.step - self._ordered_in.get(strike.name, job.step)
+        has_struck = any(said.event.strike == strike.name for said in history.struck)
+        return strike.may_miss and not has_struck and passed >= _MISSED
 
     def _order(self, strike: Strike) -> None:
         self.ordered.append(strike)

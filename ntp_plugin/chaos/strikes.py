@@ -52,9 +52,10 @@ class Strike:
     what: str = key(help="what breaks", choices=tuple(KINDS))
     slot: str = key(help="r0.s0.t1")
     during: str = key("", help="a moment", choices=("", *MOMENTS))
-    step: int | None = key(None, help="the step that the moment is of", at_least=1)
-    epoch: int | None = key(None, help="the epoch that a recovery leads to, whose moment it is", at_least=1)
+    step: int | None = key(None, help="the first step that the moment may be of", at_least=1)
+    epoch: int | None = key(None, help="the first epoch that a recovery leads to, whose moment it may be", at_least=1)
     seconds: float = key(0.0, help="how long, or how much", at_least=-1e9, at_most=1e9)
+    may_miss: bool = key(False, help="it is no failure where the slot does not come to that moment")
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -66,8 +67,8 @@ class Strike:
             self.slot == slot
             and self.what in BY_ITS_OWN_HAND
             and self.during in ("", moment)
-            and self.step in (None, step)
-            and self.epoch in (None, epoch)
+            and _is_reached(self.step, step)
+            and _is_reached(self.epoch, epoch)
             and (self.during != "" or moment in OF_STEPS)
         )
 
@@ -162,6 +163,11 @@ class Pending:
         except FileExistsError:
             return False
         return True
+
+
+def _is_reached(wanted: int | None, now: int | None) -> bool:
+    """An order may come too late for its step; then it is for the next one."""
+    return wanted is None or (now is not None and now >= wanted)
 
 
 def orders_file(run: Path) -> Path:

@@ -129,7 +129,7 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
             recovered_s=None,
             steps_again=0,
             phases={},
-            problem="it never struck: the slot did not come to that moment",
+            problem="" if strike.may_miss else "it never struck: the slot did not come to that moment",
         )
     leaves = strike.what in LEAVES_THE_JOB
     epoch = _epoch_without(run, strike.slot, said.at) if leaves else None

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ def run(said: Any) -> int:
     for flag in ("what", "slot", "during", "seconds"):
         if getattr(said, flag) is not None:
             raise ConfigError(f"--{flag} is for a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job has to be ended first
     recipe = read_recipe(Path(said.recipe), job=None if said.job is None else Path(said.job), run=tuple(said.rest))
     folder = Path(said.out or f"build/chaos/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout):
@@ -124,7 +126,7 @@ def _print(campaign: Campaign, page: Path) -> None:
             when if outcome.step or outcome.moment else "",
             _seconds(outcome.detected_s),
             _seconds(outcome.recovered_s),
-            outcome.problem or "ok",
+            outcome.problem or ("ok" if outcome.struck_at else "missed"),
             style="bright_red" if outcome.problem else "",
         )
     console.print(table)

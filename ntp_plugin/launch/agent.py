@@ -27,9 +27,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.run import main as torchrun
+from torch.distributed.run import parse_args
 
 from ntp_plugin.comm.membership import Seat
-from ntp_plugin.comm.store import TorchStore, own_address
+from ntp_plugin.comm.store import TorchStore, own_address, serve
 from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import tenancy
 from ntp_plugin.launch.hosts import Hosts
@@ -83,6 +84,8 @@ class TolerantAgent(LocalElasticAgent):
         handler.num_nodes_waiting = lambda: 0
         shared = getattr(handler, "_store", None)
         if isinstance(shared, TCPStore):
+            # torch would start a second one, which workers of ours never use, and which anybody could reach.
+            handler._create_tcp_store_server = lambda *_: shared
             self._open(shared.host, shared.port, handler.get_run_id())
             joined = self._arrival(worker_group).join(handler.settings.max_nodes)
             if joined is not None:
@@ -390,8 +393,9 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     """What `torchrun` does with these arguments, but tolerant; returns the exit code of the job."""
     TolerantAgent.policy = policy
     launcher.LocalElasticAgent = TolerantAgent  # type: ignore[attr-defined]
+    words, store = _on_loopback_if_alone(list(torchrun_arguments))
     try:
-        torchrun(list(torchrun_arguments))
+        torchrun(words)
     except ChildFailedError:
         _say("no worker ended well")
         return TolerantAgent.worst_code
@@ -401,8 +405,20 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     except (StoreLost, Excluded) as error:
         _say(str(error))
         return error.exit_code
+    finally:
+        del store  # it is the job's meeting place until here
     _say("done")
     return 0
+
+
+def _on_loopback_if_alone(words: list[str]) -> tuple[list[str], TCPStore | None]:
+    """torch's store for one host listens on all its addresses, and anybody may write into it; ours on loopback."""
+    if not parse_args(words).standalone:  # type: ignore[no-untyped-call]
+        return words, None
+    store = serve("127.0.0.1", 0)
+    place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0")
+    at = words.index("--standalone")
+    return [*words[:at], *place, f"--rdzv-id={uuid.uuid4()}", *words[at + 1 :]], store
 
 
 def _say(what: str) -> None:

@@ -22,7 +22,7 @@ OF_STEPS: Mapping[str, str] = {
     "apply": "after the vote, before the optimizer changes anything",
     "gather": "before ZeRO gathers the new weights (DeepSpeed)",
     "applied": "the optimizer has stepped",
-    "scheduled": "before what follows a step: the learning rate, the log (Megatron)",
+    "scheduled": "a step is over, and told from memory because a loss followed its vote (Megatron)",
     "stepped": "after the engine's step (DeepSpeed)",
     "between": "in what the framework does together between two steps (Megatron)",
     "save": "before a checkpoint is written",

@@ -30,6 +30,11 @@ def test_a_strike_is_taken_by_its_slot_at_its_moment_and_once(orders):
     assert pending.take("r0.s0.t1", "backward", 5, None) == []
 
 
+def test_an_order_that_comes_too_late_for_its_step_is_for_the_next(orders):
+    orders.give(KILL)
+    assert Pending(orders.path).take("r0.s0.t1", "backward", 6, None) == [KILL]
+
+
 def test_who_takes_the_place_of_a_slot_is_not_struck_by_the_same_order(orders):
     orders.give(ANYWHERE)
     assert Pending(orders.path).take("r0.s0.t1", "forward", 5, None) == [ANYWHERE]

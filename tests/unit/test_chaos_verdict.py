@@ -81,6 +81,10 @@ def test_a_strike_that_never_struck_is_told():
     assert not found.holds
 
 
+def test_a_strike_that_was_drawn_may_miss():
+    assert verdict(history(), strikes=[dataclasses.replace(STRIKE, may_miss=True)]).holds
+
+
 def test_a_run_that_hangs_after_a_strike_is_told():
     stuck = [one for one in told(killed_in=3) if one.at < 2.5]
     found = verdict(History.of(stuck), end=End(code=-15, hung=True))

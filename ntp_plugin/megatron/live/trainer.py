@@ -28,6 +28,7 @@ from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.copies import HowFar, refuse_unknown, who_trains
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
+from ntp_plugin.megatron.live.logs import into_logs
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.state import TrainedState
@@ -282,20 +283,20 @@ class MegatronTrainer:
         stages, shares = range(topology.pp), {share.replica: share.count for share in self._goal.batch.shares}
         back = [rank for rank, report in agreed.reports.items() if report.newcomer]
         seconds, phases = self._rank.walked()
-        self._teller.tell(
-            Recovered(
-                epoch=agreed.view.epoch,
-                seconds=seconds,
-                phases=phases,
-                lost=[str(slot) for slot in sorted(lost)],
-                back=[str(topology.slot_of(rank)) for rank in sorted(back)],
-                widths=[
-                    [topology.tp - len(standing.pattern(replica, stage)) for stage in stages]
-                    for replica in range(topology.dp)
-                ],
-                micro_batches=[shares.get(replica, 0) for replica in range(topology.dp)],
-            )
+        event = Recovered(
+            epoch=agreed.view.epoch,
+            seconds=seconds,
+            phases=phases,
+            lost=[str(slot) for slot in sorted(lost)],
+            back=[str(topology.slot_of(rank)) for rank in sorted(back)],
+            widths=[
+                [topology.tp - len(standing.pattern(replica, stage)) for stage in stages]
+                for replica in range(topology.dp)
+            ],
+            micro_batches=[shares.get(replica, 0) for replica in range(topology.dp)],
         )
+        self._teller.tell(event)
+        into_logs(event, self._args.curr_iteration + 1)
 
     def _share_counts(self) -> None:
         """What the job has counted so far, from who was there to newcomers."""
