@@ -1,0 +1,69 @@
+"""The pages of docs/: all are in the site's navigation, and what they name is there.
+
+That links lead somewhere is for `make docs`, which builds the site; here it is looked at for the pages beside it.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")]
+
+_NAMED = re.compile(r"(?<![\w/.-])(?:\.\./)*((?:recipes|tests|benchmarks)/[\w./-]*\w)")
+_TEST = re.compile(r"`(test_\w+)`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+
+
+def pages_in(nav):
+    """Of a navigation: a page, or a title with a page, or with a part of the same kind."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_in(part)]
+
+
+def missing_in(text):
+    """Files and folders of the repository that a page names and that are not there."""
+    return [path for path in _NAMED.findall(text) if not (ROOT / path).exists()]
+
+
+def test_the_navigation_has_every_page_once():
+    in_nav = pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(in_nav) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_recipes_and_tests_that_a_page_names_are_there(page):
+    assert missing_in(page.read_text()) == []
+
+
+def test_a_recipe_that_is_not_there_is_noticed():
+    assert missing_in("ntp chaos recipes/chaos/no-such.toml, [x](../../recipes/chaos/none.toml)") == [
+        "recipes/chaos/no-such.toml",
+        "recipes/chaos/none.toml",
+    ]
+
+
+@pytest.mark.parametrize("page", BESIDE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_of_pages_beside_the_site_lead_somewhere(page):
+    assert [link for link in _LINK.findall(page.read_text()) if not (page.parent / link).exists()] == []
+
+
+def test_tests_that_are_named_by_their_functions_are_there():
+    functions = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    named = {name: page.name for page in PAGES for name in _TEST.findall(page.read_text())}
+    assert {name: page for name, page in named.items() if name not in functions} == {}
+
+
+def test_every_chaos_recipe_is_in_the_table_of_them():
+    recipes = {path.stem for path in (ROOT / "recipes" / "chaos").glob("*.toml")}
+    rows = re.findall(r"^\| (`.*?`) \|", (DOCS / "chaos.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == recipes
