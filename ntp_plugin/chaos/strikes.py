@@ -30,7 +30,7 @@ BY_ITS_OWN_HAND = {
     "disk": "for `seconds` nothing can be written to files",
     "clock": "its clock jumps by `seconds`",
     "weight": "a bit of one of its weights flips",
-    "copy": "a byte of its newest copy in memory changes",
+    "copy": "a byte of the newest copy of its state in memory changes",
 }
 FROM_OUTSIDE = {
     "sigkill": "SIGKILL by somebody else, at any instant",

@@ -65,6 +65,8 @@ class Expected:
     """That the job ends with."""
     returns: int = 0
     """So many slots come back."""
+    troubles: int = 0
+    """So often somebody finds a copy that is not what was written."""
     bound: float = 0.0
     """Largest relative difference of a loss from the twin's."""
 
@@ -87,6 +89,8 @@ def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: En
         checks.append(_losses(run, twin, expected.bound))
     if expected.returns:
         checks.append(_returns(run, expected.returns))
+    if expected.troubles:
+        checks.append(_troubles(run, expected.troubles))
     return Verdict(outcomes=outcomes, checks=tuple(checks), efficiency=_efficiency(run))
 
 
@@ -238,6 +242,11 @@ def _returns(run: History, wanted: int) -> Check:
     epochs = (next(iter(slots.values())) for _, slots in sorted(run.recoveries.items()))
     back = [slot for said in epochs for slot in said.event.back]
     return Check(what=f"{wanted} came back", found=", ".join(back) or "nobody did", holds=len(back) >= wanted)
+
+
+def _troubles(run: History, wanted: int) -> Check:
+    told = [said.event.what for said in run.troubles]
+    return Check(what="the spoilt copy was found out", found="; ".join(told) or "never", holds=len(told) >= wanted)
 
 
 def _losses(run: History, twin: History, bound: float) -> Check:

@@ -75,7 +75,7 @@ class Victim:
 
     def _spoil_copy(self, strike: Strike) -> None:
         if folder := os.environ.get("NTP_COPIES"):
-            harm.spoil_copy(Path(folder), seed=_seed(strike))
+            harm.spoil_copy(Path(folder), int(os.environ["RANK"]), seed=_seed(strike))
 
 
 def _seed(strike: Strike) -> int:

@@ -353,9 +353,14 @@ class TolerantAgent(LocalElasticAgent):
             if old.poll() is None:  # frozen, silent, hung or cut off: it is out, and must not come back
                 old.kill()
                 old.wait()
-            if self._births < self.policy.respawn and not self._finished and self._reaches_all():
+            if self._births < self.policy.respawn and self._somebody_goes_on() and self._reaches_all():
                 self._births += 1
                 self._start_anew(worker.global_rank, worker.local_rank)
+
+    def _somebody_goes_on(self) -> bool:
+        """Whether there is still a job that a new worker could come into."""
+        assert self._supervisor is not None, "there are workers"
+        return not self._finished and bool(self._supervisor.view.seats)
 
     def _reaches_all(self) -> bool:
         """Whether a new worker here could connect to the others: where not, it would only hold them up."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ntp_plugin.comm.membership import View, newest_view
 from ntp_plugin.comm.store import KeyStore
+from ntp_plugin.errors import Excluded
 
 _POLL_S = 0.01
 """A newcomer's look at the store, and a member's for the view that it has opened for."""
@@ -29,6 +30,8 @@ def wait_to_be_let_in(store: KeyStore, first: View) -> None:
     """As a newcomer: ask, again in each epoch, until a member opens; also who asks with others is let in."""
     view, number = newest_view(store.read, first), 0
     while not view.over:  # whoever joins then is told that it comes too late
+        if not view.seats:
+            raise Excluded("all members have left the job, and nobody is there to let this process in")
         while store.present([_opened(view.epoch, number)]):  # for those who asked before
             number += 1
         store.create(_asked(view.epoch, number), "")

@@ -72,14 +72,14 @@ def spoil_weight(tensors: Iterable[Any], *, seed: int) -> None:
     numbers[at] = numbers[at] * 2 if float(numbers[at]) else 1.0
 
 
-def spoil_copy(folder: Path, *, seed: int) -> None:
-    """One byte of the newest file of state under a folder."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".json" and path.stat().st_size]
-    if not files:
+def spoil_copy(folder: Path, slot: int, *, seed: int) -> None:
+    """One byte of the newest whole copy that a slot has made of its own state on this host."""
+    whole = sorted(folder.rglob(f"near-{slot}-*.json"), key=lambda manifest: manifest.stat().st_mtime_ns)
+    if not whole:
         return
-    newest = max(files, key=lambda path: (path.stat().st_mtime, path.stat().st_size))
-    at = random.Random(seed).randrange(newest.stat().st_size)
-    with contextlib.closing(os.fdopen(os.open(newest, os.O_RDWR), "r+b")) as file:
+    copy = whole[-1].with_suffix("")
+    at = random.Random(seed).randrange(copy.stat().st_size)
+    with contextlib.closing(os.fdopen(os.open(copy, os.O_RDWR), "r+b")) as file:
         file.seek(at)
         byte = file.read(1)
         file.seek(at)

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from ntp_plugin.comm.membership import Seat, View, the_end, view_key, without
+from ntp_plugin.errors import Excluded
 from ntp_plugin.recovery import admission
 from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
 
@@ -90,3 +91,13 @@ def test_who_comes_too_late_does_not_wait():
     store = Keys()
     store.create(view_key(1), the_end(FIRST).encode())
     assert let_in(asking(store)), "joining says that the job is over"
+
+
+def test_who_asks_for_a_job_that_all_have_left_ends():
+    """The view is empty, and not the end of a job that is done: nobody will ever open."""
+    store, view = Keys(), FIRST
+    for slot in range(3):
+        view = without(view, [slot])
+        store.create(view_key(view.epoch), view.encode())
+    with pytest.raises(Excluded, match="all members have left"):
+        wait_to_be_let_in(store, FIRST)
