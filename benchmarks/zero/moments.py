@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.rehearsal import Asking, tells_that_it_asks, wait_until_they_ask
 from ntp_plugin.errors import PeerLost
+from ntp_plugin.recovery.moments import Moments
 from ntp_plugin.testing.ranks import Rank
 
 MOMENTS = (
@@ -23,26 +24,12 @@ def tell_moments(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
 
     from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+    from ntp_plugin.deepspeed.moments import tell_of_walks  # noqa: PLC0415
 
     job = LiveJob.now
     assert job is not None, "the engine is one that can lose ranks"
     driver: Any = job.loop.driver
-
-    def tells(owner: Any, name: str, before: str | None, after: str | None = None, *, walks: bool = False) -> None:
-        original = getattr(owner, name)
-
-        def told(*args: Any, **kwargs: Any) -> Any:
-            where: dict[str, Any] = (
-                {"epoch": driver._agreement.member.view.epoch} if walks else {"step": job.loop.done + 1}
-            )
-            if before:
-                rank.reached(before, **where)
-            result = original(*args, **kwargs)
-            if after:
-                rank.reached(after, **where)
-            return result
-
-        setattr(owner, name, told)
+    moments = Moments(rank.reached, "step", lambda: int(job.loop.done) + 1)
 
     if job_of.hear_at and job_of.hear_at[0] == "words" and all(fault.slot != rank.slot for fault in rank.faults):
         _hear_before_the_vote(job, job_of.hear_at[1])
@@ -50,20 +37,16 @@ def tell_moments(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
         _hear_in_an_evaluation(engine, job)
     if job_of.slow_to_leave and rank.slot in (1, 2):
         _be_slow_to_leave(job, job_of.slow_to_leave)
-    tells(engine, "allreduce_gradients", "reduce")
+    moments.at(engine, "allreduce_gradients", "reduce")
     if job_of.tp > 1:
         row = next(layer for layer in engine.module.modules() if type(layer).__name__ == "LinearAllreduce")
-        tells(row, "forward", "within")
+        moments.at(row, "forward", "within")
         row.weight.register_hook(lambda _: rank.reached("gradient", job.loop.done + 1))
-    tells(job.loop, "vote", "vote")
-    tells(job.loop, "apply", "apply", "applied")
-    tells(stage_1_and_2, "all_gather_dp_groups", "gather")
+    moments.at(job.loop, "vote", "vote")
+    moments.at(job.loop, "apply", "apply", "applied")
+    moments.at(stage_1_and_2, "all_gather_dp_groups", "gather")
     if not rank.joining:
-        tells(driver, "_report", "report", walks=True)
-        tells(job.trainer, "plan", "plan", walks=True)
-        tells(job.loop, "roll_forward", None, "rolled", walks=True)
-        tells(driver, "_regroup", "regroup", walks=True)
-        tells(job.trainer, "stand_on", "stand on", "stood", walks=True)
+        tell_of_walks(job, driver, rank.reached)
     _wait_for_those_who_come_back(rank, job, asking)
 
 
