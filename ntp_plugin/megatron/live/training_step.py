@@ -117,6 +117,7 @@ class TrainingStep:
                 self._again = False
             args.consumed_train_samples += args.global_batch_size
             before.restore()
+            self._samples.drawn.clear()  # that step was told of when it was taken first
 
     def reported(self, losses: Losses, *, of_all: bool) -> None:
         """What the micro-batches of this replica reported, or of all replicas already."""
