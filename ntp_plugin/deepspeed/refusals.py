@@ -36,6 +36,7 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         "tensor_parallel.autotp_size > 1 with fp16 or bf16 flattens what is cut": cuts
         and any(raw.get(name, {}).get("enabled") for name in ("fp16", "bf16")),
         "tensor_parallel.autotp_size > 1 with sparse_gradients": cuts and bool(raw.get("sparse_gradients")),
+        "gradient_allreduce_op = sum grows with the number of ranks": config.gradient_allreduce_op == "sum",
         "an mpu has groups of its own": mpu is not None,
         "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
         "managed_gradient_accumulation = false leaves nobody who knows which micro-batches a step has": raw.get(
