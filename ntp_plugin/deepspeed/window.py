@@ -52,17 +52,18 @@ class Window:
         policy: TrainingPolicy,
         topology: Topology,
         *,
-        seed: int,
         rank: ElasticRank,
         loop: Loop,
         teller: Teller,
     ) -> None:
         self._engine, self._policy, self._rank, self._loop, self._teller = engine, policy, rank, loop, teller
-        self._seed, self._topology = seed, topology
+        self._topology = topology
         self._replica, self._replicas = topology.slot_of(rank.place.slot).replica, topology.dp
         self._each: int = engine.gradient_accumulation_steps()
         self.numbers: Sequence[int] = range(self._replica * self._each, (self._replica + 1) * self._each)
         """Of the micro-batches of a global batch, those that this rank computes."""
+        self.seed = 0
+        """What masks that do not depend on the rank are drawn from; the same for all."""
         self.step = 0
         """Optimizer steps of this job that are in the state: the window is of the one after them."""
         self.copies: JobCopies | None = None
@@ -200,7 +201,7 @@ class Window:
         if not self._stale and self.hurt:
             self._engine.set_gradient_accumulation_boundary(self._is_last)
         if self._policy.dropout == "exact" and not self._stale:
-            torch.manual_seed(_seed_of(self._seed, self.step, self.numbers[self._done]))
+            torch.manual_seed(_seed_of(self.seed, self.step, self.numbers[self._done]))
 
     def _adopt_loader(self) -> None:
         if self._followed is None:
@@ -238,7 +239,7 @@ class Window:
         if self.hurt:
             self._coalesce(begin=True)
         if self._drawn_anew and self.cut is not None:  # all slots of a replica draw alike
-            torch.manual_seed(_seed_of(self._seed, self.step, self._replicas * self._each + self._replica))
+            torch.manual_seed(_seed_of(self.seed, self.step, self._replicas * self._each + self._replica))
         self._drawn_anew = False
 
     def _coalesce(self, *, begin: bool) -> None:
