@@ -334,8 +334,8 @@ class Window:
             saved, of_step = [None], self.step
 
             def work() -> Any:
-                if self.cut is not None and not self.cut.whole:
-                    _LOG.warning("no checkpoint was written: no replica has all of its slots, as its files want")
+                if self.cut is not None and self.cut.why_none_is_saved:
+                    _LOG.warning("no checkpoint was written: %s", self.cut.why_none_is_saved)
                 elif self.step == of_step:
                     saved[:] = [original(*args, **kwargs)]
                 else:
