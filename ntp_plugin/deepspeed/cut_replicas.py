@@ -70,6 +70,7 @@ class CutReplicas:
         self.state.refuse_what_cannot_be_cut()
         (self._plan,) = plan_relayout(self._nominal, dict.fromkeys(range(topology.size), self._as_laid_out(0)), 0)
         self._next = self._plan
+        self._parts: dict[str, Piece] = {}
         self.lanes: Sequence[GradientLane] = ()
         """That gradients are summed in; none while nobody is lost."""
         self._own = engine.buffered_allreduce_fallback, engine.clip_fp32_gradients, engine.save_non_zero_checkpoint
@@ -136,7 +137,12 @@ class CutReplicas:
     # ------------------------------------------------ told as pieces
 
     def part(self, name: str) -> Piece:
-        """What this slot holds of a tensor. One that is not cut is whole in each slot."""
+        """What this slot holds of a tensor. One that is not cut is whole in each slot. Asked for in each step."""
+        if name not in self._parts:
+            self._parts[name] = self._part(name)
+        return self._parts[name]
+
+    def _part(self, name: str) -> Piece:
         tensor, units = self._tensors[name], self._units(name)
         return Piece(
             tensor=name,
@@ -178,7 +184,7 @@ class CutReplicas:
     def stand_on(self, agreed: Agreed) -> None:
         """Move what changes hands and compare everything, or make room for it; and have DeepSpeed run in the new
         layout."""
-        self._plan = self._next
+        self._plan, self._parts = self._next, {}
         if self._sharded:
             self._make_room(agreed.view.epoch)
         else:

@@ -79,14 +79,15 @@ class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def step(self, closure: Any = None) -> None:
         """As DeepSpeed's own: nothing, where the norm is no number."""
         del closure
-        norm = self.shards.norm() if self.compute_grad_norm or self.check_grad_overflow else None
+        # In float32, as DeepSpeed has it, so that what is clipped is clipped by the same number.
+        norm = self.shards.norm().float() if self.compute_grad_norm or self.check_grad_overflow else None
         scale = self.loss_scale
         self.overflow = self.check_grad_overflow and is_invalid_grad_norm(norm)
         self._update_scale(self.overflow)
         if self.overflow:
             self._global_grad_norm = float("inf")
             return
-        self._global_grad_norm = norm.float() / scale if norm is not None and self.compute_grad_norm else None
+        self._global_grad_norm = norm / scale if norm is not None and self.compute_grad_norm else None
         self.unscale_and_clip_grads(self.shards.gradients, norm)
         self.shards.step(self.optimizer.step)
         self.shards.spread()
