@@ -1,5 +1,6 @@
 """What does not work in a DeepSpeed job that is to survive its ranks: refused when the engine is built, by its name."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,21 @@ CALLS = {
     "coalesce_grad_reduction": "gradients are reduced where the step wants it",
 }
 """Methods of the engine that a loop may not call, and why."""
+
+
+def refuse_load(original: Any, *, hurt: Callable[[], bool]) -> Callable[..., Any]:
+    """In the place of `load_checkpoint`, where a replica has several slots."""
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if hurt():
+            raise Refused(
+                "engine.load_checkpoint() while a rank is lost: the files are of other parts than its replica has now",
+                way_out="load it before the training, or once all ranks are there",
+            )
+        return original(*args, **kwargs)
+
+    return load
 
 
 def refuse_call(name: str) -> Callable[..., Any]:

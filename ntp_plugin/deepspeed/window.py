@@ -24,7 +24,7 @@ from ntp_plugin.deepspeed.counted import adopt, count, draw_from, drawn_from
 from ntp_plugin.deepspeed.cut_layers import without_numbers
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
-from ntp_plugin.deepspeed.refusals import CALLS, refuse_call
+from ntp_plugin.deepspeed.refusals import CALLS, refuse_call, refuse_load
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import JobCopies
@@ -138,6 +138,10 @@ class Window:
         engine.backward = self._backward(engine.backward)
         engine.step = self._step(engine.step)
         engine.save_checkpoint = self._together(engine.save_checkpoint)
+        if self.cut is not None:
+            engine.load_checkpoint = refuse_load(
+                engine.load_checkpoint, hurt=lambda: self.begin_job is _nothing and self.hurt
+            )
         for name in CALLS:
             setattr(engine, name, refuse_call(name))
         optimizer = engine.basic_optimizer

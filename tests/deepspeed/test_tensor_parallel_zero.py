@@ -159,7 +159,7 @@ def test_who_stands_in_a_vote_that_another_has_left(stage):
 def test_in_float32_with_clipping(stage):
     """By one norm, which is that of DeepSpeed."""
     job = two(stage, dtype="float32")
-    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14})
+    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)])
     assert_same_training(outcomes, rows, job)
 
 
@@ -217,6 +217,13 @@ def test_while_a_rank_is_lost_no_checkpoint_is_written(stage):
     outcomes, rows = run(job, faults=[kill(0, during="vote", step=6)])
     assert_same_training(outcomes, rows, job)
     assert not [row for row in rows if row[0] == "saved"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_while_a_rank_is_lost_no_checkpoint_is_loaded(stage):
+    job = two(stage, steps=6, calls=("load_checkpoint", "nowhere"))
+    with pytest.raises(Refused, match=r"engine\.load_checkpoint\(\) while a rank is lost"):
+        run(job, faults=[kill(1, during="vote", step=2)])
 
 
 @pytest.mark.parametrize("stage", STAGES)
