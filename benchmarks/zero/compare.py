@@ -35,8 +35,13 @@ def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str,
 
 
 def undisturbed_weights(job: Job) -> dict[str, Any]:
-    """Whole, put together of the slots of the first replica."""
-    slots = [undisturbed(job)[slot] for slot in range(job.tp)]
+    """Whole."""
+    return together(undisturbed(job), job)
+
+
+def together(outcomes: Mapping[int, Seen], job: Job) -> dict[str, Any]:
+    """The weights of the slots of the first replica, which have lost nobody."""
+    slots = [outcomes[slot] for slot in range(job.tp)]
     return {
         name: np.concatenate([slot.weights[name] for slot in slots], axis=slots[0].places[name][0])
         if name in slots[0].places

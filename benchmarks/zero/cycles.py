@@ -1,6 +1,6 @@
 """Deaths and returns, again and again in one DeepSpeed job.
 
-    python -m benchmarks.zero.cycles              50 cycles for each stage of ZeRO, and where AutoTP has cut the model
+    python -m benchmarks.zero.cycles              50 cycles for each stage of ZeRO, also where AutoTP has cut the model
     SCALE=ci python -m benchmarks.zero.cycles     3 of ZeRO-1, and 3 with AutoTP
 
 In each cycle a random slot is killed some time after a random step, and a new process comes into it; the others do not
@@ -86,7 +86,7 @@ def main(scale: str) -> int:
     have_deepspeed_imported()
     rows: list[dict[str, Any]] = []
     fine = True
-    kinds, cycles = [*(Job(stage=stage) for stage in (0, 1, 2)), Job(tp=2)], CYCLES
+    kinds, cycles = [Job(stage=stage, tp=tp) for tp in (1, 2) for stage in (0, 1, 2)], CYCLES
     if scale == "ci":
         kinds, cycles = [Job(stage=1), Job(tp=2)], CYCLES_IN_CI
     for kind in kinds:

@@ -57,6 +57,8 @@ class Job:
     """A method of the engine that the loop calls after each step, and with what."""
     unlike: bool = False
     """Slot 1 begins with another weight in what all slots have."""
+    frozen: str = ""
+    """A parameter that is not trained."""
     evaluates: int | None = None
     """The step after which it goes forward a few times without training; and once more, after a checkpoint there."""
     hears_in_evaluation: int | None = None
@@ -118,6 +120,8 @@ class Seen:
     members: int
     places: dict[str, Any]
     """Of what is cut: by which dim, and which of it this rank has."""
+    kept: int
+    """How many elements its optimizer keeps averages of."""
 
 
 type Rows = list[list[Any]]
@@ -215,6 +219,8 @@ class _Loop:
         )
         if job.unlike and rank.slot == 1:
             dict(self.model.named_parameters())["norm.weight"].data[3] += 1
+        if job.frozen:
+            dict(self.model.named_parameters())[job.frozen].requires_grad_(False)
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -289,6 +295,7 @@ class _Loop:
             epoch=self._epoch,
             members=torch.distributed.get_world_size(),
             places=places(self.model, self._job) if self._job.tp > 1 else {},
+            kept=sum(kept["exp_avg"].numel() for kept in engine.basic_optimizer.state.values()),
         )
 
     def _loss(self, x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -45,11 +45,13 @@ CUT_MOMENTS = (
     "apply",
     "applied",
     "between",
+    "gather",
 )
-"""Of replicas that AutoTP has cut, whose slots wait for each other in the forward and the backward."""
+"""Of replicas that AutoTP has cut, whose slots wait for each other in the forward and the backward. With ZeRO alone
+something is gathered."""
 CONTROLS = (
     *("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored"),
-    *("lanes_not_summed", "all_slots_counted"),
+    *("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero"),
 )
 """What is wrong on purpose."""
 RECOVERED_S = 1.0
@@ -68,17 +70,22 @@ def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
         yield Job(stage=stage, dtype="float32"), 2, "reduce"
         for where in HEARD if scale != "ci" else HEARD[stage : stage + 1]:
             yield Job(stage=stage, hear_at=(where, STEP, 1)), 2, "forward"
-    for place, moment in enumerate(CUT_MOMENTS):
-        if scale == "ci" and place % 4:
+    for stage in (0, 1, 2):
+        yield from _cut_cases(stage, scale)
+
+
+def _cut_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
+    for place, moment in enumerate(CUT_MOMENTS if stage else CUT_MOMENTS[:-1]):
+        if scale == "ci" and place % 4 != stage:
             continue
         for victim in VICTIMS if scale != "ci" else VICTIMS[place // 4 : place // 4 + 1]:
-            yield Job(tp=2), victim, moment
-    yield Job(tp=2, dtype="float32"), 2, "reduce"
+            yield Job(tp=2, stage=stage), victim, moment
+    yield Job(tp=2, stage=stage, dtype="float32"), 2, "reduce"
     if scale != "ci":
         for kind in ("llama", "tied llama", "opt"):
-            yield Job(tp=2, dtype="float32", transformer=kind), 1, "within"
+            yield Job(tp=2, stage=stage, dtype="float32", transformer=kind), 1, "within"
         for ranks, tp, victim in ((8, 4, 5), (6, 3, 0)):
-            yield Job(ranks=ranks, tp=tp), victim, "backward"
+            yield Job(ranks=ranks, tp=tp, stage=stage), victim, "backward"
 
 
 def feature(job: Job) -> str:
@@ -152,7 +159,7 @@ def _spoil(what: str) -> None:
         setattr(Window, "_unwound", keep_gradients)  # noqa: B010
     elif what == "lanes_not_summed":
         setattr(GradientLanes, "__init__", lambda lanes, *_: setattr(lanes, "_under_way", []))  # noqa: B010
-    elif what == "all_slots_counted":
+    elif what.startswith("all_slots_counted"):
         direct_lanes.speaks = lambda *_: True
     elif what == "shards_not_restored":
         setattr(ZeroState, "make_room", lambda *_: [])  # noqa: B010
@@ -176,8 +183,8 @@ def noticed(control: str) -> bool:
     job, moment = Job(), "accumulated"
     if control == "shards_not_restored":
         job, moment = Job(stage=1), "vote"
-    elif control in ("lanes_not_summed", "all_slots_counted"):
-        job = Job(tp=2)
+    elif control in ("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero"):
+        job = Job(tp=2, stage=int(control.endswith("zero")))
     try:
         outcomes, rows = lived(job, [kill(1, during=moment, step=STEP)], control)
         return not (within(differences(outcomes, rows, job), job.dtype) and used_once(rows, job))

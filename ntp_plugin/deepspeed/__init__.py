@@ -12,16 +12,20 @@ window*: the gradients of the step in flight are dropped, the loader goes back t
 with the lost rank's dealt out, and the loop, which notices nothing, goes through a few more iterations. A micro-batch
 that the loop had in hand is stale: its forward is computed, and its backward and step do nothing.
 
-    activation.py   the world, made so that it can be edited, and the engine, taken when it is built
-    job.py          this process in a job, from its process group to its end
-    settings.py     the `ntp` block of a configuration
-    refusals.py     what does not work, and is refused at start
-    loaders.py      a DataLoader that follows `training/stream.py`, forward and back
-    window.py       what is put around the engine's forward, backward and step; the vote
-    counted.py      what the engine has counted, as a window begins
-    whole_state.py  every rank holds everything: compared after a loss, handed to who comes in
-    zero_state.py   ZeRO-1 and ZeRO-2: shards, told as pieces, built anew for other members, filled from copies
-    trainer.py      report, plan, stand on
+    activation.py      the world, made so that it can be edited, and the engine, taken when it is built
+    job.py             this process in a job, from its process group to its end
+    settings.py        the `ntp` block of a configuration
+    refusals.py        what does not work, and is refused at start
+    loaders.py         a DataLoader that follows `training/stream.py`, forward and back
+    window.py          what is put around the engine's forward, backward and step; the vote
+    counted.py         what the engine has counted, as a window begins
+    cut_layers.py      what AutoTP has cut: in which units, and what of a layer follows the width of its replica
+    cut_vocabulary.py  an output layer, its embedding and the loss, cut without gathering
+    cut_replicas.py    replicas over several slots: who holds what, and how gradients are summed while somebody is lost
+    whole_state.py     every rank holds everything: compared after a loss, handed to who comes in
+    zero_state.py      ZeRO-1 and ZeRO-2: shards, told as pieces, built anew for other members, filled from copies
+    lane_zero.py       ZeRO-1 and ZeRO-2 of replicas that AutoTP has cut, while somebody is lost: sharded lane by lane
+    trainer.py         report, plan, stand on
 
 Exactness. DeepSpeed's gradient is the mean over ranks of the sums of `loss / gradient_accumulation_steps`. It stays
 the mean over the nominal ranks' micro-batches: `gradient_accumulation_steps` stays what it is, the last micro-batch of

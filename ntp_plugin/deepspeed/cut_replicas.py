@@ -1,19 +1,24 @@
-"""Replicas whose layers AutoTP has cut over several slots, without ZeRO: each holds everything, in parts.
+"""Replicas whose layers AutoTP has cut over several slots: each holds everything, in parts.
 
 When a slot is lost its replica goes on narrower. The others of it keep their units, and the lost one's are dealt to
-them; they come, with their optimizer state, from another replica (`training/relayout.py`). The replica gets fewer
-micro-batches, by its width. A replica without slots is dropped, and its samples go to the others.
+them. The replica gets fewer micro-batches, by its width. A replica without slots is dropped, and its samples go to the
+others. With nobody lost all of it is DeepSpeed's own again.
 
-While somebody is lost gradients are summed lane by lane in place of DeepSpeed's all-reduce, and divided by the replicas
-that there were. The norm is that of a replica: each slot has what it holds, the first of them what all hold. So that
-all clip alike, the largest is taken, which differs from the others by rounding. With nobody lost all of it is
-DeepSpeed's own again.
+Without ZeRO what is dealt comes, with its optimizer state, from another replica (`training/relayout.py`). While
+somebody is lost gradients are summed lane by lane in place of DeepSpeed's all-reduce, and divided by the replicas that
+there were. The norm is that of a replica: each slot has what it holds, the first of them what all hold. So that all
+clip alike, the largest is taken, which differs from the others by rounding.
+
+With ZeRO the state is sharded over all replicas, and a lost slot's shard is in copies alone. So all of it is put in
+anew from these (`zero_state.py`), also the weights, which follow from it: here parameters only get the sizes that
+they will have.
 
 A step needs all replicas, and a loop that draws from its loader draws at least once: the narrowest replica computes one
 micro-batch, however slow it is.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +26,18 @@ import torch.distributed as dist
 
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State, TrainingPolicy
+from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.deepspeed.cut_layers import CutLayers
 from ntp_plugin.errors import BelowMinimum, Refused, StateLost
 from ntp_plugin.planning.batch_split import one_for_each
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
+from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.training.cuts import global_ranges, local_shape
 from ntp_plugin.training.direct_lanes import DirectLanes, speaks
-from ntp_plugin.training.gradient_lanes import GradientLanes, only
+from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, only
+from ntp_plugin.training.rebuilding import WEIGHT
 from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
 from ntp_plugin.training.relayout_plan import Held, plan_relayout
 from ntp_plugin.training.sharded_state import ShardedState
@@ -52,20 +61,35 @@ class CutReplicas:
         self.layers = CutLayers(engine.module, tp=topology.tp, granule=policy.granule)
         parameters = dict(engine.module.named_parameters())
         self._nominal = _nominal(self.layers, parameters, engine, policy, topology)
+        self._tensors = {tensor.name: tensor for tensor, _ in self._nominal.units.stages[0].tensors}
+        self._sharded = _sharded(engine, parameters)
+        """By their names, the parameters whose state is; none without ZeRO."""
+        self._refuse_untrained_parts()
         plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now
         self.state = ShardedState(parameters, engine.basic_optimizer, newcomer=newcomer)
         self.state.refuse_what_cannot_be_cut()
-        (self._plan,) = plan_relayout(self._nominal, {place: self._founding() for place in range(topology.size)}, 0)
+        (self._plan,) = plan_relayout(self._nominal, dict.fromkeys(range(topology.size), self._as_laid_out(0)), 0)
         self._next = self._plan
-        self._lanes: DirectLanes | None = None
+        self._parts: dict[str, Piece] = {}
+        self.lanes: Sequence[GradientLane] = ()
+        """That gradients are summed in; none while nobody is lost."""
         self._own = engine.buffered_allreduce_fallback, engine.clip_fp32_gradients, engine.save_non_zero_checkpoint
         if newcomer:
             self._let_go_of_the_check()
         else:  # it is noticed, too, where AutoTP has cut what is taken for whole here
             refuse_unequal_replicas([self._plan], self.state, rank.groups)
 
-    def _founding(self) -> Held:
-        return Held(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})
+    def _refuse_untrained_parts(self) -> None:
+        for name, tensor in self._tensors.items():
+            if self._sharded and tensor.family and name not in self._sharded:
+                raise Refused(
+                    f"{name} is cut by AutoTP and not trained: with ZeRO a lost slot's part of it is in no copy",
+                    way_out="ZeRO stage 0, or train it",
+                )
+
+    def _as_laid_out(self, version: int) -> Held:
+        """What a member holds where there is nothing to be moved."""
+        return Held(versions=(version,) * len(self._tensors), built=(), lost={version: ()})
 
     def _let_go_of_the_check(self) -> None:
         """Of AutoTP's first forward, in which all slots of a replica compare their samples."""
@@ -94,9 +118,49 @@ class CutReplicas:
         return [[sum(slot.replica == replica for slot in self._plan.training)] for replica in range(self._topology.dp)]
 
     @property
+    def replicas(self) -> int:
+        """That there were."""
+        return self._topology.dp
+
+    @property
+    def why_none_is_saved(self) -> str:
+        """Why no checkpoint can be written now, if so."""
+        if self._sharded and self._plan.standing.lost:
+            return "a rank is lost, and the files want the shards of all"
+        return "" if self.whole else "no replica has all of its slots, as its files want"
+
+    @property
     def whole(self) -> list[int]:
         """Replicas that have lost nothing."""
         return [replica for replica, (width,) in enumerate(self.widths) if width == self._topology.tp]
+
+    # ------------------------------------------------ told as pieces
+
+    def part(self, name: str) -> Piece:
+        """What this slot holds of a tensor. One that is not cut is whole in each slot. Asked for in each step."""
+        if name not in self._parts:
+            self._parts[name] = self._part(name)
+        return self._parts[name]
+
+    def _part(self, name: str) -> Piece:
+        tensor, units = self._tensors[name], self._units(name)
+        return Piece(
+            tensor=name,
+            shape=tensor.shape,
+            dim=tensor.dim,
+            ranges=global_ranges(tensor, units),
+            start=0,
+            stop=math.prod(local_shape(tensor, units)),
+            whole="" if tensor.family else f"t{self._slot.tp}",
+        )
+
+    def piece_of(self, name: str, places: Spans, start: int, stop: int) -> Piece:
+        """Elements of these places of a tensor, of which there is one whole in the job."""
+        tensor = self._tensors[name]
+        return Piece(tensor=name, shape=tensor.shape, dim=tensor.dim, ranges=places, start=start, stop=stop)
+
+    def _units(self, name: str) -> Spans:
+        return self._plan.units_of(self._tensors[name], self._slot)
 
     # ------------------------------------------------ a walk
 
@@ -106,29 +170,45 @@ class CutReplicas:
 
     def plan(self, agreed: Agreed) -> str:
         """Who holds what, computes what and sends what, from what everybody reported."""
-        held = {place: Held.decode(report.held) for place, report in agreed.reports.items()}
+        epoch = agreed.view.epoch
+        held = {
+            place: self._as_laid_out(epoch) if self._sharded else Held.decode(report.held)
+            for place, report in agreed.reports.items()
+        }
         try:
-            (self._next,) = plan_relayout(self._nominal, held, agreed.view.epoch)
+            (self._next,) = plan_relayout(self._nominal, held, epoch)
         except (BelowMinimum, StateLost) as found:
             raise type(found)(found.what, way_out=_RESTART) from found
         return self._next.digest
 
     def stand_on(self, agreed: Agreed) -> None:
-        """Move what changes hands, compare everything, and have DeepSpeed run in the new layout."""
-        self._plan = self._next
-        relayout([self._plan], self.state, self._rank.groups, step=agreed.decision.step)
+        """Move what changes hands and compare everything, or make room for it; and have DeepSpeed run in the new
+        layout."""
+        self._plan, self._parts = self._next, {}
+        if self._sharded:
+            self._make_room(agreed.view.epoch)
+        else:
+            relayout([self._plan], self.state, self._rank.groups, step=agreed.decision.step)
         pattern = self._plan.standing.pattern(self._slot.replica, 0)
         survivors = [tp for tp in range(self._topology.tp) if tp not in pattern]
         self.layers.tell(survivors.index(self._slot.tp), pattern)
         self._let_go_of_the_check()
         self._into_engine()
 
+    def _make_room(self, version: int) -> None:
+        """For parts of the sizes that they will have; whatever lives is of no use."""
+        for name in self._sharded:
+            parameter, shape = self.state.parameters[name], local_shape(self._tensors[name], self._units(name))
+            room = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            self.state.build(name, version, {WEIGHT: room}, {})
+        self.state.switch()
+
     def _into_engine(self) -> None:
         engine = self._engine
         reduce, clip, saves = self._own
-        self._lanes = None
+        self.lanes = []
         if self._plan.standing.lost:
-            self._lanes = DirectLanes(self._plan, self._rank.groups)
+            self.lanes = DirectLanes(self._plan, self._rank.groups).gradients
             reduce, clip = self._reduce, self._clip
             saves = self._slot.replica == min(self.whole, default=-1)
         engine.buffered_allreduce_fallback, engine.clip_fp32_gradients = reduce, clip
@@ -140,21 +220,20 @@ class CutReplicas:
     def _reduce(self, grads: Any = None, elements_per_buffer: int = 0) -> None:
         """`buffered_allreduce_fallback`."""
         del grads, elements_per_buffer
-        assert self._lanes is not None, "somebody is lost"
         gradients = {}
         for name, parameter in self.state.parameters.items():
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients[name] = parameter.grad
-        GradientLanes(only(self._lanes.gradients, gradients), gradients).finish()
+        GradientLanes(only(self.lanes, gradients), gradients).finish()
         for gradient in gradients.values():
-            gradient.div_(self._topology.dp)
+            gradient.div_(self.replicas)
 
     @torch.no_grad()
     def _clip(self) -> None:
         """`clip_fp32_gradients`."""
-        cut = {tensor.name for tensor, _ in self._nominal.units.stages[0].tensors if tensor.family}
+        cut = {name for name, tensor in self._tensors.items() if tensor.family}
         gradients = {name: one.grad for name, one in self.state.parameters.items() if one.grad is not None}
         mine = [grad.float().norm() for name, grad in gradients.items() if name in cut or self.speaks]
         squares = torch.stack(mine).square().sum() if mine else torch.zeros((), device=self._engine.device)
@@ -163,6 +242,12 @@ class CutReplicas:
         coefficient = torch.clamp(self._engine.gradient_clipping() / (squares.sqrt() + 1e-6), max=1.0)
         for gradient in gradients.values():
             gradient.mul_(coefficient)
+
+
+def _sharded(engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    groups = engine.optimizer.bit16_groups if engine.zero_optimization_stage() else ()
+    stepped = {id(parameter) for group in groups for parameter in group}
+    return frozenset(name for name, parameter in parameters.items() if id(parameter) in stepped)
 
 
 def _nominal(

@@ -78,12 +78,13 @@ class LiveJob:
             engine,
             policy,
             topology,
-            seed=self._share_seed(),
             rank=self.rank,
             loop=self.loop,
             teller=self.teller,
         )
         self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
+        # Not before: what all refuse they would have to refuse in the middle of it.
+        self.window.seed = self._share_seed()
         self.window.into(engine)
         self.window.begin_job = self._begin
         if place.resume is not None and not place.joining:

@@ -1,5 +1,6 @@
 """What does not work in a DeepSpeed job that is to survive its ranks: refused when the engine is built, by its name."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 
-_DATA_PARALLEL = "train data parallel, with ZeRO stage 0, 1 or 2, or with AutoTP and ZeRO stage 0"
+_WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel or with AutoTP"
 
 
 def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
@@ -24,7 +25,7 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
             way_out="strict: every sample of the global batch, whoever is left",
         )
     if type(engine) is not DeepSpeedEngine:
-        raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_DATA_PARALLEL)
+        raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_WHAT_WORKS)
     zero, raw = config.zero_config, config._param_dict
     cut = raw.get("tensor_parallel", {})
     cuts = cut.get("autotp_size", 0) > 1
@@ -32,10 +33,14 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         "zero_optimization.stage = 3 shards the parameters": int(zero.stage) > 2,
         "zero_optimization.offload_optimizer keeps state where it is not copied": zero.offload_optimizer is not None,
         "zero_optimization.zenflow": getattr(zero, "zenflow", None) is not None,
-        "tensor_parallel.autotp_size > 1 with ZeRO shards what slots of a replica have": cuts and int(zero.stage) > 0,
-        "tensor_parallel.autotp_size > 1 with fp16 or bf16 flattens what is cut": cuts
+        "tensor_parallel.autotp_size > 1 with fp16 or bf16, without ZeRO, flattens what is cut": cuts
+        and int(zero.stage) == 0
         and any(raw.get(name, {}).get("enabled") for name in ("fp16", "bf16")),
         "tensor_parallel.autotp_size > 1 with sparse_gradients": cuts and bool(raw.get("sparse_gradients")),
+        "tensor_parallel.autotp_size > 1 with ZeRO and torch_autocast reduces gradients in several dtypes": cuts
+        and int(zero.stage) > 0
+        and bool(raw.get("torch_autocast", {}).get("enabled")),
+        "gradient_allreduce_op = sum grows with the number of ranks": config.gradient_allreduce_op == "sum",
         "an mpu has groups of its own": mpu is not None,
         "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
         "managed_gradient_accumulation = false leaves nobody who knows which micro-batches a step has": raw.get(
@@ -48,7 +53,7 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
     }
     for what, is_so in found.items():
         if is_so:
-            raise Refused(f"{what}, and such a job cannot go on after a loss", way_out=_DATA_PARALLEL)
+            raise Refused(f"{what}, and such a job cannot go on after a loss", way_out=_WHAT_WORKS)
     _refuse_keys(policy, cuts=cuts)
 
 
@@ -72,11 +77,18 @@ def refuse_engine(engine: Any) -> None:
     if engine.basic_optimizer is None:
         raise Refused("there is no optimizer that could be taken through a loss", way_out="name one, or leave ntp out")
     if engine.has_moe_layers:
-        raise Refused("layers of experts are not held alike by all ranks", way_out=_DATA_PARALLEL)
+        raise Refused("layers of experts are not held alike by all ranks", way_out=_WHAT_WORKS)
     if type(engine.optimizer).__name__ == "BF16_Optimizer":
         raise Refused(
             "bf16 with ZeRO-1 and gradients accumulated in float32 (BF16_Optimizer) cannot go on after a loss",
             way_out='"data_types": {"grad_accum_dtype": "bf16"}, or ZeRO stage 2',
+        )
+    if engine.autotp_size() > 1 and getattr(engine.optimizer, "use_separate_grad_accum", False):
+        zero = engine.optimizer
+        raise Refused(
+            f"gradients of {zero.dtype} are accumulated in {zero.gradient_accumulation_dtype}, which is not built where"
+            " AutoTP has cut the model",
+            way_out="leave data_types.grad_accum_dtype out",
         )
 
 
@@ -87,6 +99,21 @@ CALLS = {
     "coalesce_grad_reduction": "gradients are reduced where the step wants it",
 }
 """Methods of the engine that a loop may not call, and why."""
+
+
+def refuse_load(original: Any, *, hurt: Callable[[], bool]) -> Callable[..., Any]:
+    """In the place of `load_checkpoint`, where a replica has several slots."""
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if hurt():
+            raise Refused(
+                "engine.load_checkpoint() while a rank is lost: the files are of other parts than its replica has now",
+                way_out="load it before the training, or once all ranks are there",
+            )
+        return original(*args, **kwargs)
+
+    return load
 
 
 def refuse_call(name: str) -> Callable[..., Any]:

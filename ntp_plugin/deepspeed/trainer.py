@@ -4,7 +4,7 @@ What the job stands on is its last vote (`recovery/loop.py`). Without ZeRO every
 applied a step that others have applies it, newcomers are handed the state, and all compare; where replicas are of one
 slot nothing else is moved, where AutoTP has cut them what the lost slot held is dealt (`cut_replicas.py`). With ZeRO a
 rank takes its shard with it, so all go back to the newest copies, which may be of the step before: the loop goes
-through that step again.
+through that step again. They are put into whatever layout is planned, cut or not.
 """
 
 import hashlib
@@ -42,19 +42,25 @@ _EVEN = 1_000_000
 class HowFar:
     """What goes with the copies of shards: what the engine had counted."""
 
-    def __init__(self, engine: Any, *, ranks: int) -> None:
-        self._engine, self._ranks = engine, ranks
+    def __init__(self, engine: Any, topology: Topology) -> None:
+        self._engine, self._topology = engine, topology
         self.found: Mapping[str, Any] = {}
 
     def extras(self) -> dict[str, Any]:
         """As it is now, between two steps."""
-        each = self._engine.gradient_accumulation_steps()
-        return {"framework": "deepspeed", "ranks": self._ranks, "each": each, "engine": count(self._engine)}
+        return {
+            "framework": "deepspeed",
+            "ranks": self._topology.size,
+            "replicas": self._topology.dp,
+            "each": self._engine.gradient_accumulation_steps(),
+            "engine": count(self._engine),
+        }
 
     def go_back(self, extras: Mapping[str, Any]) -> None:
         """The window restarts from it."""
         now = self.extras()
-        for what in ("framework", "ranks", "each"):  # the samples of a step are those of ranks and their loaders
+        # The samples of a step are those of replicas and their loaders.
+        for what in ("framework", "ranks", "replicas", "each"):
             if extras.get(what) != now[what]:
                 raise Refused(
                     f"the copies are of a job with {what} = {extras.get(what)}, and this one has {now[what]}",
@@ -102,13 +108,13 @@ class EngineTrainer:
             stages=1,
             healthy_ns=_EVEN,
         )
-        if int(engine.zero_optimization_stage()):
-            self._zero = ZeroState(engine)
-            self._copy(engine, policy, self._zero)
-        elif topology.tp > 1:
+        if topology.tp > 1:
             self._cut = CutReplicas(engine, policy, topology, rank=self._rank, newcomer=self._newcomer)
             window.cut = self._cut
-        else:
+        if int(engine.zero_optimization_stage()):
+            self._zero = ZeroState(engine, self._cut)
+            self._copy(engine, policy, self._zero)
+        elif self._cut is None:
             self._whole = WholeState(engine)
         self._engine = engine
 
@@ -119,7 +125,7 @@ class EngineTrainer:
                     "ZeRO without copies (ntp.copies.mode): a lost rank takes its shard with it, and ends the job"
                 )
             return
-        self._how_far = HowFar(engine, ranks=self.topology.size)
+        self._how_far = HowFar(engine, self.topology)
         self.copies = JobCopies(
             policy.copies,
             self.topology,
@@ -143,7 +149,7 @@ class EngineTrainer:
         slots = tuple(range(self.topology.size))
         step = self.copies.resume(folder, self._zero.make_room, slots)
         self._zero.have_weights(0)
-        self._window.restart(step, self._shares(slots)[self._rank.groups.slot], self._how_far.found)
+        self._window.restart(step, self._numbers(slots), self._how_far.found)
         _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
     def _who_trains(self, slots: tuple[int, ...]) -> WhoTrains:
@@ -159,17 +165,15 @@ class EngineTrainer:
         if self._engine is None:
             raise Refused("a rank was lost before there was an engine", way_out="start the job again")
         loop, held = self._loop, ""
-        if self._cut is not None:
-            held = self._cut.held()
-        elif self.copies is not None:
+        if self.copies is not None:
             held = self.copies.describe()
+        elif self._cut is not None:
+            held = self._cut.held()
         return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=held)
 
     def plan(self, agreed: Agreed) -> str:
         """Who computes what, which follows from the members; and which copies there are."""
-        versions = ""
-        if self._cut is not None:
-            return self._cut.plan(agreed)
+        versions, layout = "", "" if self._cut is None else self._cut.plan(agreed)
         if self._zero is not None:
             found = [] if self.copies is None else self.copies.choose(report.held for report in agreed.reports.values())
             if not found:
@@ -180,7 +184,7 @@ class EngineTrainer:
                     " or set ntp.copies.count higher",
                 )
             versions = repr(found)
-        told = json.dumps([agreed.view.encode(), repr(agreed.decision), versions])
+        told = json.dumps([agreed.view.encode(), repr(agreed.decision), versions, layout])
         return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
     def stand_on(self, agreed: Agreed) -> None:
@@ -193,6 +197,8 @@ class EngineTrainer:
         loop.done = agreed.decision.step
         if self._zero is not None:
             was_there = min(slot for slot, report in agreed.reports.items() if not report.newcomer)
+            if self._cut is not None:
+                self._cut.stand_on(agreed)
             self._put_together(self._zero, slots, self._rank.groups.rank_of(was_there))
         else:
             self._have_all(agreed)

@@ -24,7 +24,7 @@ from ntp_plugin.deepspeed.counted import adopt, count, draw_from, drawn_from
 from ntp_plugin.deepspeed.cut_layers import without_numbers
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
-from ntp_plugin.deepspeed.refusals import CALLS, refuse_call
+from ntp_plugin.deepspeed.refusals import CALLS, refuse_call, refuse_load
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import JobCopies
@@ -52,17 +52,18 @@ class Window:
         policy: TrainingPolicy,
         topology: Topology,
         *,
-        seed: int,
         rank: ElasticRank,
         loop: Loop,
         teller: Teller,
     ) -> None:
         self._engine, self._policy, self._rank, self._loop, self._teller = engine, policy, rank, loop, teller
-        self._seed, self._topology = seed, topology
+        self._topology = topology
         self._replica, self._replicas = topology.slot_of(rank.place.slot).replica, topology.dp
         self._each: int = engine.gradient_accumulation_steps()
         self.numbers: Sequence[int] = range(self._replica * self._each, (self._replica + 1) * self._each)
         """Of the micro-batches of a global batch, those that this rank computes."""
+        self.seed = 0
+        """What masks that do not depend on the rank are drawn from; the same for all."""
         self.step = 0
         """Optimizer steps of this job that are in the state: the window is of the one after them."""
         self.copies: JobCopies | None = None
@@ -137,6 +138,10 @@ class Window:
         engine.backward = self._backward(engine.backward)
         engine.step = self._step(engine.step)
         engine.save_checkpoint = self._together(engine.save_checkpoint)
+        if self.cut is not None:
+            engine.load_checkpoint = refuse_load(
+                engine.load_checkpoint, hurt=lambda: self.begin_job is _nothing and self.hurt
+            )
         for name in CALLS:
             setattr(engine, name, refuse_call(name))
         optimizer = engine.basic_optimizer
@@ -200,7 +205,7 @@ class Window:
         if not self._stale and self.hurt:
             self._engine.set_gradient_accumulation_boundary(self._is_last)
         if self._policy.dropout == "exact" and not self._stale:
-            torch.manual_seed(_seed_of(self._seed, self.step, self.numbers[self._done]))
+            torch.manual_seed(_seed_of(self.seed, self.step, self.numbers[self._done]))
 
     def _adopt_loader(self) -> None:
         if self._followed is None:
@@ -238,7 +243,7 @@ class Window:
         if self.hurt:
             self._coalesce(begin=True)
         if self._drawn_anew and self.cut is not None:  # all slots of a replica draw alike
-            torch.manual_seed(_seed_of(self._seed, self.step, self._replicas * self._each + self._replica))
+            torch.manual_seed(_seed_of(self.seed, self.step, self._replicas * self._each + self._replica))
         self._drawn_anew = False
 
     def _coalesce(self, *, begin: bool) -> None:
@@ -333,8 +338,8 @@ class Window:
             saved, of_step = [None], self.step
 
             def work() -> Any:
-                if self.cut is not None and not self.cut.whole:
-                    _LOG.warning("no checkpoint was written: no replica has all of its slots, as its files want")
+                if self.cut is not None and self.cut.why_none_is_saved:
+                    _LOG.warning("no checkpoint was written: %s", self.cut.why_none_is_saved)
                 elif self.step == of_step:
                     saved[:] = [original(*args, **kwargs)]
                 else:

@@ -18,6 +18,7 @@ from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import StageUnits, Tensor
+from ntp_plugin.training import stepped
 from ntp_plugin.training.cuts import WHOLE_UNITS, global_ranges
 from ntp_plugin.training.stepped import Stepped
 
@@ -90,13 +91,8 @@ def megatrons_shards(optimizer: Any, names: Mapping[Any, str], naming: Naming, l
 
 def shards_of_lanes(sync: LaneSync, naming: Naming) -> list[Stepped]:
     """Every element of the job is in one of these, once."""
-    return [
-        Stepped(
-            parameter=shard.parameter,
-            pieces=tuple(
-                (naming.piece(held.name, held.places, start, stop, ""), at) for held, start, stop, at in shard.holds()
-            ),
-        )
-        for lanes in sync.shards
-        for shard in lanes
-    ]
+
+    def piece_of(name: str, places: Spans, start: int, stop: int) -> Piece:
+        return naming.piece(name, places, start, stop, "")
+
+    return stepped.shards_of_lanes([shard for lanes in sync.shards for shard in lanes], piece_of)

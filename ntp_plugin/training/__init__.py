@@ -7,6 +7,7 @@
     core_seats.py         PURE: what each slot lends to the cores of its group
     core_lanes.py         gradients summed over the replicas by way of cores
     sharded_optimizer.py  optimizer state sharded over the members of each lane
+    sharded_step.py       a step by an optimizer whose state is so: sums, one norm, the weights back
     stepped.py            what an optimizer steps, told as pieces of whole tensors
     optimizers.py         which are element-wise, and what each keeps for a parameter
     cuts.py               PURE: where the units of a tensor stand in a part of it

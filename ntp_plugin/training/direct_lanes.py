@@ -51,7 +51,10 @@ class DirectLanes:
 
     def _replicated(self) -> tuple[Slice, ...]:
         tensors = [tensor for tensor, _ in self._plan.nominal.units.stages[0].tensors if not tensor.family]
-        return tuple(Slice(name=tensor.name, dim=0, ranges=((0, tensor.shape[0]),)) for tensor in tensors)
+        return tuple(
+            Slice(name=tensor.name, dim=0, ranges=((0, tensor.shape[0]),), places=((0, tensor.shape[0]),))
+            for tensor in tensors
+        )
 
     def _slices(self, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
         """Where the units of a lane stand in this slot's gradients."""
@@ -61,6 +64,7 @@ class DirectLanes:
                 name=tensor.name,
                 dim=tensor.dim,
                 ranges=local_ranges(tensor, self._plan.units_of(tensor, self._slot), units[tensor.family]),
+                places=tensor.local_index(units[tensor.family]),
             )
             for tensor in tensors
         )

@@ -5,7 +5,7 @@ the other. Told so (`copies/pieces.py`), it is the same to whoever copies it and
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from ntp_plugin.copies.manifest import DTYPES, Held, dtype_name
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.errors import Refused
+from ntp_plugin.planning.spans import Spans
 from ntp_plugin.training.optimizers import element_wise
+from ntp_plugin.training.sharded_optimizer import LaneShard
 
 MAIN = "main"
 """What is stepped, beside what the optimizer keeps in its shape."""
@@ -26,6 +28,23 @@ class Stepped:
 
     parameter: torch.Tensor
     pieces: tuple[tuple[Piece, int], ...]
+
+
+type PieceOf = Callable[[str, Spans, int, int], Piece]
+"""Of a tensor, by its name here: these places of it, and of them the elements from one to another."""
+
+
+def shards_of_lanes(shards: Iterable[LaneShard], piece_of: PieceOf) -> list[Stepped]:
+    """Every element of the job is in one of these, once."""
+    return [
+        Stepped(
+            parameter=shard.parameter,
+            pieces=tuple(
+                (piece_of(held.name, held.places, start, stop), at) for held, start, stop, at in shard.holds()
+            ),
+        )
+        for shard in shards
+    ]
 
 
 def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part]:

@@ -248,6 +248,7 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
             marks=pytest.mark.short,
         ),
         ((("managed_gradient_accumulation", False),), (), Refused, "managed_gradient_accumulation"),
+        ((("gradient_allreduce_op", "sum"),), (), Refused, "gradient_allreduce_op = sum"),
         ((), (("copys", {}),), ConfigError, r"ntp\.copys is not a known key.*copies"),
         ((), (("copies", {"count": "two"}),), ConfigError, r"ntp\.copies\.count"),
         ((), (("lost", ["r1"]),), ConfigError, r"ntp\.lost"),

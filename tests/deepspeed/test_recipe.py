@@ -34,10 +34,11 @@ def last_of(process, timeout_s=240):
     return int(step), int(samples), (float(loss), float(weights)), int(ranks)
 
 
-def with_block(folder, block, *, ranks=4, of="ds_config.json"):
+def with_block(folder, block, *, ranks=4, of="ds_config.json", stage=None):
     config = json.loads((RECIPES / of).read_text())
-    path = folder / "ds_config.json"
-    path.write_text(json.dumps(config | {"train_batch_size": 16 * ranks, "ntp": block}))
+    path = folder / f"{'on' if block.get('enabled') else 'off'}.json"
+    zero = {} if stage is None else {"zero_optimization": {"stage": stage}}
+    path.write_text(json.dumps(config | zero | {"train_batch_size": 16 * ranks, "ntp": block}))
     return str(path)
 
 
@@ -58,11 +59,13 @@ def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
     assert numbers[:same] == pytest.approx(undisturbed[2][:same], rel=1e-6)
 
 
-def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path):
+@pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
+def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path, config, stage):
     """The launcher and all workers are killed at once, and nothing was saved."""
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
-    undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False})))
-    process = start(*words, str(RECIPES / "ds_config.json"))
+    undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config, stage=stage)))
+    switched_on = with_block(tmp_path, {"enabled": True}, of=config, stage=stage)
+    process = start(*words, switched_on)
     pids = []
     for line in process.stdout:
         if " is pid " in line:
@@ -72,7 +75,7 @@ def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path):
     for pid in (process.pid, *pids):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    step, samples, numbers, ranks = last_of(start("--ntp-resume=latest", *words, str(RECIPES / "ds_config.json")))
+    step, samples, numbers, ranks = last_of(start("--ntp-resume=latest", *words, switched_on))
     assert (step, samples, ranks) == (*undisturbed[:2], 4)
     assert numbers == pytest.approx(undisturbed[2], rel=1e-6)
 

@@ -219,7 +219,7 @@ def test_slots_that_do_not_begin_alike_are_refused():
     ("more", "ntp", "said"),
     [
         ((("zero_optimization", {"stage": 1}),), (), "with ZeRO"),
-        ((("bf16", {"enabled": True}),), (), "with fp16 or bf16"),
+        ((("bf16", {"enabled": True}),), (), "with fp16 or bf16, without ZeRO"),
         ((), (("dropout", "exact"),), r"ntp\.dropout = exact"),
         ((), (("min_tp_width", 2),), r"ntp\.min_tp_width"),
         ((), (("granule", 5),), r"up.* in parts of \[12, 12\]"),

@@ -1,0 +1,115 @@
+"""ZeRO-1 and ZeRO-2 while somebody is lost from replicas that AutoTP has cut: sharded lane by lane.
+
+DeepSpeed cuts its flat buffers evenly over the slots that hold the same; where replicas are of different widths there
+are none that do. So in a hurt layout the object that the script, the engine and the scheduler hold is one of this class
+for as long (`zero_state.py`): what the engine asks of it is the same, and a step is that of `training/sharded_step.py`.
+Gradients are added up in the parameters, and reduced once a step, by ZeRO-2 as well.
+
+What DeepSpeed's class has besides is not there: whoever asks for it is told.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.utils import is_invalid_grad_norm
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ntp_plugin.errors import Refused
+from ntp_plugin.training.sharded_step import ShardedStep
+
+type Groups = list[list[torch.nn.Parameter]]
+
+
+class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """As one rank has part in it."""
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        *_: Any,
+        shards: Callable[[Groups], ShardedStep],
+        clip_grad: float,
+        compute_grad_norm: bool,
+        check_grad_overflow: bool,
+        static_loss_scale: float,
+        dynamic_loss_scale: bool,
+        dynamic_loss_args: Any,
+        **__: Any,
+    ) -> None:
+        ZeROOptimizer.__init__(self)
+        self.optimizer = init_optimizer
+        self.bit16_groups: Groups = [list(group["params"]) for group in init_optimizer.param_groups]
+        self.shards = shards(self.bit16_groups)
+        for group, mine in zip(init_optimizer.param_groups, self.shards.groups, strict=True):
+            group["params"] = mine
+        self.dtype, self.device = self.bit16_groups[0][0].dtype, get_accelerator().current_device_name()
+        self.clip_grad, self.compute_grad_norm = clip_grad, compute_grad_norm
+        self.check_grad_overflow = check_grad_overflow or (compute_grad_norm and self.dtype != torch.bfloat16)
+        self.loss_scaler = CreateLossScaler(
+            dtype=self.dtype,
+            static_loss_scale=static_loss_scale,
+            dynamic_scaling=dynamic_loss_scale,
+            dynamic_loss_args=dynamic_loss_args,
+        )
+        self.dynamic_loss_scale = self.loss_scaler.dynamic
+        self.custom_loss_scaler, self.external_loss_scale = False, None
+        self.torch_autocast_gradscaler: Any = None
+        self.use_grad_accum_attribute = self.overflow = False
+        self._global_grad_norm: Any = 0.0
+
+    def destroy(self) -> None:
+        """There are no hooks in the model."""
+
+    # ------------------------------------------------ what the engine asks for
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """At the end of a step: ZeRO-1."""
+        del pipeline_parallel
+        self.shards.sum()
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """At the end of each backward: ZeRO-2."""
+        if self.is_gradient_accumulation_boundary():
+            self.shards.sum()
+
+    def step(self, closure: Any = None) -> None:
+        """As DeepSpeed's own: nothing, where the norm is no number."""
+        del closure
+        # In float32, as DeepSpeed has it, so that what is clipped is clipped by the same number.
+        norm = self.shards.norm().float() if self.compute_grad_norm or self.check_grad_overflow else None
+        scale = self.loss_scale
+        self.overflow = self.check_grad_overflow and is_invalid_grad_norm(norm)
+        self._update_scale(self.overflow)
+        if self.overflow:
+            self._global_grad_norm = float("inf")
+            return
+        self._global_grad_norm = norm / scale if norm is not None and self.compute_grad_norm else None
+        self.unscale_and_clip_grads(self.shards.gradients, norm)
+        self.shards.step(self.optimizer.step)
+        self.shards.spread()
+
+    # ------------------------------------------------ what there is not
+
+    @property
+    def dp_process_group(self) -> Any:
+        """Whose members had the same parts; checkpoints are read and written by it."""
+        raise _not_while_hurt("no slots hold the same")
+
+    def state_dict(self) -> Any:
+        """Of shards that DeepSpeed alone could not load."""
+        raise _not_while_hurt("its state cannot be saved")
+
+    def load_state_dict(self, *_: Any, **__: Any) -> None:
+        """From a checkpoint."""
+        raise _not_while_hurt("no checkpoint can be loaded")
+
+
+def _not_while_hurt(what: str) -> Refused:
+    return Refused(
+        f"while a rank is lost the optimizer is sharded lane by lane, and {what}",
+        way_out="engine.save_checkpoint and load_checkpoint once all ranks are there",
+    )

@@ -1,0 +1,265 @@
+"""AutoTP with ZeRO 1 and 2: a lost slot takes its shard of the optimizer's state with it, and it comes from copies."""
+
+import dataclasses
+import math
+
+import pytest
+
+from benchmarks.zero.compare import BOUNDS, differences, of_weights, together, undisturbed_weights, used_once, within
+from benchmarks.zero.job import Job, run, undisturbed
+from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.testing.faults import kill
+
+STAGES = [1, 2]
+
+
+def two(stage, **more):
+    """Two replicas of two slots."""
+    return Job(ranks=4, tp=2, stage=stage, **more)
+
+
+def assert_same_training(outcomes, rows, job):
+    twin = undisturbed(job)[0]
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+    found = differences(outcomes, rows, job)
+    assert within(found, job.dtype), found
+    assert used_once(rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nobody_is_lost(stage):
+    """Bit for bit as without us."""
+    job = two(stage)
+    outcomes, rows = run(job)
+    twin = undisturbed(job)
+    for slot, seen in outcomes.items():
+        assert (seen.places, seen.kept) == (twin[slot].places, twin[slot].kept)
+        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in twin[slot].weights.items())
+        assert (seen.losses, seen.norms) == (twin[slot].losses, twin[slot].norms)
+    assert used_once(rows, job)
+
+
+MOMENTS = [
+    *("forward", "within", "backward", "gradient", "accumulated"),
+    *("reduce", "vote", "apply", "applied", "gather", "between"),
+]
+SHORT = {(1, "vote", 1)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "moment", "slot"),
+    [
+        pytest.param(stage, moment, slot, marks=[pytest.mark.short] * ((stage, moment, slot) in SHORT))
+        for stage in STAGES
+        for moment in MOMENTS
+        for slot in ((0, 1, 3) if stage == 1 else (2,))
+    ],
+)
+def test_a_slot_is_killed(stage, moment, slot):
+    job = two(stage)
+    outcomes, rows = run(job, faults=[kill(slot, during=moment, step=6)])
+    assert sorted(outcomes) == [other for other in range(4) if other != slot]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("ranks", "tp", "lost"), [(6, 3, [0, 4, 5]), (8, 4, [6]), (8, 4, [1, 4])])
+def test_replicas_of_other_widths(stage, ranks, tp, lost):
+    job = Job(ranks=ranks, tp=tp, stage=stage)
+    faults = [kill(slot, during="vote", step=4 + 3 * place) for place, slot in enumerate(lost)]
+    outcomes, rows = run(job, faults=faults)
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize(("stage", "slots"), [(1, (2, 3)), (1, (0, 1)), (2, (2, 3))])
+def test_a_whole_replica_is_lost(stage, slots):
+    job = two(stage)
+    outcomes, rows = run(job, faults=[kill(slot, during="backward", step=6) for slot in slots])
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("last", [2, 3])
+def test_one_after_the_other_until_one_is_left(stage, last):
+    """Also where both that had the same part are gone: without ZeRO nobody would have it."""
+    job, lost = two(stage), [0, 5 - last, 1]
+    moments = [("vote", 4), ("within", 9), ("applied", 13)]
+    faults = [kill(slot, during=moment, step=step) for slot, (moment, step) in zip(lost, moments, strict=True)]
+    outcomes, rows = run(job, faults=faults)
+    assert sorted(outcomes) == [last]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize(
+    ("stage", "slot", "step"), [(1, 0, 1), (1, 0, 7), (2, 3, 1), pytest.param(2, 3, 7, marks=pytest.mark.short)]
+)
+def test_a_slot_comes_back(stage, slot, step):
+    """And DeepSpeed's own shards are there again."""
+    job = two(stage)
+    outcomes, rows = run(job, faults=[kill(slot, during="vote", step=step)], back={slot: 12})
+    assert {seen.members for seen in outcomes.values()} == {4}
+    whole = undisturbed(job)
+    assert {slot: (seen.places, seen.kept) for slot, seen in outcomes.items()} == {
+        slot: (seen.places, seen.kept) for slot, seen in whole.items()
+    }
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_comes_back_while_another_is_lost(stage):
+    """It comes into a hurt layout, and its own replica is whole."""
+    job = two(stage)
+    faults = [kill(1, during="vote", step=4), kill(2, during="gradient", step=7)]
+    outcomes, rows = run(job, faults=faults, back={1: 12})
+    assert {seen.members for seen in outcomes.values()} == {3}
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize(
+    ("stage", "moment"),
+    [*((1, moment) for moment in ("report", "plan", "regroup", "stand on", "stood")), (2, "stand on")],
+)
+def test_a_second_one_in_the_recovery(stage, moment):
+    job = two(stage)
+    outcomes, rows = run(job, faults=[kill(0, during="reduce", step=5), kill(3, during=moment, epoch=1)])
+    assert sorted(outcomes) == [1, 2]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize(
+    ("stage", "moment", "number"),
+    [(1, "forward", 0), (1, "forward", 1), (1, "backward", 1), (1, "accumulated", 2), (2, "backward", 1)],
+)
+def test_the_others_hear_of_it_in_code_of_their_own(stage, moment, number):
+    job = two(stage, hear_at=(moment, 6, number))
+    outcomes, rows = run(job, faults=[kill(2, during="between", step=5)])
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_the_first_forward_of_all(stage):
+    """In which AutoTP has the slots of a replica compare their samples."""
+    job = two(stage)
+    outcomes, rows = run(job, faults=[kill(2, during="within", step=1)], back={2: 12})
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_who_stands_in_a_vote_that_another_has_left(stage):
+    """The step is taken again, or is in the copies, for all alike; also where the next loss comes before that."""
+    job = two(stage, slow_to_leave=6)
+    faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
+    outcomes, rows = run(job, faults=faults)
+    assert sorted(outcomes) == [0, 1]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_float32_with_clipping(stage):
+    """By one norm, which is that of DeepSpeed."""
+    job = two(stage, dtype="float32")
+    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)])
+    assert_same_training(outcomes, rows, job)
+
+
+SCALED = (("fp16", {"enabled": True, "initial_scale_power": 10}),)
+"""So that DeepSpeed's two widths do not begin with another number of steps that overflow."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_half_precision(stage, dtype):
+    """With masters in float32. No further from AutoTP alone than four times what DeepSpeed without it is."""
+    job = two(stage, dtype=dtype, more=SCALED if dtype == "float16" else ())
+    alone = dataclasses.replace(job, enabled=False)
+    twin = run(alone)[0]
+    whole = together(twin, job)
+    uncut = run(dataclasses.replace(alone, ranks=2, tp=1, pair=True))[0][0]
+    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14})
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin[0].steps, twin[0].samples, twin[0].rates)
+        assert of_weights(seen, whole) <= 4 * of_weights(uncut, whole)
+    assert used_once(rows, job)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, "llama"), (2, "tied llama"), (1, "opt")])
+def test_a_model_of_transformers(stage, kind):
+    job = two(stage, transformer=kind, dtype="float32")
+    outcomes, rows = run(job, faults=[kill(3, during="within", step=6)], back={3: 14})
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("lost", [[1], [0, 3], [0, 1]])
+def test_the_state_stays_sharded(lost):
+    """Every element is kept by one rank, but for padding."""
+    job = two(1)
+    outcomes, _ = run(job, faults=[kill(slot, during="vote", step=6) for slot in lost])
+    elements = sum(value.size for value in undisturbed_weights(job).values())
+    kept = [seen.kept for seen in outcomes.values()]
+    assert elements <= sum(kept) <= elements + 40
+    assert max(kept) <= 2 * elements / len(kept)
+
+
+def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
+    job = two(1, evaluates=9)
+    outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=9)])
+    assert_same_training(outcomes, rows, job)
+    told = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
+    assert any(map(math.isnan, told[1])), "the slot beside the lost one waits for it"
+    assert any(map(math.isnan, told[2]))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_while_a_rank_is_lost_no_checkpoint_is_written(stage):
+    """DeepSpeed would want the shards of all."""
+    job = two(stage, saves=12)
+    outcomes, rows = run(job, faults=[kill(0, during="vote", step=6)])
+    assert_same_training(outcomes, rows, job)
+    assert not [row for row in rows if row[0] == "saved"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_while_a_rank_is_lost_no_checkpoint_is_loaded(stage):
+    job = two(stage, steps=6, calls=("load_checkpoint", "nowhere"))
+    with pytest.raises(Refused, match=r"engine\.load_checkpoint\(\) while a rank is lost"):
+        run(job, faults=[kill(1, during="vote", step=2)])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_autotp_alone_loads_what_was_saved_after_a_return(tmp_path, stage):
+    job = two(stage, saves=20, folder=str(tmp_path))
+    run(job, faults=[kill(0, during="vote", step=6)], back={0: 12})
+    outcomes, rows = run(dataclasses.replace(job, enabled=False, loads=True))
+    for slot, seen in outcomes.items():
+        assert (seen.steps, seen.places) == (20, undisturbed(job)[slot].places)
+        assert of_weights(seen, undisturbed_weights(job)) <= BOUNDS["float64"]
+    assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 4
+
+
+def test_without_copies_a_shard_is_lost_with_its_rank():
+    job = two(1, ntp=(("copies", {"mode": "off"}),))
+    with pytest.raises(StateLost, match=r"3 of 4 ranks .*ntp\.copies\.mode"):
+        run(job, faults=[kill(2, during="vote", step=5)])
+
+
+def test_autocast_is_refused():
+    with pytest.raises(Refused, match="ZeRO and torch_autocast"):
+        run(two(1, steps=2, epochs=1, more=(("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),)))
+
+
+def test_gradients_accumulated_in_more_digits_are_refused():
+    job = two(2, steps=2, epochs=1, dtype="bfloat16", more=(("data_types", {"grad_accum_dtype": "fp32"}),))
+    with pytest.raises(Refused, match=r"gradients of torch\.bfloat16 are accumulated in torch\.float32"):
+        run(job)
+
+
+def test_a_part_that_is_not_trained_is_refused():
+    with pytest.raises(Refused, match=r"up\.weight is cut by AutoTP and not trained"):
+        run(two(1, steps=2, epochs=1, frozen="up.weight"))
+
+
+def test_what_all_slots_have_may_be_not_trained():
+    job = two(1, frozen="enter.weight")
+    outcomes, rows = run(job, faults=[kill(1, during="vote", step=6)], back={1: 12})
+    assert_same_training(outcomes, rows, job)
