@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ntp_plugin import __version__
-from ntp_plugin.cli import copies, plan, run, store
+from ntp_plugin.cli import copies, plan, run, simulate, store
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import NtpError
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ntp_plugin {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_command(commands)
+    simulate.add_command(commands)
     store.add_command(commands)
     copies.add_command(commands)
     commands.add_parser("run", help="run a job as torchrun does, but let the others go on when a worker dies")
