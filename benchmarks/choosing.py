@@ -57,7 +57,7 @@ def draw_scenario(seed: int) -> dict[str, Any]:
         "batch": {"global_batch": dp * micro_batches},
         "state": {"distributed_optimizer": random.random() < 0.5},
         "failures": {
-            "factor": random.choice((1.0, 2.0, 3.0, 10.0)),
+            "factor": random.choice((1.0, 2.0, 3.0, 5.0)),
             "repair_days": random.choice((3.0, 5.0)),
             "blast_gpus": random.choice((1, 1, 1, 2, tp // 2, tp)),
         },

@@ -10,10 +10,12 @@ Each has a score, the work that is done until things change again, over what a w
 
     throughput x efficiency x max(0, H - T) / H,   H = min(expected next failure, expected repair)
 
-T is how long the job stands still. The next failure is one of the replicas that the loss concerns: a failure elsewhere
-does not take back what the choice has bought. Efficiency is 1, unless the user lets the batch change; then it is
-(phi + m0) / (phi + m), what a sample of a batch of m is worth against one of the nominal m0, with the measured gradient
-noise scale phi (Pollux, arXiv 2008.12260).
+T is how long the job stands still. Who goes on narrower, or without a replica, while a spare is on its way, can have
+it swapped in when it is ready: such an action is worth what it does until then, and what the swap does after. The next
+failure is one of the replicas that the loss concerns: a failure elsewhere does not take back what the choice has
+bought. Efficiency is 1, unless the user lets the batch change; then it is (phi + m0) / (phi + m), what a sample of a
+batch of m is worth against one of the nominal m0, with the measured gradient noise scale phi (Pollux, arXiv
+2008.12260).
 
 Pure arithmetic on what every survivor knows alike, so that all choose alike. Of equal scores the action that stands
 first above is taken: it disturbs least.
@@ -146,17 +148,37 @@ def _scored(action: str, situation: Situation, policy: ActionPolicy, horizon: fl
         return Scored(action=action, score=None, throughput=0.0, efficiency=0.0, transition_s=0.0, reason=refusal)
     wait = (situation.spare_s or 0.0) if action == WAIT_FOR_SPARE else 0.0
     transition = forecast.transition_s + wait
-    throughput = forecast.batch * situation.nominal_step_s / forecast.step_s
-    worth = efficiency(forecast.batch, policy)
-    left = 1.0 if math.isinf(horizon) else max(0.0, horizon - transition) / horizon
+    rate = _rate(forecast, situation, policy)
+    score, reason = _part(rate, horizon, transition), f"after {transition:.1f} s without"
+    swap = situation.forecasts.get(WAIT_FOR_SPARE)
+    spare_s = situation.spare_s or 0.0
+    if (
+        action in (REDUCE_TP, DROP_REPLICA)
+        and swap
+        and transition < spare_s < horizon
+        and SWAP_SPARE not in policy.forbid
+    ):
+        until = rate * (spare_s - transition) / horizon
+        then = _part(_rate(swap, situation, policy), horizon, spare_s + swap.transition_s)
+        if until + then > score:
+            score, reason = until + then, f"{reason}, until a spare is swapped in after {spare_s:.0f} s"
     return Scored(
         action=action,
-        score=throughput * worth * left,
-        throughput=throughput,
-        efficiency=worth,
+        score=score,
+        throughput=forecast.batch * situation.nominal_step_s / forecast.step_s,
+        efficiency=efficiency(forecast.batch, policy),
         transition_s=transition,
-        reason=f"{throughput:.4f} of the throughput for {horizon:.0f} s, after {transition:.1f} s without",
+        reason=f"{rate:.4f} of a whole job's progress for {horizon:.0f} s, {reason}",
     )
+
+
+def _rate(forecast: Forecast, situation: Situation, policy: ActionPolicy) -> float:
+    throughput = forecast.batch * situation.nominal_step_s / forecast.step_s
+    return throughput * efficiency(forecast.batch, policy)
+
+
+def _part(rate: float, horizon: float, transition: float) -> float:
+    return rate if math.isinf(horizon) else rate * max(0.0, horizon - transition) / horizon
 
 
 def _refusal(action: str, forecast: Forecast | None, situation: Situation, policy: ActionPolicy) -> str:

@@ -26,6 +26,9 @@ from ntp_plugin.simulator.fleet import Fleet, Running
 from ntp_plugin.simulator.options import Handling, options
 from ntp_plugin.simulator.policies import Policy
 
+MOST_RECONSIDERED = 4
+"""Hurt domains that a chooser looks at again when something is back: the work stays linear in the faults."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
@@ -197,24 +200,29 @@ class _Job:
             del self._hurt[fault.domain]
         if domain.action != DROP_REPLICA or not domain.open:
             self._pause(self._recover_s(1))
-            if self._policy.chooses and self._in_the_job():  # the others may change in the same walk
-                least = self._in_the_job()[-1]
-                handlings = [{}, *options(REDUCE_TP, least, self._in_the_job(), 0)]
-                handlings += options(DROP_REPLICA, least, self._in_the_job(), 0)
-                self._apply(self._best(handlings))
+        if self._policy.chooses:
+            self._reconsider()
 
     def _spare_is_ready(self) -> None:
         """The widest wound first, where the policy wants it there."""
         self._hot += 1
         waiting = self._in_the_job()
-        if not waiting:
-            return
-        if not self._policy.chooses:
+        if self._policy.chooses:
+            self._reconsider()
+        elif waiting:
             self._carry_out(SWAP_SPARE, {waiting[0]: SWAP_SPARE})
-            return
-        action, handling = self._choose(waiting[0], current=self._hurt[waiting[0]].action)
-        if action == SWAP_SPARE:
-            self._carry_out(action, handling)
+
+    def _reconsider(self) -> None:
+        """What was chosen for a loss may no longer be best once another is back; those who stay longest first."""
+        waiting = self._in_the_job()
+        if not self._hot:
+            waiting = [number for number in waiting if self._hurt[number].action == DROP_REPLICA]
+        waiting.sort(key=lambda number: -self._repair_s(self._hurt[number]))
+        for number in waiting[:MOST_RECONSIDERED]:
+            current = self._hurt[number].action
+            action, handling = self._choose(number, current=current) if current != SWAP_SPARE else (current, {})
+            if action != current:
+                self._carry_out(action, handling)
 
     # ------------------------------------------------ what is done
 
@@ -268,8 +276,8 @@ class _Job:
         others = [other for other in self._in_the_job() if other != number]
         actions = (REDUCE_TP, DROP_REPLICA, SWAP_SPARE, WAIT_FOR_SPARE, RESTART)
         handlings = {action: self._best(options(action, number, others, self._hot)) for action in actions}
-        if current is not None:  # nothing new is lost: to go on as it is costs nothing, and nobody waits
-            handlings = {current: {}, SWAP_SPARE: handlings[SWAP_SPARE]}
+        if current is not None:  # nothing new is lost: to go on as it is costs nothing, and nobody waits or restarts
+            handlings = {action: handlings[action] for action in (REDUCE_TP, DROP_REPLICA, SWAP_SPARE)} | {current: {}}
         setting = self._setting
         situation = Situation(
             topology=setting.topology,
