@@ -63,5 +63,5 @@ def parse(table: Mapping[str, Any], *, where: str) -> Machine:
         value = entry.get("value")
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ConfigError(f"{where}: {name} = {value!r} must be a number above 0")
-    values = {name: table[name]["value"] for name in fields}
-    return Machine(**{name: int(value) if name == "domain_gpus" else float(value) for name, value in values.items()})
+    values = {name: float(table[name]["value"]) for name in fields}
+    return Machine(domain_gpus=int(values.pop("domain_gpus")), **values)
