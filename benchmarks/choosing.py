@@ -22,8 +22,8 @@ MODELS = {
         "gated": False,
     },
 }
-EQUAL = 1e-9
-"""Two goodputs that differ by less are one."""
+EQUAL = 1e-5
+"""Two goodputs that differ by less are one: 17 seconds in 20 days."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def draw_scenario(seed: int) -> dict[str, Any]:
         "min_tp_width": random.choice((1, tp // 2, tp - 1)),
         "hot": random.choice((0, 0, 1, 2, 4)),
         "cold": random.choice((0, 0, 1, 2, 4)),
-        "days": 30,
+        "days": 20,
         "seed": seed,
     }
 
@@ -83,9 +83,16 @@ def compare(seed: int) -> Compared:
     scenario = Scenario(asked=schema.read(Simulation, draw_scenario(seed), where=""))
     faults = scenario.faults()
     setting = scenario.setting(faults)
-    goodput = {name: follow(setting, policy_of(name), faults).goodput for name in (*FIXED, CHOOSER)}
-    best = max(FIXED, key=lambda name: goodput[name])
+    fixed = [name for name in FIXED if _differs(scenario.asked, name)]
+    goodput = {name: follow(setting, policy_of(name), faults).goodput for name in (*fixed, CHOOSER)}
+    best = max(fixed, key=lambda name: goodput[name])
     return Compared(seed=seed, best=best, best_goodput=goodput[best], chooser_goodput=goodput[CHOOSER])
+
+
+def _differs(asked: Simulation, name: str) -> bool:
+    """From a policy that stands before it: without hot spares, or cold ones, some are alike."""
+    kept = {"+hot": asked.hot, "+spares": asked.cold, "wait": asked.cold}
+    return all(spares for ending, spares in kept.items() if name.endswith(ending))
 
 
 def compare_all(scenarios: int) -> Iterator[Compared]:

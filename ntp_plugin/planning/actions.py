@@ -32,6 +32,9 @@ REDUCE_TP, DROP_REPLICA, SWAP_SPARE = "reduce tp", "drop replica", "swap a spare
 WAIT_FOR_SPARE, RESTART = "wait for a spare", "restart"
 ACTIONS = (REDUCE_TP, DROP_REPLICA, SWAP_SPARE, WAIT_FOR_SPARE, RESTART)
 
+EQUAL = 2e-5
+"""Scores that differ by less are equal: seconds in days. What is kept narrower can still go on when others cannot."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
@@ -120,7 +123,8 @@ def choose(situation: Situation, policy: ActionPolicy, *, current: str | None = 
             f"nothing can be done about the loss of {len(situation.lost)} slots ({reasons})",
             way_out="allow another action, bring slots back, or restart by hand",
         )
-    best = max(possible, key=lambda action: possible[action])  # the first of equals
+    enough = max(possible.values()) * (1 - EQUAL)
+    best = next(action for action in possible if possible[action] >= enough)  # the first of equals
     if current in possible and possible[best] <= possible[current] * (1 + policy.hysteresis):
         best = current
     return Choice(action=best, horizon_s=horizon, table=table)

@@ -16,6 +16,10 @@ type Handling = Mapping[int, str]
 def options(action: str, number: int, others: Sequence[int], ready: int) -> list[Handling]:
     """For the domain of that number; `others` are hurt too, the worst first, and `ready` spares are there."""
     rest = [other for other in others if other != number]
+    return _once(_all(action, number, rest, ready))
+
+
+def _all(action: str, number: int, rest: Sequence[int], ready: int) -> list[Handling]:
     if action in (REDUCE_TP, DROP_REPLICA):
         return [{number: action}, dict.fromkeys([number, *rest], action)]
     if action == RESTART:
@@ -26,3 +30,7 @@ def options(action: str, number: int, others: Sequence[int], ready: int) -> list
     left = rest[len(swapped) - 1 :]
     alike = [swapped | dict.fromkeys(left, what) for what in (REDUCE_TP, DROP_REPLICA)]
     return [{number: SWAP_SPARE}, swapped, *alike]
+
+
+def _once(handlings: Sequence[Handling]) -> list[Handling]:
+    return [one for place, one in enumerate(handlings) if one not in handlings[:place]]

@@ -106,6 +106,14 @@ class _Domain:
         return max(self.lost.values())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Chosen:
+    action: str
+    handling: Handling
+    gain_s: float = 0.0
+    """What it is expected to bring over going on as it is, in seconds of a whole job."""
+
+
 class _Job:
     def __init__(self, setting: Setting, policy: Policy) -> None:
         self._setting, self._policy, self._fleet = setting, policy, setting.fleet
@@ -178,8 +186,8 @@ class _Job:
         if domain.action == SWAP_SPARE or out or fault.domain in self._back:
             self._back.discard(fault.domain)
             return  # it was not in the job
-        action, handling = self._choose(fault.domain) if self._policy.chooses else self._fixed(fault.domain)
-        self._carry_out(action, handling)
+        chosen = self._choose(fault.domain) if self._policy.chooses else self._fixed(fault.domain)
+        self._carry_out(chosen.action, chosen.handling)
         if self._cold and domain.action != SWAP_SPARE:
             self._cold -= 1
             self._plan(self._now + self._setting.costs.cold_s, self._spare_is_ready)
@@ -213,26 +221,33 @@ class _Job:
             self._carry_out(SWAP_SPARE, {waiting[0]: SWAP_SPARE})
 
     def _reconsider(self) -> None:
-        """What was chosen for a loss may no longer be best once another is back; those who stay longest first."""
-        waiting = self._in_the_job()
-        if not self._hot:
-            waiting = [number for number in waiting if self._hurt[number].action == DROP_REPLICA]
-        waiting.sort(key=lambda number: -self._repair_s(self._hurt[number]))
-        for number in waiting[:MOST_RECONSIDERED]:
-            current = self._hurt[number].action
-            action, handling = self._choose(number, current=current) if current != SWAP_SPARE else (current, {})
-            if action != current:
-                self._carry_out(action, handling)
+        """What was chosen for a loss may no longer be best once another is back: first whatever brings most."""
+        for _ in range(MOST_RECONSIDERED):
+            waiting = self._in_the_job()
+            if not self._hot:
+                waiting = [number for number in waiting if self._could_go_on(self._hurt[number])]
+            waiting.sort(key=lambda number: (self._goes_on(number), -self._repair_s(self._hurt[number])))
+            found = [self._choose(number, current=self._hurt[number].action) for number in waiting[:MOST_RECONSIDERED]]
+            best = max(found, key=lambda one: one.gain_s, default=None)
+            if best is None or not best.gain_s:
+                return
+            self._carry_out(best.action, best.handling)
+
+    def _goes_on(self, number: int) -> bool:
+        return self._hurt[number].worst <= self._fleet.most_lost
+
+    def _could_go_on(self, domain: _Domain) -> bool:
+        return domain.action == DROP_REPLICA and domain.worst <= self._fleet.most_lost
 
     # ------------------------------------------------ what is done
 
-    def _fixed(self, number: int) -> tuple[str, Handling]:
+    def _fixed(self, number: int) -> _Chosen:
         action = self._policy.action
         if self._hot:
             action = SWAP_SPARE
         elif action == WAIT_FOR_SPARE and not self._cold:
             action = REDUCE_TP
-        return action, options(action, number, (), self._hot)[0]
+        return _Chosen(action=action, handling=options(action, number, (), self._hot)[0])
 
     def _carry_out(self, action: str, handling: Handling) -> None:
         self._actions[action] += 1
@@ -271,7 +286,7 @@ class _Job:
 
     # ------------------------------------------------ the chooser
 
-    def _choose(self, number: int, current: str | None = None) -> tuple[str, Handling]:
+    def _choose(self, number: int, current: str | None = None) -> _Chosen:
         """By what each action would lead to, at its best."""
         others = [other for other in self._in_the_job() if other != number]
         actions = (REDUCE_TP, DROP_REPLICA, SWAP_SPARE, WAIT_FOR_SPARE, RESTART)
@@ -288,8 +303,10 @@ class _Job:
             repair_s=self._repair_s(self._hurt[number]),
             failures_per_gpu_s=setting.failures_per_gpu_s,
         )
-        action = choose(situation, setting.allowed, current=current).action
-        return action, handlings[action]
+        choice = choose(situation, setting.allowed, current=current)
+        scores = {row.action: row.score or 0.0 for row in choice.table}
+        gain = (scores[choice.action] - scores[current]) * choice.horizon_s if current else 0.0
+        return _Chosen(action=choice.action, handling=handlings[choice.action], gain_s=gain)
 
     def _forecasts(self, handlings: Mapping[str, Handling], current: str | None) -> Iterator[tuple[str, Forecast]]:
         for action, handling in handlings.items():
@@ -300,7 +317,11 @@ class _Job:
 
     def _best(self, handlings: Sequence[Handling]) -> Handling:
         """The first of those with the most throughput."""
-        return max(handlings, key=lambda handling: self._look(handling).throughput)
+        return (
+            handlings[0]
+            if len(handlings) == 1
+            else max(handlings, key=lambda handling: self._look(handling).throughput)
+        )
 
     def _repair_s(self, domain: _Domain) -> float:
         """What is overdue may come any moment; nobody knows when, so that it counts as much again as it has taken."""

@@ -11,6 +11,7 @@ from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.actions import (
     ACTIONS,
     DROP_REPLICA,
+    EQUAL,
     REDUCE_TP,
     RESTART,
     SWAP_SPARE,
@@ -155,5 +156,5 @@ def test_the_choice_has_the_best_score_of_the_table(forecasts, spare_s, repair_s
         assert possible - ({WAIT_FOR_SPARE} if spare_s is None else set()) == set()
         return
     scores = {found.action: found.score for found in choice.table if found.score is not None}
-    assert scores[choice.action] == max(scores.values())
+    assert scores[choice.action] >= max(scores.values()) * (1 - EQUAL)
     assert all(0 <= score <= 40 for score in scores.values())
