@@ -288,17 +288,16 @@ class _Job:
 
     def _choose(self, number: int, current: str | None = None) -> _Chosen:
         """By what each action would lead to, at its best."""
-        others = [other for other in self._in_the_job() if other != number]
-        actions = (REDUCE_TP, DROP_REPLICA, SWAP_SPARE, WAIT_FOR_SPARE, RESTART)
-        handlings = {action: self._best(options(action, number, others, self._hot)) for action in actions}
+        offered = self._offered(number)
         if current is not None:  # nothing new is lost: to go on as it is costs nothing, and nobody waits or restarts
-            handlings = {action: handlings[action] for action in (REDUCE_TP, DROP_REPLICA, SWAP_SPARE)} | {current: {}}
+            offered = {action: offered[action] for action in offered if action not in (WAIT_FOR_SPARE, RESTART)}
+            offered[current] = ({}, self._look({}))
         setting = self._setting
         situation = Situation(
             topology=setting.topology,
             lost=frozenset(self._slots(number)),
             nominal_step_s=self._fleet.nominal_step_s,
-            forecasts=dict(self._forecasts(handlings, current)),
+            forecasts=dict(self._forecasts(offered, current)),
             spare_s=0.0 if self._hot else setting.costs.cold_s if self._cold else None,
             repair_s=self._repair_s(self._hurt[number]),
             failures_per_gpu_s=setting.failures_per_gpu_s,
@@ -306,22 +305,32 @@ class _Job:
         choice = choose(situation, setting.allowed, current=current)
         scores = {row.action: row.score or 0.0 for row in choice.table}
         gain = (scores[choice.action] - scores[current]) * choice.horizon_s if current else 0.0
-        return _Chosen(action=choice.action, handling=handlings[choice.action], gain_s=gain)
+        return _Chosen(action=choice.action, handling=offered[choice.action][0], gain_s=gain)
 
-    def _forecasts(self, handlings: Mapping[str, Handling], current: str | None) -> Iterator[tuple[str, Forecast]]:
-        for action, handling in handlings.items():
-            running = self._look(handling)
+    def _offered(self, number: int) -> dict[str, tuple[Handling, Running]]:
+        """Action -> how it is best carried out, and how the job runs then. Who is as wanted already is left alone."""
+        others = [other for other in self._in_the_job() if other != number]
+        found = {}
+        for action in (REDUCE_TP, DROP_REPLICA):
+            changed = [other for other in others if self._hurt[other].action != action]
+            found[action] = self._best(options(action, number, changed, 0))
+        found[RESTART] = found[DROP_REPLICA]
+        if self._hot:
+            found[SWAP_SPARE] = self._best(options(SWAP_SPARE, number, others, self._hot))
+        if self._cold:
+            found[WAIT_FOR_SPARE] = self._best(options(WAIT_FOR_SPARE, number, others, 0))
+        return found
+
+    def _forecasts(
+        self, offered: Mapping[str, tuple[Handling, Running]], current: str | None
+    ) -> Iterator[tuple[str, Forecast]]:
+        for action, (handling, running) in offered.items():
             transition = 0.0 if action == current else self._transition_s(action, handling)
-            if running.throughput:
-                yield action, Forecast(step_s=running.step_s, batch=running.batch, transition_s=transition)
+            yield action, Forecast(step_s=running.step_s, batch=running.batch, transition_s=transition)
 
-    def _best(self, handlings: Sequence[Handling]) -> Handling:
+    def _best(self, handlings: Sequence[Handling]) -> tuple[Handling, Running]:
         """The first of those with the most throughput."""
-        return (
-            handlings[0]
-            if len(handlings) == 1
-            else max(handlings, key=lambda handling: self._look(handling).throughput)
-        )
+        return max(((one, self._look(one)) for one in handlings), key=lambda found: found[1].throughput)
 
     def _repair_s(self, domain: _Domain) -> float:
         """What is overdue may come any moment; nobody knows when, so that it counts as much again as it has taken."""
