@@ -11,6 +11,7 @@ choice is `planning/actions.py`'s, agreement and detection are the live ones.
     traces.py      outages from a file
     policies.py    what each policy does about a loss
     options.py     the ways in which an action can be carried out, domain by domain
+    setting.py     what all policies of a run have in common, and how each of them did
     timeline.py    one policy through all faults of a run
     snapshot.py    with a part of the GPUs gone; and how many spares keep a batch whole
     scenario.py    what `ntp simulate` is told, checked

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from ntp_plugin.simulator.failures import Fault
 from ntp_plugin.simulator.scenario import Scenario
+from ntp_plugin.simulator.setting import Course
 from ntp_plugin.simulator.snapshot import Availability, Loss, losses, spares_needed
-from ntp_plugin.simulator.timeline import Course, follow
+from ntp_plugin.simulator.timeline import follow
 
 FRACTIONS = 8
 """Failed parts that are looked at, up to the largest."""

@@ -15,8 +15,8 @@ from ntp_plugin.simulator.failures import DAY_S, LLAMA3_PER_GPU_DAY, Fault, Rate
 from ntp_plugin.simulator.fleet import MODES, SHRINK, Fleet
 from ntp_plugin.simulator.machine import Machine, read_machine
 from ntp_plugin.simulator.policies import POLICIES, Policy, policy_of
+from ntp_plugin.simulator.setting import Costs, Setting
 from ntp_plugin.simulator.step_time import StepModel
-from ntp_plugin.simulator.timeline import Costs, Setting
 from ntp_plugin.simulator.traces import read_trace
 
 
