@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies bench-lanes show-overhead show-soak soak-cycles docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-soak soak-cycles docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -58,6 +58,9 @@ show-corruption: $(READY)  # seven minutes; SCALE=ci for half a minute
 
 show-copies: $(READY)  # on a quiet machine; SCALE=ci for a slice
 	$(PY) -m benchmarks.copies
+
+show-simulator: $(READY)  # ten minutes; SCALE=ci for a slice of three, with 20,000 schedules
+	$(PY) -m benchmarks.simulator
 
 bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
 	$(PY) -m benchmarks.lanes

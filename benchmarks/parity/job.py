@@ -111,6 +111,10 @@ class Seen:
     """Bytes of gradients, by the collective that `training/` issued, as a ring sends them."""
     route: Any
     """As planned, in a hurt layout."""
+    counted: dict[str, int]
+    """Bytes of all tensors that it holds: weights, gradients, optimizer."""
+    planned: dict[str, int]
+    """The same of the fullest slot of its group, as `planning/memory_fit.py` has it; in a hurt layout."""
 
 
 def have_megatron_imported() -> None:
@@ -185,6 +189,7 @@ class Looker:
         self._rates: list[float] = []
         self._collectives = dict.fromkeys(COLLECTIVES, 0)
         self._chunks: list[Any] = []
+        self._optimizer: Any = None
         self._overlapped = 0
         self._gathered_ahead = 0
         self._evaluated: list[float] = []
@@ -223,7 +228,7 @@ class Looker:
 
     def _with_step(self, callbacks: Any) -> Any:
         def after_step(model: Any, *args: Any, **kwargs: Any) -> Any:
-            self._chunks = model
+            self._chunks, self._optimizer = model, args[0]
             if self._job.lost:
                 self._sync.require_equal_units()
             return callbacks(model, *args, **kwargs)
@@ -286,7 +291,38 @@ class Looker:
             gathered_ahead=self._gathered_ahead,
             sent=self._sent,
             route=self._sync._job.plan.routes[0] if self._sync else None,
+            counted=self._counted_bytes(),
+            planned=self._planned_bytes() if self._sync else {},
         )
+
+    def _counted_bytes(self) -> dict[str, int]:
+        from ntp_plugin.megatron.lane_sync import named  # noqa: PLC0415
+
+        parameters = [parameter for _, parameter in named(self._chunks)]
+        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        states = [state for one in optimizers for state in one.optimizer.state.values()]
+        kept = [value for state in states for value in state.values() if torch.is_tensor(value) and value.dim()]
+        return {
+            "weights": sum(parameter.nbytes for parameter in parameters),
+            "gradients": sum(parameter.main_grad.nbytes for parameter in parameters),
+            "optimizer": sum(value.nbytes for value in kept),
+        }
+
+    def _planned_bytes(self) -> dict[str, int]:
+        from ntp_plugin.planning.memory_fit import memory_use  # noqa: PLC0415
+
+        job = self._sync._job
+        nominal, slot = job.plan.nominal, job.layout.slot
+        standing = nominal.standing(job.layout.lost)
+        use = memory_use(
+            nominal.units.stages[slot.stage],
+            nominal.topology.tp,
+            standing.pattern(slot.replica, slot.stage),
+            dataclasses.replace(nominal.state, distributed_optimizer="--use-distributed-optimizer" in self._job.words),
+            replicas=len(standing.replicas),
+            packing=False,
+        )
+        return {"weights": use.weights, "gradients": use.gradients, "optimizer": use.optimizer}
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
         from ntp_plugin.megatron.lane_sync import named  # noqa: PLC0415

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ntp_plugin import __version__
-from ntp_plugin.cli import chaos, copies, plan, report, run, status, store
+from ntp_plugin.cli import chaos, copies, plan, report, run, simulate, status, store
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import NtpError
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ntp_plugin {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_command(commands)
+    simulate.add_command(commands)
     store.add_command(commands)
     copies.add_command(commands)
     chaos.add_command(commands)

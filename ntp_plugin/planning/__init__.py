@@ -17,7 +17,8 @@ same facts, in whatever order the losses came.
     copy_placement.py   which host holds whose far copy
     parity_groups.py    which slots share a parity in place of a copy each, and which host keeps it
     transfers.py        what moves from where to where between two layouts
-    memory_fit.py       bytes per slot
+    memory_fit.py       bytes per slot, and what can be done where they do not fit
+    actions.py          what to do about a loss
     recovery_plan.py    all of it together, with a digest
 
 Imports run down this list only upwards: each file stands on those above it.

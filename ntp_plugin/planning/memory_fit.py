@@ -1,18 +1,35 @@
-"""Bytes per slot: weights, gradients, optimizer state, and the buffers that lanes pack into.
+"""Bytes per slot: weights, gradients, optimizer state, the buffers that lanes pack into, and activations; and what can
+be done where they do not fit.
 
-Activations are not counted: they depend on the micro-batch and on recompute, which a loss does not change; leave
-room for them in `gpu_memory_gb`.
+A plan counts the state alone (`memory_use`): activations depend on the micro-batch and on recompute, which a loss does
+not change; leave room for them in `gpu_memory_gb`. The guard (`fit_groups`) counts them too, and tries the ladder
+
+    as is -> smaller micro-batches -> full recompute -> optimizer in host memory -> fewer slots -> refuse
+
+where each rung keeps what those before it have brought. It looks at every affected group, so that nothing is begun that
+does not fit on all ranks.
 """
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 
-from ntp_plugin.config.sections import State
-from ntp_plugin.planning.shard_layout import slot_elements
-from ntp_plugin.planning.topology import Pattern
-from ntp_plugin.planning.units import StageUnits
+from ntp_plugin.config.sections import Batch, Model, State
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning.shard_layout import lay_out, slot_elements
+from ntp_plugin.planning.topology import WHOLE, Pattern, Standing
+from ntp_plugin.planning.units import ATTENTION, MLP, ModelUnits, StageUnits
 
 PACKED_BUCKET = 40_000_000
 """Parameters of one bucket that is packed for its lanes (Megatron's default bucket); two are in flight."""
+ACTIVATION_BYTES = 2
+"""bf16."""
+ROW_BYTES = 10
+"""Per element of a row of the sequence, and layer, in what sequence parallelism shards: the inputs of both norms (4),
+of qkv and of fc1 (4), and two dropout masks (2). With 8 of attention and 16 of an MLP of four times the width these are
+the 34 of Korthikanti et al. (arXiv 2205.05198, eq. 4, attention's own scores recomputed or never kept)."""
+
+AS_IS, SMALLER, RECOMPUTE, OFFLOAD = "as is", "smaller micro-batches", "full recompute", "optimizer in host memory"
+NARROWER = "fewer slots"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +46,32 @@ class MemoryUse:
         return self.weights + self.gradients + self.optimizer + self.packing
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """One try: what was done to make it fit, and the bytes of the fullest slot."""
+
+    name: str
+    pattern: Pattern
+    pieces: int
+    recompute: bool
+    offload: bool
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A job as the guard sees it."""
+
+    model: Model
+    units: ModelUnits
+    state: State
+    batch: Batch
+    micro_batches: int
+    """Of the replica, in a step."""
+    recompute: bool = False
+    """Whether it recomputes all activations anyway."""
+
+
 def memory_use(
     units: StageUnits, tp: int, pattern: Pattern, state: State, *, replicas: int, packing: bool
 ) -> MemoryUse:
@@ -41,3 +84,112 @@ def memory_use(
         optimizer=-(-elements * state.optimizer_bytes // sharers),
         packing=2 * min(elements, PACKED_BUCKET) * state.gradient_bytes if packing else 0,
     )
+
+
+def activation_bytes(
+    training: Training, stage: int, tp: int, pattern: Pattern, *, pieces: int = 1, recompute: bool = False
+) -> int:
+    """Of the fullest slot, with as many micro-batches in flight as a 1F1B pipeline has in that stage."""
+    model, units = training.model, training.units.stages[stage]
+    widest = {family.name: lay_out(family, tp, pattern).widest for family in units.families}
+    layers = next(count for tensor, count in units.tensors if tensor.family == ATTENTION)
+    rows = model.seq * training.batch.micro_batch
+    width = tp - len(pattern)
+    sharded_rows = -(-rows // width)
+    per_group = (2 * model.heads // model.query_groups + 2) * model.head_channels  # q and the output, k, v
+    granule = _granule(units)
+    mlp = widest[MLP] * granule * (3 if model.gated else 2)
+    one_layer = sharded_rows * model.hidden * ROW_BYTES
+    one_layer += rows * (widest[ATTENTION] * per_group + mlp) * ACTIVATION_BYTES
+    in_flight = min(training.micro_batches * pieces, len(training.units.stages) - stage)
+    if recompute:  # the input of every layer, and one layer as it is computed again
+        return (layers * sharded_rows * model.hidden * ACTIVATION_BYTES * in_flight + one_layer) // pieces
+    return layers * one_layer * in_flight // pieces
+
+
+def fit(
+    training: Training,
+    stage: int,
+    tp: int,
+    pattern: Pattern,
+    *,
+    limit: float,
+    replicas: int,
+    packing: bool,
+    min_tp_width: int = 1,
+) -> tuple[Rung, ...]:
+    """The rungs that were tried for a group, in order; the last one fits, or none does."""
+    tried: list[Rung] = []
+    for rung in _ladder(training, tp, pattern, min_tp_width):
+        use = memory_use(
+            training.units.stages[stage], tp, rung.pattern, training.state, replicas=replicas, packing=packing
+        )
+        active = activation_bytes(training, stage, tp, rung.pattern, pieces=rung.pieces, recompute=rung.recompute)
+        size = use.total - (use.optimizer if rung.offload else 0) + active
+        tried.append(dataclasses.replace(rung, bytes=size))
+        if size <= limit:
+            break
+    return tuple(tried)
+
+
+def fit_groups(
+    training: Training, standing: Standing, *, limit: float, min_tp_width: int = 1
+) -> Mapping[tuple[int, Pattern], Rung]:
+    """(stage, pattern) -> the rung on which its groups fit; refuses where one of them fits on none.
+
+    Whole groups are affected too: a sharded optimizer has fewer sharers once a replica is dropped.
+    """
+    found: dict[tuple[int, Pattern], Rung] = {}
+    for stage in range(standing.topology.pp):
+        hurt = standing.patterns_of_stage(stage)
+        for pattern in (WHOLE, *hurt):
+            tried = fit(
+                training,
+                stage,
+                standing.topology.tp,
+                pattern,
+                limit=limit,
+                replicas=len(standing.replicas),
+                packing=bool(hurt),
+                min_tp_width=min_tp_width,
+            )
+            if tried[-1].bytes > limit:
+                raise Refused(_why(stage, standing.topology.tp, pattern, tried, limit), way_out=_WAY_OUT)
+            found[stage, pattern] = tried[-1]
+    return found
+
+
+_WAY_OUT = "drop the replica (a higher min_tp_width), shard the optimizer, or bring slots back"
+
+
+def _ladder(training: Training, tp: int, pattern: Pattern, min_tp_width: int) -> Iterator[Rung]:
+    micro_batch = training.batch.micro_batch
+    as_is = Rung(name=AS_IS, pattern=pattern, pieces=1, recompute=training.recompute, offload=False, bytes=0)
+    yield as_is
+    rung = as_is
+    for pieces in range(2, micro_batch + 1):
+        if micro_batch % pieces == 0:
+            rung = dataclasses.replace(rung, name=SMALLER, pieces=pieces)
+            yield rung
+    if not training.recompute:
+        rung = dataclasses.replace(rung, name=RECOMPUTE, recompute=True)
+        yield rung
+    rung = dataclasses.replace(rung, name=OFFLOAD, offload=True)
+    yield rung
+    survivors = [slot for slot in range(tp) if slot not in pattern]
+    while len(survivors) > min_tp_width:  # for bytes that an adapter has measured; units alone never shrink by this
+        survivors.pop()
+        narrower = tuple(slot for slot in range(tp) if slot not in survivors)
+        rung = dataclasses.replace(rung, name=NARROWER, pattern=narrower)
+        yield rung
+
+
+def _why(stage: int, tp: int, pattern: Pattern, tried: Sequence[Rung], limit: float) -> str:
+    rungs = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in {rung.name: rung.bytes for rung in tried}.items())
+    return f"stage {stage} at TP width {tp - len(pattern)} does not fit into {limit / 1e9:.1f} GB per GPU: {rungs}"
+
+
+def _granule(units: StageUnits) -> int:
+    """MLP columns that stay together, from fc2, whose cut dim has each of them once."""
+    runs = [tensor.runs for tensor, _ in units.tensors if tensor.family == MLP and len(tensor.runs) == 1]
+    return runs[-1][0].unit_size

@@ -116,6 +116,11 @@ def default_granule(ffn: int, tp: int) -> int:
     return next((width for width in (64, 16) if columns % width == 0 and columns // width >= 8), 1)
 
 
+def stage_depths(layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage; where they do not divide, the first stages have one more (the last has the vocabulary)."""
+    return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
+
+
 def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = None) -> ModelUnits:
     """The units of a transformer with Megatron's layers; refuses a shape that the nominal layout cannot cut."""
     if model.query_groups % tp:
@@ -131,25 +136,23 @@ def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = N
             f"granule = {granule} does not divide a slot's {model.ffn // tp} MLP columns (ffn {model.ffn} / tp {tp})",
             way_out=f"choose a divisor of {model.ffn // tp}, or leave granule out",
         )
-    layers = model.layers // pp
-    attention, attention_tensors = _attention(model)
-    mlp, mlp_tensors = _mlp(model, granule)
-    norms = (Tensor(name="layer_norm_weight", shape=(model.hidden,)), 2 * layers)
-    body = [(tensor, layers) for tensor in (*attention_tensors, *mlp_tensors)] + [norms]
-    flops: tuple[int, ...] = (
-        2 * layers * sum(tensor.elements_per_unit for tensor in attention_tensors)
-        + layers * 2 * model.seq * model.head_channels * (model.heads // model.query_groups),
-        2 * layers * sum(tensor.elements_per_unit for tensor in mlp_tensors),
-    )
+    (attention, attention_tensors), (mlp, mlp_tensors) = _attention(model), _mlp(model, granule)
     stages = []
-    for stage in range(pp):
+    for stage, layers in enumerate(stage_depths(model.layers, pp)):
         first, last = stage == 0, stage == pp - 1
-        families, tensors, stage_flops = [attention, mlp], list(body), flops
+        norms = (Tensor(name="layer_norm_weight", shape=(model.hidden,)), 2 * layers)
+        families, tensors = [attention, mlp], [(tensor, layers) for tensor in (*attention_tensors, *mlp_tensors)]
+        tensors.append(norms)
+        stage_flops: tuple[int, ...] = (
+            2 * layers * sum(tensor.elements_per_unit for tensor in attention_tensors)
+            + layers * 2 * model.seq * model.head_channels * (model.heads // model.query_groups),
+            2 * layers * sum(tensor.elements_per_unit for tensor in mlp_tensors),
+        )
         if first or last:
             vocabulary = Family(name=VOCABULARY, units=padded_vocabulary(model, tp), contiguous=True)
             families.append(vocabulary)
             tensors += [(tensor, 1) for tensor in _vocabulary(model, vocabulary.units, first=first, last=last)]
-            stage_flops = (*flops, 2 * model.hidden if last else 0)
+            stage_flops = (*stage_flops, 2 * model.hidden if last else 0)
         stages.append(StageUnits(families=tuple(families), tensors=tuple(tensors), flops=stage_flops))
     return ModelUnits(stages=tuple(stages))
 

@@ -1,0 +1,141 @@
+"""`ntp simulate`: what losses cost, policy by policy, before a cluster is bought; and the search over schedules.
+
+Reads a scenario from a file, from flags, or from both (flags win).
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.simulate_tables import print_report
+from ntp_plugin.config import schema
+from ntp_plugin.config.files import read_file
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.simulator.protocol.laws import Violation
+from ntp_plugin.simulator.protocol.rules import PLANTED
+from ntp_plugin.simulator.protocol.search import Found, replay, search
+from ntp_plugin.simulator.report import Report, simulate, work_of
+from ntp_plugin.simulator.scenario import Scenario, Simulation
+
+PIPED_WIDTH = 140
+EXIT_FOUND = 1
+SEEDS_AT_ONCE = 200
+
+_EXAMPLE = """\
+examples:
+  ntp simulate --config recipes/simulate/paper-480b.toml --plot build/paper.png
+  ntp simulate --config recipes/simulate/h100-chooser.toml --days 90 --seed 7 --json
+  ntp simulate --search 20000        the live protocol under 20,000 drawn schedules
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
+    """Make `ntp simulate` known to the parser."""
+    parser = commands.add_parser(
+        "simulate",
+        help="show what losses cost, policy by policy",
+        description="Simulate a cluster that loses GPUs: throughput by policy, spares, and what the chooser would do.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a .toml or .json file with the same keys; flags win over it")
+    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw the report into this .png, .svg or .pdf")
+    live = parser.add_argument_group("the live protocol under drawn schedules, in place of a cluster")
+    live.add_argument("--search", metavar="N", help="look at so many schedules, from the one of --seed on")
+    live.add_argument("--replay", metavar="SEED", help="run one schedule again")
+    live.add_argument("--planted", metavar="BUG", help=f"with a planted bug: {', '.join(PLANTED)}")
+    schema.add_flags(parser.add_argument_group("the scenario"), Simulation)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Simulate and print."""
+    if parsed.search is not None or parsed.replay is not None:
+        return _look_at_schedules(parsed)
+    if parsed.planted is not None:
+        raise ConfigError("--planted belongs to --search or --replay", way_out="name one of them as well")
+    scenario = Scenario(asked=_read(parsed))
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+    report = _last(simulate(scenario), of=work_of(scenario))
+    if parsed.plot is not None:
+        _plot(report, Path(parsed.plot))
+    if parsed.json:
+        print(json.dumps(dataclasses.asdict(report), indent=2))
+        return 0
+    print_report(scenario, report, console)
+    return 0
+
+
+def _read(parsed: argparse.Namespace) -> Simulation:
+    said = schema.flag_values(Simulation, parsed)
+    if parsed.config is None:
+        return schema.build(Simulation, said, name=lambda path: schema.flag_name(Simulation, path))
+    path = Path(parsed.config)
+    written = schema.check(Simulation, read_file(path), name=schema.dotted(f"{path}: "))
+    return schema.build(Simulation, said, written, name=schema.dotted(f"{path}: "))
+
+
+def _last(reports: Iterable[Report], *, of: int) -> Report:
+    """The whole report; whoever watches sees it grow."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("simulating", total=of)
+        report = None
+        for report in reports:  # noqa: B007 - the last one is wanted
+            progress.advance(task)
+    assert report is not None, "there is one before any work"
+    return report
+
+
+def _plot(report: Report, path: Path) -> None:
+    try:
+        from ntp_plugin.cli.simulate_plots import draw  # noqa: PLC0415 - an extra, and slow to import
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--plot needs {error.name}", way_out="install ntp-plugin[plots], or use --json") from None
+    draw(report, path)
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def _look_at_schedules(parsed: argparse.Namespace) -> int:
+    if parsed.replay is not None:
+        return _replay(_number("--replay", parsed.replay), parsed.planted)
+    wanted = _number("--search", parsed.search)
+    first = int(schema.flag_values(Simulation, parsed).get("seed", 0))
+    events = faults = 0
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("schedules", total=wanted)
+        for seed in range(first, first + wanted, SEEDS_AT_ONCE):
+            searched = search(range(seed, min(seed + SEEDS_AT_ONCE, first + wanted)), parsed.planted)
+            progress.advance(task, searched.seeds)
+            if searched.found is not None:
+                print(searched.found)
+                return EXIT_FOUND
+            events, faults = events + searched.events, faults + searched.faults
+    print(f"{wanted:,} schedules, {faults:,} faults, {events:,} events: no law is broken")
+    return 0
+
+
+def _replay(seed: int, planted: str | None) -> int:
+    try:
+        outcome = replay(seed, planted)
+    except Violation as law:
+        print(Found(seed=seed, law=str(law), planted=planted))
+        return EXIT_FOUND
+    print(f"seed {seed}: {outcome.faults} faults, {outcome.epochs} epochs, {outcome.events} events: no law is broken")
+    return 0
+
+
+def _number(flag: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > schema.LARGEST_NUMBER:
+        raise ConfigError(f"{flag} = {text!r} must be a whole number from 0 on")
+    return int(text)

@@ -1,0 +1,68 @@
+"""What each policy does about a loss; side by side, one run has them all.
+
+A policy, and what is done about a domain that has lost GPUs:
+
+    dp-drop     the hurt replica does not go on
+    ntp         it goes on narrower, in the run's batch mode
+    ntp-strict  the same, and every sample is computed: the step gets longer
+    ntp-pw      the same, and what is left of a hurt domain takes more power, up to the machine's cap
+    ... +hot    a spare domain that is ready takes its place, as long as there is one
+    ... +cold   the same with spares that are started then; until one is ready the job goes on as without
+    ... +spares both
+    wait        the same, but the job stands still while a spare is started; without one it goes on narrower
+    restart     from the last checkpoint, without the hurt replica; who is repaired comes back at the next restart
+    chooser     whatever `planning/actions.py` chooses, loss by loss
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.planning.actions import DROP_REPLICA, REDUCE_TP, RESTART, WAIT_FOR_SPARE
+from ntp_plugin.simulator.fleet import STRICT
+
+CHOOSER = "chooser"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What is done with a domain that has lost GPUs, where no spare takes its place."""
+
+    name: str
+    action: str = REDUCE_TP
+    mode: str | None = None
+    """Of the batch; None: the run's."""
+    boosted: bool = False
+    hot: bool = False
+    cold: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        return self.name == CHOOSER
+
+
+POLICIES: Mapping[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy(name="dp-drop", action=DROP_REPLICA),
+        Policy(name="ntp"),
+        Policy(name="ntp-strict", mode=STRICT),
+        Policy(name="ntp-pw", boosted=True),
+        Policy(name="dp-drop+hot", action=DROP_REPLICA, hot=True),
+        Policy(name="dp-drop+cold", action=DROP_REPLICA, cold=True),
+        Policy(name="ntp+hot", hot=True),
+        Policy(name="ntp+cold", cold=True),
+        Policy(name="dp-drop+spares", action=DROP_REPLICA, hot=True, cold=True),
+        Policy(name="ntp+spares", hot=True, cold=True),
+        Policy(name="wait", action=WAIT_FOR_SPARE, hot=True, cold=True),
+        Policy(name="restart", action=RESTART),
+        Policy(name=CHOOSER, hot=True, cold=True),
+    )
+}
+
+
+def policy_of(name: str) -> Policy:
+    """The policy of that name."""
+    if name not in POLICIES:
+        raise ConfigError(f"{name!r} is no policy", way_out=f"choose from {', '.join(POLICIES)}")
+    return POLICIES[name]

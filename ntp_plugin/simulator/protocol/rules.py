@@ -1,0 +1,95 @@
+"""The live functions, and ways to get them wrong.
+
+A planted bug stands in for one function. The search must find each of them, or it would find nothing else either.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from ntp_plugin.comm import membership
+from ntp_plugin.comm.membership import Decision, Member, Phase, Read, Report, Step, Write
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.recovery import detector
+from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict
+
+type Finished = tuple[bool | None, Write | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What members and supervisors call."""
+
+    advance: Callable[..., Step] = membership.advance
+    finish: Callable[[Member, Read], Finished] = membership.finish
+    decide: Callable[[Mapping[int, Report]], Decision] = membership.decide
+    gone: Callable[..., list[Verdict]] = detector.gone
+    judge: Callable[..., list[Verdict]] = detector.judge
+
+
+LIVE = Rules()
+
+
+def _decide_early(member: Member, read: Read, *, report: Report, digest: str | None) -> Step:
+    """A member plans before all have reported."""
+    following, write = membership.advance(member, read, report=report, digest=digest)
+    if member.phase is Phase.GATHERING and following == member:
+        return dataclasses.replace(member, phase=Phase.PLANNING), None
+    return following, write
+
+
+def _max_for_min(reports: Mapping[int, Report]) -> Decision:
+    """Everybody is to stand on the newest step that anybody has applied or holds gradients for."""
+    step = max(report.applied + report.prepared for report in reports.values())
+    return Decision(step=step, vote=step % 2, roll_forward=(), roll_back=())
+
+
+def _one_version_only(reports: Mapping[int, Report]) -> Decision:
+    """Reduced gradients are thrown away when a member leaves, so that nobody can roll forward."""
+    return membership.decide({slot: dataclasses.replace(told, prepared=False) for slot, told in reports.items()})
+
+
+def _stale_epoch(member: Member, read: Read, *, report: Report, digest: str | None) -> Step:
+    """Whoever has gathered the reports no longer looks for a newer view."""
+
+    def old(key: str) -> str | None:
+        return None if key.startswith("view/") else read(key)
+
+    late = member.phase in (Phase.PLANNING, Phase.ENTERING)
+    return membership.advance(member, old if late else read, report=report, digest=digest)
+
+
+def _unhealed_donor(reports: Mapping[int, Report]) -> Decision:
+    """Who has come back and holds nothing yet counts as one who holds state."""
+    return membership.decide({slot: dataclasses.replace(told, newcomer=False) for slot, told in reports.items()})
+
+
+def _nobody_hangs(*_facts: object) -> list[Verdict]:
+    """Whoever holds all others up is never named."""
+    return []
+
+
+def _impatient(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[Verdict]:
+    """A rank that has waited for others for long is taken for silent."""
+    found = detector.gone(pulses, thresholds, now=now)
+    waited = [slot for slot, p in pulses.items() if p.moved_at is not None and now - p.moved_at > thresholds.frozen_s]
+    return found + [Verdict(slot=slot, kind="silent", reason="it has not moved") for slot in waited]
+
+
+PLANTED: Mapping[str, Rules] = {
+    "decide-early": Rules(advance=_decide_early),
+    "max-for-min": Rules(decide=_max_for_min),
+    "one-version-only": Rules(decide=_one_version_only),
+    "stale-epoch": Rules(advance=_stale_epoch),
+    "unhealed-donor": Rules(decide=_unhealed_donor),
+    "nobody-hangs": Rules(judge=_nobody_hangs),
+    "impatient": Rules(gone=_impatient),
+}
+
+
+def rules_of(planted: str | None) -> Rules:
+    """The live rules, or those with one planted bug."""
+    if planted is None:
+        return LIVE
+    if planted not in PLANTED:
+        raise ConfigError(f"{planted!r} is no planted bug", way_out=f"choose from {', '.join(PLANTED)}")
+    return PLANTED[planted]

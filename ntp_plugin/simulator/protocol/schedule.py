@@ -1,0 +1,66 @@
+"""What a seed draws: the job, its wires, and what befalls whom after how many events."""
+
+import dataclasses
+from random import Random
+
+KILL, FREEZE, HANG, HOST, CUT, DOUBT, BREAK = "kill", "freeze", "hang", "host dies", "link cut", "doubt", "break"
+KINDS = (KILL, KILL, KILL, FREEZE, HANG, HOST, CUT, DOUBT, BREAK)
+"""A death is the most common fault. A doubt is a supervisor's error, a break an edit of the groups that failed while
+nobody was lost."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Befalls a slot, or its host, once so many events have passed."""
+
+    after: int
+    kind: str
+    slot: int
+    thaws_after_s: float
+    """Of a freeze; above every threshold where it never thaws by itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Everything that tells one run from another; the seed also drives every delay."""
+
+    seed: int
+    slots: int
+    hosts: int
+    steps: int
+    kept: int
+    """How many steps back a rank can return: 0 where an update is made in place."""
+    mean_delay_s: float
+    loss: float
+    compute_s: float
+    respawns: int
+    faults: tuple[Fault, ...]
+
+
+def draw(seed: int) -> Schedule:
+    """The same seed, the same schedule, on every machine."""
+    random = Random(seed)
+    slots = random.randint(2, 4)
+    hosts = random.randint(1, min(slots, 3))
+    faults = [_fault(random, slots) for _ in range(random.choice((0, 1, 1, 2, 2, 3)))]
+    return Schedule(
+        seed=seed,
+        slots=slots,
+        hosts=hosts,
+        steps=random.randint(1, 3),
+        kept=random.choice((0, 0, 1)),
+        mean_delay_s=random.choice((0.0005, 0.005, 0.03)),
+        loss=random.choice((0.0, 0.0, 0.02, 0.1)),
+        compute_s=random.choice((0.001, 0.02)),
+        respawns=random.choice((0, 0, 1, 2)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.after)),
+    )
+
+
+def _fault(random: Random, slots: int) -> Fault:
+    return Fault(
+        after=random.randint(0, 160),
+        kind=random.choice(KINDS),
+        slot=random.randrange(slots),
+        thaws_after_s=random.choice((0.05, 0.4, 1.0, 60.0)),
+    )

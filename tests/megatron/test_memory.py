@@ -1,0 +1,35 @@
+"""The memory model against the bytes of real tensors, rank by rank, on real Megatron."""
+
+import pytest
+
+from benchmarks.parity.job import run
+from benchmarks.parity.layouts import BASE, OLD, OPTIONS, hurt
+
+WITHIN = 0.05
+PATIENCE_S = 400.0
+
+
+def differences(layout, feature=BASE, more=""):
+    """What is planned for the fullest slot of each group, over what its fullest rank holds, less 1."""
+    outcomes = list(run(hurt(feature, layout, more=more, dtype="float32"), timeout_s=PATIENCE_S).values())
+    found = {}
+    for replica in {seen.replica for seen in outcomes}:
+        group = [seen for seen in outcomes if seen.replica == replica]
+        for what in ("weights", "gradients", "optimizer"):
+            counted = max(seen.counted[what] for seen in group)
+            assert counted
+            found[replica, what] = group[0].planned[what] / counted - 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "feature", "more"),
+    [
+        pytest.param("TP2+TP1", BASE, "", marks=pytest.mark.short),
+        ("TP4+TP3", OLD, ""),
+        ("TP3+TP3", BASE, OPTIONS["distributed optimizer"]),
+    ],
+)
+def test_bytes_are_within_five_per_cent_of_those_counted(layout, feature, more):
+    found = differences(layout, feature, more)
+    assert max(abs(part) for part in found.values()) <= WITHIN, found

@@ -1,0 +1,112 @@
+"""The memory guard: activations by the published formula, the ladder, and nothing that fits less on some rank."""
+
+import dataclasses
+
+import pytest
+
+from ntp_plugin.config.sections import Batch, Model, State
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning import memory_fit
+from ntp_plugin.planning.memory_fit import (
+    AS_IS,
+    NARROWER,
+    OFFLOAD,
+    RECOMPUTE,
+    SMALLER,
+    Training,
+    activation_bytes,
+    fit,
+    fit_groups,
+    memory_use,
+)
+from ntp_plugin.planning.topology import Slot, Standing, Topology
+from ntp_plugin.planning.units import transformer_units
+
+MODEL = Model(layers=24, hidden=2048, heads=16, ffn=8192, vocab=32000, seq=2048, gated=False)
+TOPOLOGY = Topology(tp=4, pp=2, dp=3, gpus_per_node=8, nodes_per_rack=4, racks_per_power_row=8)
+TRAINING = Training(
+    model=MODEL,
+    units=transformer_units(MODEL, tp=4, pp=2),
+    state=State(),
+    batch=Batch(micro_batch=4),
+    micro_batches=16,
+)
+
+
+def tried(limit, pattern=(1,), training=TRAINING, **told):
+    return fit(training, 0, 4, pattern, limit=limit, replicas=3, packing=True, **told)
+
+
+def test_activations_are_those_of_the_published_formula():
+    """34 s b h / t for each layer (arXiv 2205.05198, eq. 4, without the scores), times the micro-batches in flight."""
+    layer = 34 * 2048 * 4 * 2048 // 4
+    assert activation_bytes(TRAINING, 0, 4, ()) == 12 * layer * 2
+    assert activation_bytes(TRAINING, 1, 4, ()) == 12 * layer
+    assert activation_bytes(TRAINING, 0, 4, (), pieces=4) == 12 * layer * 2 // 4
+    full = activation_bytes(TRAINING, 0, 4, (), recompute=True)
+    assert full == 12 * 2 * (2048 * 4 * 2048 // 4) * 2 + layer
+
+
+def test_the_hurt_group_holds_more():
+    for count in range(3):
+        wider, narrower = (activation_bytes(TRAINING, 0, 4, tuple(range(n))) for n in (count, count + 1))
+        assert narrower > wider
+    # Of 16 heads three slots hold six at most, where a quarter was four: attention's part is half as large again.
+    hurt = activation_bytes(TRAINING, 0, 4, (0,))
+    assert 1.33 < hurt / activation_bytes(TRAINING, 0, 4, ()) < 1.5
+
+
+def test_the_ladder_goes_as_far_as_it_must():
+    rungs = tried(0)
+    names = list(dict.fromkeys(rung.name for rung in rungs))
+    assert names == [AS_IS, SMALLER, RECOMPUTE, OFFLOAD, NARROWER]
+    for rung in rungs:
+        until = tried(rung.bytes)
+        assert until[-1].bytes <= rung.bytes
+        assert len(until) <= rungs.index(rung) + 1
+    assert tried(rungs[0].bytes)[-1].name == AS_IS
+    assert tried(rungs[0].bytes - 1)[-1] == rungs[1]
+    assert (rungs[1].pieces, rungs[2].pieces) == (2, 4)
+
+
+def test_each_rung_keeps_what_the_ones_before_have_brought():
+    before_narrower = [rung.bytes for rung in tried(0) if rung.name != NARROWER]
+    assert before_narrower == sorted(before_narrower, reverse=True)
+    offloaded = next(rung for rung in tried(0) if rung.name == OFFLOAD)
+    assert offloaded.recompute and offloaded.pieces == 4
+
+
+def test_fewer_slots_never_hold_less_by_our_units():
+    """Why that rung is the last: it is for bytes that are not ours."""
+    last = [rung.bytes for rung in tried(0) if rung.name in (OFFLOAD, NARROWER)]
+    assert last == sorted(last)
+    assert [rung.name for rung in tried(0, min_tp_width=3)].count(NARROWER) == 0
+
+
+def test_every_affected_group_is_looked_at_before_anything_is_done():
+    standing = Standing(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=1)
+    roomy = fit_groups(TRAINING, standing, limit=80e9)
+    assert set(roomy) == {(0, ()), (1, ()), (1, (2,))}
+    assert {rung.name for rung in roomy.values()} == {AS_IS}
+    hurt = roomy[1, (2,)].bytes
+    tight = fit_groups(TRAINING, standing, limit=hurt - 1)
+    assert tight[1, (2,)].name == SMALLER
+    with pytest.raises(Refused, match=r"stage 0 at TP width 4 does not fit into 1.0 GB per GPU: as is .* GB"):
+        fit_groups(TRAINING, standing, limit=1e9)
+
+
+def test_a_dropped_replica_leaves_fewer_to_share_the_optimizer():
+    sharded = dataclasses.replace(TRAINING, state=State(distributed_optimizer=True))
+    nobody = Standing(topology=TOPOLOGY, lost=frozenset(), min_tp_width=4)
+    one = Standing(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=4)
+    before, after = (fit_groups(sharded, standing, limit=80e9)[0, ()].bytes for standing in (nobody, one))
+    use = memory_use(sharded.units.stages[0], 4, (), sharded.state, replicas=3, packing=False)
+    assert after - before == pytest.approx(use.optimizer / 2, rel=1e-6)
+
+
+def test_a_guard_that_looks_at_whole_groups_alone_is_noticed(monkeypatch):
+    """A negative control: the test above fails where hurt patterns are left out."""
+    monkeypatch.setattr(Standing, "patterns_of_stage", lambda *_: {})
+    with pytest.raises(AssertionError):
+        test_every_affected_group_is_looked_at_before_anything_is_done()
+    assert memory_fit.fit_groups is fit_groups

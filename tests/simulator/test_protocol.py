@@ -1,0 +1,60 @@
+"""The live protocol under a virtual clock: no schedule breaks it, and each planted bug is found."""
+
+import pytest
+
+from ntp_plugin.comm import membership
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.recovery import detector
+from ntp_plugin.simulator.protocol.job import VirtualJob
+from ntp_plugin.simulator.protocol.laws import Violation
+from ntp_plugin.simulator.protocol.rules import LIVE, PLANTED, rules_of
+from ntp_plugin.simulator.protocol.schedule import draw
+from ntp_plugin.simulator.protocol.search import replay, search
+
+CI_SEEDS = 2_000
+"""A slice; `make show-simulator` looks at 20,000 and more."""
+
+
+def test_no_schedule_breaks_the_protocol():
+    searched = search(range(CI_SEEDS))
+    assert searched.found is None, str(searched.found)
+    assert searched.faults > CI_SEEDS / 2, "hardly anything befell anybody"
+    assert searched.epochs > 2 * CI_SEEDS
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_bug_is_found_and_its_seed_shows_it_again(planted):
+    found = search(range(CI_SEEDS), planted).found
+    assert found is not None
+    assert found.replay == f"ntp simulate --replay {found.seed} --planted {planted}"
+    with pytest.raises(Violation) as law:
+        replay(found.seed, planted)
+    assert str(law.value) == found.law
+
+
+def test_what_is_searched_is_the_live_code():
+    assert (LIVE.advance, LIVE.finish, LIVE.decide) == (membership.advance, membership.finish, membership.decide)
+    assert (LIVE.gone, LIVE.judge) == (detector.gone, detector.judge)
+
+
+def test_a_seed_is_a_run():
+    assert [replay(seed) for seed in range(60)] == [replay(seed) for seed in range(60)]
+
+
+def test_every_kind_of_fault_befalls_somebody_in_the_slice():
+    kinds = set()
+
+    class Noting(VirtualJob):
+        def _befall(self, fault):
+            before = self._happened
+            super()._befall(fault)
+            kinds.update({fault.kind} if self._happened > before else ())
+
+    for seed in range(300):
+        Noting(draw(seed), LIVE).run()
+    assert kinds == {"kill", "freeze", "hang", "host dies", "link cut", "doubt", "break"}
+
+
+def test_an_unknown_planted_bug_is_one_line():
+    with pytest.raises(ConfigError, match="'decide-soon' is no planted bug"):
+        rules_of("decide-soon")
