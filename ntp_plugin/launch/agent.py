@@ -160,7 +160,13 @@ class TolerantAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         place = self._tenancy
-        self._telling = self.policy.telling.begin(os.environ, host=place.host, said=_say)
+        self._telling = self.policy.telling.begin(
+            os.environ,
+            host=place.host,
+            founds=not place.tenant,
+            agreed=lambda own: self._job.create("run of wandb", own),
+            said=_say,
+        )
         os.environ.update(self._telling.told_to_workers)
         self._folder = RunFolder("ntp-run-")
         self._copies = RunFolder(

@@ -43,12 +43,21 @@ class Telling:
         if self.prometheus is not None:
             _refuse_taken(self.prometheus)
 
-    def begin(self, environment: Mapping[str, str], *, host: int, said: Callable[[str], None]) -> "Underway":
-        """Before the workers start."""
+    def begin(
+        self,
+        environment: Mapping[str, str],
+        *,
+        host: int,
+        founds: bool,
+        agreed: Callable[[str], str],
+        said: Callable[[str], None],
+    ) -> "Underway":
+        """Before the workers start. A machine that takes a lost host's place goes on with the record that one has left,
+        where it has it; `agreed` says which of the runs that hosts propose is the job's."""
         if self.folder is None:
             return Underway(events=None, host=host, told_to_workers={}, relay=None, said=said)
-        events = _new_record(self.folder, host)
-        told = {"NTP_EVENTS": str(events)} | (told_to_workers(environment) if self.wandb else {})
+        events = _record(self.folder, host, is_new=founds)
+        told = {"NTP_EVENTS": str(events)} | (told_to_workers(environment, agreed) if self.wandb else {})
         relay = self._relay(self.folder, {**environment, **told}) if host == 0 else None
         return Underway(events=events, host=host, told_to_workers=told, relay=relay, said=said)
 
@@ -98,7 +107,7 @@ class Underway:
             self._said(f"the sinks did not come to an end within {_PATIENCE_S:g} s, and were ended")
 
 
-def _new_record(folder: Path, host: int) -> Path:
+def _record(folder: Path, host: int, *, is_new: bool) -> Path:
     events = events_file(folder, host).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +115,7 @@ def _new_record(folder: Path, host: int) -> Path:
         events.touch()
     except OSError as error:
         raise ConfigError(f"--ntp-run-dir {folder} cannot be written to: {error.strerror}") from None
-    if taken:
+    if taken and is_new:
         raise ConfigError(
             f"{events} holds the record of another run", way_out="name another folder, or remove this one"
         )

@@ -22,9 +22,10 @@ from ntp_plugin.telemetry.words import in_words
 _COLUMNS = ("at", "step", "epoch", "event", "what")
 
 
-def told_to_workers(environment: Mapping[str, str]) -> dict[str, str]:
-    """What has every `wandb.init` of this job write into one run; the user's own choice of one stands."""
-    run = environment.get("WANDB_RUN_ID") or f"ntp-{secrets.token_hex(4)}"
+def told_to_workers(environment: Mapping[str, str], agreed: Callable[[str], str]) -> dict[str, str]:
+    """What has every `wandb.init` of this job write into one run, on all hosts the one that is `agreed` on; the user's
+    own choice of one stands."""
+    run = environment.get("WANDB_RUN_ID") or agreed(f"ntp-{secrets.token_hex(4)}")
     return {"WANDB_RUN_ID": run, "WANDB_RESUME": environment.get("WANDB_RESUME", "allow")}
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from ntp_plugin.cli.main import main
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.telling import Telling
 from ntp_plugin.telemetry import Began, Committed, Copied, Corrupted, Follower, Gone, Recovered, Teller
 from ntp_plugin.telemetry.relay import Relay
 from ntp_plugin.telemetry.wandb_sink import told_to_workers
@@ -70,7 +72,7 @@ def relayed(folder, *words, environment):
 def wandb_records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     tell_a_run(folder)
-    environment = {"WANDB_MODE": "offline", **told_to_workers({})}
+    environment = {"WANDB_MODE": "offline", **told_to_workers({}, str)}
     said = relayed(folder, "--wandb", "some-project", environment=environment)
     assert "wandb: " in said
     assert "failed" not in said
@@ -128,10 +130,26 @@ def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table
 
 
 def test_workers_are_told_the_run_and_the_users_own_choice_stands():
-    ours = told_to_workers({})
+    ours = told_to_workers({}, str)
     assert ours["WANDB_RESUME"] == "allow"
-    assert ours["WANDB_RUN_ID"] != told_to_workers({})["WANDB_RUN_ID"]
-    assert told_to_workers({"WANDB_RUN_ID": "mine"})["WANDB_RUN_ID"] == "mine"
+    assert ours["WANDB_RUN_ID"] != told_to_workers({}, str)["WANDB_RUN_ID"]
+    assert told_to_workers({}, lambda _: "that of the first host")["WANDB_RUN_ID"] == "that of the first host"
+    assert told_to_workers({"WANDB_RUN_ID": "mine"}, str)["WANDB_RUN_ID"] == "mine"
+
+
+def begun(folder, *, founds):
+    return Telling(folder=folder).begin({}, host=1, founds=founds, agreed=str, said=print)
+
+
+def test_a_machine_in_the_place_of_a_lost_host_goes_on_with_its_record_and_a_new_run_does_not(tmp_path):
+    gone = Gone(number=1, pid=1, kind="ended", reason="code -9")
+    for founds in (True, False):
+        underway = begun(tmp_path, founds=founds)
+        underway.tell(gone)
+        underway.end()
+    assert [told.event for told in Follower(tmp_path).news()] == [gone, gone]
+    with pytest.raises(ConfigError, match="the record of another run"):
+        begun(tmp_path, founds=True)
 
 
 def test_prometheus_finds_the_numbers_on_loopback_alone(tmp_path):
