@@ -16,6 +16,8 @@ from ntp_plugin.config.files import read_file
 from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.recovery.moments import MOMENTS, OF_WALKS
+from ntp_plugin.simulator.failures import DAY_S
+from ntp_plugin.simulator.traces import read_trace
 
 ANY = "any"
 _SLOT = re.compile(r"r\d+\.s\d+\.t\d+")
@@ -97,6 +99,25 @@ class RandomSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TraceSpec:
+    """Outages that were once, at their pace or a faster one; whose they were does not matter, any slot is struck."""
+
+    file: str = key("", help="rows of domain, start and end in days, as CSV or JSON; beside the recipe")
+    seconds_per_day: float = key(1.0, help="how fast its days go by", at_least=0.0, at_most=86_400.0)
+    from_day: float = key(0.0, help="what began before is left out", at_least=0.0)
+    count: int = key(20, help="so many of them at most", at_least=1, at_most=1_000_000)
+    what: str = key("sigkill", help="what breaks", choices=tuple(KINDS))
+
+    def faults(self, beside: Path) -> tuple[FaultSpec, ...]:
+        """One for each outage."""
+        if not self.file:
+            return ()
+        found = [one for one in read_trace(beside / self.file) if one.start_s >= self.from_day * DAY_S][: self.count]
+        days = [one.start_s / DAY_S - self.from_day for one in found]
+        return tuple(FaultSpec(what=self.what, at_s=day * self.seconds_per_day) for day in days)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """All of it."""
 
@@ -123,13 +144,16 @@ def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = (
     recipe = Recipe(
         name=path.stem,
         job=_section(JobSpec, said, f"{path}: job."),
-        faults=tuple(_section(FaultSpec, fault, f"{path}: fault {n}: ") for n, fault in enumerate(faults, start=1)),
+        faults=(
+            *(_section(FaultSpec, fault, f"{path}: fault {n}: ") for n, fault in enumerate(faults, start=1)),
+            *_section(TraceSpec, raw.get("trace", {}), f"{path}: trace.").faults(path.parent),
+        ),
         random=_section(RandomSpec, raw.get("random", {}), f"{path}: random."),
     )
     if not recipe.job.run:
         raise ConfigError(f"{path} has no job", way_out="write job.run = [...], or ntp chaos FILE -- WORDS FOR NTP RUN")
     if not (recipe.faults or recipe.random.count):
-        raise ConfigError(f"{path} breaks nothing", way_out="write a [[fault]], or random.count")
+        raise ConfigError(f"{path} breaks nothing", way_out="write a [[fault]], random.count, or trace.file")
     for word in recipe.job.environment:
         if "=" not in word:
             raise ConfigError(f"{path}: job.environment: {word!r} is not NAME=VALUE")
@@ -138,9 +162,9 @@ def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = (
 
 def _known_tables(path: Path) -> dict[str, Any]:
     raw = read_file(path)
-    if unknown := raw.keys() - {"job", "fault", "random"}:
+    if unknown := raw.keys() - {"job", "fault", "random", "trace"}:
         raise ConfigError(
-            f"{path}: {min(unknown)} is not a known key", way_out="known keys: [job], [[fault]], [random]"
+            f"{path}: {min(unknown)} is not a known key", way_out="known keys: [job], [[fault]], [random], [trace]"
         )
     return raw
 

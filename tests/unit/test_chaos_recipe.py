@@ -39,6 +39,12 @@ def test_a_job_is_like_another_but_for_what_it_says_itself(tmp_path):
     assert read_recipe(path, run=("c.py",)).job.run == ("c.py",)
 
 
+def test_outages_of_a_trace_strike_when_they_were(tmp_path):
+    (tmp_path / "trace.csv").write_text("domain,start,end\nb,3,4\na,1.5,2\na,9,10\n")
+    path = written(tmp_path, JOB + "[trace]\nfile = 'trace.csv'\nseconds_per_day = 2.0\nfrom_day = 1.0\ncount = 2\n")
+    assert [(fault.what, fault.at_s) for fault in read_recipe(path).faults] == [("sigkill", 1.0), ("sigkill", 4.0)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -57,6 +63,7 @@ def test_a_job_is_like_another_but_for_what_it_says_itself(tmp_path):
         (JOB + FAULT + "at_step = 3\nat_s = 1.0\n", "choose one"),
         (JOB + "[random]\ncount = 3\nwhat = ['lightning']\n", "'lightning' is not known"),
         (JOB + "[random]\ncount = 3\nduring = []\n", "nothing to draw from"),
+        (JOB + "[trace]\nfile = 'nowhere.csv'\n", "cannot be read"),
         ('[job]\nrun = ["a.py"]\nenvironment = ["HOME"]\n' + FAULT, "not NAME=VALUE"),
         ('[job]\nlike = "nowhere.toml"\n' + FAULT, "cannot be read"),
         ("job = 3\n" + FAULT, "write [job]"),
