@@ -3,6 +3,7 @@
 [job]      the words for `ntp run`, its environment, and what is expected of it; it may be `like` another file's
 [[fault]]  one that strikes at a step, at a moment, or at a time
 [random]   many of them, drawn from a seed
+[trace]    those of a file, when they were
 """
 
 import dataclasses
