@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.telemetry.events import Began, Committed, Copied, Corrupted, Recovered
+from ntp_plugin.telemetry.events import Began, Committed, Copied, CopyTrouble, Corrupted, Recovered, Restored
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import Told
 from ntp_plugin.telemetry.words import in_words
 
+_REST_S = 600
+"""Between two alerts of what every slot may tell, in each step."""
 _COLUMNS = ("at", "step", "epoch", "event", "what")
 
 
@@ -67,7 +69,8 @@ class WandbSink:
         words = in_words(told)
         if words is not None:
             self._rows.append((told.at, job.step, job.epoch, type(told.event).__name__, ": ".join(words)))
-            self._run.alert(f"ntp: {words[0]}", words[1], level=_level(self._wandb, told), wait_duration=0)
+            rest_s = _REST_S if isinstance(told.event, CopyTrouble | Restored) else 0
+            self._run.alert(f"ntp: {words[0]}", words[1], level=_level(self._wandb, told), wait_duration=rest_s)
 
     def close(self) -> None:
         """With the table of all that happened."""

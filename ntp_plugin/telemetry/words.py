@@ -20,11 +20,11 @@ def in_words(told: Told) -> tuple[str, str] | None:  # noqa: PLR0911  (a sentenc
             return f"the job goes on ({who})", f"after {event.seconds:.2f} s; widths {widths}; micro-batches {shares}"
         case Restored():
             where = f"{event.own:,} bytes of its own, {event.here:,} of this host, {event.elsewhere:,} of others"
-            return f"{told.slot} has its state from copies", f"{where}; {event.again} steps again"
+            return "state comes from copies", f"{told.slot}: {where}; {event.again} steps again"
         case Corrupted():
             return f"replicas differ: {', '.join(event.slots)}", f"{event.what} after step {event.step}"
         case CopyTrouble():
-            return f"a copy was not made on {told.slot}", event.what
+            return "trouble with a copy", f"{told.slot}: {event.what}"
         case Exported():
             return "a checkpoint was made of copies", event.failed or event.folder
     return None
