@@ -47,6 +47,8 @@ from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
 from ntp_plugin.telemetry import Gone
 
+_STANDALONE = "--standalone"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunPolicy:
@@ -423,13 +425,22 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
 
 
 def _on_loopback_if_alone(words: list[str]) -> tuple[list[str], TCPStore | None]:
-    """torch's store for one host listens on all its addresses, and anybody may write into it; ours on loopback."""
-    if not parse_args(words).standalone:  # type: ignore[no-untyped-call]
+    """torch's store for one host listens on all its addresses, and anybody may write into it; ours on loopback.
+
+    Where torch hears of it by another way than this word (its environment, a part of the word) its own store is taken.
+    """
+    if _STANDALONE not in words:
+        return words, None
+    at = words.index(_STANDALONE)
+    if not _is_standalone(words) or _is_standalone([*words[:at], *words[at + 1 :]]):  # it is a word of the script's
         return words, None
     store = serve("127.0.0.1", 0)
     place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0")
-    at = words.index("--standalone")
     return [*words[:at], *place, f"--rdzv-id={uuid.uuid4()}", *words[at + 1 :]], store
+
+
+def _is_standalone(words: list[str]) -> bool:
+    return bool(parse_args(words).standalone)  # type: ignore[no-untyped-call]
 
 
 def _say(what: str) -> None:
