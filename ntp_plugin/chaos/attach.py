@@ -11,7 +11,7 @@ from pathlib import Path
 from ntp_plugin.chaos.striker import SIGNALS, is_worker, send
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, SUPERVISOR, Orders, Strike, orders_file
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.telemetry import Follower
+from ntp_plugin.telemetry import read_run
 from ntp_plugin.telemetry.job_state import JobState
 
 
@@ -38,11 +38,7 @@ def strike_now(run: Path, strike: Strike) -> str:
 
 def job_of(run: Path) -> JobState:
     """As its record has it now."""
-    if not run.is_dir():
-        raise ConfigError(f"{run} is no folder of a run", way_out="the one that ntp run --ntp-run-dir was told")
     job = JobState()
-    for told in sorted(Follower(run).news(), key=lambda told: told.at):
+    for told in read_run(run):
         job.hear(told)
-    if not job.slots:
-        raise ConfigError(f"{run}: training has not begun yet, or nothing is told there", way_out="try again later")
     return job

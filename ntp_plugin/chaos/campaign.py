@@ -21,7 +21,7 @@ from ntp_plugin.chaos.striker import Striker, is_worker, send
 from ntp_plugin.chaos.strikes import Strike
 from ntp_plugin.chaos.verdict import End, Expected, Verdict, judge
 from ntp_plugin.errors import ConfigError, Refused
-from ntp_plugin.telemetry import Follower
+from ntp_plugin.telemetry import Follower, read_run
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import Told
 
@@ -85,7 +85,7 @@ def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
 
 
 def _ran_before(folder: Path) -> Ran:
-    history = History.of(Follower(folder).news())
+    history = History.of(read_run(folder))
     if not history.ended:
         raise ConfigError(f"{folder} holds no run that came to its end", way_out="name the twin/ of another campaign")
     return Ran(folder=folder, end=End(code=0), history=history, strikes=[])

@@ -8,8 +8,7 @@ from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.page import Report, write_page
 from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.cli.parser import OneLineParser
-from ntp_plugin.errors import ConfigError
-from ntp_plugin.telemetry import Follower
+from ntp_plugin.telemetry import read_run
 
 
 def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
@@ -30,8 +29,8 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
 
 def run(said: Any) -> int:
     """Read, judge and write."""
-    told = _history(said.folder)
-    twin = None if said.twin is None else _history(said.twin)
+    told = History.of(read_run(said.folder))
+    twin = None if said.twin is None else History.of(read_run(said.twin))
     report = Report(
         title=str(said.folder),
         record=said.folder,
@@ -45,12 +44,3 @@ def run(said: Any) -> int:
     for check in report.verdict.checks:
         print(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")
     return 0 if report.verdict.holds else 1
-
-
-def _history(folder: Path) -> History:
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder of a run", way_out="the one that ntp run --ntp-run-dir was told")
-    history = History.of(Follower(folder).news())
-    if not history.began:
-        raise ConfigError(f"{folder}: training has not begun yet, or nothing is told there", way_out="try again later")
-    return history

@@ -29,7 +29,7 @@ from ntp_plugin.telemetry.events import (
     Restored,
     Struck,
 )
-from ntp_plugin.telemetry.record import Follower, Teller, Told, events_file
+from ntp_plugin.telemetry.record import Follower, Teller, Told, events_file, read_run
 
 __all__ = [
     "Began",
@@ -48,4 +48,5 @@ __all__ = [
     "Teller",
     "Told",
     "events_file",
+    "read_run",
 ]

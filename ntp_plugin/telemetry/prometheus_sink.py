@@ -33,10 +33,10 @@ class PrometheusSink:
         self._server, _ = prometheus.start_http_server(port, addr=address, registry=registry)
 
     @property
-    def port(self) -> int:
-        """Where it listens; one that is free, where 0 was asked for."""
-        port: int = self._server.server_port
-        return port
+    def address(self) -> str:
+        """Where the page is; at a port that is free, where 0 was asked for."""
+        host, port = self._server.server_address[:2]
+        return f"http://{host}:{port}/metrics"
 
     def hear(self, told: Told, job: JobState, *, news: bool) -> None:
         """What the job is like now."""

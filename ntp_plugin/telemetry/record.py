@@ -15,7 +15,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.telemetry.events import KINDS, Event
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.telemetry.events import KINDS, Began, Event
 
 _LOG = logging.getLogger(__name__)
 _NAME = "events.jsonl"
@@ -30,6 +31,19 @@ class Told:
     event: Event
 
 
+def read_run(folder: Path) -> list[Told]:
+    """All that is told in the folder of a run in which training has begun, in order."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder of a run", way_out="the one that ntp run --ntp-run-dir was told")
+    follower = Follower(folder)
+    told = sorted(follower.news(), key=lambda one: one.at)
+    if follower.senseless:
+        _LOG.warning("%s: %d lines make no sense, and are passed over", folder, follower.senseless)
+    if not any(isinstance(one.event, Began) for one in told):
+        raise ConfigError(f"{folder}: training has not begun yet, or nothing is told there", way_out="try again later")
+    return told
+
+
 def events_file(run: Path, host: int = 0) -> Path:
     """Where a host of a run tells what happens."""
     return run / (_NAME if not host else f"events.host{host}.jsonl")
@@ -40,6 +54,8 @@ class Teller:
 
     def __init__(self, path: str | Path | None, slot: str) -> None:
         self._slot = slot
+        # From here on by the clock that nobody sets: a record whose times jump has no order.
+        self._began_at = time.time() - time.monotonic()
         self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     @property
@@ -51,7 +67,12 @@ class Teller:
         """Append it, if there is a file."""
         if self._file is None:
             return
-        line = {"at": time.time(), "slot": self._slot, "event": type(event).__name__, **dataclasses.asdict(event)}
+        line = {
+            "at": self._began_at + time.monotonic(),
+            "slot": self._slot,
+            "event": type(event).__name__,
+            **dataclasses.asdict(event),
+        }
         try:
             os.write(self._file, json.dumps(line).encode() + b"\n")
         except OSError as error:  # a full disk is no reason to stop training

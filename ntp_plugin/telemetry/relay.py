@@ -52,6 +52,8 @@ class Relay:
 
     def close(self) -> None:
         """All sinks."""
+        if self._follower.senseless:
+            self._said(f"{self._follower.senseless} lines of the record made no sense, and were passed over")
         for sink in tuple(self._sinks):
             self._guarded(sink, sink.close)
 
@@ -77,6 +79,10 @@ def main(words: Sequence[str]) -> None:
     if asked.wandb:
         sinks.append(WandbSink(asked.wandb, asked.folder, os.environ, said=_say))
     relay = Relay(Follower(asked.folder), sinks, said=_say)
+    relay.hand_over()
+    for page in sinks:
+        if isinstance(page, PrometheusSink):
+            _say(f"numbers for Prometheus are at {page.address}")
     while not select.select([sys.stdin], [], [], EVERY_S)[0]:
         relay.hand_over()
     relay.hand_over()

@@ -3,10 +3,11 @@
 import dataclasses
 import multiprocessing
 import resource
+import time
 
 import pytest
 
-from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Gone, Recovered, Teller, Told, events_file
+from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Gone, Recovered, Teller, Told, events_file, read_run
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
 EVENTS = [
@@ -153,3 +154,20 @@ def test_goodput_leaves_recoveries_and_steps_taken_again_out():
     assert news[4:] == [True, True, False, True, True]
     assert job.useful_s == pytest.approx(2.75)
     assert job.goodput == pytest.approx(2.75 / (job.heard_at - job.began_at))
+
+
+def test_a_clock_that_is_set_back_does_not_change_the_order_of_a_record(tmp_path, monkeypatch):
+    teller = Teller(tmp_path / "events", "r0.s0.t0")
+    teller.tell(EVENTS[0])
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    teller.tell(EVENTS[1])
+    first, second = Follower(tmp_path / "events").news()
+    assert 0 <= second.at - first.at < 60
+
+
+def test_who_reads_a_run_is_told_of_lines_that_make_no_sense(tmp_path, caplog):
+    Teller(events_file(tmp_path), "r0.s0.t0").tell(EVENTS[0])
+    with events_file(tmp_path).open("a") as file:
+        file.write("nonsense\n")
+    assert [told.event for told in read_run(tmp_path)] == [EVENTS[0]]
+    assert "1 lines make no sense" in caplog.text
