@@ -185,10 +185,11 @@ def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
     assert sorted(saved) == ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
 
 
-def test_autotp_alone_loads_what_was_saved_after_a_loss(tmp_path):
-    """Into whole replicas: weights, and what the optimizer keeps."""
-    job = Job(ranks=4, tp=2, saves=20, folder=str(tmp_path))
-    run(job, faults=[kill(0, during="vote", step=6)])
+@pytest.mark.parametrize(("stage", "back"), [(0, {}), (1, {0: 12}), (2, {0: 12})])
+def test_autotp_alone_loads_what_was_saved_after_a_loss(tmp_path, stage, back):
+    """Into whole replicas: weights, and what the optimizer keeps. With ZeRO the files want the shards of all."""
+    job = Job(ranks=4, tp=2, stage=stage, saves=20, folder=str(tmp_path))
+    run(job, faults=[kill(0, during="vote", step=6)], back=back)
     outcomes, rows = run(dataclasses.replace(job, enabled=False, loads=True))
     for slot, seen in outcomes.items():
         assert (seen.steps, seen.places) == (20, undisturbed(job)[slot].places)

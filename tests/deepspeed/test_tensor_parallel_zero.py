@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks.zero.compare import BOUNDS, differences, of_weights, together, undisturbed_weights, used_once, within
+from benchmarks.zero.compare import differences, of_weights, together, undisturbed_weights, used_once, within
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.testing.faults import kill
@@ -224,17 +224,6 @@ def test_while_a_rank_is_lost_no_checkpoint_is_loaded(stage):
     job = two(stage, steps=6, calls=("load_checkpoint", "nowhere"))
     with pytest.raises(Refused, match=r"engine\.load_checkpoint\(\) while a rank is lost"):
         run(job, faults=[kill(1, during="vote", step=2)])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_autotp_alone_loads_what_was_saved_after_a_return(tmp_path, stage):
-    job = two(stage, saves=20, folder=str(tmp_path))
-    run(job, faults=[kill(0, during="vote", step=6)], back={0: 12})
-    outcomes, rows = run(dataclasses.replace(job, enabled=False, loads=True))
-    for slot, seen in outcomes.items():
-        assert (seen.steps, seen.places) == (20, undisturbed(job)[slot].places)
-        assert of_weights(seen, undisturbed_weights(job)) <= BOUNDS["float64"]
-    assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 4
 
 
 def test_without_copies_a_shard_is_lost_with_its_rank():
