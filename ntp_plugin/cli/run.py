@@ -17,6 +17,31 @@ from ntp_plugin.recovery.detector import Thresholds
 
 def run(words: Sequence[str]) -> int:
     """Start the job; returns its exit code."""
+    said, rest = _parser().parse_known_args(list(words))
+    for flag in ("respawn", "spares"):
+        if (number := getattr(said, f"ntp_{flag}")) < 0:
+            raise ConfigError(f"--ntp-{flag} = {number} must be 0 or more")
+    thresholds = _thresholds(said.ntp_thresholds)
+    from ntp_plugin.launch import agent  # noqa: PLC0415  (brings torch, which no other command needs)
+
+    respawn = max(said.ntp_respawn, said.ntp_spares)
+    resume = _resumed(said.ntp_resume) if said.ntp_resume is not None else None
+    folder = None if said.ntp_run_dir is None else Path(said.ntp_run_dir)
+    if said.ntp_chaos and folder is None:
+        raise ConfigError("--ntp-chaos needs a place for its orders", way_out="name a folder: --ntp-run-dir")
+    policy = agent.RunPolicy(
+        respawn=respawn,
+        spares=said.ntp_spares,
+        resume=resume,
+        thresholds=thresholds,
+        through=worker_words(folder) if said.ntp_chaos and folder else (),
+        telling=Telling(folder=folder, wandb=said.ntp_wandb, prometheus=said.ntp_prometheus),
+    )
+    return agent.run(rest, policy)
+
+
+def _parser() -> OneLineParser:
+    """Our flags."""
     parser = OneLineParser(
         prog="ntp run",
         description="Run a job as torchrun does, but let the others go on when a worker dies.",
@@ -68,27 +93,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--ntp-chaos", action="store_true", help="let faults strike that `ntp chaos` orders; needs --ntp-run-dir"
     )
-    said, rest = parser.parse_known_args(list(words))
-    for flag in ("respawn", "spares"):
-        if (number := getattr(said, f"ntp_{flag}")) < 0:
-            raise ConfigError(f"--ntp-{flag} = {number} must be 0 or more")
-    thresholds = _thresholds(said.ntp_thresholds)
-    from ntp_plugin.launch import agent  # noqa: PLC0415  (brings torch, which no other command needs)
-
-    respawn = max(said.ntp_respawn, said.ntp_spares)
-    resume = _resumed(said.ntp_resume) if said.ntp_resume is not None else None
-    folder = None if said.ntp_run_dir is None else Path(said.ntp_run_dir)
-    if said.ntp_chaos and folder is None:
-        raise ConfigError("--ntp-chaos needs a place for its orders", way_out="name a folder: --ntp-run-dir")
-    policy = agent.RunPolicy(
-        respawn=respawn,
-        spares=said.ntp_spares,
-        resume=resume,
-        thresholds=thresholds,
-        through=worker_words(folder) if said.ntp_chaos and folder else (),
-        telling=Telling(folder=folder, wandb=said.ntp_wandb, prometheus=said.ntp_prometheus),
-    )
-    return agent.run(rest, policy)
+    return parser
 
 
 def _resumed(said: str) -> Path:
