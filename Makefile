@@ -19,7 +19,7 @@ test: $(READY)  # on real Megatron and DeepSpeed a slice, in processes of their 
 test-megatron: $(READY)  # all tests on real Megatron: half an hour on two cores
 	$(PY) -m pytest tests/megatron
 
-test-deepspeed: $(READY)  # all tests on real DeepSpeed: twenty minutes
+test-deepspeed: $(READY)  # all tests on real DeepSpeed: half an hour and more
 	$(PY) -m pytest tests/deepspeed
 
 check: $(READY)
@@ -47,7 +47,7 @@ show-recovery: $(READY)  # for long; SCALE=ci for three trials
 show-returns: $(READY)  # ten minutes; SCALE=ci for three returns
 	$(PY) -m benchmarks.returns
 
-show-deepspeed: $(READY)  # quarter of an hour; SCALE=ci for a slice of two minutes
+show-deepspeed: $(READY)  # half an hour; SCALE=ci for a slice of some minutes
 	$(PY) -m benchmarks.zero.numerics
 
 show-deepspeed-returns: $(READY)  # twenty minutes; SCALE=ci for three returns of two kinds

@@ -13,11 +13,11 @@
     page.py       the page that holds all of it, and the table for the terminal
 
 The way of a strike. A recipe is a list of faults: what, on which slot, at which moment. The campaign starts `ntp run
---ntp-chaos FILE`, which has every worker run its script through `worker.py`, and appends orders to that file. A worker
-looks at the file's size at each of the job's moments (`recovery/moments.py`), reads what is new, and where an order is
-for this slot and this moment it first tells the record of the run, and then does it. What has to come from outside, a
-signal to a process that does not cooperate, the campaign does itself. The record is all that is looked at afterwards:
-a verdict can be made again from the folder of a run, on any machine.
+--ntp-run-dir FOLDER --ntp-chaos`, which has every worker run its script through `worker.py`, and appends orders to a
+file in that folder. A worker looks at the file's size at each of the job's moments (`recovery/moments.py`), reads what
+is new, and where an order is for this slot and this moment it first tells the record of the run, and then does it. What
+has to come from outside, a signal to a process that does not cooperate, the campaign does itself. The record is all
+that is looked at afterwards: a verdict can be made again from the folder of a run, on any machine.
 
 Nothing listens anywhere. Whoever may write the file may break the job: it lies in the folder of the run and is its
 owner's alone, and holds the token of the run, which every order repeats.

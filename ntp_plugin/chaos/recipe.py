@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, KINDS, LEAVES_THE_JOB
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, KINDS
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
@@ -126,12 +126,6 @@ class Recipe:
     job: JobSpec
     faults: tuple[FaultSpec, ...]
     random: RandomSpec
-
-    @property
-    def losses(self) -> int:
-        """Faults after which somebody has to take a place."""
-        drawn = self.random.count if LEAVES_THE_JOB & set(self.random.what) else 0
-        return drawn + sum(fault.what in LEAVES_THE_JOB for fault in self.faults)
 
 
 def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = ()) -> Recipe:

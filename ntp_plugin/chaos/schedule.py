@@ -36,11 +36,6 @@ class Schedule:
         self._waiting = [pair for pair in self._waiting if pair not in now]
         return [_strike(name, fault, fault.slot) for name, fault in now]
 
-    @property
-    def over(self) -> bool:
-        """Whether all is ordered."""
-        return not self._waiting and self._drawn >= self._random.count
-
     def next(self, job: JobState, *, seconds: float, unsettled: bool, missed: int = 0) -> list[Strike]:
         """What is to be ordered now. `seconds`: since training began; `unsettled`: a strike before is not over; so many
         that were drawn have `missed`, and others are drawn for them."""

@@ -26,7 +26,7 @@ class Striker:
     """Orders what the schedule says, and does itself what comes from outside."""
 
     def __init__(self, folder: Path, schedule: Schedule) -> None:
-        self._schedule, self._orders = schedule, Orders(orders_file(folder))
+        self._schedule, self._orders = schedule, Orders.new(orders_file(folder))
         self._teller = Teller(_own_record(folder), "campaign")
         self._awake: list[tuple[float, int]] = []
         self.ordered: list[Strike] = []

@@ -7,6 +7,7 @@ what somebody has written there by mistake.
 import dataclasses
 import hmac
 import json
+import logging
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.recovery.moments import MOMENTS, OF_STEPS
 
+_LOG = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 BY_ITS_OWN_HAND = {
     "kill": "SIGKILL",
@@ -76,29 +78,30 @@ class Strike:
 class Orders:
     """The file, as the one who gives them has it."""
 
-    def __init__(self, path: Path) -> None:
-        """A new one."""
-        self.path = path
-        self._token = secrets.token_hex(16)
+    def __init__(self, path: Path, token: str) -> None:
+        self.path, self._token = path, token
+
+    @classmethod
+    def new(cls, path: Path) -> "Orders":
+        """For a run that is going to start."""
+        token = secrets.token_hex(16)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(descriptor, json.dumps({"token": self._token}).encode() + b"\n")
+        os.write(descriptor, json.dumps({"token": token}).encode() + b"\n")
         os.close(descriptor)
+        return cls(path, token)
 
     @classmethod
     def of_a_running_job(cls, path: Path) -> "Orders":
-        """One that is there already; whoever can read it has the token."""
-        self = cls.__new__(cls)
-        self.path = path
+        """Those of a run that is there already; whoever can read the file has the token."""
+        way_out = "start the job with ntp run --ntp-run-dir DIR --ntp-chaos"
         try:
             with path.open("rb") as file:
-                self._token = _token_in(file.readline())
+                token = _token_in(file.readline())
         except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error.strerror}", way_out="start the job with ntp run --ntp-chaos FILE"
-            ) from None
-        if not self._token:
-            raise ConfigError(f"{path} is no file of orders", way_out="start the job with ntp run --ntp-chaos FILE")
-        return self
+            raise ConfigError(f"{path} cannot be read: {error.strerror}", way_out=way_out) from None
+        if not token:
+            raise ConfigError(f"{path} is no file of orders", way_out=way_out)
+        return cls(path, token)
 
     def give(self, strike: Strike) -> None:
         """Append it, in one write."""
@@ -143,6 +146,7 @@ class Pending:
                 self._waiting.append(strike)
             else:
                 self.refused += 1
+                _LOG.warning("%s: a line is no order of this run, and is passed over", self._path)
 
     def _order_in(self, line: bytes) -> Strike | None:
         try:
@@ -178,9 +182,12 @@ def orders_file(run: Path) -> Path:
 def worker_words(run: Path) -> tuple[str, ...]:
     """Python's words for a worker that obeys them, before its script. The file is made where nobody has."""
     path = orders_file(run)
-    if not path.exists():
+    try:
         run.mkdir(parents=True, exist_ok=True)
-        Orders(path)
+        if not path.exists():
+            Orders.new(path)
+    except OSError as error:
+        raise ConfigError(f"--ntp-run-dir {run} cannot be written to: {error.strerror}") from None
     return "-m", "ntp_plugin.chaos.worker", str(path.absolute())
 
 

@@ -84,7 +84,9 @@ class End:
 def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: End, expected: Expected) -> Verdict:
     """By the records of a run and of its twin."""
     outcomes = tuple(_outcome(strike, run, goes_on=not expected.code) for strike in strikes)
-    checks = [_ended(end, expected), _nobody_left(end), *looked_over(run, twin, all_steps=not expected.code)]
+    checks = [_ended(end, expected), _nobody_left(end), _samples(run, twin)]
+    if not expected.code:
+        checks.append(_steps(run, twin))
     if twin is not None:
         checks.append(_losses(run, twin, expected.bound))
     if expected.returns:
@@ -102,13 +104,8 @@ def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
     ]
     outcomes = tuple(_outcome(strike, run, goes_on=False) for strike in struck)
     losses = [] if twin is None else [_losses(run, twin, bound)]
-    checks = (*looked_over(run, twin, all_steps=True), *losses)
+    checks = (_samples(run, twin), _steps(run, twin), *losses)
     return Verdict(outcomes=outcomes, checks=checks, efficiency=_efficiency(run))
-
-
-def looked_over(run: History, twin: History | None, *, all_steps: bool) -> list[Check]:
-    """What must hold of every run."""
-    return [_samples(run, twin), *([_steps(run, twin)] if all_steps else [])]
 
 
 def _efficiency(run: History) -> float:
@@ -205,7 +202,10 @@ def _samples(run: History, twin: History | None) -> Check:
             twice.append(step)
         if twin is None or step not in twin.commits or samples == twin.samples(step):
             continue
-        if not (_lost_before_telling(run, step) and set(samples) <= set(twin.samples(step))):
+        untold = set(twin.samples(step)) - set(samples)
+        if not set(samples) <= set(twin.samples(step)) or len(untold) > _may_be_untold(
+            run, step, len(twin.samples(step))
+        ):
             missing.append(step)
     found = f"{drawn} in {len(run.commits)} steps"
     if twice or missing:
@@ -214,13 +214,16 @@ def _samples(run: History, twin: History | None) -> Check:
     return Check(what=what, found=found, holds=not twice and not missing and bool(run.commits))
 
 
-def _lost_before_telling(run: History, step: int) -> bool:
-    """Whether a member of the epoch in which a step was done was lost before it told of it."""
+def _may_be_untold(run: History, step: int, of: int) -> float:
+    """So many of a step's samples at most were drawn by members that were lost before they could tell of it: no more
+    than the shares of their replicas."""
     told = run.commits[step]
     epoch = min(said.event.epoch for said in told.values())
     members = set(run.slots) - _lost_in(run, epoch)
     lost_later = {slot for later in run.recoveries if later > epoch for slot in _lost_in(run, later)}
-    return bool((members - told.keys()) & lost_later)
+    replicas = {int(slot[1:].split(".")[0]) for slot in (members - told.keys()) & lost_later}
+    _, shares = run.layout_of(step)
+    return of * sum(shares[replica] for replica in replicas) / sum(shares)
 
 
 def _lost_in(run: History, epoch: int) -> set[str]:

@@ -1,6 +1,6 @@
 """Inside a worker: strikes by its own hand.
 
-    python -m ntp_plugin.chaos.worker ORDERS script.py ARGUMENTS      as `ntp run --ntp-chaos ORDERS` starts it
+    python -m ntp_plugin.chaos.worker ORDERS script.py ARGUMENTS      as `ntp run --ntp-chaos` starts it
 
 The script runs as ever. When it has imported a framework, and the framework has a job, this process hears of every
 moment that it comes to.

@@ -3,5 +3,11 @@
 main.py          the parser, and how an error becomes one line and an exit code
 plan.py          `ntp plan`: from words to a plan
 plan_tables.py   a plan as tables on a terminal
+run.py           `ntp run`: our flags, the rest is torchrun's
+store.py         `ntp store`
+copies.py        `ntp copies`; export.py is one of its commands
 simulate.py      `ntp simulate`: from a scenario to what losses cost; simulate_tables.py and simulate_plots.py show it
+chaos.py         `ntp chaos`: a recipe, or a strike at a job that runs
+status.py        `ntp status`; report.py: `ntp report`
+screen.py        a job as a grid that changes while one looks
 """

@@ -26,6 +26,7 @@ that the loop had in hand is stale: its forward is computed, and its backward an
     zero_state.py      ZeRO-1 and ZeRO-2: shards, told as pieces, built anew for other members, filled from copies
     lane_zero.py       ZeRO-1 and ZeRO-2 of replicas that AutoTP has cut, while somebody is lost: sharded lane by lane
     trainer.py         report, plan, stand on
+    moments.py         where in a step and in a walk something can be made to happen
 
 Exactness. DeepSpeed's gradient is the mean over ranks of the sums of `loss / gradient_accumulation_steps`. It stays
 the mean over the nominal ranks' micro-batches: `gradient_accumulation_steps` stays what it is, the last micro-batch of

@@ -5,6 +5,7 @@ supervisor.py   watches processes and heartbeats, publishes who is gone, tells t
 hosts.py        the hosts of a job, as each sees the others through the job's store
 tenancy.py      which host of the job this machine is: its founder, a spare, or in the place of a lost one
 probes.py       whether hosts can connect to each other
+telling.py      what a run tells, and to whom
 started_by.py   the command of a run, left beside its copies
 spares.py       processes that have done their imports, and wait to be told which worker to be
 """

@@ -6,6 +6,7 @@ job_copies.py  copies of what only one rank holds, beside the training and in a 
 loop.py        a framework's training loop as sections, each of which ends with a vote
 newcomer.py    a process that starts up alone, where its framework asks all others
 driver.py      the walk itself
+moments.py     the moments of a step and of a walk, for whoever makes something happen there
 heartbeat.py   how a rank tells its host's supervisor that it lives and moves
 place.py       where a process stands in its job, from its environment
 """

@@ -17,7 +17,7 @@ FROM_OUTSIDE = Strike(name="4", what="sigkill", slot="r0.s0.t1")
 
 @pytest.fixture
 def orders(tmp_path):
-    return Orders(tmp_path / "orders.jsonl")
+    return Orders.new(tmp_path / "orders.jsonl")
 
 
 def test_a_strike_is_taken_by_its_slot_at_its_moment_and_once(orders):
@@ -60,7 +60,7 @@ def test_without_a_moment_it_is_the_next_one(orders, strike, there, struck):
 def test_the_file_is_its_owners_alone_and_never_overwritten(orders):
     assert stat.S_IMODE(orders.path.stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
-        Orders(orders.path)
+        Orders.new(orders.path)
 
 
 def test_who_attaches_gives_orders_that_are_obeyed(tmp_path):

@@ -64,6 +64,10 @@ def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():
 
     run = History.of(halved(told(killed_in=3, samples=own)))
     assert verdict(run).holds
+    more = History.of(
+        halved(told(killed_in=3, samples=lambda step, drawn: own(step, drawn)[: 1 if step == 2 else None]))
+    )
+    assert not verdict(more).holds, "three are missing, and the share of its replica were two"
     told_all = history(killed_in=3, samples=own)
     assert broken_checks(verdict(told_all)) == ["the samples are the twin's, each once"]
 
