@@ -87,6 +87,8 @@ def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: En
     checks = [_ended(end, expected), _nobody_left(end), _samples(run, twin)]
     if not expected.code:
         checks.append(_steps(run, twin))
+        if not any(strike.what in LEAVES_THE_JOB for strike in strikes):
+            checks.append(_nobody_lost(run))
     if twin is not None:
         checks.append(_losses(run, twin, expected.bound))
     if expected.returns:
@@ -130,7 +132,7 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
             recovered_s=None,
             steps_again=0,
             phases={},
-            problem="" if strike.may_miss else "it never struck: the slot did not come to that moment",
+            problem="" if strike.may_miss else _why_it_never_struck(strike, run),
         )
     leaves = strike.what in LEAVES_THE_JOB
     epoch = _epoch_without(run, strike.slot, said.at) if leaves else None
@@ -150,6 +152,12 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
         phases=phases,
         problem=problem,
     )
+
+
+def _why_it_never_struck(strike: Strike, run: History) -> str:
+    if strike.slot in run.slots or not run.slots:
+        return "it never struck: the slot did not come to that moment"
+    return f"it never struck: this job has no such slot, but {', '.join(run.slots[:8])}{', ...' * (len(run.slots) > 8)}"
 
 
 def _detected(run: History, slot: str, at: float) -> float | None:
@@ -239,6 +247,11 @@ def _ended(end: End, expected: Expected) -> Check:
 def _nobody_left(end: End) -> Check:
     found = f"pids {', '.join(map(str, end.left))}" if end.left else "none"
     return Check(what="no worker was left behind", found=found, holds=not end.left)
+
+
+def _nobody_lost(run: History) -> Check:
+    lost = {slot for epoch in run.recoveries for slot in _lost_in(run, epoch)}
+    return Check(what="nobody was taken for lost", found=", ".join(sorted(lost)) or "nobody", holds=not run.recoveries)
 
 
 def _returns(run: History, wanted: int) -> Check:

@@ -8,7 +8,7 @@ from ntp_plugin.chaos.drawing import presence, spent
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.strikes import Strike
 from ntp_plugin.chaos.verdict import End, Expected, judge
-from ntp_plugin.telemetry import Committed, Restored, Told
+from ntp_plugin.telemetry import Committed, Restored, Struck, Told
 from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told
 
 STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
@@ -83,6 +83,21 @@ def test_a_strike_that_never_struck_is_told():
     found = verdict(history(), strikes=[STRIKE])
     assert "never struck" in found.outcomes[0].problem
     assert not found.holds
+
+
+def test_a_strike_at_a_slot_that_the_job_has_not_is_told_as_that():
+    found = verdict(history(), strikes=[dataclasses.replace(STRIKE, slot="r7.s0.t0")])
+    assert "no such slot, but r0.s0.t0, r0.s0.t1" in found.outcomes[0].problem
+
+
+@pytest.mark.parametrize(("killed_in", "holds"), [(None, True), (3, False)])
+def test_who_is_only_slow_must_not_be_taken_for_lost(killed_in, holds):
+    struck = Struck(strike="1", what="slow", whom=VICTIM, moment="forward", step=2)
+    run = [one for one in told(killed_in=killed_in) if not isinstance(one.event, Struck)]
+    slow = History.of([*run, Told(at=1.1, slot=VICTIM, event=struck)])
+    found = verdict(slow, strikes=[dataclasses.replace(STRIKE, what="slow", during="forward", step=2)])
+    assert found.holds == holds
+    assert broken_checks(found) == ([] if holds else ["nobody was taken for lost"])
 
 
 def test_a_strike_that_was_drawn_may_miss():
