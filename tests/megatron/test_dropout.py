@@ -23,7 +23,7 @@ def worst(outcomes, reference):
     return max(largest_differences(outcomes, reference).values())
 
 
-@pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3", pytest.param("TP2+TP1", marks=pytest.mark.short)])
+@pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3", "TP2+TP1"])
 def test_the_same_training(layout):
     assert worst(run(hurt(DROPOUT, layout)), run(uniform(DROPOUT))) <= FLOAT64
 

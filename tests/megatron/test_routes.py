@@ -39,7 +39,6 @@ def test_float32():
     assert_same_training(routed("TP4+TP3", dtype="float32"), BOUNDS["float32"], dtype="float32")
 
 
-@pytest.mark.short
 def test_biases_and_tied_embeddings():
     assert_same_training(routed("TP4+TP2", model=OLD), model=OLD)
 

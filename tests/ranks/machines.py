@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from tests.ranks.command import NTP, Command
 
 _NUMBERS = itertools.count()
+_NAMES = Path("/etc/netns")
+"""What is here under a namespace's name is in /etc for whoever runs in it."""
 
 
 @functools.cache
@@ -109,16 +112,25 @@ class Namespaces(Machines):
         super().__exit__(*told)
         for name in (*self._names.values(), self._router):
             subprocess.run(["ip", "netns", "del", name], check=False)
+            shutil.rmtree(_NAMES / name, ignore_errors=True)
 
     def _connect(self, at):
         name, gateway = self._names[at], f"10.77.{at}.1"
         _ip("netns", "add", name)
+        self._let_names_be_known(name)
         _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"to{at}", "netns", self._router)
         for where, device, address in ((name, "eth0", self.address(at)), (self._router, f"to{at}", gateway)):
             _ip("-n", where, "addr", "add", f"{address}/24", "dev", device)
             _ip("-n", where, "link", "set", device, "up")
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "route", "add", "default", "via", gateway)
+
+    def _let_names_be_known(self, name):
+        """As on any machine: each connection looks a name up, and waits five seconds where nobody answers."""
+        known = [f"{self.address(at)} machine{at}" for at in self._names]
+        (_NAMES / name).mkdir(parents=True)
+        (_NAMES / name / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+        (_NAMES / name / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
 
     def address(self, at):
         return f"10.77.{at}.2"
