@@ -22,13 +22,17 @@ from benchmarks.parity.layouts import (
     BOTH_REPLICAS_HURT,
     DROPOUT,
     FIRST_HURT,
+    HYBRID,
     INTERLEAVED,
     LAYOUTS,
     MODELS,
     OLD,
     OPTIONS,
+    OPTIONS_OF_A_HURT_RUN,
     PIPELINES,
+    SEGMENTS,
     SEQUENCE,
+    TIGHTLY,
     TOGETHER,
     VIA_CORE,
     hurt,
@@ -73,6 +77,8 @@ _IN_PIPELINES = {
     SEQUENCE: [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
     "recompute": [FIRST_HURT, INTERLEAVED],
     "per-token loss": [FIRST_HURT],
+    HYBRID: [FIRST_HURT, BOTH_REPLICAS_HURT],
+    SEGMENTS: [INTERLEAVED],
     "tied embeddings": [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
 }
 _IN_CI = {
@@ -102,6 +108,9 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
             yield feature, layout, "float64"
     for feature, layout in ((OLD, "TP3+TP3"), (SEQUENCE, "TP4+TP3"), (_SHARDED, "TP4+TP2")):
         yield feature, layout, "float32"
+    for feature in TIGHTLY:
+        for layout in ("TP4+TP3", "TP3+TP3"):
+            yield feature, layout, "float64"
     for feature in (BASE, _SHARDED):
         for layout in ("TP4+TP3", "TP2+TP1"):
             yield feature, layout, "bfloat16"
@@ -109,8 +118,8 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
 
 def compared(feature: str, layout: str, *, spoil: str = "", more: str = "", **settings: Any) -> dict[str, float]:
     """One hurt run, with what must make no difference, against the uniform one without."""
-    model, option = TOGETHER.get(feature, (BASE, feature) if feature in OPTIONS else (feature, ""))
-    both = f"{OPTIONS.get(option, '')} {more}".strip()
+    model, option = (TOGETHER | TIGHTLY).get(feature, (BASE, feature) if feature in OPTIONS else (feature, ""))
+    both = f"{OPTIONS_OF_A_HURT_RUN.get(option, '')} {more}".strip()
     outcomes = run(hurt(model, layout, spoil=spoil, more=both, **settings))
     return largest_differences(outcomes, run(reference(model, layout, more=more, **settings)))
 

@@ -72,7 +72,7 @@ class Job:
         plugin += [f"--ntp-route={self.route}"] if self.lost else []
         parallel = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
         parallel += ["--num-layers", str(max(2, self.pp * self.chunks)), "--adam-eps", self.eps]
-        if self.chunks > 1:
+        if self.chunks > 1 and "|" not in self.model:
             parallel += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
         batch = ["--global-batch-size", str(self.batch)]
         common = COMMON.replace("--mock-data", "") if "--data-path" in self.more else COMMON
@@ -111,6 +111,8 @@ class Seen:
     """Bytes of gradients, by the collective that `training/` issued, as a ring sends them."""
     route: Any
     """As planned, in a hurt layout."""
+    share: tuple[int, int]
+    """Micro-batches of a step, and samples in each; in a hurt layout."""
     counted: dict[str, int]
     """Bytes of all tensors that it holds: weights, gradients, optimizer."""
     planned: dict[str, int]
@@ -291,6 +293,7 @@ class Looker:
             gathered_ahead=self._gathered_ahead,
             sent=self._sent,
             route=self._sync._job.plan.routes[0] if self._sync else None,
+            share=(self._sync._job.share.count, self._sync._job.share.size) if self._sync else (0, 0),
             counted=self._counted_bytes(),
             planned=self._planned_bytes() if self._sync else {},
         )

@@ -8,7 +8,8 @@ _BARE = "--disable-bias-linear --normalization RMSNorm --position-embedding-type
 _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddings-and-output-weights"
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
-HYBRID = "hybrid"
+HYBRID, SEGMENTS = "hybrid", "hybrid in segments"
+FOURS, PIECES = "micro-batches of 4", "in pieces"
 SEQUENCE = "sequence parallel"
 VIA_CORE = "via core"
 DROPOUT = "dropout 0.1"
@@ -33,12 +34,16 @@ MODELS = {
     HYBRID: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *--*",
     DROPOUT: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hidden-dropout 0.1 --attention-dropout 0.1 "
     "--ntp-enable --ntp-dropout exact",
+    FOURS: f"--swiglu {_BARE} {_GQA} {_UNTIED} --calculate-per-token-loss --micro-batch-size 4 --global-batch-size 24",
     OLD: "--position-embedding-type learned_absolute",
 }
 """By feature: the first is the base, the others differ from it by what they are named for; the last has it all else.
 
 Exact masks are in the uniform run as well: they are what makes the runs equal.
 """
+
+STAGED = {SEGMENTS: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *|-|-|*"}
+"""Models that say themselves where stages begin."""
 
 MODELS |= {
     f"{SEQUENCE}: {feature}": f"{MODELS[feature]} --sequence-parallel"
@@ -80,6 +85,11 @@ TOGETHER = {
 }
 """Models with such an option, where the two might touch one another."""
 
+TIGHT = "--ntp-gpu-memory-gb 0.0012"
+"""Room for a slot of TP3 that runs micro-batches of 4 in two pieces, and not in one."""
+TIGHTLY = {f"{FOURS}; {PIECES}": (FOURS, PIECES)}
+OPTIONS_OF_A_HURT_RUN = OPTIONS | {PIECES: TIGHT}
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+TP3": {"tp": 4, "dp": 2, "lost": ("r1.s0.t3",)},
     "TP4+TP2": {"tp": 4, "dp": 2, "lost": ("r1.s0.t0,r1.s0.t3",)},
@@ -109,7 +119,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
     """One whole replica that computes everything, with nothing of the plugin's that the model does not ask for."""
-    return Job(model=MODELS[model], tp=tp, **options)
+    return Job(model=(MODELS | STAGED)[model], tp=tp, **options)
 
 
 def reference(model: str, layout: str, **options: Any) -> Job:
@@ -121,4 +131,5 @@ def reference(model: str, layout: str, **options: Any) -> Job:
 
 def hurt(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
     """The same on replicas of which some are hurt."""
-    return Job(model=MODELS[model], **((LAYOUTS | PIPELINES)[layout] if isinstance(layout, str) else layout), **options)
+    where = (LAYOUTS | PIPELINES)[layout] if isinstance(layout, str) else layout
+    return Job(model=(MODELS | STAGED)[model], **where, **options)

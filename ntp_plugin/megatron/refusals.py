@@ -62,7 +62,6 @@ _NO_HYBRID_LAYERS = {
     "+": "latent attention",
     "E": "experts",
     "/": "multi-token prediction",
-    "|": "pipeline stages",
 }
 """What a hybrid model may have besides self-attention and MLP, by its symbol in the pattern."""
 
@@ -87,11 +86,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--hybrid-context-parallel"),
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
     _not_built("--num-experts"),
-    _not_built(
-        "--hybrid-layer-pattern",
-        lambda args: _pattern(args) and _above("pipeline_model_parallel_size")(args),
-        way_out="--pipeline-model-parallel-size 1, or start with whole replicas",
-    ),
     _not_built("--overlap-param-gather-with-optimizer-step"),
     _not_built("--pipeline-model-parallel-layout"),
     _not_built("--pipeline-model-parallel-comm-backend"),

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import RECIPES, STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, SEQUENCE, hurt, uniform
+from benchmarks.parity.layouts import BASE, DROPOUT, HYBRID, MODELS, SEQUENCE, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import largest_difference, wholes_in
 from ntp_plugin.errors import BelowMinimum, Refused, SilentCorruption, StateLost
@@ -185,6 +185,14 @@ def test_the_stage_in_the_middle_is_hurt(moment):
     lived, _ = live(job(dp=2, **pipeline), faults=[kill(3, during=moment, step=5)], timeout_s=300)
     assert len(lived) == 11
     assert_same_training(lived, run(uniform(BASE, **pipeline), 240))
+
+
+def test_a_stage_of_a_hybrid_model_is_hurt_and_whole_again():
+    """Attention and MLP layers, of which no stage has both in the same number."""
+    model = {"model": MODELS[HYBRID].replace("*--*", "*-|-*"), "tp": 2, "pp": 2}
+    lived, _ = live(job(dp=2, **model), faults=[kill(5, during="backward", step=5)], back={5: 10})
+    assert widths(lived) == dict.fromkeys(range(8), 2)
+    assert_same_training(lived, run(Job(**model)))
 
 
 def test_a_rank_comes_back_into_its_stage():

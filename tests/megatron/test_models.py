@@ -11,7 +11,7 @@ from ntp_plugin.errors import Refused
 @pytest.mark.parametrize(
     ("feature", "layout"),
     [
-        pytest.param(HYBRID, "TP4+TP3", marks=pytest.mark.short),
+        (HYBRID, "TP4+TP3"),
         (f"{HYBRID}; distributed optimizer", "TP3+TP3"),
         ("no clipping", "TP4+TP3"),
         ("selective recompute", "TP4+TP3"),
