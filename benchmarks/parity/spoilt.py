@@ -185,7 +185,7 @@ def samples_numbered_by_the_replica() -> None:
     number = ExactDropout._numbered
 
     def numbered(exact: ExactDropout, forward_step: Any, count: int) -> Any:
-        exact._places = lambda _: range(100)
+        exact._firsts = lambda _: range(100)
         return number(exact, forward_step, count)
 
     _put(ExactDropout, "_numbered", numbered)

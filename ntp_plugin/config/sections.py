@@ -101,7 +101,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """What one parameter costs in memory, and whether replicas share the optimizer state."""
+    """What a parameter costs in memory, whether replicas share optimizer state, and which activations are kept."""
 
     weight_bytes: int = key(2, help="bytes per parameter of the weights (bf16: 2)", at_least=1, at_most=16)
     gradient_bytes: int = key(
@@ -111,6 +111,7 @@ class State:
         12, help="bytes per parameter of optimizer state (Adam with fp32 main: 12)", at_least=0, at_most=64
     )
     distributed_optimizer: bool = key(False, help="optimizer state is sharded over the replicas (ZeRO-1)")
+    recompute: bool = key(False, help="of activations only the inputs of layers are kept (full recompute)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +119,9 @@ class Hardware:
     """What a GPU and its links can do; the defaults are an H100 NVL8 host with one 400 Gb/s NIC per GPU."""
 
     gpu_memory_gb: float | None = key(
-        None, help="refuse a layout whose state needs more than this per GPU", at_least=0.001
+        None,
+        help="for the job on each GPU: a replica that would need more runs smaller micro-batches, or is refused",
+        at_least=0.001,
     )
     nic_gb_per_s: float = key(50.0, help="GB/s of one GPU's NIC, one way", at_least=0.001)
     domain_gb_per_s: float = key(450.0, help="GB/s of one GPU inside the scale-up domain, one way", at_least=0.001)
@@ -221,6 +224,12 @@ class TrainingPolicy(Policy):
     )
     watch_steps: int = key(
         100, help="steps between two comparisons of what all replicas hold alike (0: none)", at_least=0
+    )
+    gpu_memory_gb: float | None = key(
+        None,
+        help="for the job on each GPU: a hurt replica that would need more runs smaller micro-batches (if the loss is"
+        " per token), and one that does not fit so goes on without training",
+        at_least=0.000001,
     )
     on_sdc: str = key(
         "stop",

@@ -65,11 +65,14 @@ def _refuse_keys(policy: TrainingPolicy, *, cuts: bool) -> None:
         "min_tp_width > 1: a replica that is narrower would stand idle, which is not built": cuts
         and policy.min_tp_width > 1,
         "route = via_core: gradients go lane by lane here": policy.route == "via_core",
+        "gpu_memory_gb: micro-batches have one size here, and no replica is left out for want of memory": (
+            policy.gpu_memory_gb is not None
+        ),
         "on_sdc = heal: replicas are compared after a loss alone here": policy.on_sdc == "heal",
     }
     for what, is_so in found.items():
         if is_so:
-            raise Refused(f"ntp.{what}", way_out=f"leave ntp.{what.split()[0]} out")
+            raise Refused(f"ntp.{what}", way_out=f"leave ntp.{what.split()[0].rstrip(':')} out")
 
 
 def refuse_engine(engine: Any) -> None:

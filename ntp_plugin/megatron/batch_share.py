@@ -4,16 +4,18 @@ Megatron goes on counting nominally: consumed samples, the learning-rate schedul
 Only the function that runs micro-batches is told this replica's number, and the loader of the training set gives it
 this replica's samples (`training/samples.py`). Evaluation is shared out evenly, as ever.
 
-Micro-batches have the nominal size everywhere: a plan with smaller ones does not come about, because no plan guards
-activations. It would be another mean besides, unless the loss is per token: the halves of a micro-batch have different
-numbers of tokens that count.
+Micro-batches are smaller where a replica's memory wants it (`--ntp-gpu-memory-gb`): as many times more of them. What
+Megatron and the script know of their size is an argument, which is this replica's while its micro-batches run. The loss
+is per token then: as a mean it would be another one, since the halves of a micro-batch have different numbers of tokens
+that count.
 
 What a script reports for a micro-batch is (sum over its tokens, their number), or a mean. It is summed over all
 micro-batches of all replicas before Megatron sees it, so that the loss in the log is the global batch's.
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,12 +56,24 @@ class BatchShare:
         if self._job.args.sequence_parallel:  # divided by the width, it is the rows that another stage sends
             kwargs["seq_length"] = SequenceRows(length=kwargs["seq_length"], width=self._job.layout.width).padded
         if count:
-            losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
+            with self._of_their_size(kwargs, forward_only=forward_only):
+                losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
         else:
             losses = self._run_nothing(**kwargs)
         if kwargs.get("collect_non_loss_data"):
             return losses
-        return [self._over_replicas(losses, total, self._kinds_of(losses, forward_only=forward_only))]
+        return [self._over_replicas(losses, total, forward_only=forward_only)]
+
+    @contextlib.contextmanager
+    def _of_their_size(self, kwargs: dict[str, Any], *, forward_only: bool) -> Iterator[None]:
+        """While this replica's micro-batches run; an evaluation has those of all."""
+        args, nominal = self._job.args, self._job.args.micro_batch_size
+        if not forward_only:
+            args.micro_batch_size = kwargs["micro_batch_size"] = self._job.share.size
+        try:
+            yield
+        finally:
+            args.micro_batch_size = nominal
 
     def _run_nothing(self, *, model: Any, **kwargs: Any) -> list[Any]:
         """A replica without micro-batches adds zeros, and joins every sum."""
@@ -69,10 +83,11 @@ class BatchShare:
         self._sync.finalize(model, tokens if per_token else None, pg_collection=kwargs.get("pg_collection"))
         return []
 
-    def _over_replicas(self, losses: list[Losses], total: int, kinds: Mapping[str, Kind]) -> Losses:
-        told = {}
+    def _over_replicas(self, losses: list[Losses], total: int, *, forward_only: bool) -> Losses:
+        kinds = self._kinds_of(losses, forward_only=forward_only)
+        told, pieces = {}, 1 if forward_only else self._job.args.micro_batch_size // self._job.share.size
         for name, (numbers, dtype) in kinds.items():
-            mine = [loss[name].detach().reshape(-1) for loss in losses]
+            mine = [loss[name].detach().reshape(-1) / (pieces if numbers == 1 else 1) for loss in losses]
             none = torch.zeros(numbers, dtype=dtype, device=self._sync.device)
             summed = self._sync.over_replicas(torch.stack(mine).sum(0) if mine else none)
             told[name] = summed / total if numbers == 1 else summed
@@ -130,9 +145,9 @@ class BatchShare:
 
         return build
 
-    def places(self, _: int) -> list[int]:
-        """Where this replica's micro-batches stand in the global batch, however many it had nominally."""
-        return places(self._job.batch, self._job.share)
+    def firsts(self, _: int) -> list[int]:
+        """Of each of this replica's micro-batches in the global batch, however many it had nominally."""
+        return [place * self._job.share.size for place in places(self._job.batch, self._job.share)]
 
     def samples(self, dataset: Any, consumed: int) -> Any:
         """The batch sampler of the training set."""

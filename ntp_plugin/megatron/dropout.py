@@ -31,22 +31,22 @@ from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.units import ATTENTION, Family
 from ntp_plugin.training.dropout import dropout, row_keys, stream
 
-type Places = Callable[[int], Sequence[int]]
-"""Where this replica's micro-batches stand in the global batch, told how many it has nominally."""
+type Firsts = Callable[[int], Sequence[int]]
+"""The first sample of each of this replica's micro-batches in the global batch, told how many it has nominally."""
 
 
 class ExactDropout:
     """What is put in place of the dropouts, and what tells them where they are."""
 
-    def __init__(self, layout: Layout, args: Any, places: Places) -> None:
+    def __init__(self, layout: Layout, args: Any, firsts: Firsts) -> None:
         self._args = args
-        self.stand_in(layout, places)
+        self.stand_in(layout, firsts)
         self._first: int | None = None
         """The number of the first sample of the micro-batch under way."""
 
-    def stand_in(self, layout: Layout, places: Places) -> None:
+    def stand_in(self, layout: Layout, firsts: Firsts) -> None:
         """Draw for this layout from now on."""
-        self._layout, self._places = layout, places
+        self._layout, self._firsts = layout, firsts
         self._place = layout.survivors.index(layout.slot.tp)
 
     # ------------------------------------------------ which samples
@@ -66,8 +66,7 @@ class ExactDropout:
         return run(forward_step_func=forward_step_func, num_microbatches=num_microbatches, **kwargs)
 
     def _numbered(self, forward_step: Any, count: int) -> Any:
-        consumed, size = self._args.consumed_train_samples, self._args.micro_batch_size
-        firsts = [consumed + place * size for place in self._places(count)]
+        firsts = [self._args.consumed_train_samples + first for first in self._firsts(count)]
         coming: dict[int, Iterator[int]] = collections.defaultdict(lambda: iter(firsts))
 
         @functools.wraps(forward_step)

@@ -13,7 +13,7 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.checkpoints import Checkpoints
-from ntp_plugin.megatron.dropout import ExactDropout, Places
+from ntp_plugin.megatron.dropout import ExactDropout, Firsts
 from ntp_plugin.megatron.job import Job
 from ntp_plugin.megatron.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
@@ -37,7 +37,7 @@ _PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacement, ...]:
     """The hooks of one job."""
     if not layout.lost:
-        return _masks(layout, policy, args, nominal_places(layout))
+        return _masks(layout, policy, args, nominal_firsts(layout, args))
     job = Job(layout, policy, args, make_groups=groups.by_torch(layout), alone=groups.alone)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
@@ -46,7 +46,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
         *of_a_layout(job, UnevenLayers(layout, args, granule=policy.granule), sync),
         *of_the_optimizer(sync),
         *_batch(share),
-        *_masks(layout, policy, args, share.places),
+        *_masks(layout, policy, args, share.firsts),
     )
 
 
@@ -238,17 +238,17 @@ def _checkpoints(checkpoints: Checkpoints) -> tuple[Replacement, ...]:
     )
 
 
-def nominal_places(layout: Layout) -> Places:
+def nominal_firsts(layout: Layout, args: Any) -> Firsts:
     """Of this replica's micro-batches, where nobody is lost."""
-    replica, replicas = layout.slot.replica, layout.topology.dp
-    return lambda count: range(replica, count * replicas, replicas)
+    replica, replicas, size = layout.slot.replica, layout.topology.dp, args.micro_batch_size
+    return lambda count: range(replica * size, count * replicas * size, replicas * size)
 
 
-def _masks(layout: Layout, policy: TrainingPolicy, args: Any, places: Places) -> tuple[Replacement, ...]:
+def _masks(layout: Layout, policy: TrainingPolicy, args: Any, firsts: Firsts) -> tuple[Replacement, ...]:
     """The dropouts, where they are to be exact."""
     if not draws_exact_masks(args, policy):
         return ()
-    exact = ExactDropout(layout, args, places)
+    exact = ExactDropout(layout, args, firsts)
     return (
         Replacement(
             target=f"{_TRAINING}:setup_model_and_optimizer",

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, State, TrainingPolicy
+from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Model, State, TrainingPolicy
 from ntp_plugin.errors import PlansDiffer, Refused
 from ntp_plugin.megatron.groups import MakeGroups
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
+from ntp_plugin.planning.recovery_plan import Guard, Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
 _NO_COPIES = CopyPolicy(count=0)
@@ -73,9 +73,7 @@ class Job:
     @property
     def share(self) -> Share:
         """What this rank's replica computes of it."""
-        share = next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
-        assert share.size == self.args.micro_batch_size, "no plan has smaller micro-batches: memory is not guarded yet"
-        return share
+        return next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
 
 
 def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
@@ -89,6 +87,37 @@ def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelU
         hardware=Hardware(),
         policy=_without_copies(policy),
         pieces=together,
+        guard=None if policy.gpu_memory_gb is None else _guard(args, policy.gpu_memory_gb * 1e9),
+    )
+
+
+def _guard(args: Any, limit: float) -> Guard:
+    """What the job puts into a GPU's memory, as its arguments say."""
+    low = args.bf16 or args.fp16
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return Guard(
+        limit=limit,
+        model=Model(
+            layers=args.num_layers,
+            hidden=args.hidden_size,
+            heads=args.num_attention_heads,
+            groups=groups,
+            kv_channels=args.kv_channels,
+            ffn=args.ffn_hidden_size,
+            vocab=args.padded_vocab_size,
+            seq=args.seq_length,
+            gated=bool(args.swiglu),
+        ),
+        state=State(
+            weight_bytes=2 if low else 4,
+            gradient_bytes=2 if low and not args.accumulate_allreduce_grads_in_fp32 else 4,
+            optimizer_bytes=12 if low else 8,
+            distributed_optimizer=bool(args.use_distributed_optimizer),
+        ),
+        recompute=args.recompute_granularity == "full",
+        sequence_parallel=bool(args.sequence_parallel),
+        activation=2 if low else 4,
+        smaller=bool(args.calculate_per_token_loss),
     )
 
 
@@ -132,6 +161,7 @@ def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
         copies=_NO_COPIES,
         lost=policy.lost,
         dropout=policy.dropout,
+        gpu_memory_gb=policy.gpu_memory_gb,
     )
 
 

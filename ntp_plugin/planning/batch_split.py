@@ -41,6 +41,10 @@ class Pace:
     def step_ns(self, micro_batches: int, stages: int) -> int:
         return (micro_batches * self.pieces + stages - 1) * self.ns if micro_batches else 0
 
+    def cut(self, pieces: int) -> "Pace":
+        """The same replica, with each piece in so many smaller ones."""
+        return Pace(ns=-(-self.ns // pieces), pieces=self.pieces * pieces)
+
     def most_within(self, step_ns: int, stages: int) -> int:
         return max(0, (step_ns // self.ns - (stages - 1)) // self.pieces)
 

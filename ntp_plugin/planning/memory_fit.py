@@ -1,35 +1,37 @@
 """Bytes per slot: weights, gradients, optimizer state, the buffers that lanes pack into, and activations; and what can
 be done where they do not fit.
 
-A plan counts the state alone (`memory_use`): activations depend on the micro-batch and on recompute, which a loss does
-not change; leave room for them in `gpu_memory_gb`. The guard (`fit_groups`) counts them too, and tries the ladder
+The guard (`fit_groups`) tries the ladder
 
     as is -> smaller micro-batches -> full recompute -> optimizer in host memory -> fewer slots -> refuse
 
 where each rung keeps what those before it have brought. It looks at every affected group, so that nothing is begun that
-does not fit on all ranks.
+does not fit on all ranks. A plan goes up as far as a job can go by itself: to smaller micro-batches. Before anything is
+lost, `narrowest` says down to which width a replica would fit, so that one that is narrower is left out from the start.
+Logits are not counted, nor is what a framework and its libraries take for themselves: leave room for them.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ntp_plugin.config.sections import Batch, Model, State
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning.shard_layout import lay_out, slot_elements
-from ntp_plugin.planning.topology import WHOLE, Pattern, Standing
-from ntp_plugin.planning.units import ATTENTION, MLP, ModelUnits, StageUnits
+from ntp_plugin.planning.topology import WHOLE, Pattern, Standing, Topology
+from ntp_plugin.planning.units import ATTENTION, MLP, ModelUnits, StageUnits, Tensor
 
 PACKED_BUCKET = 40_000_000
 """Parameters of one bucket that is packed for its lanes (Megatron's default bucket); two are in flight."""
-ACTIVATION_BYTES = 2
-"""bf16."""
-ROW_BYTES = 10
-"""Per element of a row of the sequence, and layer, in what sequence parallelism shards: the inputs of both norms (4),
-of qkv and of fc1 (4), and two dropout masks (2). With 8 of attention and 16 of an MLP of four times the width these are
-the 34 of Korthikanti et al. (arXiv 2205.05198, eq. 4, attention's own scores recomputed or never kept)."""
+KEPT_ROWS, MASK_BYTES = 2, 1
+"""What attention and MLP each keep in what sequence parallelism shards: the inputs of the norm and of the first matrix,
+and a dropout mask. In bf16 both together are 10 bytes for each element of a row; with 8 of attention and 16 of an MLP
+of four times the width these are the 34 of Korthikanti et al. (arXiv 2205.05198, eq. 4, attention's own scores
+recomputed or never kept)."""
 
 AS_IS, SMALLER, RECOMPUTE, OFFLOAD = "as is", "smaller micro-batches", "full recompute", "optimizer in host memory"
 NARROWER = "fewer slots"
+LADDER = (AS_IS, SMALLER, RECOMPUTE, OFFLOAD, NARROWER)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,9 @@ class Training:
     """Of the replica, in a step."""
     recompute: bool = False
     """Whether it recomputes all activations anyway."""
+    sequence_parallel: bool = True
+    activation: int = 2
+    """Bytes of each: bf16."""
 
 
 def memory_use(
@@ -90,21 +95,34 @@ def activation_bytes(
     training: Training, stage: int, tp: int, pattern: Pattern, *, pieces: int = 1, recompute: bool = False
 ) -> int:
     """Of the fullest slot, with as many micro-batches in flight as a 1F1B pipeline has in that stage."""
-    model, units = training.model, training.units.stages[stage]
+    units, width = training.units.stages[stage], tp - len(pattern)
+    rows = training.model.seq * training.batch.micro_batch
+    own_rows = -(-rows // width) if training.sequence_parallel else rows
     widest = {family.name: lay_out(family, tp, pattern).widest for family in units.families}
-    layers = next(count for tensor, count in units.tensors if tensor.family == ATTENTION)
-    rows = model.seq * training.batch.micro_batch
-    width = tp - len(pattern)
-    sharded_rows = -(-rows // width)
-    per_group = (2 * model.heads // model.query_groups + 2) * model.head_channels  # q and the output, k, v
-    granule = _granule(units)
-    mlp = widest[MLP] * granule * (3 if model.gated else 2)
-    one_layer = sharded_rows * model.hidden * ROW_BYTES
-    one_layer += rows * (widest[ATTENTION] * per_group + mlp) * ACTIVATION_BYTES
+    kept, halves = 0, Counter[str]()
+    for tensor, count in units.tensors:
+        kind = next((kind for kind in (ATTENTION, MLP) if tensor.family.startswith(kind)), None)
+        if kind is None or tensor.dim != 1:  # one row-parallel weight for each attention and each MLP
+            continue
+        halves[kind] += count
+        kept += count * own_rows * training.model.hidden * (KEPT_ROWS * training.activation + MASK_BYTES)
+        kept += (
+            count * rows * widest[tensor.family] * _kept_per_unit(tensor, kind, training.model) * training.activation
+        )
+    layers = max(halves.values())
     in_flight = min(training.micro_batches * pieces, len(training.units.stages) - stage)
     if recompute:  # the input of every layer, and one layer as it is computed again
-        return (layers * sharded_rows * model.hidden * ACTIVATION_BYTES * in_flight + one_layer) // pieces
-    return layers * one_layer * in_flight // pieces
+        inputs = layers * own_rows * training.model.hidden * training.activation * in_flight
+        return (inputs + kept // layers) // pieces
+    return kept * in_flight // pieces
+
+
+def _kept_per_unit(tensor: Tensor, kind: str, model: Model) -> int:
+    """Elements of a row: what goes into the second matrix, and what that is made of."""
+    inner = tensor.runs[0].unit_size
+    if kind == ATTENTION:
+        return 2 * inner + 2 * model.head_channels  # queries and the output; keys and values
+    return inner * (3 if model.gated else 2)
 
 
 def fit(
@@ -117,10 +135,13 @@ def fit(
     replicas: int,
     packing: bool,
     min_tp_width: int = 1,
+    rungs: Collection[str] = LADDER,
 ) -> tuple[Rung, ...]:
     """The rungs that were tried for a group, in order; the last one fits, or none does."""
     tried: list[Rung] = []
     for rung in _ladder(training, tp, pattern, min_tp_width):
+        if rung.name not in rungs:
+            continue
         use = memory_use(
             training.units.stages[stage], tp, rung.pattern, training.state, replicas=replicas, packing=packing
         )
@@ -133,7 +154,12 @@ def fit(
 
 
 def fit_groups(
-    training: Training, standing: Standing, *, limit: float, min_tp_width: int = 1
+    training: Training,
+    standing: Standing,
+    *,
+    limit: float,
+    min_tp_width: int = 1,
+    rungs: Collection[str] = LADDER,
 ) -> Mapping[tuple[int, Pattern], Rung]:
     """(stage, pattern) -> the rung on which its groups fit; refuses where one of them fits on none.
 
@@ -152,11 +178,35 @@ def fit_groups(
                 replicas=len(standing.replicas),
                 packing=bool(hurt),
                 min_tp_width=min_tp_width,
+                rungs=rungs,
             )
             if tried[-1].bytes > limit:
                 raise Refused(_why(stage, standing.topology.tp, pattern, tried, limit), way_out=_WAY_OUT)
             found[stage, pattern] = tried[-1]
     return found
+
+
+def narrowest(
+    training: Training, topology: Topology, *, limit: float, min_tp_width: int, rungs: Collection[str] = LADDER
+) -> int:
+    """The least width at which, and above which, a replica fits; the nominal one where no narrower one does."""
+    for width in range(topology.tp - 1, min_tp_width - 1, -1):
+        pattern = tuple(range(width, topology.tp))
+        for stage in range(topology.pp):
+            tried = fit(
+                training,
+                stage,
+                topology.tp,
+                pattern,
+                limit=limit,
+                replicas=topology.dp,
+                packing=True,
+                min_tp_width=width,
+                rungs=rungs,
+            )
+            if tried[-1].bytes > limit:
+                return width + 1
+    return min_tp_width
 
 
 _WAY_OUT = "drop the replica (a higher min_tp_width), shard the optimizer, or bring slots back"
@@ -185,11 +235,9 @@ def _ladder(training: Training, tp: int, pattern: Pattern, min_tp_width: int) ->
 
 
 def _why(stage: int, tp: int, pattern: Pattern, tried: Sequence[Rung], limit: float) -> str:
-    rungs = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in {rung.name: rung.bytes for rung in tried}.items())
-    return f"stage {stage} at TP width {tp - len(pattern)} does not fit into {limit / 1e9:.1f} GB per GPU: {rungs}"
+    rungs = ", ".join(f"{name} {_gb(size)}" for name, size in {rung.name: rung.bytes for rung in tried}.items())
+    return f"stage {stage} at TP width {tp - len(pattern)} does not fit into {_gb(limit)} per GPU: {rungs}"
 
 
-def _granule(units: StageUnits) -> int:
-    """MLP columns that stay together, from fc2, whose cut dim has each of them once."""
-    runs = [tensor.runs for tensor, _ in units.tensors if tensor.family == MLP and len(tensor.runs) == 1]
-    return runs[-1][0].unit_size
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -15,11 +15,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ntp_plugin.config.sections import Batch, Hardware, Job, Policy, State
-from ntp_plugin.errors import Refused
+from ntp_plugin.config.sections import Batch, Hardware, Job, Model, Policy, State
 from ntp_plugin.planning.batch_split import BatchSplit, NominalBatch, Pace, split_batch
 from ntp_plugin.planning.copy_placement import Placement, Resettled, place_copies
-from ntp_plugin.planning.memory_fit import MemoryUse, memory_use
+from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, MemoryUse, Training, fit_groups, memory_use, narrowest
 from ntp_plugin.planning.pace import HEALTHY_NS, micro_batch_ns
 from ntp_plugin.planning.parity_groups import Parities, ParityGroup, share_parities
 from ntp_plugin.planning.routes import StageRoute, plan_route
@@ -29,6 +28,25 @@ from ntp_plugin.planning.units import ModelUnits, transformer_units
 
 FORMAT = 3
 """Raised with every change to what a plan says, so that ranks with different versions do not act together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """How much memory a GPU has for the job, in bytes, and what the job puts there besides what units say."""
+
+    limit: float
+    model: Model
+    state: State
+    recompute: bool = False
+    sequence_parallel: bool = True
+    activation: int = 2
+    smaller: bool = True
+    """Whether a micro-batch may be run in pieces: not where its loss is a mean, which is another one over pieces."""
+
+    @property
+    def rungs(self) -> tuple[str, ...]:
+        """As far as a job can go up the ladder by itself."""
+        return (AS_IS, SMALLER) if self.smaller else (AS_IS,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +61,8 @@ class Nominal:
     policy: Policy
     pieces: int = 1
     """In so many pieces a replica runs what is a micro-batch here."""
+    guard: Guard | None = None
+    """Where memory is limited."""
 
     @classmethod
     def of(cls, job: Job) -> "Nominal":
@@ -54,6 +74,29 @@ class Nominal:
             state=job.state,
             hardware=job.hardware,
             policy=policy,
+            guard=None
+            if job.hardware.gpu_memory_gb is None
+            else Guard(
+                limit=job.hardware.gpu_memory_gb * 1e9,
+                model=job.model,
+                state=job.state,
+                recompute=job.state.recompute,
+            ),
+        )
+
+    @property
+    def training(self) -> Training:
+        """The job as its guard sees it."""
+        assert self.guard is not None, "nobody asks where memory is not limited"
+        return Training(
+            model=self.guard.model,
+            units=self.units,
+            state=self.guard.state,
+            batch=Batch(micro_batch=self.batch.micro_batch // self.pieces),
+            micro_batches=self.batch.micro_batches_per_replica(self.topology.dp) * self.pieces,
+            recompute=self.guard.recompute,
+            sequence_parallel=self.guard.sequence_parallel,
+            activation=self.guard.activation,
         )
 
     def standing(self, lost: frozenset[Slot]) -> Standing:
@@ -117,7 +160,7 @@ def plan_recovery(
     after.require_a_replica()
     before.require_a_replica()
     groups = _group_changes(nominal, before, after)
-    _check_memory(nominal, after)
+    pieces = _pieces(nominal, after)
     copies_before, resettled = _copies(nominal, before)[0], _copies(nominal, after)[1]
     change = Change(
         before=before,
@@ -149,7 +192,7 @@ def plan_recovery(
             for stage, stage_units in enumerate(units.stages)
         ),
         batch=split_batch(
-            replica_paces(nominal, after, measured or {}), _nominal_batch(nominal), policy.batch, owed=owed
+            replica_paces(nominal, after, measured or {}, pieces), _nominal_batch(nominal), policy.batch, owed=owed
         ),
         transfers=plan_transfers(change),
         block_deals=plan_block_deals(change),
@@ -170,15 +213,18 @@ def _copies(
     return placement, tuple(placement.resettled[key] for key in sorted(placement.resettled))
 
 
-def replica_paces(nominal: Nominal, standing: Standing, measured: Mapping[int, Pace]) -> dict[int, Pace]:
-    """The pace of every replica that goes on: as measured, else by its widest slots."""
+def replica_paces(
+    nominal: Nominal, standing: Standing, measured: Mapping[int, Pace], pieces: Mapping[int, int]
+) -> dict[int, Pace]:
+    """The pace of every replica that goes on: as measured, else by its widest slots; some run `pieces`."""
     topology = nominal.topology
     whole = Pace(ns=HEALTHY_NS, pieces=nominal.pieces)
     paces = dict.fromkeys(standing.replicas, whole)
     for replica in standing.hurt_replicas:
         patterns = tuple(standing.pattern(replica, stage) for stage in range(topology.pp))
         paces[replica] = Pace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), pieces=nominal.pieces)
-    return paces | {replica: measured[replica] for replica in standing.replicas if replica in measured}
+    paces |= {replica: measured[replica] for replica in standing.replicas if replica in measured}
+    return {replica: pace.cut(pieces.get(replica, 1)) for replica, pace in paces.items()}
 
 
 def _nominal_batch(nominal: Nominal) -> NominalBatch:
@@ -224,23 +270,37 @@ def _memory(nominal: Nominal, standing: Standing, stage: int, pattern: Pattern) 
     )
 
 
-def _check_memory(nominal: Nominal, after: Standing) -> None:
-    limit = nominal.hardware.gpu_memory_gb
-    if limit is None:
-        return
-    for stage in range(nominal.topology.pp):
-        for pattern in (WHOLE, *after.patterns_of_stage(stage)):
-            use = _memory(nominal, after, stage, pattern).total
-            if use > limit * 1e9:
-                width = nominal.topology.tp - len(pattern)
-                cure = (
-                    f"set min_tp_width to {width + 1}, so that such a replica is dropped" if pattern else "shard more"
-                )
-                raise Refused(
-                    f"stage {stage} at TP width {width} needs {use / 1e9:.1f} GB per GPU for weights, gradients and "
-                    f"optimizer, and gpu_memory_gb is {limit}",
-                    way_out=f"{cure}, or use the distributed optimizer",
-                )
+def within_memory(nominal: Nominal) -> Nominal:
+    """The same job, where a replica that would be too narrow for its memory is left out; said before any is lost.
+
+    Refuses a limit that the whole layout does not keep as it is.
+    """
+    if nominal.guard is None:
+        return nominal
+    training, limit = nominal.training, nominal.guard.limit
+    fit_groups(training, nominal.standing(frozenset()), limit=limit, rungs=(AS_IS,))
+    width = narrowest(
+        training,
+        nominal.topology,
+        limit=limit,
+        min_tp_width=nominal.policy.min_tp_width,
+        rungs=nominal.guard.rungs,
+    )
+    return dataclasses.replace(nominal, policy=dataclasses.replace(nominal.policy, min_tp_width=width))
+
+
+def _pieces(nominal: Nominal, standing: Standing) -> Mapping[int, int]:
+    """Replica -> in how many pieces it runs a micro-batch, so that all its stages fit; refuses what fits in none."""
+    guard = nominal.guard
+    if guard is None:
+        return {}
+    stages = range(nominal.topology.pp)
+    rungs = fit_groups(nominal.training, standing, limit=guard.limit, rungs=guard.rungs)
+    whole = max(rungs[stage, WHOLE].pieces for stage in stages)
+    return dict.fromkeys(standing.replicas, whole) | {
+        replica: max(rungs[stage, standing.pattern(replica, stage)].pieces for stage in stages)
+        for replica in standing.hurt_replicas
+    }
 
 
 def as_json(value: Any) -> str:

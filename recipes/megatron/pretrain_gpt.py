@@ -8,7 +8,7 @@ Two replicas of TP 4, and one slot of the second is not there: 7 processes, on C
 You see Megatron's own log. Start 8 processes without the last three words, and the losses are the same but for the last
 digits. A layout that does not work is refused before anything is built, with the way out.
 
-Under `ntp run` a rank may die at any time, and the others go on; demo.py kills two, and shows what comes of it:
+Under `ntp run` a rank may die at any time, and the others go on; `make demo` kills two, and shows what comes of it:
 
   NTP_CPU=1 OMP_NUM_THREADS=1 ntp run --standalone --nproc-per-node=8 recipes/megatron/pretrain_gpt.py \\
       @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable

@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ntp_plugin.config.sections import Batch, Model, State
 from ntp_plugin.errors import Refused
@@ -18,6 +20,7 @@ from ntp_plugin.planning.memory_fit import (
     fit,
     fit_groups,
     memory_use,
+    narrowest,
 )
 from ntp_plugin.planning.topology import Slot, Standing, Topology
 from ntp_plugin.planning.units import transformer_units
@@ -91,7 +94,7 @@ def test_every_affected_group_is_looked_at_before_anything_is_done():
     hurt = roomy[1, (2,)].bytes
     tight = fit_groups(TRAINING, standing, limit=hurt - 1)
     assert tight[1, (2,)].name == SMALLER
-    with pytest.raises(Refused, match=r"stage 0 at TP width 4 does not fit into 1.0 GB per GPU: as is .* GB"):
+    with pytest.raises(Refused, match=r"stage 0 at TP width 4 does not fit into 1 GB per GPU: as is .* GB"):
         fit_groups(TRAINING, standing, limit=1e9)
 
 
@@ -102,6 +105,33 @@ def test_a_dropped_replica_leaves_fewer_to_share_the_optimizer():
     before, after = (fit_groups(sharded, standing, limit=80e9)[0, ()].bytes for standing in (nobody, one))
     use = memory_use(sharded.units.stages[0], 4, (), sharded.state, replicas=3, packing=False)
     assert after - before == pytest.approx(use.optimizer / 2, rel=1e-6)
+
+
+@given(st.sampled_from([2, 4]), st.sets(st.integers(0, 3), min_size=1, max_size=3), st.integers(0, 1))
+def test_it_is_the_width_that_counts_and_not_which_slots_are_lost(micro_batch, lost, stage):
+    """So a width can be judged before anybody knows who will be lost."""
+    training = dataclasses.replace(TRAINING, batch=Batch(micro_batch=micro_batch))
+    some, last = tuple(sorted(lost)), tuple(range(4 - len(lost), 4))
+    sizes = [fit(training, stage, 4, pattern, limit=0, replicas=3, packing=True)[0].bytes for pattern in (some, last)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
+
+
+def test_the_narrowest_replica_that_fits():
+    sizes = {width: tried(0, tuple(range(width, 4)))[0].bytes for width in (1, 2, 3)}
+    told = {"limit": sizes[2], "rungs": (AS_IS,)}
+    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, **told) == 2
+    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=3, **told) == 3
+    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, limit=0, rungs=(AS_IS,)) == 4
+    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, limit=sizes[1], rungs=(AS_IS,)) == 1
+
+
+def test_activations_without_sequence_parallelism_and_in_float32():
+    """34 s b h / t becomes (10 + 24 / t) s b h (arXiv 2205.05198, eq. 2), and in float32 all but the masks doubles."""
+    rows = 2048 * 4 * 2048
+    plain = dataclasses.replace(TRAINING, sequence_parallel=False)
+    assert activation_bytes(plain, 1, 4, ()) == 12 * (10 * rows + 24 * rows // 4)
+    double = dataclasses.replace(plain, activation=4)
+    assert activation_bytes(double, 1, 4, ()) == 12 * ((2 * 8 + 2) * rows + 48 * rows // 4)
 
 
 def test_a_guard_that_looks_at_whole_groups_alone_is_noticed(monkeypatch):

@@ -135,7 +135,10 @@ BAD = {
     "a parity of many words": (["--copies-mode", "xor:N"], "--copies-mode = 'xor:N' is not allowed"),
     "two parities": (["--copies-mode", "xor:2", "--copies-count", "2"], "there is one parity for each group"),
     "state lost": (["--distributed-optimizer", "--copies-count", "0", "--lose", "r1.s0.t0"], "held by no living slot"),
-    "too little memory": (["--gpu-memory-gb", "0.001", "--hidden", "640"], "needs 0.0 GB per GPU"),
+    "too little memory": (
+        ["--gpu-memory-gb", "0.001", "--hidden", "640"],
+        "does not fit into 0.001 GB per GPU: as is 0.",
+    ),
 }
 
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from ntp_plugin.errors import BelowMinimum, Refused
 from ntp_plugin.planning.batch_split import Pace
+from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, fit
 from ntp_plugin.planning.pace import HEALTHY_NS
-from ntp_plugin.planning.recovery_plan import Nominal, as_json, plan_recovery
+from ntp_plugin.planning.recovery_plan import Nominal, as_json, plan_recovery, within_memory
 from ntp_plugin.planning.topology import parse_slots
 from tests.unit import properties
 from tests.unit.strategies import jobs, losses, make_job
@@ -53,11 +54,11 @@ def test_the_way_there_does_not_matter_only_who_is_lost(case, data):
     assert at_once.dropped == in_two.dropped
 
 
-def eight_by_two(**tables):
+def eight_by_two(*, seq=4096, **tables):
     return Nominal.of(
         make_job(
             parallel={"tp": 4, "pp": 2, "dp": 4, "gpus_per_node": 4},
-            model={"layers": 2, "hidden": 64, "heads": 8, "ffn": 256, "vocab": 1000},
+            model={"layers": 2, "hidden": 64, "heads": 8, "ffn": 256, "vocab": 1000, "seq": seq},
             **tables,
         )
     )
@@ -112,10 +113,73 @@ def test_a_measured_pace_overrules_the_one_that_widths_suggest():
     assert guessed.digest != slow.digest
 
 
+LOST = ("r1.s0.t2",)
+FOURS = {"micro_batch": 4, "global_batch": 64}
+
+
+def limited(gb, **tables):
+    return eight_by_two(seq=128, hardware={"gpu_memory_gb": gb}, batch=FOURS, **tables)
+
+
+def bytes_of(nominal, pattern, rung):
+    """What the guard says of the first stage, which has the most micro-batches in flight."""
+    tried = fit(
+        nominal.training, 0, nominal.topology.tp, pattern, limit=0, replicas=4, packing=True, rungs=(AS_IS, SMALLER)
+    )
+    return tried[rung].bytes
+
+
+def shares(nominal, words=LOST):
+    plan = plan_recovery(nominal, lost=parse_slots(words, nominal.topology))
+    return [(share.count, share.size) for share in plan.batch.shares]
+
+
+def between(nominal, pattern, rung):
+    """GB in which that rung has room, and the one before has not."""
+    return (bytes_of(nominal, pattern, rung) + bytes_of(nominal, pattern, rung - 1)) / 2e9
+
+
+def test_a_hurt_replica_runs_smaller_micro_batches_where_its_memory_is_short():
+    roomy = limited(80)
+    assert shares(roomy) == [(4, 4), (4, 4), (4, 4), (4, 4)]
+    short = limited(between(roomy, (2,), 1))
+    assert shares(short) == [(4, 4), (8, 2), (4, 4), (4, 4)]
+    shorter = limited(between(roomy, (2,), 2))
+    assert shares(shorter) == [(8, 2), (16, 1), (8, 2), (8, 2)], "whole ones have the buffers of lanes besides"
+    plans = [plan_recovery(nominal, lost=parse_slots(LOST, roomy.topology)) for nominal in (roomy, short)]
+    assert plans[0].digest != plans[1].digest
+    assert plans[0].transfers == plans[1].transfers
+
+
 def test_too_little_memory_is_refused_before_anyone_changes():
-    nominal = eight_by_two(hardware={"gpu_memory_gb": 0.001})
-    with pytest.raises(Refused, match=r"stage 1 at TP width 3 needs 0\.0 GB.*min_tp_width to 4"):
-        plan_recovery(nominal, lost=parse_slots(["r1.s1.t2"], nominal.topology))
+    nominal = limited(bytes_of(limited(80), (2,), 2) / 1e9 - 1e-6)
+    with pytest.raises(Refused, match=r"stage 0 at TP width 3 does not fit into .* GB per GPU: as is .* higher min_tp"):
+        shares(nominal)
+
+
+def test_who_would_not_fit_is_left_out_from_the_start():
+    roomy = limited(80)
+    assert within_memory(roomy) == roomy
+    two_wide = within_memory(limited(bytes_of(roomy, (2, 3), 2) / 1e9 + 1e-6))
+    assert two_wide.policy.min_tp_width == 2
+    three_wide = within_memory(limited(bytes_of(roomy, (2, 3), 2) / 1e9 - 1e-6))
+    assert three_wide.policy.min_tp_width == 3
+    assert shares(three_wide, ["r1.s0.t2", "r1.s0.t3"]) == [(6, 4), (5, 4), (5, 4)]
+    assert within_memory(limited(80, ntp={"min_tp_width": 3})).policy.min_tp_width == 3
+
+
+def test_where_a_loss_is_a_mean_micro_batches_stay_as_they_are():
+    nominal = limited(between(limited(80), (2,), 1))
+    assert nominal.guard is not None
+    mean = dataclasses.replace(nominal, guard=dataclasses.replace(nominal.guard, smaller=False))
+    with pytest.raises(Refused, match=r"stage 0 at TP width 3 does not fit"):
+        shares(mean)
+    assert within_memory(mean).policy.min_tp_width == 4
+
+
+def test_a_limit_that_the_whole_layout_does_not_keep_is_refused():
+    with pytest.raises(Refused, match=r"at TP width 4 does not fit into 0\.001 GB per GPU: as is 0\.\d+ GB\. Way out"):
+        within_memory(limited(0.001))
 
 
 def test_the_digest_covers_every_field_of_the_plan():

@@ -17,7 +17,7 @@ import torch
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron.dropout import ExactDropout
-from ntp_plugin.megatron.hooks import nominal_places, of_masks
+from ntp_plugin.megatron.hooks import nominal_firsts, of_masks
 from ntp_plugin.megatron.live import export, hooks
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.recall import LoopState
@@ -86,7 +86,7 @@ class LiveJob:
         apply_all(hooks.table(self))
         if draws_exact_masks(args, policy):
             layout = self.trainer.layout()
-            self.anatomy.masks = ExactDropout(layout, args, nominal_places(layout))
+            self.anatomy.masks = ExactDropout(layout, args, nominal_firsts(layout, args))
             apply_all(of_masks(self.anatomy.masks))
 
     def model_is_built(self) -> None:
@@ -114,6 +114,7 @@ class LiveJob:
         """What a loss would end the job by, said while something can still be done about it."""
         if self.rank.place.slot:
             return
+        self._warn_of_memory()
         copies = self.trainer.copies
         if copies is not None:
             if copies.are_near_only:
@@ -130,6 +131,18 @@ class LiveJob:
             _LOG.warning(
                 "there is one replica, nobody else holds what a lost rank held, and copies are off"
                 " (--ntp-copies-mode), so a loss will end this job"
+            )
+
+    def _warn_of_memory(self) -> None:
+        width = self.trainer.narrowest
+        if width > self._policy.min_tp_width:
+            hint = "" if self.args.calculate_per_token_loss else " (--calculate-per-token-loss lets them be smaller)"
+            _LOG.warning(
+                "a replica of fewer than %d slots would not fit into --ntp-gpu-memory-gb %s by its micro-batches%s, so"
+                " that it would go on without training",
+                width,
+                self._policy.gpu_memory_gb,
+                hint,
             )
 
     def begin_sections(self) -> None:

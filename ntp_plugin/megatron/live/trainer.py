@@ -34,8 +34,8 @@ from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trainees import Trainees
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
-from ntp_plugin.planning.topology import Slot, Standing, Topology
+from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery, within_memory
+from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
@@ -102,6 +102,11 @@ class MegatronTrainer:
         return Layout(topology=self._topology, lost=lost, idle=idle, rank=rank)
 
     @property
+    def narrowest(self) -> int:
+        """The least width at which a replica goes on, by the policy and by its memory."""
+        return self._nominal.policy.min_tp_width
+
+    @property
     def lost(self) -> frozenset[Slot]:
         """Who is not a member now."""
         newest = self._lost[max(self._lost)]
@@ -124,7 +129,7 @@ class MegatronTrainer:
             of_all = share_units(layout, units)
             if layout.rank == 0:
                 self._rank.leave_word(_UNITS, of_all)
-        self._nominal = nominal_job(layout, self._policy, self._args, of_all)
+        self._nominal = within_memory(nominal_job(layout, self._policy, self._args, of_all))
         plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now, and not when a rank has died
         self.state = TrainedState(
             anatomy, parameters, self._nominal.units, sharded=self._sharded, newcomer=self._newcomer
@@ -195,7 +200,9 @@ class MegatronTrainer:
         try:
             return self._plan(agreed, {rank: json.loads(report.held) for rank, report in agreed.reports.items()})
         except BelowMinimum as found:
-            raise BelowMinimum(found.what, way_out=f"{_restart(self._args)}, or lower --ntp-min-tp-width") from found
+            limited = self.narrowest > self._policy.min_tp_width
+            cure = "give the job more --ntp-gpu-memory-gb" if limited else "lower --ntp-min-tp-width"
+            raise BelowMinimum(found.what, way_out=f"{_restart(self._args)}, or {cure}") from found
         except StateLost as found:
             raise StateLost(
                 found.what, way_out=f"{_restart(self._args)}; before the next run: {found.way_out}"
@@ -279,7 +286,7 @@ class MegatronTrainer:
     def _tell(self, agreed: Agreed) -> None:
         """Whoever looks on hears that this rank goes on, and in which layout."""
         topology, lost = self._topology, self.lost
-        standing = Standing(topology=topology, lost=lost, min_tp_width=self._policy.min_tp_width)
+        standing = self._nominal.standing(lost)
         stages, shares = range(topology.pp), {share.replica: share.count for share in self._goal.batch.shares}
         back = [rank for rank, report in agreed.reports.items() if report.newcomer]
         seconds, phases = self._rank.walked()
@@ -359,7 +366,7 @@ class MegatronTrainer:
             self.share = BatchShare(job, sync)
             self._samples.make_training = self.share.by_share
         if anatomy.masks is not None:
-            anatomy.masks.stand_in(layout, self.share.places if self.share else hooks.nominal_places(layout))
+            anatomy.masks.stand_in(layout, self.share.firsts if self.share else hooks.nominal_firsts(layout, args))
 
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]
