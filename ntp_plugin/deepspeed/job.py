@@ -115,6 +115,7 @@ class LiveJob:
         self.teller.tell(
             Began(
                 pid=os.getpid(),
+                number=place.slot,
                 newcomer=place.joining,
                 replicas=topology.dp,
                 stages=1,

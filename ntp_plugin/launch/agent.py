@@ -344,10 +344,9 @@ class TolerantAgent(LocalElasticAgent):
     def _told(self, seat: Seat, verdict: Verdict) -> None:
         """On the supervisor's thread: one line, and an end for a process that would not notice by itself."""
         _say(f"slot {seat.slot} is lost: {verdict.reason}")
-        local = seat.slot - self._tenancy.first_slot
-        if local in self._handlers():
-            pid = self._handlers()[local].proc.pid
-            self._telling.tell(Gone(number=seat.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
+        here = self._handlers().get(seat.slot - self._tenancy.first_slot)
+        pid = here.proc.pid if here is not None else 0
+        self._telling.tell(Gone(number=seat.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
         with self._lock:
             self._lost.add(seat.slot)
 

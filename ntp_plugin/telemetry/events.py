@@ -15,6 +15,8 @@ class Began:
     tp: int
     micro_batches: list[int]
     """Of each replica, in a step."""
+    number: int = -1
+    """Of its slot, as supervisors know it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,7 @@ class Gone:
     number: int
     """Of its slot: who tells this does not know the layout."""
     pid: int
+    """0 where it was on another host, that is lost."""
     kind: str
     """What kind of a loss: `dead`, `stopped`, ..."""
     reason: str
@@ -115,6 +118,18 @@ class CopyTrouble:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """Replicas have compared what they hold alike, by digests."""
+
+    step: int
+    """After which they did."""
+    values: int
+    """Tensors of which this process has a part, and entries of their optimizer's state."""
+    odd: int
+    """Of those of all, so many that are not the same."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Corrupted:
     """Replicas do not hold the same bits of what they hold alike."""
 
@@ -143,6 +158,17 @@ class Ended:
 
 
 type Event = (
-    Began | Committed | Recovered | Gone | Struck | Copied | Restored | CopyTrouble | Corrupted | Exported | Ended
+    Began
+    | Committed
+    | Recovered
+    | Gone
+    | Struck
+    | Copied
+    | Restored
+    | CopyTrouble
+    | Compared
+    | Corrupted
+    | Exported
+    | Ended
 )
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in Event.__value__.__args__}

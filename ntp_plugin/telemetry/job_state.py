@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ntp_plugin.telemetry.events import Began, Committed, Copied, Ended, Gone, Recovered
+from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, Ended, Gone, Recovered
 from ntp_plugin.telemetry.record import Told
 
 
@@ -25,6 +25,7 @@ class JobState:
     tp: int = 0
     slots: dict[str, Slot] = dataclasses.field(default_factory=dict)
     pids: dict[str, int] = dataclasses.field(default_factory=dict)
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
     widths: list[list[int]] = dataclasses.field(default_factory=list)
     """Replica by replica, of each stage."""
     micro_batches: list[int] = dataclasses.field(default_factory=list)
@@ -38,6 +39,8 @@ class JobState:
     copied_step: int = 0
     copied_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Of the newest copy of each slot."""
+    compared_step: int = 0
+    """After which replicas last compared what they hold alike."""
     began_at: float = 0.0
     """When the first slot began, by the clock on the wall."""
     heard_at: float = 0.0
@@ -59,24 +62,27 @@ class JobState:
 
     def hear(self, told: Told) -> bool:
         """One event; whether it says something that no other slot had said before."""
-        self.heard_at = max(self.heard_at, told.at)
+        self.heard_at, news = max(self.heard_at, told.at), True
         match told.event:
             case Began():
-                return self._began(told, told.event)
+                news = self._began(told, told.event)
             case Committed():
-                return self._committed(told.event)
+                news = self._committed(told.event)
             case Recovered():
-                return self._recovered(told.event)
+                news = self._recovered(told.event)
             case Gone():
-                self.slots |= {slot: Slot.LOST for slot, pid in self.pids.items() if pid == told.event.pid}
+                self._gone(told.event)
             case Copied():
                 self.copied_bytes[told.slot] = told.event.size
-                newer, self.copied_step = told.event.step > self.copied_step, max(self.copied_step, told.event.step)
-                return newer
+                news, self.copied_step = told.event.step > self.copied_step, max(self.copied_step, told.event.step)
+            case Compared():
+                news, self.compared_step = (
+                    told.event.step > self.compared_step,
+                    max(self.compared_step, told.event.step),
+                )
             case Ended():
-                first, self.ended = not self.ended, True
-                return first
-        return True
+                news, self.ended = not self.ended, True
+        return news
 
     def _began(self, told: Told, began: Began) -> bool:
         first = not self.slots
@@ -86,10 +92,15 @@ class JobState:
             self.slots = {f"r{r}.s{s}.t{t}": Slot.STARTING for r, s, t in places}
             self.widths = [[began.tp] * began.stages for _ in range(began.replicas)]
             self.micro_batches, self.began_at = began.micro_batches, told.at
-        self.pids[told.slot] = began.pid
+        self.pids[told.slot], self.numbers[told.slot] = began.pid, began.number
         if not began.newcomer:
             self.slots[told.slot] = Slot.ALIVE
         return first
+
+    def _gone(self, gone: Gone) -> None:
+        of_its_own = [slot for slot, pid in self.pids.items() if pid == gone.pid]
+        elsewhere = [slot for slot, number in self.numbers.items() if number == gone.number and not gone.pid]
+        self.slots |= dict.fromkeys((*of_its_own, *elsewhere), Slot.LOST)
 
     def _committed(self, committed: Committed) -> bool:
         if committed.step <= self.step:

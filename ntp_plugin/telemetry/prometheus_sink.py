@@ -29,6 +29,7 @@ class PrometheusSink:
         self._micro_batches = gauge("micro_batches", "of a replica in a step", "replica")
         self._copies_lag = gauge("copies_lag_steps", "steps since the newest copy")
         self._copies_bytes = gauge("copies_bytes", "of the newest copies of all slots")
+        self._compared = gauge("compared_step", "after which replicas last compared what they hold alike")
         self._troubles = prometheus.Counter("ntp_troubles", "what went wrong", ["kind"], registry=registry)
         self._server, _ = prometheus.start_http_server(port, addr=address, registry=registry)
 
@@ -51,6 +52,7 @@ class PrometheusSink:
             (self._recovery_s, job.recovery_s),
             (self._copies_lag, max(0, job.step - job.copied_step) if job.copied_bytes else 0),
             (self._copies_bytes, sum(job.copied_bytes.values())),
+            (self._compared, job.compared_step),
         ):
             gauge.set(value)
         for state in Slot:

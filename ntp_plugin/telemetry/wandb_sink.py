@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.telemetry.events import Began, Committed, Copied, CopyTrouble, Corrupted, Recovered, Restored
+from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, CopyTrouble, Corrupted, Recovered, Restored
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import Told
 from ntp_plugin.telemetry.words import in_words
@@ -104,6 +104,8 @@ def _numbers(told: Told, job: JobState) -> dict[str, float]:
         case Copied():
             lag = max(0, job.step - told.event.step)
             return {"ntp/copies/lag_steps": lag, "ntp/copies/bytes": sum(job.copied_bytes.values())}
+        case Compared():
+            return {"ntp/digests/compared": told.event.values, "ntp/digests/odd": told.event.odd}
     return {}
 
 

@@ -12,7 +12,7 @@ import pytest
 from ntp_plugin.cli.main import main
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.telling import Telling
-from ntp_plugin.telemetry import Began, Committed, Copied, Corrupted, Follower, Gone, Recovered, Teller
+from ntp_plugin.telemetry import Began, Committed, Compared, Copied, Corrupted, Follower, Gone, Recovered, Teller
 from ntp_plugin.telemetry.relay import Relay
 from ntp_plugin.telemetry.wandb_sink import told_to_workers
 from tests.unit.wandb_file import records
@@ -47,6 +47,8 @@ def tell_a_run(folder):
             teller.tell(Committed(step=step, epoch=step // 3, seconds=0.1, losses={"lm loss": 5.0 - step}, samples=[]))
         tellers["r0.s0.t0"].tell(Copied(step=step, size=1000, taken_s=0.0, seconds=0.0, far=1))
     tellers["r0.s0.t0"].tell(Committed(step=2, epoch=1, seconds=0.1, losses={"lm loss": 3.0}, samples=[]))
+    for teller in tellers.values():
+        teller.tell(Compared(step=5, values=12, odd=1))
     tellers["r0.s0.t0"].tell(
         Corrupted(step=5, what="weight w", slots=["r0.s0.t0", "r1.s0.t0"], certain=False, healed=False)
     )
@@ -112,6 +114,7 @@ def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
     assert told["ntp/recovery_s/regroup"] == [0.02]
     assert told["ntp/copies/lag_steps"] == [0] * 5
     assert told["ntp/copies/bytes"] == [1000] * 5
+    assert (told["ntp/digests/compared"], told["ntp/digests/odd"]) == ([12], [1]), "once, though all tell of it"
 
 
 def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table_of_them(wandb_records):

@@ -162,6 +162,7 @@ class LiveJob:
         self.teller.tell(
             Began(
                 pid=os.getpid(),
+                number=self.rank.place.slot,
                 newcomer=self.rank.place.joining,
                 replicas=self.topology.dp,
                 stages=self.topology.pp,

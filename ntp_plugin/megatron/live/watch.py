@@ -17,7 +17,7 @@ from ntp_plugin.copies.watch import Odd, Told, odd_ones
 from ntp_plugin.errors import SilentCorruption
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.planning.topology import Topology
-from ntp_plugin.telemetry import Corrupted, Teller
+from ntp_plugin.telemetry import Compared, Corrupted, Teller
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ class ReplicaWatch:
         told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()
         dist.all_gather_object(told, (self._trainer.slot_number, self._digests(step)))
         odd = odd_ones(dict(told))
+        mine = dict(told)[self._trainer.slot_number]
+        self._teller.tell(Compared(step=step, values=len(mine), odd=len(odd)))
         if odd:
             self._act(odd[0], step)
 
