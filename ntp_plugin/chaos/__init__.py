@@ -6,6 +6,7 @@
     striker.py    gives the orders, and sends the signals
     attach.py     a strike at a job that runs already
     worker.py     in a worker: strikes by its own hand, at the moment that the order names
+    hosting.py    where a job runs: here, or on several machines made for it
     campaign.py   runs the job and the undisturbed twin
     history.py    what a run has told, step by step and recovery by recovery
     verdict.py    PURE: what came of each strike, and whether the training is the twin's

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from ntp_plugin.chaos.striker import SIGNALS, is_worker, send
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, SUPERVISOR, Orders, Strike, orders_file
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Strike, orders_file
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.telemetry import read_run
 from ntp_plugin.telemetry.job_state import JobState
@@ -18,8 +18,11 @@ from ntp_plugin.telemetry.job_state import JobState
 def strike_now(run: Path, strike: Strike) -> str:
     """Order it, or do it; what was done, in words."""
     job = job_of(run)
-    if strike.what == SUPERVISOR:
-        raise ConfigError("the record does not say which process a supervisor is", way_out="kill -9 the ntp run itself")
+    if strike.what not in BY_ITS_OWN_HAND and strike.what not in SIGNALS:
+        raise ConfigError(
+            f"{strike.what} is for jobs that a recipe has started: the record does not say what runs where",
+            way_out="take the ntp run, the host or its link away by hand",
+        )
     if strike.slot not in job.slots:
         raise ConfigError(f"{run}: there is no slot {strike.slot}", way_out=f"slots: {', '.join(sorted(job.slots))}")
     if strike.what in BY_ITS_OWN_HAND:

@@ -6,15 +6,13 @@ found is beside them. A run that is not over in the recipe's patience is ended, 
 
 import contextlib
 import dataclasses
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.hosting import started
 from ntp_plugin.chaos.recipe import JobSpec, Recipe
 from ntp_plugin.chaos.schedule import Schedule
 from ntp_plugin.chaos.striker import Striker, is_worker, send
@@ -28,8 +26,6 @@ from ntp_plugin.telemetry.record import Told
 _LOOK_S = 0.05
 _LEAVE_S = 15.0
 """For workers whose `ntp run` was killed: they have to notice by themselves."""
-_END_S = 20.0
-"""For a job that was asked to end, before it is made to."""
 
 type Look = Callable[[JobState, list[Told]], None]
 """Shows a run to whoever looks on, with what is new."""
@@ -99,67 +95,36 @@ def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> 
     striker = None if schedule is None else Striker(folder, schedule)
     follower, state, history = Follower(folder), JobState(), History()
     deadline = time.monotonic() + job.patience_s
-    with _started(job, folder, chaos=striker is not None) as process:
+    with started(job, folder, chaos=striker is not None) as running:
         while True:
-            over = process.poll() is not None
+            over = running.is_over
             news = follower.news()
             for told in news:
                 state.hear(told)
                 history.hear(told)
             if striker is not None and not over:
-                striker.strike(state, history, supervisor=process.pid)
+                striker.strike(state, history, running)
             shown(state, news)
             hung = time.monotonic() > deadline
             if over or hung:
                 break
             time.sleep(_LOOK_S)
+        code = running.code if over else 0
+        left = _left_behind(folder) if over else ()  # while the machines are there that they would be left on
+    left = left if over else _left_behind(folder)
     whole = History.of(Follower(folder).news())
     return Ran(
         folder=folder,
-        end=End(code=process.returncode, hung=hung, left=_left_behind(whole)),
+        end=End(code=code, hung=not over, left=left),
         history=whole,
         strikes=[] if striker is None else striker.ordered,
     )
 
 
-def _words(job: JobSpec, folder: Path, *, chaos: bool) -> list[str]:
-    ours = [f"--ntp-run-dir={folder}", *(["--ntp-chaos"] if chaos else [])]
-    if job.spares and chaos:
-        ours += [f"--ntp-spares={job.spares}", f"--ntp-respawn={job.respawns}"]
-    if job.thresholds:
-        ours.append(f"--ntp-thresholds={job.thresholds}")
-    return [sys.executable, "-m", "ntp_plugin.cli.main", "run", *ours, *job.run]
-
-
-@contextlib.contextmanager
-def _started(job: JobSpec, folder: Path, *, chaos: bool) -> Iterator["subprocess.Popen[bytes]"]:
-    environment = os.environ | dict(said.split("=", 1) for said in job.environment)
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            _words(job, folder, chaos=chaos), stdout=log, stderr=subprocess.STDOUT, env=environment
-        )
-        try:
-            yield process
-        finally:
-            _end(process)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """`ntp run` ends its workers when it is asked to end; by force only it can be ended itself."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _left_behind(history: History) -> tuple[int, ...]:
+def _left_behind(folder: Path) -> tuple[int, ...]:
     """Workers that are still there some time after their `ntp run`; they are ended."""
     deadline = time.monotonic() + _LEAVE_S
-    pids = {said.event.pid for said in history.began}
+    pids = {said.event.pid for said in History.of(Follower(folder).news()).began}
     while (left := sorted(pid for pid in pids if is_worker(pid))) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     for pid in left:

@@ -1,9 +1,10 @@
 """The pictures of a report: losses over the twin's, throughput, who was there when, and where recoveries spent time."""
 
+import importlib.util
 import io
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ntp_plugin.chaos.history import History
@@ -22,12 +23,23 @@ type Draw = Callable[[Any], None]
 
 
 def pictures(run: History, twin: History | None, verdict: Verdict, *, bound: float) -> dict[str, bytes]:
-    """Title -> SVG; empty where there is no matplotlib."""
-    try:
-        import matplotlib as mpl  # noqa: PLC0415  (a second that only reports cost)
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
+    """Title -> SVG, for a page; empty where there is no matplotlib."""
+    if not _can_draw():
         return {}
+    return {title: _drawn([(title, height, draw)], "svg") for title, height, draw in _wanted(run, twin, verdict, bound)}
+
+
+def sheet(run: History, twin: History | None, verdict: Verdict, *, bound: float) -> bytes | None:
+    """All of them as one PNG, to be sent to somebody; None where there is no matplotlib."""
+    return _drawn(_wanted(run, twin, verdict, bound), "png") if _can_draw() else None
+
+
+def _can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _wanted(run: History, twin: History | None, verdict: Verdict, bound: float) -> list[tuple[str, float, Draw]]:
+    """Title, height in inches, and what draws it."""
     struck = [outcome for outcome in verdict.outcomes if outcome.struck_at]
     timed = [outcome for outcome in struck if outcome.recovered_s is not None]
     rows, bars = min(len(run.slots), _SLOTS), min(len(timed), _BARS)
@@ -39,20 +51,27 @@ def pictures(run: History, twin: History | None, verdict: Verdict, *, bound: flo
     wanted.append(("Who was there", 0.8 + 0.16 * rows, lambda axes: _timeline(axes, run, struck)))
     if timed:
         wanted.append(("From each strike to the next step", 0.8 + 0.2 * bars, lambda axes: _bars(axes, timed)))
+    return wanted
+
+
+def _drawn(wanted: Sequence[tuple[str, float, Draw]], kind: str) -> bytes:
+    """A page has its titles as headings; a sheet has them in it."""
+    import matplotlib as mpl  # noqa: PLC0415  (a second that only reports cost)
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "path"}
+    heights, out = [height for _, height, _ in wanted], io.BytesIO()
     with mpl.rc_context(settings):
-        return {title: _drawn(Figure(figsize=(10, height)), draw) for title, height, draw in wanted}
-
-
-def _drawn(figure: Any, draw: Draw) -> bytes:
-    axes = figure.add_subplot()
-    draw(axes)
-    out = io.StringIO()
-    figure.savefig(
-        out, format="svg", bbox_inches="tight", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    )
+        figure = Figure(figsize=(10, sum(heights) + 0.5 * (len(wanted) - 1)), layout="constrained")
+        all_axes = figure.subplots(len(wanted), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+        for axes, (title, _, draw) in zip(all_axes, wanted, strict=True):
+            draw(axes)
+            if kind == "png":
+                axes.set_title(title, loc="left")
+        unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type")) if kind == "svg" else None
+        figure.savefig(out, format=kind, bbox_inches="tight", dpi=150, metadata=unsaid)
     whole = out.getvalue()
-    return whole[whole.index("<svg") :].encode()
+    return whole[whole.index(b"<svg") :] if kind == "svg" else whole
 
 
 def _losses(axes: Any, run: History, twin: History | None, struck: list[Outcome]) -> None:

@@ -120,7 +120,7 @@ class History:
         first = self.began[0].event
         return [[first.tp] * first.stages] * first.replicas, first.micro_batches
 
-    def pid_of(self, slot: str, at: float) -> int | None:
-        """Of the process that had a slot at a time."""
-        pids = [said.event.pid for said in self.began if said.slot == slot and said.at <= at]
-        return pids[-1] if pids else None
+    def who_has(self, slot: str, at: float) -> Began | None:
+        """What the process told that had a slot at a time."""
+        told = [said.event for said in self.began if said.slot == slot and said.at <= at]
+        return told[-1] if told else None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ntp_plugin.chaos.drawing import NO_PICTURE, pictures
+from ntp_plugin.chaos.drawing import NO_PICTURE, pictures, sheet
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.verdict import Verdict
 from ntp_plugin.telemetry import Follower
@@ -52,8 +52,11 @@ class Report:
 
 
 def write_page(report: Report, folder: Path) -> Path:
-    """`report.html` and `verdict.json`; where the page is."""
+    """`report.html`, its pictures as `report.png`, and `verdict.json`; where the page is."""
     (folder / "verdict.json").write_text(json.dumps(_as_mapping(report), indent=1) + "\n")
+    picture = sheet(report.run, report.twin, report.verdict, bound=report.bound)
+    if picture is not None:
+        (folder / "report.png").write_bytes(picture)
     page = folder / "report.html"
     page.write_text(_page(report), encoding="utf-8")
     return page

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, KINDS
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, KINDS, OF_HOSTS, SUPERVISOR
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
@@ -21,6 +21,8 @@ from ntp_plugin.simulator.failures import DAY_S
 from ntp_plugin.simulator.traces import read_trace
 
 ANY = "any"
+RUN = "{run}"
+"""In a job's words: the folder of the run, of which there are two."""
 _SLOT = re.compile(r"r\d+\.s\d+\.t\d+")
 
 
@@ -29,11 +31,15 @@ class JobSpec:
     """The job that is broken, and its twin that is not."""
 
     like: str = key("", help="a file with a [job] that this one is like, but for what it says itself")
-    run: tuple[str, ...] = key((), help="the words behind `ntp run`: torchrun's flags, the script, its arguments")
+    run: tuple[str, ...] = key(
+        (), help="the words behind `ntp run`: torchrun's flags, the script, its arguments; {run}: its folder"
+    )
     environment: tuple[str, ...] = key((), help="NAME=VALUE for both runs")
     spares: int = key(
         0, help="warm processes that take the places of lost ones (--ntp-spares)", at_least=0, at_most=10_000
     )
+    hosts: int = key(1, help="machines that the job runs on: network namespaces of this one", at_least=1, at_most=32)
+    spare_hosts: int = key(0, help="more of them, that take the place of lost ones", at_least=0, at_most=32)
     respawns: int = key(0, help="so many in all; 0: as many as spares (--ntp-respawn)", at_least=0, at_most=1_000_000)
     thresholds: str = key("", help="when a rank is taken for lost (--ntp-thresholds)")
     twin: bool = key(True, help="run the same job once more, undisturbed, and compare")
@@ -152,7 +158,28 @@ def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = (
     for word in recipe.job.environment:
         if "=" not in word:
             raise ConfigError(f"{path}: job.environment: {word!r} is not NAME=VALUE")
+    _refuse_other_hosts(path, recipe)
     return recipe
+
+
+def _refuse_other_hosts(path: Path, recipe: Recipe) -> None:
+    """A job of one host has no links, and one of several has no supervisor that is the job's."""
+    kinds = {fault.what for fault in recipe.faults} | (set(recipe.random.what) if recipe.random.count else set())
+    if recipe.job.hosts == 1 and (found := kinds & OF_HOSTS):
+        raise ConfigError(
+            f"{path}: what = {min(found)} is for a job on several hosts, and job.hosts is 1",
+            way_out="job.hosts = 2, and no --standalone in job.run",
+        )
+    if recipe.job.hosts > 1 and SUPERVISOR in kinds:
+        raise ConfigError(
+            f"{path}: what = {SUPERVISOR} is for a job on one host, and job.hosts is {recipe.job.hosts}",
+            way_out="what = node takes a host with its supervisor",
+        )
+    if recipe.job.hosts > 1 and "--standalone" in recipe.job.run:
+        raise ConfigError(
+            f"{path}: --standalone is for a job on one host, and job.hosts is {recipe.job.hosts}",
+            way_out="leave it out of job.run: how hosts find each other is said for them",
+        )
 
 
 def _known_tables(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ntp_plugin.chaos.recipe import ANY, FaultSpec, Recipe
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, SUPERVISOR, Strike
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, STORE, SUPERVISOR, Strike
 from ntp_plugin.recovery.moments import OF_STEPS, OF_WALKS
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
@@ -92,8 +92,8 @@ class Schedule:
         ]
 
     def _slot(self, fault: FaultSpec, job: JobState) -> str:
-        if fault.what == SUPERVISOR:
-            return "host0"
+        if fault.what in (SUPERVISOR, STORE):
+            return "host0" if fault.what == SUPERVISOR else "store"
         if fault.slot != ANY:
             return fault.slot
         return self._dice.choice(survivable(job) or sorted(job.slots))

@@ -1,46 +1,45 @@
-"""Orders what the schedule says, and does itself what comes from outside."""
+"""Orders what the schedule says, and sees to what comes from outside."""
 
 import contextlib
+import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.hosting import Running
 from ntp_plugin.chaos.schedule import Schedule
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, SUPERVISOR, Orders, Strike, orders_file
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, STORE, SUPERVISOR, Orders, Strike, orders_file
 from ntp_plugin.telemetry import Struck, Teller, events_file
 from ntp_plugin.telemetry.job_state import JobState
 
 _MISSED = 12
 """So many steps after it was ordered a drawn strike has missed: not every step has every moment."""
-SIGNALS = {
-    "sigkill": signal.SIGKILL,
-    "sigstop": signal.SIGSTOP,
-    "pause": signal.SIGSTOP,
-    SUPERVISOR: signal.SIGKILL,
-}
+SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "pause": signal.SIGSTOP}
+"""To a worker; what else comes from outside is done where the job runs (`hosting.py`)."""
 
 
 class Striker:
-    """Orders what the schedule says, and does itself what comes from outside."""
+    """Of one run."""
 
     def __init__(self, folder: Path, schedule: Schedule) -> None:
         self._schedule, self._orders = schedule, Orders.new(orders_file(folder))
         self._teller = Teller(_own_record(folder), "campaign")
-        self._awake: list[tuple[float, int]] = []
+        self._undoing: list[tuple[float, Callable[[], None]]] = []
         self.ordered: list[Strike] = []
         self._ordered_in: dict[str, int] = {}
         """Name -> the step that was over then."""
         for strike in schedule.at_start():
             self._order(strike)
 
-    def strike(self, job: JobState, history: History, *, supervisor: int) -> None:
+    def strike(self, job: JobState, history: History, running: Running) -> None:
         """What is due now."""
-        for at, pid in tuple(self._awake):
+        for at, undo in tuple(self._undoing):
             if time.monotonic() >= at:
-                self._awake.remove((at, pid))
-                send(pid, signal.SIGCONT)
+                self._undoing.remove((at, undo))
+                undo()
         unsettled = not all(self._is_over(strike, job, history) for strike in self.ordered)
         missed = sum(self._has_missed(strike, job, history) for strike in self.ordered)
         seconds = job.heard_at - job.began_at
@@ -48,7 +47,7 @@ class Striker:
             self._order(strike)
             self._ordered_in[strike.name] = job.step
             if strike.what not in BY_ITS_OWN_HAND:
-                self._from_outside(strike, supervisor if strike.what == SUPERVISOR else job.pids.get(strike.slot), job)
+                self._from_outside(strike, job, running)
 
     def _is_over(self, strike: Strike, job: JobState, history: History) -> bool:
         return _is_settled(strike, history) or self._has_missed(strike, job, history)
@@ -64,13 +63,21 @@ class Striker:
         if strike.what in BY_ITS_OWN_HAND:
             self._orders.give(strike)
 
-    def _from_outside(self, strike: Strike, pid: int | None, job: JobState) -> None:
-        if pid is None:
+    def _from_outside(self, strike: Strike, job: JobState, running: Running) -> None:
+        pid = job.pids.get(strike.slot)
+        if pid is None and strike.what not in (STORE, SUPERVISOR):
             return
         self._teller.tell(Struck(strike=strike.name, what=strike.what, whom=strike.slot, moment="", step=job.step + 1))
-        send(pid, SIGNALS[strike.what])
-        if strike.what == "pause":
-            self._awake.append((time.monotonic() + strike.seconds, pid))
+        undo: Callable[[], None] | None = None
+        if strike.what in SIGNALS:
+            assert pid is not None, "a slot's process was looked for"
+            send(pid, SIGNALS[strike.what])
+            if strike.what == "pause":
+                undo = functools.partial(send, pid, signal.SIGCONT)
+        else:
+            undo = running.strike(strike, pid)
+        if undo is not None:
+            self._undoing.append((time.monotonic() + strike.seconds, undo))
 
 
 def _is_settled(strike: Strike, history: History) -> bool:

@@ -18,7 +18,7 @@ from ntp_plugin.errors import ConfigError
 from ntp_plugin.recovery.moments import MOMENTS, OF_STEPS
 
 _LOG = logging.getLogger(__name__)
-SUPERVISOR = "supervisor"
+SUPERVISOR, NODE, CUT, STORE = "supervisor", "node", "cut", "store"
 BY_ITS_OWN_HAND = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP: nothing of it runs any more",
@@ -38,11 +38,20 @@ FROM_OUTSIDE = {
     "sigkill": "SIGKILL by somebody else, at any instant",
     "sigstop": "SIGSTOP by somebody else",
     "pause": "SIGSTOP, and SIGCONT after `seconds`",
-    SUPERVISOR: "SIGKILL for the `ntp run` of the host, which keeps the job's store where there is one host",
+    SUPERVISOR: "SIGKILL for the `ntp run` of a job of one host, which keeps the job's store",
+    NODE: "SIGKILL for all that runs on the slot's host, its `ntp run` too",
+    CUT: "no packet comes to the slot's host any more, nor goes from it",
+    "blink": "the same for `seconds`, and then the link is there again",
+    "delay": "from then on each packet from the slot's host takes `seconds`",
+    "lossy": "from then on the slot's host loses packets it sends: `seconds` = 0.01 is one in a hundred",
+    STORE: "SIGKILL for the job's store, on a machine of its own",
 }
+OF_HOSTS = frozenset({NODE, CUT, STORE, "blink", "delay", "lossy"})
+"""Kinds for which a job must run on several hosts."""
 KINDS = {**BY_ITS_OWN_HAND, **FROM_OUTSIDE}
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,80}")
-LEAVES_THE_JOB = frozenset(KINDS) - {"slow", "disk", "clock", "weight", "copy", "pause", SUPERVISOR}
+_STAYS = {"slow", "disk", "clock", "weight", "copy", "pause", "blink", "delay", "lossy", STORE, SUPERVISOR}
+LEAVES_THE_JOB = frozenset(KINDS) - _STAYS
 """Kinds after which the others must go on without the slot."""
 
 

@@ -5,5 +5,6 @@ faults.py     what can happen to a rank, and when
 harm.py       what a process can do to itself
 twin.py       whether a job that lost ranks trained what its undisturbed twin trained
 stateless.py  a trainer with nothing to train
+machines.py   several machines in one, with wires that can be cut
 leaks.py      what a rehearsal must not leave behind
 """

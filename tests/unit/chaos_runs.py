@@ -19,13 +19,17 @@ def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, a
             tell(at, slot, Recovered(epoch=epoch, seconds=0.4, phases=PHASES, **change))
 
     for number, slot in enumerate(slots):
-        tell(0.0, slot, Began(pid=number, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]))
+        tell(
+            0.0,
+            slot,
+            Began(pid=100 + number, number=number, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]),
+        )
     for step in range(1, steps + 1):
         if step == killed_in:
             epoch += 1
             slots.remove(VICTIM)
             tell(step - 0.9, VICTIM, Struck(strike="1", what="kill", whom=VICTIM, moment="backward", step=step))
-            tell(step - 0.8, "host0", Gone(number=1, pid=1, kind="ended", reason="its process ended with code -9"))
+            tell(step - 0.8, "host0", Gone(number=1, pid=101, kind="ended", reason="its process ended with code -9"))
             recover(step - 0.4, lost=[VICTIM], back=[], widths=[[1], [2]], micro_batches=[1, 3])
         if step == back_in:
             epoch += 1

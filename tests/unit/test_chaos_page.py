@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import struct
 import subprocess
 from xml.etree import ElementTree
 
@@ -40,6 +41,14 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(report, tmp_path):
     assert "http://" not in page.replace("http://www.w3.org", "")
     for svg in page.split("<svg")[1:]:
         ElementTree.fromstring("<svg" + svg.split("</svg>")[0] + "</svg>")
+
+
+def test_its_pictures_are_one_sheet_as_well(report, tmp_path):
+    page = write_page(report, tmp_path)
+    header = page.with_name("report.png").read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", header[16:])
+    assert 1000 < width < height, "one below the other"
 
 
 def test_the_page_says_what_is_wrong(report, tmp_path):

@@ -26,7 +26,11 @@ def test_each_recipe_says_what_it_breaks_and_how_to_run_it(path):
     assert "minute" in head, "how long it takes"
     assert recipe.faults or recipe.random.count
     for job in sorted((RECIPES / "jobs").glob("*.toml")):
-        assert read_recipe(path, job=job).job.run
+        if job.stem.endswith("-hosts") == (recipe.job.hosts > 1):
+            assert read_recipe(path, job=job).job.run
+        elif recipe.job.hosts > 1:
+            with pytest.raises(ConfigError, match=r"is for a job on several hosts"):
+                read_recipe(path, job=job)
 
 
 def test_a_job_is_like_another_but_for_what_it_says_itself(tmp_path):
@@ -68,6 +72,13 @@ def test_outages_of_a_trace_strike_when_they_were(tmp_path):
         ('[job]\nlike = "nowhere.toml"\n' + FAULT, "cannot be read"),
         ("job = 3\n" + FAULT, "write [job]"),
         (JOB + FAULT + "[more]\n", "more is not a known key"),
+        (JOB + "[[fault]]\nwhat = 'node'\n", "what = node is for a job on several hosts"),
+        (JOB + "[random]\ncount = 3\nwhat = ['kill', 'lossy']\n", "what = lossy is for a job on several hosts"),
+        (JOB + "hosts = 2\n[[fault]]\nwhat = 'supervisor'\n", "what = supervisor is for a job on one host"),
+        (
+            JOB.replace("[job]", "[job]\nhosts = 2").replace("train.py", "--standalone") + FAULT,
+            "leave it out of job.run",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_one_line_and_code_2(text, message, tmp_path, capsys):

@@ -37,6 +37,13 @@ def test_a_fault_with_a_slot_and_a_moment_is_ordered_before_the_job_starts():
     assert schedule.next(job(step=8), seconds=1.0, unsettled=False) == []
 
 
+def test_the_store_is_no_slot():
+    schedule = Schedule(recipe(FaultSpec(what="store", at_step=8)))
+    assert schedule.at_start() == []
+    (strike,) = schedule.next(job(step=7), seconds=1.0, unsettled=False)
+    assert (strike.what, strike.slot) == ("store", "store")
+
+
 def test_a_fault_on_any_slot_waits_for_training_and_is_ordered_in_time():
     schedule = Schedule(recipe(FaultSpec(what="kill", during="vote", at_step=8)))
     assert schedule.at_start() == []

@@ -8,7 +8,7 @@ from ntp_plugin.chaos.drawing import presence, spent
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.strikes import Strike
 from ntp_plugin.chaos.verdict import End, Expected, judge
-from ntp_plugin.telemetry import Committed, Restored, Struck, Told
+from ntp_plugin.telemetry import Began, Committed, Gone, Restored, Struck, Told
 from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told
 
 STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
@@ -83,6 +83,17 @@ def test_a_strike_that_never_struck_is_told():
     found = verdict(history(), strikes=[STRIKE])
     assert "never struck" in found.outcomes[0].problem
     assert not found.holds
+
+
+def test_who_was_on_a_host_that_is_lost_is_known_by_its_number():
+    """Another host's supervisor notices, and knows no process of it."""
+    run = [one for one in told(killed_in=3) if not isinstance(one.event, Gone)]
+    began = next(one.event for one in run if isinstance(one.event, Began) and one.slot == VICTIM)
+    struck = next(one.at for one in run if isinstance(one.event, Struck))
+    for number, seconds in ((began.number, 0.25), (began.number + 1, None)):
+        gone = Told(at=struck + 0.25, slot="host0", event=Gone(number=number, pid=0, kind="host", reason="no beat"))
+        (outcome,) = verdict(History.of([*run, gone])).outcomes
+        assert outcome.detected_s == (None if seconds is None else pytest.approx(seconds))
 
 
 def test_a_strike_at_a_slot_that_the_job_has_not_is_told_as_that():

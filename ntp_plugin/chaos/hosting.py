@@ -1,0 +1,145 @@
+"""Where the job of a campaign runs: on this machine, or on several that are made for it (`testing/machines.py`).
+
+On several machines each has its `ntp run`, and one more keeps the job's store, so that any of them may be lost. Their
+folder is one, so the record is whole; a machine that a strike has taken is not asked how the job ended.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ntp_plugin.chaos.recipe import RUN, JobSpec
+from ntp_plugin.chaos.strikes import CUT, NODE, STORE, SUPERVISOR, Strike
+from ntp_plugin.testing.machines import DEVICE, Machines
+
+_NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
+_PORT = 29400
+_END_S = 20.0
+"""For a job that was asked to end, before it is made to."""
+
+
+class OneMachine:
+    """This one: a single `ntp run`."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def code(self) -> int:
+        """That the job has ended with."""
+        assert self._process.returncode is not None, "it is over"
+        return self._process.returncode
+
+    def strike(self, strike: Strike, _pid: int | None) -> Callable[[], None] | None:
+        """What comes from outside and is no signal to a worker; what undoes it after its time."""
+        assert strike.what == SUPERVISOR, "all others need several hosts"
+        self._process.kill()
+        return None
+
+
+class SeveralMachines:
+    """One `ntp run` on each, and the store on the last."""
+
+    def __init__(
+        self, machines: Machines, processes: Mapping[int, "subprocess.Popen[bytes]"], store: "subprocess.Popen[bytes]"
+    ) -> None:
+        self._machines, self._processes, self._store = machines, processes, store
+        self._taken: set[int] = set()
+        """Machines that a strike has taken from the job."""
+
+    @property
+    def is_over(self) -> bool:
+        return all(process.poll() is not None for at, process in self._processes.items() if at not in self._taken)
+
+    @property
+    def code(self) -> int:
+        """Of those that no strike has taken: the first that is not 0."""
+        codes = [process.returncode for at, process in self._processes.items() if at not in self._taken]
+        return next((code for code in codes if code), 0)
+
+    def strike(self, strike: Strike, pid: int | None) -> Callable[[], None] | None:
+        """What comes from outside and is no signal to a worker; what undoes it after its time."""
+        if strike.what == STORE:
+            self._store.kill()
+            return None
+        at = next((at for at in self._processes if pid in self._machines.pids(at)), None)
+        if at is None:
+            return None
+        if strike.what in (NODE, CUT):
+            self._taken.add(at)
+        match strike.what:
+            case "node":
+                self._machines.kill(at)
+            case "cut":
+                self._machines.cut_off(at)
+            case "blink":
+                self._machines.cut_off(at)
+                return lambda: self._machines.bring_back(at)
+            case "delay":
+                self._machines.delay(at, strike.seconds)
+            case "lossy":
+                self._machines.lose(at, strike.seconds)
+        return None
+
+
+type Running = OneMachine | SeveralMachines
+
+
+@contextlib.contextmanager
+def started(job: JobSpec, folder: Path, *, chaos: bool) -> Iterator[Running]:
+    """The job of a run, with its record and its log in that folder; whatever is left of it is ended."""
+    environment = os.environ | dict(said.split("=", 1) for said in job.environment)
+    words = _words(job, folder, chaos=chaos)
+    with (folder / "log.txt").open("ab") as log, contextlib.ExitStack() as until_the_end:
+        if job.hosts == 1:
+            process = subprocess.Popen([*_NTP, *words], stdout=log, stderr=subprocess.STDOUT, env=environment)
+            until_the_end.callback(_end, process)
+            yield OneMachine(process)
+            return
+        hosts = job.hosts + job.spare_hosts
+        machines = until_the_end.enter_context(Machines(hosts + 1))
+        address = machines.address(hosts + 1)
+
+        def start(at: int, *words: str) -> "subprocess.Popen[bytes]":
+            command = [*machines.prefix(at), *_NTP, *words]
+            own = environment | {"GLOO_SOCKET_IFNAME": DEVICE}
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=own)
+            until_the_end.callback(_end, process)
+            return process
+
+        store = start(hosts + 1, "store", "--host", address, "--port", str(_PORT))
+        flags = [f"--nnodes={job.hosts}", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-conf=is_host=0"]
+        flags.append(f"--rdzv-endpoint={address}:{_PORT}")
+        processes = {
+            at: start(at, words[0], *flags, f"--local-addr={machines.address(at)}", *words[1:])
+            for at in range(1, hosts + 1)
+        }
+        yield SeveralMachines(machines, processes, store)
+
+
+def _words(job: JobSpec, folder: Path, *, chaos: bool) -> list[str]:
+    ours = [f"--ntp-run-dir={folder}", *(["--ntp-chaos"] if chaos else [])]
+    if job.spares and chaos:
+        ours += [f"--ntp-spares={job.spares}", f"--ntp-respawn={job.respawns}"]
+    if job.thresholds:
+        ours.append(f"--ntp-thresholds={job.thresholds}")
+    return ["run", *ours, *(word.replace(RUN, str(folder)) for word in job.run)]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """`ntp run` ends its workers when it is asked to end; by force only it can be ended itself."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
