@@ -5,7 +5,8 @@
     │   ├── ConfigError           a key, a flag or a file is wrong
     │   └── Refused               well-formed, but impossible
     │       ├── BelowMinimum      no replica is left that may train
-    │       └── StateLost         no living holder and no copy of some piece of state
+    │       ├── StateLost         no living holder and no copy of some piece of state
+    │       └── RestartIsBetter   the job could go on, and the user's figures say that it should not
     ├── SilentCorruption          replicas hold different bits of what they hold alike
     ├── StoreLost                 the job's store does not answer
     ├── PeerLost                  a collective was left because the membership changes; recovery follows
@@ -71,6 +72,12 @@ class StateLost(Refused):
     """Some piece of training state has no living holder and no copy."""
 
     exit_code = 4
+
+
+class RestartIsBetter(Refused):
+    """The job could go on, but by what the user has said of restarts it is better to begin again whole."""
+
+    exit_code = 8
 
 
 class SilentCorruption(NtpError):

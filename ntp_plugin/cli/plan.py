@@ -15,6 +15,7 @@ from ntp_plugin.config import schema
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import Job
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.planning.decision import as_allowed
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, as_json, plan_recovery
 from ntp_plugin.planning.topology import Slot, Topology, parse_slots
 
@@ -63,7 +64,7 @@ def plan_for(job: Job) -> RecoveryPlan:
     never_lost = sorted(back - already)
     if never_lost:
         raise ConfigError(f"back names {never_lost[0]}, which was not lost", way_out="name it in already as well")
-    return plan_recovery(Nominal.of(job), lost_before=already, lost=(already | lose) - back)
+    return plan_recovery(as_allowed(Nominal.of(job)), lost_before=already, lost=(already | lose) - back)
 
 
 def _read_job(parsed: argparse.Namespace) -> Job:

@@ -7,8 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ntp_plugin.config.sections import ActionsPolicy
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.copy_placement import Resettled
+from ntp_plugin.planning.decision import decide, in_lines
 from ntp_plugin.planning.pace import HEALTHY_NS
 from ntp_plugin.planning.recovery_plan import GroupChange, RecoveryPlan
 from ntp_plugin.planning.routes import FRAMEWORK, StageRoute
@@ -32,6 +34,7 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
     if plan.transfers:
         console.print(_transfers_table(plan.transfers))
     _print_notes(plan, console)
+    _print_choice(plan, console)
 
 
 # ---------------------------------------------------------------- the summary
@@ -198,6 +201,16 @@ def _print_notes(plan: RecoveryPlan, console: Console) -> None:
             )
     for note in notes:
         console.print(f"[bold]note[/bold] {note}")
+
+
+def _print_choice(plan: RecoveryPlan, console: Console) -> None:
+    """Where the user has said what may be done: what a job that runs would do."""
+    if not plan.lost or plan.nominal.policy.actions == ActionsPolicy():
+        return
+    choice = decide(plan)
+    console.print(Text.assemble(("a job would", "bold"), f" {choice.action}, of these:"))
+    for line in in_lines(choice):
+        console.print(f"  {line}")
 
 
 def _balance_notes(plan: RecoveryPlan) -> list[str]:

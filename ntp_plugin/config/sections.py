@@ -190,6 +190,26 @@ class CopyPolicy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ActionsPolicy:
+    """What may be done about a loss, and what to expect of it."""
+
+    forbid: tuple[str, ...] = key(
+        (), help="what is never done: reduce-tp or drop-replica; repeatable", metavar="ACTION"
+    )
+    restart_s: float | None = key(
+        None,
+        help="a restart makes the job whole again within so many seconds, steps that are taken again included; a loss"
+        " ends the job for one where that is worth it (default: never)",
+        at_least=0.0,
+    )
+    recovery_s: float = key(1.0, help="seconds that the job stands still when it goes on", at_least=0.0)
+    repair_s: float = key(432_000.0, help="seconds until what is lost is expected back (default: 5 days)", at_least=1.0)
+    failures_per_gpu_day: float = key(
+        0.00047, help="how often a GPU fails (default: 419 failures of 16,384 GPUs in 54 days)", at_least=0.0
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """The plugin's own block, the same in every recipe."""
 
@@ -206,6 +226,7 @@ class Policy:
     route: str = key("auto", help="how gradients cross uneven replicas", choices=("auto", "direct", "via_core"))
     batch: BatchPolicy = subsection(BatchPolicy, prefix="batch-")
     copies: CopyPolicy = subsection(CopyPolicy, prefix="copies-")
+    actions: ActionsPolicy = subsection(ActionsPolicy, prefix="actions-")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

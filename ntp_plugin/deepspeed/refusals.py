@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.config.sections import ActionsPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 
 _WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel or with AutoTP"
@@ -68,6 +68,7 @@ def _refuse_keys(policy: TrainingPolicy, *, cuts: bool) -> None:
         "gpu_memory_gb: micro-batches have one size here, and no replica is left out for want of memory": (
             policy.gpu_memory_gb is not None
         ),
+        "actions: what is done about a loss is not chosen here": policy.actions != ActionsPolicy(),
         "on_sdc = heal: replicas are compared after a loss alone here": policy.on_sdc == "heal",
     }
     for what, is_so in found.items():

@@ -162,6 +162,7 @@ def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
         lost=policy.lost,
         dropout=policy.dropout,
         gpu_memory_gb=policy.gpu_memory_gb,
+        actions=policy.actions,
     )
 
 

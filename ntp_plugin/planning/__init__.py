@@ -20,6 +20,7 @@ same facts, in whatever order the losses came.
     memory_fit.py       bytes per slot, and what can be done where they do not fit
     actions.py          what to do about a loss
     recovery_plan.py    all of it together, with a digest
+    decision.py         whether a job that runs goes on by such a plan, or ends for a restart
 
 Imports run down this list only upwards: each file stands on those above it.
 """

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ntp_plugin.config.sections import Batch, Hardware, Job, Model, Policy, State
@@ -26,7 +26,7 @@ from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing, Topolog
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
 from ntp_plugin.planning.units import ModelUnits, transformer_units
 
-FORMAT = 3
+FORMAT = 4
 """Raised with every change to what a plan says, so that ranks with different versions do not act together."""
 
 
@@ -225,6 +225,12 @@ def replica_paces(
         paces[replica] = Pace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), pieces=nominal.pieces)
     paces |= {replica: measured[replica] for replica in standing.replicas if replica in measured}
     return {replica: pace.cut(pieces.get(replica, 1)) for replica, pace in paces.items()}
+
+
+def split_among(nominal: Nominal, replicas: Collection[int]) -> BatchSplit:
+    """The batch, where these go on alone and are whole."""
+    paces = dict.fromkeys(replicas, Pace(ns=HEALTHY_NS, pieces=nominal.pieces))
+    return split_batch(paces, _nominal_batch(nominal), nominal.policy.batch)
 
 
 def _nominal_batch(nominal: Nominal) -> NominalBatch:

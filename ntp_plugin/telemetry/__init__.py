@@ -17,6 +17,7 @@ With no record named nothing is written.
 
 from ntp_plugin.telemetry.events import (
     Began,
+    Chosen,
     Committed,
     Compared,
     Copied,
@@ -34,6 +35,7 @@ from ntp_plugin.telemetry.record import Follower, Teller, Told, events_file, rea
 
 __all__ = [
     "Began",
+    "Chosen",
     "Committed",
     "Compared",
     "Copied",

@@ -65,6 +65,17 @@ class Gone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """What is done about a loss, and what it was chosen from."""
+
+    action: str
+    lost: list[str]
+    """All slots that are not there now."""
+    table: list[str]
+    """A line for each action, with its score or why it cannot be taken."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Struck:
     """Somebody breaks the job on purpose, here and now."""
 
@@ -162,6 +173,7 @@ type Event = (
     | Committed
     | Recovered
     | Gone
+    | Chosen
     | Struck
     | Copied
     | Restored

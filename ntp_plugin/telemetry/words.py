@@ -1,6 +1,6 @@
 """Events in words, for whoever is to read of them at once."""
 
-from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Exported, Gone, Recovered, Restored, Struck
+from ntp_plugin.telemetry.events import Chosen, CopyTrouble, Corrupted, Exported, Gone, Recovered, Restored, Struck
 from ntp_plugin.telemetry.record import Told
 
 
@@ -12,7 +12,9 @@ def in_words(told: Told) -> tuple[str, str] | None:  # noqa: PLR0911  (a sentenc
             where = f" during {event.moment} of step {event.step}" if event.moment else ""
             return f"{event.whom} is struck", f"{event.what}{where}"
         case Gone():
-            return f"slot {event.number} is lost", f"pid {event.pid}: {event.reason}"
+            return f"slot {event.number} is lost", f"pid {event.pid}: {event.reason}" if event.pid else event.reason
+        case Chosen():
+            return f"what is done about it: {event.action}", "; ".join(event.table)
         case Recovered():
             who = f"back: {', '.join(event.back)}" if event.back else f"lost: {', '.join(event.lost) or 'nobody'}"
             widths = ", ".join("/".join(map(str, stages)) for stages in event.widths)

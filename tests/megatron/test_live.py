@@ -14,8 +14,8 @@ from benchmarks.parity.job import RECIPES, STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, DROPOUT, HYBRID, MODELS, SEQUENCE, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import largest_difference, wholes_in
-from ntp_plugin.errors import BelowMinimum, Refused, SilentCorruption, StateLost
-from ntp_plugin.telemetry import Began, Committed, Corrupted, Ended, Follower, Recovered
+from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, SilentCorruption, StateLost
+from ntp_plugin.telemetry import Began, Chosen, Committed, Corrupted, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
 
 IN_A_STEP = ["step", "forward", "backward", "reduced", "vote", "apply", "applied", "between"]
@@ -139,6 +139,23 @@ def test_what_nobody_else_holds_ends_the_job():
     """Both holders of the same units are gone: the error names them, and what to do."""
     with pytest.raises(StateLost, match="restart from"):
         live(job(), faults=[kill(slot, during="backward", step=5) for slot in (1, 3)])
+
+
+def test_a_restart_ends_the_job_where_it_is_better_by_what_the_user_says(tmp_path):
+    """Half of a replica is half of its speed for days, and a restart takes a minute."""
+    more = f"--ntp-actions-restart-s 60 --ntp-events={tmp_path}/events"
+    with pytest.raises(RestartIsBetter, match=r"a restart is better .*reduce tp: 0\.\d+.*restart: 0\.99.*restart from"):
+        live(job(more=more), faults=[kill(3, during="backward", step=5)])
+    (chosen,) = [one.event for one in Follower(tmp_path / "events").news() if isinstance(one.event, Chosen)]
+    assert (chosen.action, chosen.lost) == ("restart", ["r1.s0.t1"])
+
+
+def test_a_replica_that_may_not_be_narrower_stands_idle():
+    lived, rows = live(job(more="--ntp-actions-forbid reduce-tp"), faults=[kill(3, during="backward", step=5)])
+    assert widths(lived) == {0: 2, 1: 2, 2: 1}
+    assert lived[2].seen.share == (0, 0)
+    assert_same_training({slot: lived[slot] for slot in (0, 1)})
+    assert_every_sample_once(rows)
 
 
 def test_no_replica_is_left_that_may_train(tmp_path):
@@ -391,5 +408,6 @@ def test_what_happens_is_told(tmp_path):
     assert sorted(one.slot for one in recovered) == ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0"]
     assert {(*one.event.lost, *map(tuple, one.event.widths)) for one in recovered} == {("r1.s0.t1", (2,), (1,))}
     assert {sum(one.event.micro_batches) for one in recovered} == {6}
+    assert [one.event.action for one in told if isinstance(one.event, Chosen)] == ["reduce tp"]
     assert sum(isinstance(one.event, Began) for one in told) == 4
     assert sum(isinstance(one.event, Ended) for one in told) == 3

@@ -18,7 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.errors import BelowMinimum, Refused, StateLost
+from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, StateLost
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import Job, nominal_job, share_units
@@ -34,13 +34,15 @@ from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trainees import Trainees
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
+from ntp_plugin.planning.actions import RESTART
+from ntp_plugin.planning.decision import as_allowed, decide, in_lines
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery, within_memory
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.replacements import apply_all
-from ntp_plugin.telemetry import Recovered, Teller
+from ntp_plugin.telemetry import Chosen, Recovered, Teller
 from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
 from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
 
@@ -129,7 +131,7 @@ class MegatronTrainer:
             of_all = share_units(layout, units)
             if layout.rank == 0:
                 self._rank.leave_word(_UNITS, of_all)
-        self._nominal = within_memory(nominal_job(layout, self._policy, self._args, of_all))
+        self._nominal = as_allowed(within_memory(nominal_job(layout, self._policy, self._args, of_all)))
         plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now, and not when a rank has died
         self.state = TrainedState(
             anatomy, parameters, self._nominal.units, sharded=self._sharded, newcomer=self._newcomer
@@ -220,9 +222,11 @@ class MegatronTrainer:
                 self._from_copies = True
             else:
                 self._goal = self._next[0].goal
+                self._choose(agreed)
                 return digest_of(self._next)
         lost = frozenset(self._topology.slot_of(rank) for rank in range(self._topology.size) if rank not in told)
         self._goal = plan_recovery(self._nominal, lost=lost, lost_before=lost)
+        self._choose(agreed)
         versions = [] if self.copies is None else self.copies.choose(copied or "" for _, copied in told.values())
         if not versions:
             raise StateLost(
@@ -231,6 +235,21 @@ class MegatronTrainer:
                 way_out="switch copies on (copies.mode)" if self.copies is None else self._more_copies(),
             )
         return f"{self._goal.digest} {versions}"
+
+    def _choose(self, agreed: Agreed) -> None:
+        """About a loss: to go on by the plan, or to end for a restart. All choose alike; one tells."""
+        if set(self._goal.lost) <= self.lost:
+            return
+        choice = decide(self._goal)
+        if self._groups.slot == min(agreed.reports):
+            lost = [str(slot) for slot in self._goal.lost]
+            self._teller.tell(Chosen(action=choice.action, lost=lost, table=in_lines(choice)))
+        if choice.action == RESTART:
+            raise RestartIsBetter(
+                f"{len(self._goal.lost)} slots are lost, and a restart is better than to go on without them"
+                f" ({'; '.join(in_lines(choice))})",
+                way_out=f"{_restart(self._args)}, or leave --ntp-actions-restart-s out",
+            )
 
     def _more_copies(self) -> str:
         """What would have survived more."""

@@ -1,0 +1,87 @@
+"""What a running job does about a loss: it goes on, unless it is told what a restart costs and that is less."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.planning.actions import DROP_REPLICA, REDUCE_TP, RESTART
+from ntp_plugin.planning.decision import as_allowed, decide, in_lines
+from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
+from ntp_plugin.planning.topology import parse_slots
+from tests.unit.strategies import make_job
+
+REPAIR_S = 432_000.0
+
+
+def nominal(**actions):
+    return as_allowed(
+        Nominal.of(
+            make_job(
+                parallel={"tp": 4, "pp": 1, "dp": 4, "gpus_per_node": 4},
+                model={"layers": 2, "hidden": 64, "heads": 8, "ffn": 256, "vocab": 1000},
+                batch={"global_batch": 16},
+                ntp={"actions": actions},
+            )
+        )
+    )
+
+
+def plan(job, *words):
+    return plan_recovery(job, lost=parse_slots(words, job.topology))
+
+
+def test_it_goes_on_narrower_if_nothing_else_is_said():
+    choice = decide(plan(nominal(), "r1.s0.t2"))
+    assert choice.action == REDUCE_TP
+    assert [row.action for row in choice.table if row.score is None] == ["swap a spare in", "wait for a spare", RESTART]
+
+
+@given(st.floats(0, REPAIR_S), st.sampled_from([("r1.s0.t2",), ("r1.s0.t2", "r1.s0.t3"), ("r0", "r1.s0.t0")]))
+def test_a_restart_is_chosen_where_more_work_is_done_until_repair(restart_s, words):
+    found = plan(nominal(restart_s=restart_s, failures_per_gpu_day=0.0), *words)
+    rate = found.batch.nominal_ns / found.batch.step_ns
+    narrower, again = rate * (REPAIR_S - 1.0), REPAIR_S - restart_s
+    if abs(narrower - again) > 1e-4 * REPAIR_S:
+        assert (decide(found).action == RESTART) == (again > narrower)
+
+
+def test_failures_that_come_often_make_a_restart_worth_less():
+    told = {"restart_s": 20_000.0, "repair_s": 400_000.0}
+    seldom, often = (
+        decide(plan(nominal(**told, failures_per_gpu_day=rate), "r1.s0.t2", "r1.s0.t3")) for rate in (0.0, 1.0)
+    )
+    assert (seldom.action, often.action) == (RESTART, REDUCE_TP)
+    assert often.horizon_s == pytest.approx(86_400 / 4), "of the four GPUs of the replica that is hurt"
+
+
+def test_where_narrower_replicas_are_forbidden_the_others_go_on_alone():
+    found = plan(nominal(forbid=["reduce-tp"]), "r1.s0.t2")
+    assert found.dropped == (1,)
+    assert decide(found).action == DROP_REPLICA
+    assert "reduce tp: forbidden" in in_lines(decide(found))
+
+
+def test_where_nothing_is_allowed_it_says_why():
+    found = plan(nominal(forbid=["reduce-tp", "drop-replica"]), "r1.s0.t2")
+    with pytest.raises(Refused, match=r"nothing can be done .*reduce tp: forbidden; drop replica: forbidden"):
+        decide(found)
+
+
+def test_an_action_that_nobody_knows_is_refused():
+    with pytest.raises(ConfigError, match="'reduce' is no action"):
+        nominal(forbid=["reduce"])
+
+
+def test_the_same_losses_lead_to_the_same_table():
+    job = nominal(restart_s=600.0)
+    tables = {tuple(in_lines(decide(plan(job, *words)))) for words in (("r0.s0.t1", "r2"), ("r2", "r0.s0.t1"))}
+    assert len(tables) == 1
+
+
+def test_a_decision_is_of_the_facts_that_are_in_the_digest():
+    one, other = (plan(nominal(restart_s=seconds), "r1.s0.t2") for seconds in (600.0, 601.0))
+    assert one.digest != other.digest
+    assert dataclasses.replace(one, nominal=other.nominal).batch == other.batch
