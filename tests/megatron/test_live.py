@@ -184,9 +184,14 @@ def test_who_has_come_back_lives_through_the_next_loss_and_return():
     assert_every_sample_once(rows)
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward", "vote", "apply"])
+@pytest.mark.parametrize(
+    ("model", "moment"),
+    [
+        *((BASE, moment) for moment in IN_A_STEP),
+        *(("tied embeddings", moment) for moment in ("forward", "backward", "vote", "apply")),
+    ],
+)
 @pytest.mark.parametrize("slot", [0, 7])
-@pytest.mark.parametrize("model", [BASE, "tied embeddings"])
 def test_a_stage_is_hurt(slot, model, moment):
     """The first or the last; while others wait to receive from it, or to send."""
     reference = run(uniform(model, tp=2, pp=2))
@@ -195,7 +200,7 @@ def test_a_stage_is_hurt(slot, model, moment):
     assert_same_training(lived, reference)
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("moment", IN_A_STEP)
 def test_the_stage_in_the_middle_is_hurt(moment):
     """Of twelve ranks the one whose neighbours on both sides wait for it."""
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}

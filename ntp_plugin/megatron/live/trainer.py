@@ -18,7 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, StateLost
+from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import Job, nominal_job, share_units
@@ -29,22 +29,22 @@ from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.copies import HowFar, refuse_unknown, who_trains
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
 from ntp_plugin.megatron.live.logs import into_logs
+from ntp_plugin.megatron.live.next_plan import NextPlan, restart
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trainees import Trainees
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
-from ntp_plugin.planning.actions import RESTART
-from ntp_plugin.planning.decision import as_allowed, decide, in_lines
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery, within_memory
+from ntp_plugin.planning.decision import as_allowed
+from ntp_plugin.planning.recovery_plan import within_memory
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.replacements import apply_all
-from ntp_plugin.telemetry import Chosen, Recovered, Teller
+from ntp_plugin.telemetry import Recovered, Teller
 from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
-from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
+from ntp_plugin.training.relayout_plan import Held, plan_relayout
 
 _LOG = logging.getLogger(__name__)
 _UNITS = "units of all stages"
@@ -79,17 +79,14 @@ class MegatronTrainer:
         self._idle: frozenset[Slot] = frozenset()
         """All of them."""
         self._trainees = Trainees(self._make_groups, lambda: self._alone)
-        self._nominal: Nominal
+        self._plan: NextPlan
         self.state: TrainedState
-        self._next: tuple[RelayoutPlan, ...]
-        """Of a walk in which state is moved."""
-        self._goal: RecoveryPlan
         self.copies: JobCopies | None = None
         """Where this job makes them."""
         self.how_far: HowFar
         """Goes with them."""
-        self._from_copies = self._put_together = False
-        """Whether the state of this walk comes from copies; and whether that was begun and has not ended."""
+        self._put_together = False
+        """Whether state was begun to be put together from copies, and that has not ended."""
         self._sharded = bool(args.use_distributed_optimizer)
         self._alone: Any = None
         self._own: tuple[Any, Any] | None = None
@@ -105,8 +102,8 @@ class MegatronTrainer:
 
     @property
     def narrowest(self) -> int:
-        """The least width at which a replica goes on, by the policy and by its memory."""
-        return self._nominal.policy.min_tp_width
+        """The least width at which a replica goes on."""
+        return self._plan.narrowest
 
     @property
     def lost(self) -> frozenset[Slot]:
@@ -131,11 +128,9 @@ class MegatronTrainer:
             of_all = share_units(layout, units)
             if layout.rank == 0:
                 self._rank.leave_word(_UNITS, of_all)
-        self._nominal = as_allowed(within_memory(nominal_job(layout, self._policy, self._args, of_all)))
-        plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now, and not when a rank has died
-        self.state = TrainedState(
-            anatomy, parameters, self._nominal.units, sharded=self._sharded, newcomer=self._newcomer
-        )
+        nominal = as_allowed(within_memory(nominal_job(layout, self._policy, self._args, of_all)))
+        self._plan = NextPlan(self._args, self._policy, nominal, slot=self.slot_number, teller=self._teller)
+        self.state = TrainedState(anatomy, parameters, nominal.units, sharded=self._sharded, newcomer=self._newcomer)
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if not (self._newcomer or self._sharded):
             self._refuse_unequal_replicas()
@@ -162,12 +157,12 @@ class MegatronTrainer:
             self.copies.settle(who_trains(layout), functools.partial(self.state.parts, layout))
 
     def _refuse_unequal_replicas(self) -> None:
-        stages, slot_of = self._nominal.units.stages, self._topology.slot_of
+        stages, slot_of = self._plan.nominal.units.stages, self._topology.slot_of
         held = {
             rank: Held(versions=(0,) * len(stages[slot_of(rank).stage].tensors), built=(), lost={0: ()})
             for rank in range(self._topology.size)
         }
-        refuse_unequal_replicas(plan_relayout(self._nominal, held, 0), self.state.live, self._groups)
+        refuse_unequal_replicas(plan_relayout(self._plan.nominal, held, 0), self.state.live, self._groups)
 
     def resume(self) -> None:
         """Begin from what a dead run has left in memory, if that is what is wanted; all founders come together."""
@@ -199,90 +194,33 @@ class MegatronTrainer:
 
     def plan(self, agreed: Agreed) -> str:
         """Who holds what, computes what and sends what, from what everybody reported."""
-        try:
-            return self._plan(agreed, {rank: json.loads(report.held) for rank, report in agreed.reports.items()})
-        except BelowMinimum as found:
-            limited = self.narrowest > self._policy.min_tp_width
-            cure = "give the job more --ntp-gpu-memory-gb" if limited else "lower --ntp-min-tp-width"
-            raise BelowMinimum(found.what, way_out=f"{_restart(self._args)}, or {cure}") from found
-        except StateLost as found:
-            raise StateLost(
-                found.what, way_out=f"{_restart(self._args)}; before the next run: {found.way_out}"
-            ) from found
-
-    def _plan(self, agreed: Agreed, told: Mapping[int, tuple[str | None, str | None]]) -> str:
-        live = {rank: Held.decode(held) for rank, (held, _) in told.items() if held is not None}
-        self._from_copies = len(live) < len(told)
-        if not self._from_copies:
-            try:
-                self._next = plan_relayout(self._nominal, live, agreed.view.epoch)
-            except StateLost:
-                if self.copies is None:
-                    raise
-                self._from_copies = True
-            else:
-                self._goal = self._next[0].goal
-                self._choose(agreed)
-                return digest_of(self._next)
-        lost = frozenset(self._topology.slot_of(rank) for rank in range(self._topology.size) if rank not in told)
-        self._goal = plan_recovery(self._nominal, lost=lost, lost_before=lost)
-        self._choose(agreed)
-        versions = [] if self.copies is None else self.copies.choose(copied or "" for _, copied in told.values())
-        if not versions:
-            raise StateLost(
-                f"{', '.join(map(str, sorted(lost))) or 'no slot'} lost after {agreed.decision.step} sections, and"
-                " with them what only they held: there is no version of it of which all parts are copied",
-                way_out="switch copies on (copies.mode)" if self.copies is None else self._more_copies(),
-            )
-        return f"{self._goal.digest} {versions}"
-
-    def _choose(self, agreed: Agreed) -> None:
-        """About a loss: to go on by the plan, or to end for a restart. All choose alike; one tells."""
-        if set(self._goal.lost) <= self.lost:
-            return
-        choice = decide(self._goal)
-        if self._groups.slot == min(agreed.reports):
-            lost = [str(slot) for slot in self._goal.lost]
-            self._teller.tell(Chosen(action=choice.action, lost=lost, table=in_lines(choice)))
-        if choice.action == RESTART:
-            raise RestartIsBetter(
-                f"{len(self._goal.lost)} slots are lost, and a restart is better than to go on without them"
-                f" ({'; '.join(in_lines(choice))})",
-                way_out=f"{_restart(self._args)}, or leave --ntp-actions-restart-s out",
-            )
-
-    def _more_copies(self) -> str:
-        """What would have survived more."""
-        policy = self._policy.copies
-        if policy.sharers:
-            return f"have fewer slots share a parity than copies.mode = {policy.mode} does, or copies.mode = copy"
-        return "set copies.count higher"
+        return self._plan.make(agreed, known=None if self._newcomer else self.lost, copies=self.copies)
 
     def stand_on(self, agreed: Agreed) -> None:
         """Roll forward, move what changes hands, compare everything, and have Megatron run in the new layout."""
         if agreed.decision.roll_forward:
             mine = self._groups.slot in agreed.decision.roll_forward
-            self._loop.roll_forward(mine=mine, newcomer=self._newcomer, really=not self._from_copies)
+            self._loop.roll_forward(mine=mine, newcomer=self._newcomer, really=not self._plan.from_copies)
         self._loop.begin_again()
         self._put_back()
-        if self._from_copies:
+        if self._plan.from_copies:
             self._put_together = True
             gone = tuple(rank for rank in range(self._topology.size) if rank not in agreed.reports)
             self._lost = {agreed.view.epoch: gone}
-            self.state.lose(self.layout(self.lost, frozenset(self._goal.idle)), agreed.view.epoch)
+            self.state.lose(self.layout(self.lost, frozenset(self._plan.goal.idle)), agreed.view.epoch)
         else:
-            self._lost = self._next[self.layout().slot.stage].lost
-            relayout(self._next, self.state.live, self._groups, step=agreed.decision.step)
+            self._lost = self._plan.moves[self.layout().slot.stage].lost
+            relayout(self._plan.moves, self.state.live, self._groups, step=agreed.decision.step)
         if any(report.newcomer for report in agreed.reports.values()):
             self._share_counts()
         assert self._loop.done == agreed.decision.step, "all stand on one step"
-        self._idle = frozenset(self._goal.idle)
+        self._idle = frozenset(self._plan.goal.idle)
         layout = self.layout_now
         self._ranks.tell(layout, self._make_groups)
         self._args.rank, self._args.world_size = layout.rank, len(layout.present)
         self.idle, self.first = layout.is_idle, layout.slots[0] == layout.slot
         if self.idle:
-            self._make_groups(list(wanted_groups(layout, self._goal).values()))
+            self._make_groups(list(wanted_groups(layout, self._plan.goal).values()))
         else:
             self._put_in(layout)
         self.state.shard_again(layout, self.among_those_who_train)
@@ -292,12 +230,12 @@ class MegatronTrainer:
         self._tell(agreed)
 
     def _settle_copies(self, copies: JobCopies, layout: Layout) -> None:
-        if self._from_copies:
+        if self._plan.from_copies:
             members = [self._topology.rank_of(slot) for slot in layout.present]
             try:
                 copies.restore(functools.partial(self.state.make_room, layout), members)
             except StateLost as found:
-                raise StateLost(found.what, way_out=_restart(self._args)) from found
+                raise StateLost(found.what, way_out=restart(self._args)) from found
             self.among_those_who_train(self.state.have_weights)
             self._put_together = False
         copies.settle(who_trains(layout), functools.partial(self.state.parts, layout))
@@ -305,8 +243,8 @@ class MegatronTrainer:
     def _tell(self, agreed: Agreed) -> None:
         """Whoever looks on hears that this rank goes on, and in which layout."""
         topology, lost = self._topology, self.lost
-        standing = self._nominal.standing(lost)
-        stages, shares = range(topology.pp), {share.replica: share.count for share in self._goal.batch.shares}
+        standing = self._plan.nominal.standing(lost)
+        stages, shares = range(topology.pp), {share.replica: share.count for share in self._plan.goal.batch.shares}
         back = [rank for rank, report in agreed.reports.items() if report.newcomer]
         seconds, phases = self._rank.walked()
         event = Recovered(
@@ -368,7 +306,7 @@ class MegatronTrainer:
             args,
             make_groups=self._make_groups,
             alone=lambda: self._alone,
-            plan=self._goal,
+            plan=self._plan.goal,
         )
         sync, layers = LaneSync(job), UnevenLayers(layout, args, granule=self._policy.granule)
         hurt = layout.hurt
@@ -390,11 +328,6 @@ class MegatronTrainer:
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]
         return list(self._groups.make_lanes(tuples, timeout_s=_CONNECT_S))
-
-
-def _restart(args: Any) -> str:
-    saved = f"the last checkpoint in {args.save}" if args.save else "the last checkpoint (this job saves none: --save)"
-    return f"restart from {saved}"
 
 
 def _nothing() -> None:
