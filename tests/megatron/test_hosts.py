@@ -7,7 +7,9 @@ import pytest
 
 from benchmarks.parity.job import Job
 from benchmarks.parity.layouts import BASE, MODELS
+from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Committed, Copied, Follower, Recovered, Restored
+from ntp_plugin.testing.machines import why_not
 from tests.ranks.command import NTP, Command
 from tests.ranks.machines import machines
 
@@ -116,3 +118,9 @@ def test_there_is_nothing_to_resume(tmp_path):
     code, said = Command([*NTP, "run", "--ntp-resume", str(tmp_path), "train.py"], tmp_path / "log").end()
     assert code == 2, said
     assert "there are no copies of a dead run there" in said
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "there are machines")
+@pytest.mark.parametrize("recipe", ["host-killed", "link-cut", "link-blinks", "store-gone"])
+def test_what_a_recipe_does_to_hosts(recipe, tmp_path, capsys):
+    assert main(["chaos", f"recipes/chaos/{recipe}.toml", "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().out
