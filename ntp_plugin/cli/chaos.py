@@ -68,10 +68,9 @@ def run(said: Any) -> int:
     for flag in ("what", "slot", "during", "seconds"):
         if getattr(said, flag) is not None:
             raise ConfigError(f"--{flag} is for a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job has to be ended first
     recipe = read_recipe(Path(said.recipe), job=None if said.job is None else Path(said.job), run=tuple(said.rest))
     folder = Path(said.out or f"build/chaos/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout):
+    with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), _ending_what_runs():
         campaign = run_campaign(recipe, folder, look=_looking, twin=None if said.twin is None else Path(said.twin))
         page = write_page(_report(campaign, f"ntp chaos {said.recipe}"), folder)
     if said.json:
@@ -79,6 +78,16 @@ def run(said: Any) -> int:
     else:
         _print(campaign, page)
     return 0 if campaign.verdict.holds else 1
+
+
+@contextlib.contextmanager
+def _ending_what_runs() -> Iterator[None]:
+    """Where this process is asked to end, its job has to be ended first."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _report(campaign: Campaign, command: str) -> Report:
