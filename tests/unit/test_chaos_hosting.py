@@ -10,7 +10,7 @@ from ntp_plugin.chaos.strikes import Strike
 from ntp_plugin.testing.machines import Machines, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there are machines")
-ENDS_WHEN_TOLD = "import sys; sys.exit(int(input()))"
+ENDS_WHEN_TOLD = "import sys; print('here', flush=True); sys.exit(int(input()))"
 
 
 @pytest.fixture
@@ -23,14 +23,17 @@ def machines():
 def processes(machines):
     def start(at):
         words = [*machines.prefix(at), sys.executable, "-c", ENDS_WHEN_TOLD]
-        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     started = {at: start(at) for at in machines.numbers}
+    for process in started.values():
+        assert process.stdout.readline() == "here\n"
     yield started
     for process in started.values():
         process.kill()
         process.wait()
         process.stdin.close()
+        process.stdout.close()
 
 
 @pytest.fixture
