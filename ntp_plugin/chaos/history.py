@@ -93,6 +93,11 @@ class History:
         return sorted({said.slot for said in self.began})
 
     @property
+    def numbers(self) -> dict[str, int]:
+        """Slot -> its number, as supervisors know it."""
+        return {said.slot: said.event.number for said in self.began}
+
+    @property
     def began_at(self) -> float:
         """When training began."""
         return min((said.at for said in self.began), default=0.0)
@@ -119,8 +124,3 @@ class History:
             return event.widths, event.micro_batches
         first = self.began[0].event
         return [[first.tp] * first.stages] * first.replicas, first.micro_batches
-
-    def who_has(self, slot: str, at: float) -> Began | None:
-        """What the process told that had a slot at a time."""
-        told = [said.event for said in self.began if said.slot == slot and said.at <= at]
-        return told[-1] if told else None

@@ -161,14 +161,8 @@ def _why_it_never_struck(strike: Strike, run: History) -> str:
 
 
 def _detected(run: History, slot: str, at: float) -> float | None:
-    who = run.who_has(slot, at)
-    if who is None:
-        return None
-    gone = (said for said in run.gone if said.at >= at)
-    told = (
-        said for said in gone if said.event.pid == who.pid or (not said.event.pid and said.event.number == who.number)
-    )
-    return min((said.at - at for said in told), default=None)
+    number = run.numbers.get(slot)
+    return min((said.at - at for said in run.gone if said.event.number == number and said.at >= at), default=None)
 
 
 def _epoch_without(run: History, slot: str, at: float) -> int | None:

@@ -4,6 +4,7 @@ An interleaved schedule takes micro-batches in groups of a fixed size. Replicas 
 a group is one nominal micro-batch, which is run in as many pieces.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,19 +152,8 @@ def _taken_together(args: Any, replicas: int) -> int:
 
 
 def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
-    """Nothing is copied yet, so nothing is planned for it."""
-    return TrainingPolicy(
-        enabled=policy.enabled,
-        min_tp_width=policy.min_tp_width,
-        granule=policy.granule,
-        route=policy.route,
-        batch=policy.batch,
-        copies=_NO_COPIES,
-        lost=policy.lost,
-        dropout=policy.dropout,
-        gpu_memory_gb=policy.gpu_memory_gb,
-        actions=policy.actions,
-    )
+    """Nothing is copied yet, so nothing is planned for it; and each host may have a file of events of its own."""
+    return dataclasses.replace(policy, copies=_NO_COPIES, events=None)
 
 
 def _compare(told: Sequence[str], layout: Layout) -> None:

@@ -11,6 +11,7 @@ are forbidden is no choice of the moment: whoever is hurt stands idle then, from
 
 import dataclasses
 
+from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.actions import (
     DROP_REPLICA,
     REDUCE_TP,
@@ -28,8 +29,17 @@ DAY_S = 86_400.0
 
 
 def as_allowed(nominal: Nominal) -> Nominal:
-    """The job as its policy allows it: where narrower replicas are forbidden, none trains that is not whole."""
-    if REDUCE_TP not in _policy(nominal).forbid:
+    """The job as its policy allows it: where narrower replicas are forbidden, none trains that is not whole.
+
+    Refuses a policy that allows nothing.
+    """
+    forbid = _policy(nominal).forbid
+    if {REDUCE_TP, DROP_REPLICA} <= set(forbid) and nominal.policy.actions.restart_s is None:
+        raise ConfigError(
+            "reduce-tp and drop-replica are forbidden, and restart_s is not said: nothing could be done about a loss",
+            way_out="allow one of them, or say how long a restart takes",
+        )
+    if REDUCE_TP not in forbid:
         return nominal
     policy = dataclasses.replace(nominal.policy, min_tp_width=nominal.topology.tp)
     return dataclasses.replace(nominal, policy=policy)
@@ -39,10 +49,12 @@ def decide(plan: RecoveryPlan) -> Choice:
     """About the losses of a plan; refuses where nothing that is allowed can be done."""
     nominal, said = plan.nominal, plan.nominal.policy.actions
     lost = frozenset(plan.lost)
-    forecasts = {REDUCE_TP: _forecast(plan.batch, said.recovery_s)}
-    whole = frozenset(range(nominal.topology.dp)) - {slot.replica for slot in lost}
+    everybody = frozenset(range(nominal.topology.dp))
+    step_ns = split_among(nominal, everybody).step_ns
+    forecasts = {REDUCE_TP: _forecast(plan.batch, step_ns, said.recovery_s)}
+    whole = everybody - {slot.replica for slot in lost}
     if whole:
-        forecasts[DROP_REPLICA] = _forecast(split_among(nominal, whole), said.recovery_s)
+        forecasts[DROP_REPLICA] = _forecast(split_among(nominal, whole), step_ns, said.recovery_s)
     if said.restart_s is not None:
         forecasts[RESTART] = Forecast(step_s=1.0, transition_s=said.restart_s)
     situation = Situation(
@@ -70,7 +82,5 @@ def _policy(nominal: Nominal) -> ActionPolicy:
     return ActionPolicy(forbid=forbid, min_tp_width=nominal.policy.min_tp_width)
 
 
-def _forecast(batch: BatchSplit, recovery_s: float) -> Forecast:
-    return Forecast(
-        step_s=batch.step_ns / batch.nominal_ns, transition_s=recovery_s, batch=batch.computed / batch.total
-    )
+def _forecast(batch: BatchSplit, whole_ns: int, recovery_s: float) -> Forecast:
+    return Forecast(step_s=batch.step_ns / whole_ns, transition_s=recovery_s, batch=batch.computed / batch.total)

@@ -8,15 +8,15 @@ from typing import Any
 class Began:
     """A process is about to take its first step, from the start of the job or as a newcomer."""
 
+    number: int
+    """Of its slot, as supervisors know it."""
     pid: int
     newcomer: bool
     replicas: int
     stages: int
     tp: int
     micro_batches: list[int]
-    """Of each replica, in a step."""
-    number: int = -1
-    """Of its slot, as supervisors know it."""
+    """Of each replica, in a step; one that a replica runs in pieces is one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,7 +71,8 @@ class JobState:
             case Recovered():
                 news = self._recovered(told.event)
             case Gone():
-                self._gone(told.event)
+                gone = [slot for slot, number in self.numbers.items() if number == told.event.number]
+                self.slots |= dict.fromkeys(gone, Slot.LOST)
             case Copied():
                 self.copied_bytes[told.slot] = told.event.size
                 news, self.copied_step = told.event.step > self.copied_step, max(self.copied_step, told.event.step)
@@ -96,11 +97,6 @@ class JobState:
         if not began.newcomer:
             self.slots[told.slot] = Slot.ALIVE
         return first
-
-    def _gone(self, gone: Gone) -> None:
-        of_its_own = [slot for slot, pid in self.pids.items() if pid == gone.pid]
-        elsewhere = [slot for slot, number in self.numbers.items() if number == gone.number and not gone.pid]
-        self.slots |= dict.fromkeys((*of_its_own, *elsewhere), Slot.LOST)
 
     def _committed(self, committed: Committed) -> bool:
         if committed.step <= self.step:

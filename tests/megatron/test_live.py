@@ -158,6 +158,12 @@ def test_a_replica_that_may_not_be_narrower_stands_idle():
     assert_every_sample_once(rows)
 
 
+def test_no_replica_is_left_that_is_whole():
+    faults = [kill(1, during="backward", step=5), kill(2, during="backward", step=8)]
+    with pytest.raises(BelowMinimum, match="or leave --ntp-actions-forbid out"):
+        live(job(more="--ntp-actions-forbid reduce-tp"), faults=faults)
+
+
 def test_no_replica_is_left_that_may_train(tmp_path):
     faults = [kill(1, during="backward", step=5), kill(2, during="backward", step=8)]
     more = f"--ntp-min-tp-width 2 --save {tmp_path} --save-interval 100"

@@ -10,6 +10,7 @@ from benchmarks.parity.job import Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, DROPOUT, FOURS, LAST_HURT, MODELS, PIECES, TIGHT, hurt, reference, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from ntp_plugin.errors import Refused
+from ntp_plugin.telemetry import Follower, Recovered
 from ntp_plugin.testing.faults import kill
 from tests.megatron.test_live import assert_every_sample_once
 
@@ -67,11 +68,14 @@ def job(more):
     return Job(model=MODELS[FOURS], tp=2, dp=2, enabled=True, more=more)
 
 
-def test_a_rank_dies_and_what_is_left_of_its_replica_runs_smaller_ones():
-    lived, rows = live(job(ROOM_FOR_TP1_IN_PIECES), faults=[kill(3, during="backward", step=5)])
+def test_a_rank_dies_and_what_is_left_of_its_replica_runs_smaller_ones(tmp_path):
+    more = f"{ROOM_FOR_TP1_IN_PIECES} --ntp-events={tmp_path}/events"
+    lived, rows = live(job(more), faults=[kill(3, during="backward", step=5)])
     assert shares({slot: one.seen for slot, one in lived.items()}) == {0: (4, 4), 1: (4, 2)}
     assert_same_training(as_if_always_there(lived), run(uniform(FOURS)))
     assert_every_sample_once(rows, SAMPLES)
+    told = [one.event.micro_batches for one in Follower(tmp_path / "events").news() if isinstance(one.event, Recovered)]
+    assert told == [[4, 2]] * 3, "of the nominal size, so that shares can be compared"
 
 
 def test_a_rank_dies_and_what_is_left_of_its_replica_does_not_fit():

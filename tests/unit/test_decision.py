@@ -22,7 +22,7 @@ def nominal(**actions):
             make_job(
                 parallel={"tp": 4, "pp": 1, "dp": 4, "gpus_per_node": 4},
                 model={"layers": 2, "hidden": 64, "heads": 8, "ffn": 256, "vocab": 1000},
-                batch={"global_batch": 16},
+                batch={"micro_batch": 4, "global_batch": 64},
                 ntp={"actions": actions},
             )
         )
@@ -48,6 +48,15 @@ def test_a_restart_is_chosen_where_more_work_is_done_until_repair(restart_s, wor
         assert (decide(found).action == RESTART) == (again > narrower)
 
 
+def test_a_step_is_compared_with_a_whole_one_of_as_many_pieces():
+    """An interleaved pipeline runs what is a micro-batch to a plan in pieces, and a whole replica does so too."""
+    one, pieces = (
+        decide(plan(dataclasses.replace(nominal(), pieces=number), "r1.s0.t2")).table[0] for number in (1, 4)
+    )
+    assert one.action == REDUCE_TP
+    assert pieces.throughput == pytest.approx(one.throughput)
+
+
 def test_failures_that_come_often_make_a_restart_worth_less():
     told = {"restart_s": 20_000.0, "repair_s": 400_000.0}
     seldom, often = (
@@ -64,10 +73,22 @@ def test_where_narrower_replicas_are_forbidden_the_others_go_on_alone():
     assert "reduce tp: forbidden" in in_lines(decide(found))
 
 
-def test_where_nothing_is_allowed_it_says_why():
-    found = plan(nominal(forbid=["reduce-tp", "drop-replica"]), "r1.s0.t2")
-    with pytest.raises(Refused, match=r"nothing can be done .*reduce tp: forbidden; drop replica: forbidden"):
-        decide(found)
+def test_where_nothing_is_allowed_a_job_is_refused_before_anything_is_lost():
+    with pytest.raises(ConfigError, match=r"reduce-tp and drop-replica are forbidden, and restart_s is not said"):
+        nominal(forbid=["reduce-tp", "drop-replica"])
+    found = plan(nominal(forbid=["reduce-tp", "drop-replica"], restart_s=1e5), "r1.s0.t2")
+    assert decide(found).action == RESTART
+
+
+def test_where_nothing_that_is_allowed_can_be_done_it_says_why():
+    found = plan(nominal(forbid=["drop-replica"]), "r1.s0.t2")
+    narrower = dataclasses.replace(found, nominal=with_min_tp_width(found.nominal, 4))
+    with pytest.raises(Refused, match=r"nothing can be done .*reduce tp: narrower than .*; drop replica: forbidden"):
+        decide(narrower)
+
+
+def with_min_tp_width(job, width):
+    return dataclasses.replace(job, policy=dataclasses.replace(job.policy, min_tp_width=width))
 
 
 def test_an_action_that_nobody_knows_is_refused():

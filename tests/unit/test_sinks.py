@@ -24,7 +24,7 @@ def tell_a_run(folder):
     """Five steps of two replicas; one slot is lost in the third step, which two slots tell of twice."""
     tellers = {slot: Teller(folder / "events.jsonl", slot) for slot in SLOTS}
     for number, slot in enumerate(SLOTS):
-        began = Began(pid=100 + number, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2])
+        began = Began(number=number, pid=100 + number, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2])
         tellers[slot].tell(began)
     for step in range(1, 6):
         if step == 3:

@@ -11,7 +11,7 @@ from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Gone, Recove
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
 EVENTS = [
-    Began(pid=1, newcomer=False, replicas=2, stages=1, tp=4, micro_batches=[4, 4]),
+    Began(number=0, pid=1, newcomer=False, replicas=2, stages=1, tp=4, micro_batches=[4, 4]),
     Committed(step=1, epoch=0, seconds=0.25, losses={"lm loss": 5.5}, samples=[0, 2]),
     Recovered(epoch=1, seconds=0.1, lost=["r0.s0.t1"], back=[], widths=[[3], [4]], micro_batches=[3, 5]),
     Ended(),

@@ -13,8 +13,8 @@ from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import BelowMinimum, RestartIsBetter, StateLost
 from ntp_plugin.planning.actions import RESTART
-from ntp_plugin.planning.decision import decide, in_lines
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
+from ntp_plugin.planning.decision import as_allowed, decide, in_lines
+from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery, within_memory
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.telemetry import Chosen, Teller
@@ -26,17 +26,15 @@ class NextPlan:
 
     def __init__(self, args: Any, policy: TrainingPolicy, nominal: Nominal, *, slot: int, teller: Teller) -> None:
         self._args, self._policy, self._slot, self._teller = args, policy, slot, teller
-        self.nominal = nominal
+        fits = within_memory(nominal)
+        self.too_large_below = fits.policy.min_tp_width if fits.policy.min_tp_width > policy.min_tp_width else 0
+        """Fewer slots than this would not fit into the memory that the job was given; 0 where all would."""
+        self.nominal = nominal = as_allowed(fits)
         plan_recovery(nominal, lost=frozenset())  # what cannot work is refused now, and not when a rank has died
         self.goal: RecoveryPlan
         self.moves: tuple[RelayoutPlan, ...] = ()
         """Stage by stage; of no meaning where state comes from copies."""
         self.from_copies = False
-
-    @property
-    def narrowest(self) -> int:
-        """The least width at which a replica goes on, by the policy and by its memory."""
-        return self.nominal.policy.min_tp_width
 
     def make(self, agreed: Agreed, *, known: frozenset[Slot] | None, copies: JobCopies | None) -> str:
         """Who holds what, computes what and sends what; its digest. `known`: whose loss was decided about before, or
@@ -45,9 +43,7 @@ class NextPlan:
             told = {rank: json.loads(report.held) for rank, report in agreed.reports.items()}
             return self._make(agreed, told, known, copies)
         except BelowMinimum as found:
-            limited = self.narrowest > self._policy.min_tp_width
-            cure = "give the job more --ntp-gpu-memory-gb" if limited else "lower --ntp-min-tp-width"
-            raise BelowMinimum(found.what, way_out=f"{restart(self._args)}, or {cure}") from found
+            raise BelowMinimum(found.what, way_out=f"{restart(self._args)}, or {self._narrower()}") from found
         except StateLost as found:
             raise StateLost(
                 found.what, way_out=f"{restart(self._args)}; before the next run: {found.way_out}"
@@ -100,6 +96,14 @@ class NextPlan:
                 f" ({'; '.join(in_lines(choice))})",
                 way_out=f"{restart(self._args)}, or leave --ntp-actions-restart-s out",
             )
+
+    def _narrower(self) -> str:
+        """What would have let replicas go on that were too narrow."""
+        if self.nominal.policy.min_tp_width == self._policy.min_tp_width:
+            return "lower --ntp-min-tp-width"
+        if self.nominal.policy.min_tp_width == self.too_large_below:
+            return "give the job more --ntp-gpu-memory-gb"
+        return "leave --ntp-actions-forbid out"
 
     def _more_copies(self) -> str:
         """What would have survived more."""

@@ -134,8 +134,8 @@ class LiveJob:
             )
 
     def _warn_of_memory(self) -> None:
-        width = self.trainer.narrowest
-        if width > self._policy.min_tp_width:
+        width = self.trainer.too_large_below
+        if width:
             hint = "" if self.args.calculate_per_token_loss else " (--calculate-per-token-loss lets them be smaller)"
             _LOG.warning(
                 "a replica of fewer than %d slots would not fit into --ntp-gpu-memory-gb %s by its micro-batches%s, so"

@@ -35,8 +35,6 @@ from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trainees import Trainees
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
-from ntp_plugin.planning.decision import as_allowed
-from ntp_plugin.planning.recovery_plan import within_memory
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.loop import Loop
@@ -101,9 +99,9 @@ class MegatronTrainer:
         return Layout(topology=self._topology, lost=lost, idle=idle, rank=rank)
 
     @property
-    def narrowest(self) -> int:
-        """The least width at which a replica goes on."""
-        return self._plan.narrowest
+    def too_large_below(self) -> int:
+        """Fewer slots than this would not fit into the memory that the job was given; 0 where all would."""
+        return self._plan.too_large_below
 
     @property
     def lost(self) -> frozenset[Slot]:
@@ -128,7 +126,7 @@ class MegatronTrainer:
             of_all = share_units(layout, units)
             if layout.rank == 0:
                 self._rank.leave_word(_UNITS, of_all)
-        nominal = as_allowed(within_memory(nominal_job(layout, self._policy, self._args, of_all)))
+        nominal = nominal_job(layout, self._policy, self._args, of_all)
         self._plan = NextPlan(self._args, self._policy, nominal, slot=self.slot_number, teller=self._teller)
         self.state = TrainedState(anatomy, parameters, nominal.units, sharded=self._sharded, newcomer=self._newcomer)
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -244,7 +242,8 @@ class MegatronTrainer:
         """Whoever looks on hears that this rank goes on, and in which layout."""
         topology, lost = self._topology, self.lost
         standing = self._plan.nominal.standing(lost)
-        stages, shares = range(topology.pp), {share.replica: share.count for share in self._plan.goal.batch.shares}
+        size, stages = self._args.micro_batch_size, range(topology.pp)
+        shares = {share.replica: share.count * share.size // size for share in self._plan.goal.batch.shares}
         back = [rank for rank, report in agreed.reports.items() if report.newcomer]
         seconds, phases = self._rank.walked()
         event = Recovered(
