@@ -126,7 +126,7 @@ def heard(*events):
 
 
 BEGAN = [
-    (f"r{replica}.s0.t{slot}", dataclasses.replace(EVENTS[0], tp=2, pid=10 * replica + slot))
+    (f"r{replica}.s0.t{slot}", dataclasses.replace(EVENTS[0], tp=2, number=2 * replica + slot))
     for replica in (0, 1)
     for slot in (0, 1)
 ]
@@ -135,7 +135,7 @@ BEGAN = [
 def test_a_job_is_whole_until_one_is_gone_and_again_when_it_is_back():
     job, _ = heard(*BEGAN)
     assert job.whole
-    job.hear(Told(at=5.0, slot="host0", event=Gone(number=3, pid=11, kind="ended", reason="code -9")))
+    job.hear(Told(at=5.0, slot="host0", event=Gone(number=3, pid=0, kind="ended", reason="code -9")))
     assert job.slots["r1.s0.t1"] == Slot.LOST
     lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[5, 3])
     assert job.hear(Told(at=6.0, slot="r0.s0.t0", event=lost))
