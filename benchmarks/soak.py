@@ -33,7 +33,7 @@ from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import Told
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
-SEED, EACH = 20261122, 10
+SEED, EACH = 20261122, 40
 KINDS = (
     "kill",
     "stop",
@@ -65,17 +65,19 @@ class Case:
 MEGATRON = (*OF_BOTH, "step", "reduced", "between", "moved", "built", "made")
 DEEPSPEED = (*OF_BOTH, "accumulated", "reduce", "stepped")
 CASES = (
-    Case(job="megatron", framework="megatron", moments=MEGATRON, more=("--train-iters=250",)),
-    Case(job="deepspeed", framework="deepspeed", moments=(*DEEPSPEED, "gather"), more=("--epochs=8",)),
-    Case(job="megatron-sharded", framework="megatron", moments=MEGATRON, more=("--train-iters=250",)),
-    Case(job="deepspeed-tp", framework="deepspeed", moments=DEEPSPEED, more=("--epochs=8",)),
+    Case(job="megatron", framework="megatron", moments=MEGATRON, more=("--train-iters=600",)),
+    Case(job="deepspeed", framework="deepspeed", moments=(*DEEPSPEED, "gather"), more=("--epochs=18",)),
+    Case(job="megatron-sharded", framework="megatron", moments=MEGATRON, more=("--train-iters=600",)),
+    Case(job="deepspeed-tp", framework="deepspeed", moments=DEEPSPEED, more=("--epochs=18",)),
 )
 
 
 def recipe_of(case: Case, *, faults: int, seed: int) -> Recipe:
     """One campaign."""
     base = read_recipe(RECIPES / "storm.toml", job=RECIPES / f"jobs/{case.job}.toml")
-    job = dataclasses.replace(base.job, run=(*base.job.run, *case.more), spares=2, respawns=faults, patience_s=1200.0)
+    job = dataclasses.replace(
+        base.job, run=(*base.job.run, *case.more), spares=0, respawns=2 * faults, fork=True, patience_s=1200.0
+    )
     drawn = RandomSpec(
         count=faults, seed=seed, what=KINDS, during=case.moments, every_steps=3, whole_within_steps=12, seconds=0.1
     )

@@ -126,7 +126,9 @@ def started(job: JobSpec, folder: Path, *, chaos: bool) -> Iterator[Running]:
 
 def _words(job: JobSpec, folder: Path, *, chaos: bool) -> list[str]:
     ours = [f"--ntp-run-dir={folder}", *(["--ntp-chaos"] if chaos else [])]
-    if job.spares and chaos:
+    if job.fork:
+        ours.append("--ntp-fork")
+    if chaos and (job.spares or job.respawns):
         ours += [f"--ntp-spares={job.spares}", f"--ntp-respawn={job.respawns}"]
     if job.thresholds:
         ours.append(f"--ntp-thresholds={job.thresholds}")

@@ -40,7 +40,10 @@ class JobSpec:
     )
     hosts: int = key(1, help="machines that the job runs on: network namespaces of this one", at_least=1, at_most=32)
     spare_hosts: int = key(0, help="more of them, that take the place of lost ones", at_least=0, at_most=32)
-    respawns: int = key(0, help="so many in all; 0: as many as spares (--ntp-respawn)", at_least=0, at_most=1_000_000)
+    respawns: int = key(
+        0, help="so many in all, at least as many as spares (--ntp-respawn)", at_least=0, at_most=1_000_000
+    )
+    fork: bool = key(False, help="fork workers from a process that has done the imports (--ntp-fork)")
     thresholds: str = key("", help="when a rank is taken for lost (--ntp-thresholds)")
     twin: bool = key(True, help="run the same job once more, undisturbed, and compare")
     bound: float = key(1e-12, help="largest relative difference of a step's loss from the twin's", at_least=0.0)

@@ -32,6 +32,7 @@ def run(words: Sequence[str]) -> int:
     policy = agent.RunPolicy(
         respawn=respawn,
         spares=said.ntp_spares,
+        fork=said.ntp_fork,
         resume=resume,
         thresholds=thresholds,
         through=worker_words(folder) if said.ntp_chaos and folder else (),
@@ -57,6 +58,12 @@ def _parser() -> OneLineParser:
         default=0,
         metavar="N",
         help="how many processes to keep warm, with their imports done; raises --ntp-respawn to at least N",
+    )
+    parser.add_argument(
+        "--ntp-fork",
+        action="store_true",
+        help="fork workers from one process that has done the imports: they start at once, and a lost one is back at"
+        " once, without spares",
     )
     parser.add_argument(
         "--ntp-thresholds",

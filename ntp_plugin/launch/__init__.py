@@ -8,4 +8,5 @@ probes.py       whether hosts can connect to each other
 telling.py      what a run tells, and to whom
 started_by.py   the command of a run, left beside its copies
 spares.py       processes that have done their imports, and wait to be told which worker to be
+nursery.py      one that has done them too, and forks workers
 """

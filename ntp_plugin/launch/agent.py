@@ -24,6 +24,7 @@ import torch.distributed.launcher.api as launcher
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.run import main as torchrun
@@ -34,6 +35,7 @@ from ntp_plugin.comm.store import TorchStore, own_address, serve
 from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import tenancy
 from ntp_plugin.launch.hosts import Hosts
+from ntp_plugin.launch.nursery import HOW_IS_NOT_KNOWN, Nursery
 from ntp_plugin.launch.probes import Door
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.launch.script import with_hooks
@@ -56,6 +58,8 @@ class RunPolicy:
 
     respawn: int = 0
     spares: int = 0
+    fork: bool = False
+    """Workers are forked from one process that has done the imports."""
     resume: Path | None = None
     """A folder of copies that the job begins from."""
     export: Path | None = None
@@ -76,6 +80,8 @@ class TolerantAgent(LocalElasticAgent):
     _tenancy: Tenancy
     _job: TorchStore
     _supervisor: Supervisor | None = None
+    _spares: Spares | None = None
+    _nursery: Nursery | None = None
 
     # ------------------------------------------------ coming into the job
 
@@ -184,6 +190,7 @@ class TolerantAgent(LocalElasticAgent):
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
         os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.beat_s)
+        os.environ["NTP_HUNG_S"] = str(self.policy.thresholds.hung_s)
         if place.tenant:
             os.environ["NTP_TENANT"] = str(place.tenant)
         self._supervisor = Supervisor(
@@ -201,12 +208,17 @@ class TolerantAgent(LocalElasticAgent):
         self._finished = False
         if worker_group.spec.entrypoint == sys.executable:  # in another Python, or a shell script, we may not be there
             worker_group.spec.args = with_hooks(worker_group.spec.args, through=self.policy.through)
+        self._nursery = Nursery(str(worker_group.spec.entrypoint)) if self.policy.fork else None
+        self._new_worker: Any = get_subprocess_handler if self._nursery is None else self._nursery.worker
+        elastic_processes.get_subprocess_handler = self._new_worker  # type: ignore[attr-defined,assignment]
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for worker in worker_group.workers:
             self._watch(worker.global_rank, worker.local_rank, founding_occupant(worker.global_rank, place.tenant))
         context: Any = self._pcontext
         self._spares = (
-            Spares(context.entrypoint, context.args[0], most=self.policy.spares) if self.policy.spares else None
+            Spares(context.entrypoint, context.args[0], most=self.policy.spares)
+            if self.policy.spares and self._nursery is None  # which is as good as any number of them
+            else None
         )
         if self._spares is not None:
             self._spares.fill(self.policy.respawn)
@@ -272,7 +284,8 @@ class TolerantAgent(LocalElasticAgent):
             return not any(codes)
         mine = range(self._tenancy.first_slot, self._tenancy.first_slot + self._tenancy.workers)
         were_in = set(self._supervisor.last.slots) & set(mine)
-        return (self._supervisor.view.over or store_left) and (0 in codes or not were_in)
+        ended_well = bool({0, HOW_IS_NOT_KNOWN} & set(codes))
+        return (self._supervisor.view.over or store_left) and (ended_well or not were_in)
 
     def _failure(self, worker_group: WorkerGroup, codes: Sequence[int]) -> RunResult:
         ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed
@@ -307,6 +320,9 @@ class TolerantAgent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._end_supervision()
         super()._shutdown(*args, **options)
+        if self._nursery is not None:  # until here it is asked how workers have ended
+            self._nursery.close()
+            self._nursery = None
 
     def _end_supervision(self) -> None:
         if self._supervisor is None:
@@ -386,7 +402,7 @@ class TolerantAgent(LocalElasticAgent):
         if handler is not None:
             handler.become(environment, stdout, stderr)
         else:
-            handler = get_subprocess_handler(
+            handler = self._new_worker(
                 entrypoint=context.entrypoint,
                 args=context.args[local_rank],
                 env=environment,

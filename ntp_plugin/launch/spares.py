@@ -73,19 +73,28 @@ class Spares:
         self._waiting.clear()
 
 
-def main(arguments: Sequence[str]) -> None:
-    """What runs in the spare."""
+def import_ahead() -> None:
+    """What every worker of the job will import."""
     rehearse_on_cpu()
     for name in (*PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))):
         importlib.import_module(name)
-    line = sys.stdin.buffer.readline()
-    if not line:  # the job is over, and this one was not needed
-        return
-    environment, stdout, stderr = json.loads(line)
+
+
+def be_worker(environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> None:
+    """The environment that a worker has, and its output where `ntp run` wants it; None: where this process has it."""
     os.environ.update(environment)
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         if path:
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """What runs in the spare."""
+    import_ahead()
+    line = sys.stdin.buffer.readline()
+    if not line:  # the job is over, and this one was not needed
+        return
+    be_worker(*json.loads(line))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     run(arguments)
 

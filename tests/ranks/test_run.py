@@ -17,15 +17,24 @@ def job(folder, *flags, script=RECIPES / "train.py", **environment):
     return Command([*NTP, "run", "--standalone", *flags, str(script)], folder / "log", **environment)
 
 
-def test_a_killed_worker_is_started_anew_and_the_result_is_that_of_an_undisturbed_run(tmp_path):
+@pytest.fixture(params=[(), ("--ntp-fork",)], ids=["started", "forked"])
+def how_workers_come(request):
+    return request.param
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_killed_worker_is_started_anew_and_the_result_is_that_of_an_undisturbed_run(tmp_path, how_workers_come):
     (tmp_path / "calm").mkdir()
-    calm = job(tmp_path / "calm", "--nproc-per-node=3", STEPS="40", PAUSE_S="0.01")
+    calm = job(tmp_path / "calm", *how_workers_come, "--nproc-per-node=3", STEPS="40", PAUSE_S="0.01")
     code, said = calm.end()
     assert code == 0
     loss, weights, members = last_line(said)
     assert members == "(0, 1, 2)"
 
-    running = job(tmp_path, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="40", PAUSE_S="0.5")
+    running = job(tmp_path, *how_workers_come, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="40", PAUSE_S="0.5")
     os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
     code, said = running.end()
     assert code == 0
@@ -78,9 +87,10 @@ def test_a_job_without_a_wide_enough_replica_ends_with_a_code_of_its_own(tmp_pat
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_signal_ends_everything_within_seconds(tmp_path, how):
-    running = job(tmp_path, "--nproc-per-node=2", STEPS="100000")
+def test_a_signal_ends_everything_within_seconds(tmp_path, how, how_workers_come):
+    running = job(tmp_path, *how_workers_come, "--nproc-per-node=2", STEPS="100000")
     pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(2)]
+    pids += {parent_of(pid) for pid in pids} - {running.process.pid}
     struck = time.monotonic()
     running.process.send_signal(how)
     code, _ = running.end()
@@ -104,12 +114,34 @@ def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):
     assert "Traceback" not in said
 
 
-def test_a_job_whose_workers_all_fail_has_failed(tmp_path):
+def test_a_job_whose_workers_all_fail_has_failed(tmp_path, how_workers_come):
     script = tmp_path / "fails.py"
-    script.write_text("raise SystemExit(9)")
-    code, said = job(tmp_path, "--nproc-per-node=2", script=script).end()
+    script.write_text("import atexit\natexit.register(lambda: print('at the end'))\nraise SystemExit(9)")
+    code, said = job(tmp_path, *how_workers_come, "--nproc-per-node=2", script=script).end()
     assert code == 1
+    assert re.search("slot 1 is lost: its process ended with code 9|exitcode *: 9", said)
+    assert said.count("at the end") == 2
     assert "ntp run: no worker ended well" in said
+
+
+def test_a_lost_nursery_takes_nobody_with_it_and_there_is_another_when_it_is_needed(tmp_path):
+    running = job(tmp_path, "--ntp-fork", "--nproc-per-node=3", "--ntp-respawn=1", STEPS="60", PAUSE_S="0.5")
+    pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
+    nursery = {parent_of(pid) for pid in pids}
+    assert len(nursery) == 1
+    os.kill(nursery.pop(), signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
+    code, said = running.end()
+    assert code == 0, said
+    assert "slot 1 starts anew" in said
+    assert "members (0, 1, 2)" in said
+
+
+def test_what_a_nursery_cannot_import_is_said_before_a_worker_starts(tmp_path):
+    code, said = job(tmp_path, "--ntp-fork", "--nproc-per-node=2", NTP_PRELOAD="no.such.module").end()
+    assert code == 2, said
+    assert "No module named 'no'" in said
+    assert "ended with code 1, and had forked no worker. Way out: what it said stands above" in said
 
 
 def test_a_script_of_ours_outside_of_ntp_run_says_so(tmp_path):
