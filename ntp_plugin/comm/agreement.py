@@ -1,15 +1,16 @@
 """The protocol of `membership.py` on a live store: one call takes a member from a broken epoch to the next.
 
 The loop looks, advances, writes, and sleeps some milliseconds where nothing changed. Its time limit bounds a whole
-agreement; a member that is merely slow is left to the detector, which puts it into `lost`.
+agreement; a member that is merely slow is left to the detector, whose verdict makes another view.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ntp_plugin.comm import membership
-from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
+from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, Step, View
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer
 
@@ -91,12 +92,17 @@ class Agreement:
         lost: Callable[[], frozenset[int]],
         report: Callable[[View], Report],
         plan: Callable[[Agreed], str],
+        waiting: Callable[[], contextlib.AbstractContextManager[None]],
         timeout_s: float,
     ) -> Agreed:
-        """Until the newest view has agreed. `report` and `plan` may be called again, for each view on the way."""
+        """Until the newest view has agreed. `report` and `plan` may be called again, for each view on the way. Entered
+        while this process does nothing but wait for others is `waiting`: who does not come is found by that."""
         deadline = time.monotonic() + timeout_s
         agreed, digest, told = None, None, Report(applied=0, oldest=0)
-        pause = FIRST_POLL_S
+
+        def look() -> Step:
+            return membership.advance(self.member, self._store.read, lost=lost(), report=told, digest=digest)
+
         while True:
             before = self.member
             if before.phase is Phase.REPORTING:
@@ -104,15 +110,12 @@ class Agreement:
             elif before.phase is Phase.PLANNING and agreed is None:
                 agreed = self._gather(before.view)
                 digest = plan(agreed)
-            self.member, write = membership.advance(before, self._store.read, lost=lost(), report=told, digest=digest)
+            self.member, write = look()
             if write is not None:
                 self._store.create(write.key, write.value)
             elif self.member == before:
-                self._refuse_to_wait_beyond(deadline, timeout_s)
-                time.sleep(pause)
-                pause = min(1.5 * pause, LAST_POLL_S)
-            else:
-                pause = FIRST_POLL_S
+                with waiting():
+                    self._wait_for_news(look, deadline, timeout_s)
             if self.member.phase is Phase.EXCLUDED:
                 seat, epoch = self.member.seat, self.member.view.epoch
                 raise Excluded(
@@ -122,6 +125,13 @@ class Agreement:
             if self.member.phase is Phase.RUNNING and agreed is not None:
                 self._compare_plans(agreed.view)
                 return agreed
+
+    def _wait_for_news(self, look: Callable[[], Step], deadline: float, timeout_s: float) -> None:
+        pause = FIRST_POLL_S
+        while look() == (self.member, None):
+            self._refuse_to_wait_beyond(deadline, timeout_s)
+            time.sleep(pause)
+            pause = min(1.5 * pause, LAST_POLL_S)
 
     def _gather(self, view: View) -> Agreed:
         reports = membership.read_reports(view, self._store.read)

@@ -20,6 +20,7 @@ exchanged over the world. So no counter of groups has to be the same in a newcom
 that holds a lost operation is put aside until the operation has ended, because gloo would wait for it right there.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -363,6 +364,10 @@ class ElasticGroups:
     def moved(self) -> tuple[float, bool]:
         """When this process last entered or left a wait for others, and whether it stands in one."""
         return self._waits.moved()
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """While this process waits for others by other means than its groups."""
+        return self._waits.standing()
 
     def _revoke(self) -> None:
         for group in (*self._groups, *self._lanes):

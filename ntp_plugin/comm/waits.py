@@ -108,7 +108,7 @@ class BreakableWaits:
     def beside[Result](self, call: Callable[[], Result]) -> Result:
         """Call on a helper thread; raises `PeerLost` where a break-out finds the call lost, and leaves it behind."""
         calling = self._helpers.submit(call)
-        with self._standing():
+        with self.standing():
             while not concurrent.futures.wait([calling], SLICE_S).done:
                 self._leave_if_lost()
             return calling.result()
@@ -122,7 +122,7 @@ class BreakableWaits:
         original = self._original
         try:
             if known.collective:
-                with self._standing():
+                with self.standing():
                     return self._wait_sliced(work, known.until)
             return self.beside(lambda: original(work))
         except RuntimeError as error:
@@ -143,7 +143,7 @@ class BreakableWaits:
         return self._original(work)
 
     @contextlib.contextmanager
-    def _standing(self) -> Iterator[None]:
+    def standing(self) -> Iterator[None]:
         """What a heart is told: that this process waits for others."""
         self._moved_at, self._waiting = time.monotonic(), self._waiting + 1
         try:

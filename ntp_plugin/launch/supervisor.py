@@ -161,7 +161,7 @@ class Supervisor:
 
     def _look(self, wards: Mapping[int, _Ward], now: float) -> None:
         """Judge, publish, and tell: the ranks of the newest epoch, and `told` of who is out."""
-        found = self._judge({slot: ward.pulse for slot, ward in wards.items()}, now)
+        found = self._judge(wards, now)
         before = self.view
         self._publish({ward.seat for slot, ward in wards.items() if slot in found}, found.keys() - wards.keys())
         for slot, ward in wards.items():
@@ -173,15 +173,18 @@ class Supervisor:
             if seat.slot in found and seat.slot not in wards:
                 self._told(seat, found[seat.slot])
 
-    def _judge(self, pulses: Mapping[int, Pulse], now: float) -> dict[int, Verdict]:
+    def _judge(self, wards: Mapping[int, _Ward], now: float) -> dict[int, Verdict]:
         if self.view.over:  # the job is over, and whoever still runs is on the way out
             return {}
+        pulses = {slot: ward.pulse for slot, ward in wards.items()}
         found = gone(pulses, self._thresholds, now=now)
-        still = standstill(pulses, self._thresholds)
+        # A newcomer holds nobody up, and nobody waits for it: not while it imports, nor while it asks to be let in.
+        members = {slot: ward.pulse for slot, ward in wards.items() if ward.seat in self.view.seats}
+        still = standstill(members, self._thresholds)
         if self._hosts is not None:
             found += self._hosts.tick(self.view, still, now=now)
         elif not found:  # else those who wait for a dead rank would seem to wait for a hung one
-            found = judge({0: still}, {0: pulses}, self._thresholds)
+            found = judge({0: still}, {0: members}, self._thresholds)
         return {verdict.slot: verdict for verdict in found}
 
     def _publish(self, mine: set[Seat], elsewhere: Set[int]) -> None:

@@ -29,7 +29,7 @@ class Patience:
     watch_s: float = 0.005
     """Between two looks at the newest epoch in shared memory: a look takes a microsecond."""
     agree_s: float = 60.0
-    """For a whole agreement, frozen members being put out by the detector included."""
+    """For a whole agreement. Who is frozen or hung in it is put out by the detector, which must come first."""
     regroup_s: float = 5.0
     """For a member to come into the edit of a group; gloo then gives its connections five times as long. A death ends
     the edit at once, so that this is only for trouble that nobody detects."""
@@ -145,7 +145,11 @@ class Driver:
 
     def _agree(self) -> Agreed:
         return self._agreement.run(
-            lost=frozenset, report=self._report, plan=self._trainer.plan, timeout_s=self._patience.agree_s
+            lost=frozenset,
+            report=self._report,
+            plan=self._trainer.plan,
+            waiting=self._groups.waiting,
+            timeout_s=self._patience.agree_s,
         )
 
     def _report(self, view: View) -> Report:
@@ -197,8 +201,9 @@ class Driver:
         the step is run again.
         """
         deadline = time.monotonic() + self._patience.publish_s
-        while time.monotonic() < deadline:
-            if self._agreement.newer_view_exists():
-                return True
-            time.sleep(self._patience.watch_s)
+        with self._groups.waiting():
+            while time.monotonic() < deadline:
+                if self._agreement.newer_view_exists():
+                    return True
+                time.sleep(self._patience.watch_s)
         return False

@@ -30,6 +30,8 @@ class Place:
     corner: str
     heartbeats: Path
     beat_s: float
+    hung_s: float
+    """For so long who holds the others up may do so."""
     per_host: int
     """Processes of the job on each host."""
     copies: Path
@@ -86,6 +88,7 @@ class Place:
             corner=corner(environment["TORCHELASTIC_RUN_ID"]),
             heartbeats=Path(environment["NTP_HEARTBEATS"]),
             beat_s=float(environment["NTP_BEAT_S"]),
+            hung_s=float(environment["NTP_HUNG_S"]),
             copies=Path(environment.get("NTP_COPIES") or Path(environment["NTP_HEARTBEATS"]).parent / "copies"),
             resume=Path(told) if (told := environment.get("NTP_RESUME")) else None,
             export=Path(told) if (told := environment.get("NTP_EXPORT")) else None,

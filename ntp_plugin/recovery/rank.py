@@ -9,6 +9,7 @@ rank.leave()
 """
 
 import base64
+import dataclasses
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,7 @@ from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
-from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.recovery.driver import Driver, Patience
 from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.trainer import Trainer
@@ -53,7 +54,11 @@ class ElasticRank:
         agreement = joined(self._agreeing, place.first_view, place.seat)
         self.doorkeeper = Doorkeeper(self._agreeing, lambda: self.groups.epoch, agreement.newer_view_exists)
         newest = self._heartbeats.newest_epoch
-        self._driver = Driver(agreement=agreement, newest_epoch=newest, groups=self.groups, trainer=trainer)
+        usual = Patience()
+        patience = dataclasses.replace(usual, agree_s=max(usual.agree_s, 2 * place.hung_s))
+        self._driver = Driver(
+            agreement=agreement, newest_epoch=newest, groups=self.groups, trainer=trainer, patience=patience
+        )
         return self._driver
 
     def leave_word(self, name: str, value: object) -> None:

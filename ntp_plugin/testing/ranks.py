@@ -59,6 +59,7 @@ class Rank:
     faults: tuple[Fault, ...]
     folder: str
     beat_s: float
+    hung_s: float
 
     @property
     def slot(self) -> int:
@@ -79,6 +80,7 @@ class Rank:
             corner=_CORNER,
             heartbeats=Path(self.folder) / "heartbeats",
             beat_s=self.beat_s,
+            hung_s=self.hung_s,
             per_host=len(self.first.seats),
             copies=Path(self.folder) / "copies",
         )
@@ -97,6 +99,7 @@ class Rank:
             "TORCHELASTIC_RUN_ID": Path(place.corner).name,
             "NTP_HEARTBEATS": str(place.heartbeats),
             "NTP_BEAT_S": str(place.beat_s),
+            "NTP_HUNG_S": str(place.hung_s),
             "NTP_OCCUPANT": self.seat.occupant,
         }
 
@@ -272,6 +275,7 @@ class Ranks:
             faults=self._faults,
             folder=str(self._folder),
             beat_s=self._thresholds.beat_s,
+            hung_s=self._thresholds.hung_s,
         )
         process = _CONTEXT.Process(target=_run, args=(self._play, rank, sending), name=f"rank{seat.slot}")
         process.start()

@@ -28,6 +28,7 @@ IN_A_RECOVERY = [
     "stand on",
     "after stand on",
 ]
+IN_A_HELPER = ["address", "after address"]
 MOMENTS = [*IN_A_STEP, "after backward", *IN_A_COLLECTIVE, *IN_A_RECOVERY]
 
 

@@ -1,5 +1,6 @@
 """Agreement on a real TCPStore: members in threads, dying in every phase, joining, and wrongly suspected."""
 
+import contextlib
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,9 @@ class Stage:
             agreement = Agreement.founding(store, self.first, self.first.seats[slot])
             self.die(slot, dies == "before")
         while True:
-            agreed = agreement.run(lost=lost, report=report, plan=plan, timeout_s=timeout_s)
+            agreed = agreement.run(
+                lost=lost, report=report, plan=plan, waiting=contextlib.nullcontext, timeout_s=timeout_s
+            )
             self.die(slot, dies == "after")
             if self.expected is None or agreed.view.slots == self.expected:
                 return agreed

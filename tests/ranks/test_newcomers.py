@@ -1,14 +1,17 @@
 """Newcomers: groups that are made after they came, and newcomers that cannot come in and must not stop the others."""
 
+import functools
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ntp_plugin.errors import Excluded
+from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.testing.faults import kill
+from ntp_plugin.testing.faults import hang, kill
 from ntp_plugin.testing.ranks import Ranks
 from ntp_plugin.testing.stateless import Stateless
 
@@ -108,3 +111,47 @@ def test_a_newcomer_that_never_connects_is_left_out_and_the_others_go_on():
         with pytest.raises(Excluded, match="slot 1"):
             ranks.wait(30, but=[0, 2])
     assert outcomes == {0: (0, 2), 2: (0, 2)}
+
+
+def hang_while_a_newcomer_prepares(rank, *, beats):
+    elastic = ElasticRank(rank.place)
+    prepares, over = (Path(rank.folder) / name for name in ("prepares", "over"))
+    if rank.joining:
+        if beats:
+            elastic.beat()
+        prepares.touch()
+        while not over.exists():
+            time.sleep(0.01)
+        elastic.leave()
+        return "prepared"
+    driver = elastic.drive(Stateless())
+    elastic.start()
+
+    def stand():
+        dist.barrier()
+        if elastic.groups.epoch == 0:
+            rank.reached("first", 1)
+        if prepares.exists():
+            rank.reached("prepares", 2)
+        return len(elastic.groups.members)
+
+    while driver.carry_through(stand) > 1:
+        pass
+    over.touch()
+    driver.finish()
+    elastic.leave()
+    return "went on"
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_newcomer_that_prepares_itself_is_neither_hung_nor_a_sign_that_somebody_moves(beats):
+    """Not while it imports, before its first beat, nor while it builds its model: nobody waits for it."""
+    play = functools.partial(hang_while_a_newcomer_prepares, beats=beats)
+    faults = [kill(2, during="first", step=1), hang(1, during="prepares", step=2)]
+    with Ranks(3, play, faults=faults, thresholds=Thresholds(hung_s=0.5)) as ranks:
+        ranks.wait_for_death(2)
+        ranks.start_again(2)
+        outcomes = ranks.wait(60)
+    assert outcomes == {0: "went on", 2: "prepared"}
+    assert ranks.verdicts[1].kind == "hung"
+    assert ranks.verdicts[2].kind == "ended"

@@ -10,7 +10,7 @@ from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.testing.faults import fail, freeze, hang, hold_lock, kill, leave, segfault, slow
 from ntp_plugin.testing.ranks import Ranks
 from ntp_plugin.testing.twin import assert_every_sample_once, assert_same_training
-from tests.ranks.plain_job import IN_A_COLLECTIVE, IN_A_RECOVERY, IN_A_STEP, MOMENTS, PER_RANK, STEPS, play
+from tests.ranks.plain_job import IN_A_COLLECTIVE, IN_A_HELPER, IN_A_RECOVERY, IN_A_STEP, MOMENTS, PER_RANK, STEPS, play
 
 
 @functools.cache
@@ -41,6 +41,25 @@ def test_a_second_death_in_every_phase_of_the_recovery(phase):
     with Ranks(4, play, faults=faults) as ranks:
         outcomes = ranks.wait(60)
     assert outcomes.keys() == {0, 2}
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in IN_A_RECOVERY if phase not in IN_A_HELPER])
+def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_left_behind(phase):
+    faults = [kill(1, during="reduce", step=7), hang(3, during=phase, epoch=1)]
+    with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=0.5)) as ranks:
+        outcomes = ranks.wait(60)
+    assert outcomes.keys() == {0, 2}
+    assert ranks.verdicts[3].kind == "hung"
+    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+
+
+def test_an_edit_that_hangs_in_one_rank_is_left_behind_and_tried_again_with_that_rank():
+    """It is a thread beside the rank's own that hangs there; the rank waits for it, as all others wait for theirs."""
+    faults = [kill(1, during="reduce", step=7), hang(3, during="address", epoch=1)]
+    with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=0.5)) as ranks:
+        outcomes = ranks.wait(60)
+    assert outcomes.keys() == {0, 2, 3}
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
