@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,13 @@ FOLDER = Path("build/show")
 def machine() -> str:
     """The machine in words, without its name."""
     return f"{os.cpu_count()} x {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    """Of the tree that is measured; a + where it is not quite that one."""
+    words = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
+    found = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return found.stdout.strip() or "unknown"
 
 
 def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]], **more: Any) -> int:

@@ -1,8 +1,10 @@
 """Faults of all kinds at all moments on all slots, again and again: what `make show-soak` measures.
 
-    python -m benchmarks.soak             60 faults in each of four jobs: an hour
-    SCALE=full python -m benchmarks.soak  260 in each: four hours
+    python -m benchmarks.soak             60 faults in each of four jobs: half an hour
+    SCALE=full python -m benchmarks.soak  260 in each: two hours
     SCALE=ci python -m benchmarks.soak    4 in each of two jobs
+
+At full scale each campaign that is over is a line in build/show/soak.jsonl, and the next call goes on behind them.
 
 The jobs are those of recipes/chaos/jobs: Megatron with its state whole and in shards, DeepSpeed data parallel with ZeRO
 and cut by AutoTP, four ranks each. A campaign is one job that is struck `EACH` times, by faults that are drawn from a
@@ -15,6 +17,7 @@ steps are not those of the undisturbed run: which one of these did it is not kno
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import statistics
@@ -33,6 +36,7 @@ from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import Told
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
+PIECES = Path("build/show/soak.jsonl")
 SEED, EACH = 20261122, 40
 KINDS = (
     "kill",
@@ -76,7 +80,13 @@ def recipe_of(case: Case, *, faults: int, seed: int) -> Recipe:
     """One campaign."""
     base = read_recipe(RECIPES / "storm.toml", job=RECIPES / f"jobs/{case.job}.toml")
     job = dataclasses.replace(
-        base.job, run=(*base.job.run, *case.more), spares=0, respawns=2 * faults, fork=True, patience_s=1200.0
+        base.job,
+        run=(*base.job.run, *case.more),
+        spares=0,
+        respawns=2 * faults,
+        fork=True,
+        thresholds="hung_s=4,silent_s=3",
+        patience_s=1200.0,
     )
     drawn = RandomSpec(
         count=faults, seed=seed, what=KINDS, during=case.moments, every_steps=3, whole_within_steps=12, seconds=0.1
@@ -84,31 +94,109 @@ def recipe_of(case: Case, *, faults: int, seed: int) -> Recipe:
     return Recipe(name=f"soak-{case.job}-{seed}", job=job, faults=(), random=drawn)
 
 
-def soak(case: Case, faults: int, folder: Path) -> list[Campaign]:
-    """Campaigns until so many faults have struck."""
-    found: list[Campaign] = []
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One that has struck."""
+
+    what: str
+    moment: str
+    recovered_s: float | None
+    hung: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What is kept of a campaign."""
+
+    job: str
+    seed: int
+    commit: str
+    """Of the tree that it ran on."""
+    wrong: bool
+    efficiency: float
+    broken_per_s: float
+    calm_per_s: float
+    """Micro-batches, of it and of the undisturbed run."""
+    faults: tuple[Fault, ...]
+
+
+def soak(case: Case, faults: int, folder: Path, kept: "Kept") -> list[Piece]:
+    """Campaigns until so many faults have struck; those that are kept are not run again."""
+    found: list[Piece] = []
     twin: Path | None = None
-    while (struck := sum(len(_struck(one)) for one in found)) < faults:
+    while (struck := sum(len(piece.faults) for piece in found)) < faults:
         seed = SEED + len(found)
-        recipe = recipe_of(case, faults=min(EACH, faults - struck), seed=seed)
-        campaign = run_campaign(recipe, folder / recipe.name, look=_quietly, twin=twin)
-        assert campaign.twin is not None, "all of them are compared"
-        twin, found = campaign.twin.folder, [*found, campaign]
-        print(_line(campaign), flush=True)
-        if not _struck(campaign):
+        piece = kept.of(case.job, seed)
+        if piece is None:
+            recipe = recipe_of(case, faults=min(EACH, faults - struck), seed=seed)
+            campaign = run_campaign(recipe, folder / recipe.name, look=_quietly, twin=twin)
+            assert campaign.twin is not None, "all of them are compared"
+            twin, piece = campaign.twin.folder, piece_of(case, seed, campaign)
+            kept.add(piece)
+            print(_line(campaign), flush=True)
+        found.append(piece)
+        if not piece.faults:
             break
     return found
 
 
-def rows_of(case: Case, campaigns: Sequence[Campaign]) -> list[dict[str, Any]]:
+def piece_of(case: Case, seed: int, campaign: Campaign) -> Piece:
+    """What is to be kept of it."""
+    assert campaign.twin is not None, "all of them are compared"
+    return Piece(
+        job=case.job,
+        seed=seed,
+        commit=evidence.commit(),
+        wrong=not all(check.holds for check in campaign.verdict.checks),
+        efficiency=campaign.verdict.efficiency,
+        broken_per_s=_micro_batches_per_s(campaign.broken),
+        calm_per_s=_micro_batches_per_s(campaign.twin),
+        faults=tuple(
+            Fault(
+                what=outcome.what,
+                moment=outcome.moment or "any",
+                recovered_s=outcome.recovered_s,
+                hung=bool(outcome.problem) or campaign.broken.end.hung,
+            )
+            for outcome in _struck(campaign)
+        ),
+    )
+
+
+class Kept:
+    """The pieces of a soak that takes longer than one sitting: a line each, in a file or nowhere."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._pieces = [_read_piece(line) for line in lines]
+
+    def of(self, job: str, seed: int) -> Piece | None:
+        """From a sitting before this one."""
+        return next((piece for piece in self._pieces if (piece.job, piece.seed) == (job, seed)), None)
+
+    def add(self, piece: Piece) -> None:
+        """For the next one."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(piece)) + "\n")
+
+
+def _read_piece(line: str) -> Piece:
+    read = json.loads(line)
+    return Piece(**{**read, "faults": tuple(Fault(**fault) for fault in read["faults"])})
+
+
+def rows_of(case: Case, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     """By kind and moment."""
-    by_kind: dict[tuple[str, str], list[tuple[Campaign, Outcome]]] = defaultdict(list)
-    for campaign in campaigns:
-        for outcome in _struck(campaign):
-            by_kind[outcome.what, outcome.moment or "any"].append((campaign, outcome))
+    by_kind: dict[tuple[str, str], list[tuple[Piece, Fault]]] = defaultdict(list)
+    for piece in pieces:
+        for fault in piece.faults:
+            by_kind[fault.what, fault.moment].append((piece, fault))
     rows = []
     for (what, moment), found in sorted(by_kind.items()):
-        seconds = [outcome.recovered_s for _, outcome in found if outcome.recovered_s is not None]
+        seconds = [fault.recovered_s for _, fault in found if fault.recovered_s is not None]
         rows.append(
             {
                 "framework": case.framework,
@@ -116,8 +204,8 @@ def rows_of(case: Case, campaigns: Sequence[Campaign]) -> list[dict[str, Any]]:
                 "fault": what,
                 "moment": moment,
                 "faults": len(found),
-                "wrong": sum(_is_wrong(campaign) for campaign, _ in found),
-                "hung": sum(bool(outcome.problem) or campaign.broken.end.hung for campaign, outcome in found),
+                "wrong": sum(piece.wrong for piece, _ in found),
+                "hung": sum(fault.hung for _, fault in found),
                 "recovered_p50_s": round(statistics.median(seconds), 3) if seconds else None,
             }
         )
@@ -126,10 +214,6 @@ def rows_of(case: Case, campaigns: Sequence[Campaign]) -> list[dict[str, Any]]:
 
 def _struck(campaign: Campaign) -> list[Outcome]:
     return [outcome for outcome in campaign.verdict.outcomes if outcome.struck_at]
-
-
-def _is_wrong(campaign: Campaign) -> bool:
-    return not all(check.holds for check in campaign.verdict.checks)
 
 
 def _line(campaign: Campaign) -> str:
@@ -157,17 +241,19 @@ def _micro_batches_per_s(run: Ran) -> float:
 def main(scale: str) -> int:
     """Every campaign must hold, and every fault that was asked for must have struck."""
     faults, cases = {"ci": (4, CASES[:2]), "full": (260, CASES), "": (60, CASES)}[scale]
+    kept = Kept(PIECES if scale == "full" else None)
     rows: list[dict[str, Any]] = []
-    efficiency, speed = {}, {}
+    efficiency, speed, sittings = {}, {}, []
     folder = Path(tempfile.mkdtemp(prefix="ntp-soak-"))
     for case in cases:
-        campaigns = soak(case, faults, folder)
-        rows += rows_of(case, campaigns)
-        efficiency[case.job] = round(statistics.mean(one.verdict.efficiency for one in campaigns), 4)
-        calm = campaigns[0].twin
-        assert calm is not None, "all of them are compared"
-        broken = statistics.mean(_micro_batches_per_s(one.broken) for one in campaigns)
-        speed[case.job] = {"broken": round(broken, 2), "undisturbed": round(_micro_batches_per_s(calm), 2)}
+        pieces = soak(case, faults, folder, kept)
+        rows += rows_of(case, pieces)
+        efficiency[case.job] = round(statistics.mean(piece.efficiency for piece in pieces), 4)
+        speed[case.job] = {
+            "broken": round(statistics.mean(piece.broken_per_s for piece in pieces), 2),
+            "undisturbed": round(statistics.mean(piece.calm_per_s for piece in pieces), 2),
+        }
+        sittings += [{"job": piece.job, "seed": piece.seed, "commit": piece.commit} for piece in pieces]
     total = sum(row["faults"] for row in rows)
     holds = total >= faults * len(cases) and not any(row["wrong"] or row["hung"] for row in rows)
     if holds:
@@ -182,6 +268,7 @@ def main(scale: str) -> int:
         faults=total,
         commit_efficiency=efficiency,
         micro_batches_per_s=speed,
+        pieces=sittings,
         scale=scale or "default",
     )
 
