@@ -8,6 +8,7 @@ from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.page import Report, write_page
 from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import read_run
 
 
@@ -19,7 +20,13 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         description="Make report.html in the folder of a run: losses, throughput, who was there, what happened.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="what ntp run --ntp-run-dir was told")
+    parser.add_argument(
+        "folder",
+        metavar="RUN_DIR",
+        type=Path,
+        nargs="?",
+        help="what ntp run --ntp-run-dir was told (default: the newest run on this machine that was told none)",
+    )
     parser.add_argument("--twin", metavar="RUN_DIR", type=Path, help="the same job, undisturbed, to compare with")
     parser.add_argument(
         "--bound", type=float, default=1e-6, help="how far losses may be from the twin's (default: %(default)s)"
@@ -29,18 +36,19 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
 
 def run(said: Any) -> int:
     """Read, judge and write."""
-    told = History.of(read_run(said.folder))
+    folder = said.folder or newest_record()
+    told = History.of(read_run(folder))
     twin = None if said.twin is None else History.of(read_run(said.twin))
     report = Report(
-        title=str(said.folder),
-        record=said.folder,
+        title=str(folder),
+        record=folder,
         run=told,
         twin=twin,
         verdict=look_over(told, twin, bound=said.bound),
         bound=said.bound,
-        command=f"ntp report {said.folder}" + (f" --twin {said.twin}" if said.twin else ""),
+        command=f"ntp report {folder}" + (f" --twin {said.twin}" if said.twin else ""),
     )
-    print(write_page(report, said.folder))
+    print(write_page(report, folder))
     for check in report.verdict.checks:
         print(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")
     return 0 if report.verdict.holds else 1

@@ -27,6 +27,8 @@ def run(words: Sequence[str]) -> int:
     respawn = max(said.ntp_respawn, said.ntp_spares)
     resume = _resumed(said.ntp_resume) if said.ntp_resume is not None else None
     folder = None if said.ntp_run_dir is None else Path(said.ntp_run_dir)
+    if said.ntp_no_record and folder is not None:
+        raise ConfigError("--ntp-no-record and --ntp-run-dir are both said", way_out="choose one")
     if said.ntp_chaos and folder is None:
         raise ConfigError("--ntp-chaos needs a place for its orders", way_out="name a folder: --ntp-run-dir")
     policy = agent.RunPolicy(
@@ -36,7 +38,9 @@ def run(words: Sequence[str]) -> int:
         resume=resume,
         thresholds=thresholds,
         through=worker_words(folder) if said.ntp_chaos and folder else (),
-        telling=Telling(folder=folder, wandb=said.ntp_wandb, prometheus=said.ntp_prometheus),
+        telling=Telling(
+            folder=folder, record=not said.ntp_no_record, wandb=said.ntp_wandb, prometheus=said.ntp_prometheus
+        ),
     )
     return agent.run(rest, policy)
 
@@ -82,8 +86,10 @@ def _parser() -> OneLineParser:
         "--ntp-run-dir",
         default=None,
         metavar="DIR",
-        help="a folder for the record of the run: what happens, as lines of JSON (see ntp status, ntp report)",
+        help="a folder for the record of the run: what happens, as lines of JSON (see ntp status, ntp report);"
+        " without it the record is among this machine's temporary files",
     )
+    parser.add_argument("--ntp-no-record", action="store_true", help="keep no record")
     parser.add_argument(
         "--ntp-wandb",
         default="",

@@ -10,6 +10,7 @@ from typing import Any
 from ntp_plugin.chaos.attach import job_of
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.cli.screen import Screen
+from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import Follower
 from ntp_plugin.telemetry.job_state import JobState
 
@@ -24,21 +25,27 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         description="Show who is there, how wide and how far, until the job is over or Ctrl-C.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="what ntp run --ntp-run-dir was told")
+    parser.add_argument(
+        "folder",
+        metavar="RUN_DIR",
+        type=Path,
+        nargs="?",
+        help="what ntp run --ntp-run-dir was told (default: the newest run on this machine that was told none)",
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON, once")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(said: Any) -> int:
     """Follow it."""
-    job_of(said.folder)
+    folder = said.folder or newest_record()
+    job = job_of(folder)
     if said.json:
-        job = job_of(said.folder)
         known = {name: value for name, value in dataclasses.asdict(job).items() if not name.startswith("_")}
         print(json.dumps({**known, "goodput": job.goodput, "whole": job.whole}))
         return 0
-    state, follower = JobState(), Follower(said.folder)
-    with Screen(str(said.folder)) as screen:
+    state, follower = JobState(), Follower(folder)
+    with Screen(str(folder)) as screen:
         while not state.ended:
             news = follower.news()
             for told in news:

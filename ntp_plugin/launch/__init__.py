@@ -6,6 +6,7 @@ hosts.py        the hosts of a job, as each sees the others through the job's st
 tenancy.py      which host of the job this machine is: its founder, a spare, or in the place of a lost one
 probes.py       whether hosts can connect to each other
 telling.py      what a run tells, and to whom
+records.py      the record of a run that was told no folder for it
 started_by.py   the command of a run, left beside its copies
 spares.py       processes that have done their imports, and wait to be told which worker to be
 nursery.py      one that has done them too, and forks workers

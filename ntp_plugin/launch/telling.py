@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.records import new_record
+from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.telemetry import Event, Teller, events_file
 from ntp_plugin.telemetry.wandb_sink import told_to_workers
 
@@ -25,6 +27,9 @@ class Telling:
     """What was asked for."""
 
     folder: Path | None = None
+    """For the record; None: among the temporary files of each host."""
+    record: bool = True
+    """Whether to keep one."""
     wandb: str = ""
     """A project; none where empty."""
     prometheus: int | None = None
@@ -54,12 +59,14 @@ class Telling:
     ) -> "Underway":
         """Before the workers start. A machine that takes a lost host's place goes on with the record that one has left,
         where it has it; `agreed` says which of the runs that hosts propose is the job's."""
-        if self.folder is None:
-            return Underway(events=None, host=host, told_to_workers={}, relay=None, said=said)
-        events = _record(self.folder, host, is_new=founds)
+        own = new_record(said) if self.folder is None and self.record else None
+        folder = own.path if own is not None else self.folder
+        if folder is None:
+            return Underway(events=None, own=None, host=host, told_to_workers={}, relay=None, said=said)
+        events = _record(folder, host, is_new=founds)
         told = {"NTP_EVENTS": str(events)} | (told_to_workers(environment, agreed) if self.wandb else {})
-        relay = self._relay(self.folder, {**environment, **told}) if host == 0 else None
-        return Underway(events=events, host=host, told_to_workers=told, relay=relay, said=said)
+        relay = self._relay(folder, {**environment, **told}) if host == 0 else None
+        return Underway(events=events, own=own, host=host, told_to_workers=told, relay=relay, said=said)
 
     def _relay(self, folder: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
         sinks: list[str] = []
@@ -80,6 +87,7 @@ class Underway:
         self,
         *,
         events: Path | None,
+        own: RunFolder | None,
         host: int,
         told_to_workers: Mapping[str, str],
         relay: "subprocess.Popen[bytes] | None",
@@ -87,6 +95,7 @@ class Underway:
     ) -> None:
         self.told_to_workers = told_to_workers
         self._teller, self._relay, self._said = Teller(events, f"host{host}"), relay, said
+        self._events, self._own = events, own
 
     def tell(self, event: Event) -> None:
         """Something that the supervisor of this host has seen."""
@@ -95,6 +104,14 @@ class Underway:
     def end(self) -> None:
         """The job is over here."""
         self._teller.close()
+        self._end_relay()
+        if self._own is not None and self._events is not None:
+            if self._events.stat().st_size:
+                self._own.leave()
+            else:  # a script that tells nothing: it knows nothing of us
+                self._own.remove()
+
+    def _end_relay(self) -> None:
         if self._relay is None:
             return
         assert self._relay.stdin is not None, "it was made with a pipe"

@@ -12,7 +12,7 @@ hold up the training, and nothing of it dies with a rank:
 
     for told in Follower(path).news(): ...
 
-With no record named nothing is written.
+Under `ntp run` there always is a record, unless it was told to keep none.
 """
 
 from ntp_plugin.telemetry.events import (

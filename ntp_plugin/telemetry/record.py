@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.telemetry.events import KINDS, Began, Event
+from ntp_plugin.telemetry.events import KINDS, Began, Committed, Copied, Event
 
 _LOG = logging.getLogger(__name__)
 _NAME = "events.jsonl"
+_ROUTINE = (Committed, Copied)
+_MOST_BYTES = 2 << 30
+"""Of a file: beyond it what happens in every step is told no more, and all else still is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +56,7 @@ class Teller:
     """Writes the events of one process."""
 
     def __init__(self, path: str | Path | None, slot: str) -> None:
-        self._slot = slot
+        self._slot, self._full = slot, False
         # From here on by the clock that nobody sets: a record whose times jump has no order.
         self._began_at = time.time() - time.monotonic()
         self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -65,7 +68,7 @@ class Teller:
 
     def tell(self, event: Event) -> None:
         """Append it, if there is a file."""
-        if self._file is None:
+        if self._file is None or (isinstance(event, _ROUTINE) and self._is_full()):
             return
         line = {
             "at": self._began_at + time.monotonic(),
@@ -78,6 +81,13 @@ class Teller:
         except OSError as error:  # a full disk is no reason to stop training
             _LOG.warning("what happens is not recorded any more: %s", error.strerror)
             self.close()
+
+    def _is_full(self) -> bool:
+        assert self._file is not None, "it is told to a file"
+        if not self._full and os.fstat(self._file).st_size > _MOST_BYTES:
+            self._full = True
+            _LOG.warning("the record has %d bytes: from now on steps are not recorded, all else is", _MOST_BYTES)
+        return self._full
 
     def close(self) -> None:
         """Nothing more is told."""

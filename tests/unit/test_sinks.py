@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from ntp_plugin.cli.main import main
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.records import newest_record
 from ntp_plugin.launch.telling import Telling
 from ntp_plugin.telemetry import Began, Committed, Compared, Copied, Corrupted, Follower, Gone, Recovered, Teller
 from ntp_plugin.telemetry.relay import Relay
@@ -151,6 +154,50 @@ def test_a_machine_in_the_place_of_a_lost_host_goes_on_with_its_record_and_a_new
     assert [told.event for told in Follower(tmp_path).news()] == [gone, gone]
     with pytest.raises(ConfigError, match="the record of another run"):
         begun(tmp_path, founds=True)
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+GONE = Gone(number=1, pid=1, kind="ended", reason="code -9")
+
+
+def run_without_a_folder(*, tells=True):
+    underway = begun(None, founds=True)
+    if tells:
+        underway.tell(GONE)
+    underway.end()
+    return Path(underway.told_to_workers["NTP_EVENTS"]).parent
+
+
+def test_a_run_that_was_told_no_folder_has_its_record_all_the_same(temporary, capsys):
+    folder = run_without_a_folder()
+    assert folder.parent == temporary
+    assert folder.stat().st_mode & 0o077 == 0
+    assert f"the record of this run is {folder}" in capsys.readouterr().out
+    assert newest_record() == folder
+    assert [told.event for told in Follower(folder).news()] == [GONE]
+
+
+def test_the_last_ten_records_are_kept_and_none_of_a_run_that_lives(temporary):
+    living = begun(None, founds=True)
+    living.tell(GONE)
+    ended = [run_without_a_folder() for _ in range(12)]
+    assert set(temporary.iterdir()) == {*ended[-10:], Path(living.told_to_workers["NTP_EVENTS"]).parent}
+    living.end()
+
+
+def test_a_run_that_tells_nothing_leaves_no_record_and_one_without_room_says_so(temporary, monkeypatch, capsys):
+    run_without_a_folder(tells=False)
+    assert not list(temporary.iterdir())
+    with pytest.raises(ConfigError, match="there is no record of a run in"):
+        newest_record()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "gone"))
+    assert not begun(None, founds=True).told_to_workers
+    assert "there is no record of this run" in capsys.readouterr().out
 
 
 def test_prometheus_finds_the_numbers_on_loopback_alone(tmp_path):

@@ -171,3 +171,15 @@ def test_who_reads_a_run_is_told_of_lines_that_make_no_sense(tmp_path, caplog):
         file.write("nonsense\n")
     assert [told.event for told in read_run(tmp_path)] == [EVENTS[0]]
     assert "1 lines make no sense" in caplog.text
+
+
+def test_a_file_that_is_full_takes_what_is_rare_and_no_more_steps(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("ntp_plugin.telemetry.record._MOST_BYTES", 400)
+    gone = Gone(number=1, pid=1, kind="ended", reason="code -9")
+    step = Committed(step=1, epoch=0, seconds=0.1, losses={}, samples=list(range(100)))
+    teller = Teller(tmp_path / "events.jsonl", "r0.s0.t0")
+    for event in (step, step, gone):
+        teller.tell(event)
+    teller.close()
+    assert [told.event for told in Follower(tmp_path).news()] == [step, gone]
+    assert "from now on steps are not recorded" in caplog.text
