@@ -28,7 +28,9 @@ def strike_now(run: Path, strike: Strike) -> str:
     if strike.what in BY_ITS_OWN_HAND:
         Orders.of_a_running_job(orders_file(run)).give(strike)
         return f"ordered: {strike.what} on {strike.slot}, {strike.during or 'at its next moment'}"
-    pid = job.pids[strike.slot]
+    pid = job.pids.get(strike.slot)
+    if pid is None:
+        raise ConfigError(f"{strike.slot} is lost, and nobody has its place")
     if not is_worker(pid):
         raise ConfigError(f"{strike.slot}: process {pid} is no worker of ntp run on this host (any more)")
     send(pid, SIGNALS[strike.what])

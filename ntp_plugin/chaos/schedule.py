@@ -100,10 +100,11 @@ class Schedule:
 
 
 def survivable(job: JobState, *, lost: Sequence[str] = ()) -> list[str]:
-    """Slots that are there, and that all replicas but one may lose: what they hold is held by another replica."""
+    """Slots that are there, and that all replicas but one may lose: what they hold is held by another replica. Who
+    is said to be back, and has not yet said so itself, is not struck: which process it is is not known."""
     there = [slot for slot, state in sorted(job.slots.items()) if state in (Slot.ALIVE, Slot.BACK) and slot not in lost]
     holders = Counter(slot.split(".", 1)[1] for slot in there)
-    return [slot for slot in there if holders[slot.split(".", 1)[1]] > 1]
+    return [slot for slot in there if slot in job.pids and holders[slot.split(".", 1)[1]] > 1]
 
 
 def _is_known(fault: FaultSpec) -> bool:

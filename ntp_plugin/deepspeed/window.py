@@ -316,7 +316,7 @@ class Window:
             self._teller.tell(
                 Committed(
                     step=self._engine.global_steps,
-                    epoch=self._rank.groups.epoch,
+                    epoch=self._loop.voted_in,
                     seconds=time.monotonic() - self._began_at,
                     losses={"loss": float(self._loop.outcome[_LOSS]) / (self._replicas * self._each)},
                     samples=list(self.numbers) if self.cut is None or self.cut.speaks else [],

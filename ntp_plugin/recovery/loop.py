@@ -49,6 +49,8 @@ class Loop:
         """Whether this rank came to the vote of the section in flight."""
         self.outcome = torch.zeros(0)
         """The numbers that the last vote summed."""
+        self.voted_in = 0
+        """The epoch that it was held in: whose work it was on, also where what follows it comes in a later one."""
         self.kinds: Mapping[str, int] | None = None
         """Of the losses that a step's vote sums: name -> how many numbers. Once a step is done all know them."""
         self.in_step = False
@@ -92,7 +94,7 @@ class Loop:
         `apply` is told whether it shall change the training: not where a walk has other state put in its place.
         """
         self._groups.confirm()
-        self._apply, self.prepared = apply, True
+        self._apply, self.prepared, self.voted_in = apply, True, self._groups.epoch
         self.outcome = self._sum(numbers)
         result: Result = self.apply()
         return result

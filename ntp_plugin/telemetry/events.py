@@ -25,6 +25,7 @@ class Committed:
 
     step: int
     epoch: int
+    """In which all came to its vote; where a loss followed, the step is told of in a later one."""
     seconds: float
     """Since the step was begun, recoveries in it included."""
     losses: dict[str, float]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 
 from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, Ended, Gone, Recovered
 from ntp_plugin.telemetry.record import Told
@@ -72,7 +73,7 @@ class JobState:
                 news = self._recovered(told.event)
             case Gone():
                 gone = [slot for slot, number in self.numbers.items() if number == told.event.number]
-                self.slots |= dict.fromkeys(gone, Slot.LOST)
+                self._lose(gone)
             case Copied():
                 self.copied_bytes[told.slot] = told.event.size
                 news, self.copied_step = told.event.step > self.copied_step, max(self.copied_step, told.event.step)
@@ -98,6 +99,12 @@ class JobState:
             self.slots[told.slot] = Slot.ALIVE
         return first
 
+    def _lose(self, slots: Iterable[str]) -> None:
+        """Nobody has their places, until somebody says that he begins there."""
+        for slot in slots:
+            self.slots[slot] = Slot.LOST
+            self.pids.pop(slot, None)
+
     def _committed(self, committed: Committed) -> bool:
         if committed.step <= self.step:
             return False
@@ -112,8 +119,7 @@ class JobState:
         self.epoch, self.widths, self.micro_batches = recovered.epoch, recovered.widths, recovered.micro_batches
         self.recoveries, self.recovery_s = self.recoveries + 1, recovered.seconds
         self._recovering_s += recovered.seconds
-        for slot in recovered.lost:
-            self.slots[slot] = Slot.LOST
+        self._lose(recovered.lost)
         for slot in recovered.back:
             self.slots[slot] = Slot.BACK
         return True

@@ -14,7 +14,8 @@ from ntp_plugin.telemetry.job_state import JobState, Slot
 def job(replicas=2, tp=2, step=0, lost=()):
     names = [f"r{replica}.s0.t{slot}" for replica in range(replicas) for slot in range(tp)]
     slots = {name: Slot.LOST if name in lost else Slot.ALIVE for name in names}
-    return JobState(replicas=replicas, stages=1, tp=tp, slots=slots, step=step)
+    pids = {name: number for number, name in enumerate(names) if name not in lost}
+    return JobState(replicas=replicas, stages=1, tp=tp, slots=slots, pids=pids, step=step)
 
 
 def recipe(*faults, **drawn):
@@ -28,6 +29,14 @@ def test_what_may_be_struck_leaves_every_unit_with_a_holder(replicas, tp, data):
     for struck in survivable(job(replicas, tp, lost=lost)):
         left = Counter(name.split(".", 1)[1] for name in names if name not in (*lost, struck))
         assert left[struck.split(".", 1)[1]] >= 1
+
+
+def test_who_is_said_to_be_back_is_struck_when_its_process_is_known():
+    """It holds its part already, so that another holder of it may be struck."""
+    back = job()
+    back.slots["r0.s0.t1"] = Slot.BACK
+    del back.pids["r0.s0.t1"]
+    assert survivable(back) == ["r0.s0.t0", "r1.s0.t0", "r1.s0.t1"]
 
 
 def test_a_fault_with_a_slot_and_a_moment_is_ordered_before_the_job_starts():

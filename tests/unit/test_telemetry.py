@@ -183,3 +183,13 @@ def test_a_file_that_is_full_takes_what_is_rare_and_no_more_steps(tmp_path, monk
     teller.close()
     assert [told.event for told in Follower(tmp_path).news()] == [step, gone]
     assert "from now on steps are not recorded" in caplog.text
+
+
+def test_a_lost_slot_has_no_process_until_one_begins_there():
+    state = JobState()
+    began = Began(number=1, pid=7, newcomer=False, replicas=1, stages=1, tp=2, micro_batches=[1])
+    for event in (began, Gone(number=1, pid=7, kind="ended", reason="code -9")):
+        state.hear(Told(at=1.0, slot="r0.s0.t1", event=event))
+    assert not state.pids
+    state.hear(Told(at=2.0, slot="r0.s0.t1", event=dataclasses.replace(began, pid=8, newcomer=True)))
+    assert state.pids == {"r0.s0.t1": 8}

@@ -251,7 +251,7 @@ class TrainingStep:
         self._teller.tell(
             Committed(
                 step=self._args.curr_iteration + 1,
-                epoch=self._rank.groups.epoch,
+                epoch=self._loop.voted_in,
                 seconds=seconds,
                 losses={name: float(value.mean()) for name, value in self._losses_of_all().items()},
                 samples=list(self._samples.drawn),
