@@ -6,10 +6,11 @@ The reference is Megatron without us that trains all steps in one go.
 import dataclasses
 import functools
 
+import numpy as np
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
-from benchmarks.parity.job import Job, largest_differences, run
+from benchmarks.parity.job import STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, FIRST_HURT, HYBRID, LAST_HURT, MODELS, OLD, hurt, reference, uniform
 from benchmarks.parity.live import live
 from benchmarks.parity.saved import HALF, joined, largest_difference, loading, saving, wholes_in
@@ -150,3 +151,39 @@ def test_a_live_job_saves_after_a_loss(tmp_path, more):
     goes_on = hurt if more else nominal  # Megatron itself cannot load a sharded optimizer with torch's Adam
     second = run(with_arguments(goes_on(BASE, "TP2+TP1", more=more), loading(tmp_path)), 240)
     assert_same_training(joined(first, second), uniform(BASE))
+
+
+@pytest.fixture(scope="module")
+def every_step(tmp_path_factory):
+    """Runs a job up to its middle, once, and has it save after every step: where it did."""
+
+    @functools.cache
+    def saved(job):
+        folder = tmp_path_factory.mktemp("every-step")
+        run(with_arguments(job, saving(folder).replace(f"--save-interval {HALF}", "--save-interval 1")), 240)
+        return folder
+
+    return saved
+
+
+@pytest.mark.parametrize("slot", [0, 3])
+@pytest.mark.parametrize("moment", ["step", "forward", "backward", "reduced", "vote", "apply", "applied", "between"])
+@pytest.mark.parametrize("more", ["", SHARDED], ids=["plain", "sharded"])
+def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step, more, moment, slot):
+    """Which step is the first that the hurt job took, whether for the first time or again, is seen by who drew samples
+    in the new epoch; the planned run begins from a checkpoint of the step before that one."""
+    lost, two = ("r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1")[slot], {"tp": 2, "dp": 2}
+    folder = every_step(nominal(BASE, two, more=more))
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=more)
+    lived, rows = live(job, faults=[kill(slot, during=moment, step=HALF)])
+    first = min(step for what, step, epoch, _ in rows if what == "drawn" and epoch)
+    assert first in ((HALF, HALF + 1) if not more else (HALF - 1, HALF, HALF + 1))
+    asked = f"{loading(folder)} --ckpt-step {first - 1}"
+    planned = run(with_arguments(hurt(BASE, {**two, "lost": (lost,)}, more=more), asked), 240)
+    alike = STEPS - HALF  # steps up to there may have been told of before the loss
+    assert len(lived) == len(planned) == 3
+    for expected, (_, one) in zip(planned.values(), sorted(lived.items()), strict=True):
+        assert one.seen.norms[-alike:] == expected.norms[-alike:]
+        assert one.seen.losses[-alike:] == expected.losses[-alike:]
+        for name, part in expected.parts.items():
+            assert np.array_equal(one.seen.parts[name].values, part.values), name
