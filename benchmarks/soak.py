@@ -4,8 +4,8 @@
     SCALE=full python -m benchmarks.soak  260 in each: three hours
     SCALE=ci python -m benchmarks.soak    4 in each of two jobs
 
-But for the last, each campaign that is over is a line in build/show/soak.jsonl, and the next call goes on behind them: a
-sitting may end when it has to. Whoever wants a soak of one tree removes the file.
+But for the last, each campaign that is over is a line in build/show/soak.jsonl, and the next call goes on behind them:
+a sitting may end when it has to. Whoever wants a soak of one tree removes the file.
 
 The jobs are those of recipes/chaos/jobs: Megatron with its state whole and in shards, DeepSpeed data parallel with ZeRO
 and cut by AutoTP, four ranks each. A campaign is one job that is struck `EACH` times, by faults that are drawn from a
