@@ -3,6 +3,7 @@
 import argparse
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from ntp_plugin.errors import ConfigError
@@ -26,3 +27,14 @@ class OneLineParser(argparse.ArgumentParser):
             f"{flag} is not a known {'flag' if flag.startswith('-') else 'word'} of {self.prog}",
             way_out=f"did you mean {close[0]}" if close else f"see {self.prog} --help",
         )
+
+
+def add_run(parser: OneLineParser) -> None:
+    """The run that a command is about."""
+    parser.add_argument(
+        "folder",
+        metavar="RUN_DIR",
+        type=Path,
+        nargs="?",
+        help="what ntp run --ntp-run-dir was told (default: the newest run on this machine that was told none)",
+    )

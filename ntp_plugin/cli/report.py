@@ -7,7 +7,7 @@ from typing import Any
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.page import Report, write_page
 from ntp_plugin.chaos.verdict import look_over
-from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.parser import OneLineParser, add_run
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import read_run
 
@@ -20,13 +20,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         description="Make report.html in the folder of a run: losses, throughput, who was there, what happened.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "folder",
-        metavar="RUN_DIR",
-        type=Path,
-        nargs="?",
-        help="what ntp run --ntp-run-dir was told (default: the newest run on this machine that was told none)",
-    )
+    add_run(parser)
     parser.add_argument("--twin", metavar="RUN_DIR", type=Path, help="the same job, undisturbed, to compare with")
     parser.add_argument(
         "--bound", type=float, default=1e-6, help="how far losses may be from the twin's (default: %(default)s)"

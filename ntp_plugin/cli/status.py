@@ -4,11 +4,10 @@ import argparse
 import dataclasses
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from ntp_plugin.chaos.attach import job_of
-from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.parser import OneLineParser, add_run
 from ntp_plugin.cli.screen import Screen
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import Follower
@@ -25,13 +24,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         description="Show who is there, how wide and how far, until the job is over or Ctrl-C.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "folder",
-        metavar="RUN_DIR",
-        type=Path,
-        nargs="?",
-        help="what ntp run --ntp-run-dir was told (default: the newest run on this machine that was told none)",
-    )
+    add_run(parser)
     parser.add_argument("--json", action="store_true", help="print it as JSON, once")
     parser.set_defaults(run=run, parser=parser)
 
