@@ -170,6 +170,7 @@ def main(arguments: Sequence[str]) -> None:
     _refuse_a_gpu()
     gc.collect()
     gc.freeze()  # a collection would write into every page that the children share
+    atexit.register(gc.unfreeze)  # libraries look for what is left over when Python ends, here and in the children
     words = None
     with contextlib.suppress(ConnectionError):  # the agent is gone
         words = _forks(socket.socket(fileno=int(arguments[0])))
@@ -213,7 +214,7 @@ def _born(words: list[str], environment: Mapping[str, str], stdout: str | None, 
     """Be a process as if it had been started: its session, its environment (and what imports have set in it), its
     output, its own randomness."""
     os.setsid()
-    atexit.register(gc.unfreeze)  # libraries look for what is left over when Python ends
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started `ntp run` may have had ignored
     be_worker(environment, stdout, stderr)
     sys.stdout, sys.stderr = (  # as `python -u` has them
         io.TextIOWrapper(io.FileIO(descriptor, "wb", closefd=False), write_through=True) for descriptor in (1, 2)

@@ -105,6 +105,7 @@ def run(words: Sequence[str]) -> None:
     """A script, or `-m` and a module, with what is behind it, as Python itself would."""
     if words[0] == "-m":
         sys.argv = list(words[1:])
+        sys.modules.pop(words[1], None)  # a process that was warm has it, and runpy would warn of that
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(words)
