@@ -19,6 +19,7 @@ steps are not those of the undisturbed run: which one of these did it is not kno
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import statistics
@@ -39,6 +40,7 @@ from ntp_plugin.telemetry.record import Told
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
 PIECES = Path("build/show/soak.jsonl")
 SEED, EACH = 20261122, 40
+_STEPS_OF_AN_EPOCH = 32
 KINDS = (
     "kill",
     "stop",
@@ -63,26 +65,27 @@ class Case:
     job: str
     framework: str
     moments: tuple[str, ...]
-    more: tuple[str, ...]
-    """Words behind those of the job, for so many steps that a campaign has room."""
+    length: str
+    """A word behind those of the job, for so many steps that a campaign has room."""
 
 
 MEGATRON = (*OF_BOTH, "step", "reduced", "between", "moved", "built", "made")
 DEEPSPEED = (*OF_BOTH, "accumulated", "reduce", "stepped")
 CASES = (
-    Case(job="megatron", framework="megatron", moments=MEGATRON, more=("--train-iters=600",)),
-    Case(job="deepspeed", framework="deepspeed", moments=(*DEEPSPEED, "gather"), more=("--epochs=18",)),
-    Case(job="megatron-sharded", framework="megatron", moments=MEGATRON, more=("--train-iters=600",)),
-    Case(job="deepspeed-tp", framework="deepspeed", moments=DEEPSPEED, more=("--epochs=18",)),
+    Case(job="megatron", framework="megatron", moments=MEGATRON, length="--train-iters={steps}"),
+    Case(job="deepspeed", framework="deepspeed", moments=(*DEEPSPEED, "gather"), length="--epochs={epochs}"),
+    Case(job="megatron-sharded", framework="megatron", moments=MEGATRON, length="--train-iters={steps}"),
+    Case(job="deepspeed-tp", framework="deepspeed", moments=DEEPSPEED, length="--epochs={epochs}"),
 )
 
 
-def recipe_of(case: Case, *, faults: int, seed: int) -> Recipe:
-    """One campaign."""
+def recipe_of(case: Case, *, faults: int, most: int, seed: int) -> Recipe:
+    """One campaign of some that are equally long, of which none has more than `most` faults."""
+    steps = 100 + 12 * most
     base = read_recipe(RECIPES / "storm.toml", job=RECIPES / f"jobs/{case.job}.toml")
     job = dataclasses.replace(
         base.job,
-        run=(*base.job.run, *case.more),
+        run=(*base.job.run, case.length.format(steps=steps, epochs=math.ceil(steps / _STEPS_OF_AN_EPOCH))),
         spares=0,
         respawns=2 * faults,
         fork=True,
@@ -129,7 +132,7 @@ def soak(case: Case, faults: int, folder: Path, kept: "Kept") -> list[Piece]:
         seed = SEED + len(found)
         piece = kept.of(case.job, seed)
         if piece is None:
-            recipe = recipe_of(case, faults=min(EACH, faults - struck), seed=seed)
+            recipe = recipe_of(case, faults=min(EACH, faults - struck), most=min(EACH, faults), seed=seed)
             campaign = run_campaign(recipe, folder / recipe.name, look=_quietly, twin=twin)
             assert campaign.twin is not None, "all of them are compared"
             twin, piece = campaign.twin.folder, piece_of(case, seed, campaign)
