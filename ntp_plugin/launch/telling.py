@@ -106,10 +106,10 @@ class Underway:
         self._teller.close()
         self._end_relay()
         if self._own is not None and self._events is not None:
-            if self._events.stat().st_size:
-                self._own.leave()
-            else:  # a script that tells nothing: it knows nothing of us
+            if self._events.exists() and not self._events.stat().st_size:  # by a script that knows nothing of us
                 self._own.remove()
+            else:  # also where somebody has cleared the temporary files meanwhile
+                self._own.leave()
 
     def _end_relay(self) -> None:
         if self._relay is None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -180,6 +181,14 @@ def test_a_run_that_was_told_no_folder_has_its_record_all_the_same(temporary, ca
     assert f"the record of this run is {folder}" in capsys.readouterr().out
     assert newest_record() == folder
     assert [told.event for told in Follower(folder).news()] == [GONE]
+
+
+def test_a_record_that_somebody_has_cleared_away_is_no_error_at_the_end(temporary):
+    underway = begun(None, founds=True)
+    shutil.rmtree(Path(underway.told_to_workers["NTP_EVENTS"]).parent)
+    underway.tell(GONE)
+    underway.end()
+    assert not list(temporary.iterdir())
 
 
 def test_the_last_ten_records_are_kept_and_none_of_a_run_that_lives(temporary):
