@@ -12,8 +12,8 @@ and cut by AutoTP, four ranks each. A campaign is one job that is struck `EACH` 
 seed (it is printed, and `ntp chaos` draws the same ones from it); the next fault comes when the one before is over,
 whether or not the lost ones are back. All campaigns of a job are compared with one undisturbed run of it.
 
-A fault is `hung` where the others did not go on, and `wrong` where it is one of a campaign whose losses, samples or
-steps are not those of the undisturbed run: which one of these did it is not known.
+A fault is `hung` where the others did not go on, and `wrong` where it is one of a campaign whose losses, samples,
+steps or last weights are not those of the undisturbed run: which one of these did it is not known.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import evidence
+from ntp_plugin.chaos import weights
 from ntp_plugin.chaos.campaign import Campaign, Look, Ran, run_campaign
 from ntp_plugin.chaos.recipe import RandomSpec, Recipe, read_recipe
-from ntp_plugin.chaos.verdict import Outcome
+from ntp_plugin.chaos.verdict import Outcome, differences
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import Told
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
 PIECES = Path("build/show/soak.jsonl")
 SEED, EACH = 20261122, 40
-_STEPS_OF_AN_EPOCH = 32
 KINDS = (
     "kill",
     "stop",
@@ -66,16 +66,18 @@ class Case:
     framework: str
     moments: tuple[str, ...]
     length: str
-    """A word behind those of the job, for so many steps that a campaign has room."""
+    """A word behind those of the job, for so many units that a campaign has room."""
+    unit: int = 1
+    """Steps."""
 
 
 MEGATRON = (*OF_BOTH, "step", "reduced", "between", "moved", "built", "made")
 DEEPSPEED = (*OF_BOTH, "accumulated", "reduce", "stepped")
 CASES = (
-    Case(job="megatron", framework="megatron", moments=MEGATRON, length="--train-iters={steps}"),
-    Case(job="deepspeed", framework="deepspeed", moments=(*DEEPSPEED, "gather"), length="--epochs={epochs}"),
-    Case(job="megatron-sharded", framework="megatron", moments=MEGATRON, length="--train-iters={steps}"),
-    Case(job="deepspeed-tp", framework="deepspeed", moments=DEEPSPEED, length="--epochs={epochs}"),
+    Case(job="megatron", framework="megatron", moments=MEGATRON, length="--train-iters={}"),
+    Case(job="deepspeed", framework="deepspeed", moments=(*DEEPSPEED, "gather"), length="--epochs={}", unit=32),
+    Case(job="megatron-sharded", framework="megatron", moments=MEGATRON, length="--train-iters={}"),
+    Case(job="deepspeed-tp", framework="deepspeed", moments=DEEPSPEED, length="--epochs={}", unit=64),
 )
 
 
@@ -85,7 +87,8 @@ def recipe_of(case: Case, *, faults: int, most: int, seed: int) -> Recipe:
     base = read_recipe(RECIPES / "storm.toml", job=RECIPES / f"jobs/{case.job}.toml")
     job = dataclasses.replace(
         base.job,
-        run=(*base.job.run, case.length.format(steps=steps, epochs=math.ceil(steps / _STEPS_OF_AN_EPOCH))),
+        run=(*base.job.run, case.length.format(math.ceil(steps / case.unit))),
+        environment=(*base.job.environment, "PAUSE_S=0"),
         spares=0,
         respawns=2 * faults,
         fork=True,
@@ -103,6 +106,7 @@ class Fault:
     """One that has struck."""
 
     what: str
+    slot: str
     moment: str
     recovered_s: float | None
     hung: bool
@@ -117,6 +121,9 @@ class Piece:
     commit: str
     """Of the tree that it ran on."""
     wrong: bool
+    losses_apart: float
+    weights_apart: float
+    """From the undisturbed run's, relative to these: the largest of all losses, and what it ended with."""
     efficiency: float
     broken_per_s: float
     calm_per_s: float
@@ -152,12 +159,15 @@ def piece_of(case: Case, seed: int, campaign: Campaign) -> Piece:
         seed=seed,
         commit=evidence.commit(),
         wrong=not all(check.holds for check in campaign.verdict.checks),
+        losses_apart=max(differences(campaign.broken.history, campaign.twin.history).values(), default=math.inf),
+        weights_apart=max(weights.apart(campaign.broken.history, campaign.twin.history).values(), default=math.inf),
         efficiency=campaign.verdict.efficiency,
         broken_per_s=_micro_batches_per_s(campaign.broken),
         calm_per_s=_micro_batches_per_s(campaign.twin),
         faults=tuple(
             Fault(
                 what=outcome.what,
+                slot=outcome.slot,
                 moment=outcome.moment or "any",
                 recovered_s=outcome.recovered_s,
                 hung=bool(outcome.problem) or campaign.broken.end.hung,
@@ -247,7 +257,7 @@ def main(scale: str) -> int:
     faults, cases = {"ci": (4, CASES[:2]), "full": (260, CASES), "": (60, CASES)}[scale]
     kept = Kept(None if scale == "ci" else PIECES)
     rows: list[dict[str, Any]] = []
-    efficiency, speed, sittings = {}, {}, []
+    efficiency, speed, apart, struck, sittings = {}, {}, {}, {}, []
     folder = Path(tempfile.mkdtemp(prefix="ntp-soak-"))
     for case in cases:
         pieces = soak(case, faults, folder, kept)
@@ -257,6 +267,11 @@ def main(scale: str) -> int:
             "broken": round(statistics.mean(piece.broken_per_s for piece in pieces), 2),
             "undisturbed": round(statistics.mean(piece.calm_per_s for piece in pieces), 2),
         }
+        apart[case.job] = {
+            "losses": max(piece.losses_apart for piece in pieces),
+            "weights": max(piece.weights_apart for piece in pieces),
+        }
+        struck[case.job] = dict(sorted(Counter(fault.slot for piece in pieces for fault in piece.faults).items()))
         sittings += [{"job": piece.job, "seed": piece.seed, "commit": piece.commit} for piece in pieces]
     total = sum(row["faults"] for row in rows)
     holds = total >= faults * len(cases) and not any(row["wrong"] or row["hung"] for row in rows)
@@ -272,6 +287,8 @@ def main(scale: str) -> int:
         faults=total,
         commit_efficiency=efficiency,
         micro_batches_per_s=speed,
+        apart=apart,
+        slots=struck,
         pieces=sittings,
         scale=scale or "default",
     )

@@ -9,6 +9,7 @@
     hosting.py    where a job runs: here, or on several machines made for it
     campaign.py   runs the job and the undisturbed twin
     history.py    what a run has told, step by step and recovery by recovery
+    weights.py    PURE: how far the weights are from the twin's
     verdict.py    PURE: what came of each strike, and whether the training is the twin's
     drawing.py    the pictures
     page.py       the page that holds all of it, and the table for the terminal

@@ -95,7 +95,7 @@ def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> 
     striker = None if schedule is None else Striker(folder, schedule)
     follower, state, history = Follower(folder), JobState(), History()
     deadline = time.monotonic() + job.patience_s
-    with started(job, folder, chaos=striker is not None) as running:
+    with started(job, folder, broken=striker is not None) as running:
         while True:
             over = running.is_over
             news = follower.news()

@@ -14,6 +14,7 @@ from ntp_plugin.telemetry.events import (
     Recovered,
     Restored,
     Struck,
+    Weighed,
 )
 from ntp_plugin.telemetry.record import Told
 
@@ -43,6 +44,8 @@ class History:
     restored: list[Said[Restored]] = dataclasses.field(default_factory=list)
     troubles: list[Said[CopyTrouble]] = dataclasses.field(default_factory=list)
     corrupted: list[Said[Corrupted]] = dataclasses.field(default_factory=list)
+    weighed: dict[str, Weighed] = dataclasses.field(default_factory=dict)
+    """Slot -> what it ended with."""
     ended: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -74,6 +77,8 @@ class History:
                 self.troubles.append(said)
             case Corrupted():
                 self.corrupted.append(said)
+            case Weighed():
+                self.weighed[told.slot] = event
             case Ended():
                 self.ended.append(told.slot)
 

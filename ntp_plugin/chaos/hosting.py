@@ -93,10 +93,11 @@ type Running = OneMachine | SeveralMachines
 
 
 @contextlib.contextmanager
-def started(job: JobSpec, folder: Path, *, chaos: bool) -> Iterator[Running]:
-    """The job of a run, with its record and its log in that folder; whatever is left of it is ended."""
+def started(job: JobSpec, folder: Path, *, broken: bool) -> Iterator[Running]:
+    """The job of a run, with its record and its log in that folder; whatever is left of it is ended. Who comes back
+    for those that are lost comes where it is to be broken."""
     environment = os.environ | dict(said.split("=", 1) for said in job.environment)
-    words = _words(job, folder, chaos=chaos)
+    words = _words(job, folder, broken=broken)
     with (folder / "log.txt").open("ab") as log, contextlib.ExitStack() as until_the_end:
         if job.hosts == 1:
             process = subprocess.Popen([*_NTP, *words], stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -124,11 +125,11 @@ def started(job: JobSpec, folder: Path, *, chaos: bool) -> Iterator[Running]:
         yield SeveralMachines(machines, processes, store)
 
 
-def _words(job: JobSpec, folder: Path, *, chaos: bool) -> list[str]:
-    ours = [f"--ntp-run-dir={folder}", *(["--ntp-chaos"] if chaos else [])]
+def _words(job: JobSpec, folder: Path, *, broken: bool) -> list[str]:
+    ours = [f"--ntp-run-dir={folder}", "--ntp-chaos"]  # the twin is weighed in the end, too
     if job.fork:
         ours.append("--ntp-fork")
-    if chaos and (job.spares or job.respawns):
+    if broken and (job.spares or job.respawns):
         ours += [f"--ntp-spares={job.spares}", f"--ntp-respawn={job.respawns}"]
     if job.thresholds:
         ours.append(f"--ntp-thresholds={job.thresholds}")

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from ntp_plugin.chaos import weights
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.strikes import LEAVES_THE_JOB, Strike
 
@@ -68,7 +69,7 @@ class Expected:
     troubles: int = 0
     """So often somebody finds a copy that is not what was written."""
     bound: float = 0.0
-    """Largest relative difference of a loss from the twin's."""
+    """Largest relative difference of a loss, or of the weights, from the twin's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,8 @@ def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: En
             checks.append(_nobody_lost(run))
     if twin is not None:
         checks.append(_losses(run, twin, expected.bound))
+        if not expected.code and twin.weighed:
+            checks.append(_weights(run, twin, expected.bound))
     if expected.returns:
         checks.append(_returns(run, expected.returns))
     if expected.troubles:
@@ -105,8 +108,10 @@ def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
         for said in run.struck
     ]
     outcomes = tuple(_outcome(strike, run, goes_on=False) for strike in struck)
-    losses = [] if twin is None else [_losses(run, twin, bound)]
-    checks = (_samples(run, twin), _steps(run, twin), *losses)
+    beside = [] if twin is None else [_losses(run, twin, bound)]
+    if twin is not None and twin.weighed and run.weighed:
+        beside.append(_weights(run, twin, bound))
+    checks = (_samples(run, twin), _steps(run, twin), *beside)
     return Verdict(outcomes=outcomes, checks=checks, efficiency=_efficiency(run))
 
 
@@ -273,6 +278,14 @@ def _losses(run: History, twin: History, bound: float) -> Check:
         return Check(what="losses agree with the twin's", found="none were told", holds=False)
     found = f"{apart[worst]:.1e} apart at most, in step {worst} of {len(apart)}; {bound:.0e} is allowed"
     return Check(what="losses agree with the twin's", found=found, holds=apart[worst] <= bound and not broken)
+
+
+def _weights(run: History, twin: History, bound: float) -> Check:
+    """Of those that all end with."""
+    what, distances = "weights agree with the twin's", weights.apart(run, twin)
+    worst = max(distances, key=lambda whole: distances[whole])
+    found = f"{distances[worst]:.1e} apart at most, in {worst}, of {len(distances)}; {bound:.0e} is allowed"
+    return Check(what=what, found=found, holds=distances[worst] <= bound)
 
 
 def differences(run: History, twin: History) -> dict[int, float]:

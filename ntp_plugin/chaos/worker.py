@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ntp_plugin.chaos.strikes import Pending, Strike
 from ntp_plugin.launch.script import after_import, run
-from ntp_plugin.telemetry import Struck, Teller
+from ntp_plugin.recovery.moments import ALL_DONE, Weight, Weights
+from ntp_plugin.telemetry import Struck, Teller, Weighed
 from ntp_plugin.testing import harm
 
 _ADAPTERS = {
@@ -32,18 +32,21 @@ class Victim:
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
         self._slot = ""
-        self._weights: Callable[[], Iterable[Any]] = tuple
+        self._weights: Weights = tuple
         self._teller = Teller(None, "")
         self._slow: dict[str, float] = {}
         """Moment -> seconds."""
 
-    def is_here(self, slot: str, weights: Callable[[], Iterable[Any]]) -> None:
+    def is_here(self, slot: str, weights: Weights) -> None:
         """The framework has a job, and this is its place in it."""
         self._slot, self._weights = slot, weights
         self._teller = Teller(os.environ.get("NTP_EVENTS"), slot)
 
     def reached(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
-        """Do what is ordered for here and now."""
+        """Do what is ordered for here and now; and say in the end what it has come to."""
+        if moment == ALL_DONE:
+            self._teller.tell(weighed(self._weights()))
+            return
         if moment in self._slow:
             time.sleep(self._slow[moment])
         for strike in self._pending.take(self._slot, moment, step, epoch):
@@ -71,11 +74,23 @@ class Victim:
         ways[strike.what]()
 
     def _spoil_weight(self, strike: Strike) -> None:
-        harm.spoil_weight(self._weights(), seed=_seed(strike))
+        harm.spoil_weight([weight.values for weight in self._weights()], seed=_seed(strike))
 
     def _spoil_copy(self, strike: Strike) -> None:
         if folder := os.environ.get("NTP_COPIES"):
             harm.spoil_copy(Path(folder), int(os.environ["RANK"]), seed=_seed(strike))
+
+
+def weighed(weights: Iterable[Weight]) -> Weighed:
+    """What is told of them."""
+    from ntp_plugin.copies.sketch import sketch  # noqa: PLC0415  (there is a framework here, and so is torch)
+
+    cut, alike = list[Weight](), list[Weight]()
+    for weight in weights:
+        (cut if weight.is_cut else alike).append(weight)
+    sums = [sketch((weight.piece, weight.values) for weight in some) for some in (cut, alike)]
+    values = [sum(weight.piece.size for weight in some) for some in (cut, alike)]
+    return Weighed(cut=sums[0], cut_values=values[0], alike=sums[1], alike_values=values[1])
 
 
 def _seed(strike: Strike) -> int:

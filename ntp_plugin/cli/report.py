@@ -23,7 +23,10 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     add_run(parser)
     parser.add_argument("--twin", metavar="RUN_DIR", type=Path, help="the same job, undisturbed, to compare with")
     parser.add_argument(
-        "--bound", type=float, default=1e-6, help="how far losses may be from the twin's (default: %(default)s)"
+        "--bound",
+        type=float,
+        default=1e-6,
+        help="how far losses and weights may be from the twin's (default: %(default)s)",
     )
     parser.set_defaults(run=run, parser=parser)
 

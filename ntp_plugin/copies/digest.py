@@ -115,7 +115,7 @@ def _sums_of_short_runs(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
     totals = [0] * (1 + len(parts))
     for begin, places in blocks(runs, _TOGETHER[device.type], device):
         first, last = (int(end) >> _PAGE_BITS for end in places.aminmax())
-        pages = _odd_numbers(torch.arange(first, last + 1, device=device))
+        pages = odd_numbers(torch.arange(first, last + 1, device=device))
         keys = in_page.index_select(0, places & (PAGE - 1))
         keys.mul_(pages.index_select(0, (places >> _PAGE_BITS) - first) if last > first else pages)
         totals[0] += int(keys.sum())
@@ -128,20 +128,20 @@ def _sums_of_short_runs(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
 @functools.cache
 def _page_keys(device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """Of the places in a page, and the sums of those ahead of each."""
-    keys = _odd_numbers(torch.arange(-PAGE, 0, device=device))  # not those of any page
+    keys = odd_numbers(torch.arange(-PAGE, 0, device=device))  # not those of any page
     return keys, [0, *keys.cumsum(0).tolist()]
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _page_key(page: int) -> int:
-    """The same as `_odd_numbers` of it: one by one that takes less time than torch takes to begin."""
+    """The same as `odd_numbers` of it: one by one that takes less time than torch takes to begin."""
     number = page * -0x61C8864680B583EB % MODULUS
     number = (number ^ number >> 30) * -0x40A7B892E31B1A47 % MODULUS
     number = (number ^ number >> 27) * -0x6B2FB644ECCEEE15 % MODULUS
     return (number ^ number >> 31) | 1
 
 
-def _odd_numbers(numbers: torch.Tensor) -> torch.Tensor:
+def odd_numbers(numbers: torch.Tensor) -> torch.Tensor:
     """Pseudo-random ones: the finalizer of splitmix64."""
     numbers = numbers * -0x61C8864680B583EB
     numbers = (numbers ^ _shifted(numbers, 30)) * -0x40A7B892E31B1A47

@@ -154,6 +154,10 @@ class CutReplicas:
             whole="" if tensor.family else f"t{self._slot.tp}",
         )
 
+    def is_cut(self, name: str) -> bool:
+        """Whether a slot has a part of it."""
+        return bool(self._tensors[name].family)
+
     def piece_of(self, name: str, places: Spans, start: int, stop: int) -> Piece:
         """Elements of these places of a tensor, of which there is one whole in the job."""
         tensor = self._tensors[name]

@@ -32,7 +32,7 @@ def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
 
     def told(job: LiveJob, engine: Any, *args: Any) -> None:
         take(job, engine, *args)
-        is_here(str(job.trainer.topology.slot_of(job.rank.place.slot)), engine.module.parameters)
+        is_here(str(job.trainer.topology.slot_of(job.rank.place.slot)), job.trainer.weights)
         tell(job, engine, reached)
         if job.rank.place.joining:
             drive = job.rank.drive

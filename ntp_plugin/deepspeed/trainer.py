@@ -10,7 +10,7 @@ through that step again. They are put into whatever layout is planned, cut or no
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed.counted import count
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
-from ntp_plugin.deepspeed.whole_state import WholeState, hand_over
+from ntp_plugin.deepspeed.whole_state import WholeState, hand_over, whole
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.deepspeed.zero_state import ZeroState
 from ntp_plugin.errors import Refused, StateLost
@@ -31,6 +31,7 @@ from ntp_plugin.planning.batch_split import NominalBatch, even_shares
 from ntp_plugin.planning.topology import Standing, Topology
 from ntp_plugin.recovery.job_copies import JobCopies, WhoTrains
 from ntp_plugin.recovery.loop import Loop
+from ntp_plugin.recovery.moments import Weight
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Recovered, Teller
 
@@ -157,6 +158,13 @@ class EngineTrainer:
         there = tuple(everybody[slot] for slot in slots)
         standing = Standing(topology=self.topology, lost=frozenset(everybody) - set(there), min_tp_width=1)
         return WhoTrains(trains=there, present=there, lost_nodes=standing.lost_nodes)
+
+    def weights(self) -> Iterator[Weight]:
+        """What this slot has of the model."""
+        cut = self._cut
+        for name, values in self._engine.module.named_parameters():
+            piece = whole(name, values) if cut is None else cut.part(name)
+            yield Weight(piece=piece, values=values, is_cut=cut is not None and cut.is_cut(name))
 
     # ------------------------------------------------ a walk
 

@@ -4,11 +4,15 @@ A moment is of a step, by its number, or of a walk, by the epoch that it leads t
 ordinary run: an adapter's `moments.py` puts it around the methods that a moment lies before or behind, when asked to.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # names of moments are read where there is no torch
+    import torch
+
+    from ntp_plugin.copies.pieces import Piece
     from ntp_plugin.recovery.driver import Driver
 
 OF_STEPS: Mapping[str, str] = {
@@ -40,6 +44,18 @@ OF_WALKS: Mapping[str, str] = {
     "stood": "at the end of a recovery, before the step is taken again",
 }
 MOMENTS = (*OF_STEPS, *OF_WALKS)
+ALL_DONE = "all done"
+"""Behind all others: every member has ended its training. Nothing is made to happen there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A tensor that is trained, as far as this process has it."""
+
+    piece: "Piece"
+    values: "torch.Tensor"
+    is_cut: bool
+    """Over the TP slots; else each of them has it."""
 
 
 class Reached(Protocol):
@@ -48,7 +64,9 @@ class Reached(Protocol):
     def __call__(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None: ...
 
 
-type IsHere = Callable[[str, Callable[[], Iterable[Any]]], None]
+type Weights = Callable[[], Iterable[Weight]]
+"""Those of this process in the layout of now."""
+type IsHere = Callable[[str, Weights], None]
 """Hears that this process has a slot of a job, and how to come by its weights."""
 
 
@@ -77,10 +95,11 @@ class Moments:
 
 
 def of_walks(driver: "Driver", trainer: Any, reached: Reached) -> Moments:
-    """Those that every walk has; more of an adapter's own may follow."""
+    """Those that every walk has, and the end of all; more of an adapter's own may follow."""
     moments = Moments(reached, "epoch", lambda: driver.heading_for)
     moments.at(driver, "_report", "report")
     moments.at(trainer, "plan", "plan")
     moments.at(driver, "_regroup", "regroup")
     moments.at(trainer, "stand_on", "stand on", "stood")
+    moments.at(driver, "finish", None, ALL_DONE)
     return moments

@@ -30,6 +30,7 @@ from ntp_plugin.telemetry.events import (
     Recovered,
     Restored,
     Struck,
+    Weighed,
 )
 from ntp_plugin.telemetry.record import Follower, Teller, Told, events_file, read_run
 
@@ -51,6 +52,7 @@ __all__ = [
     "Struck",
     "Teller",
     "Told",
+    "Weighed",
     "events_file",
     "read_run",
 ]

@@ -165,6 +165,20 @@ class Exported:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Weighed:
+    """The weights that this process ends with, in numbers by which two runs are compared (`copies/sketch.py`). Told
+    where the job is rehearsed."""
+
+    cut: list[float]
+    """Of the part that it has of tensors that its replica has cut."""
+    cut_values: int
+    """That many elements."""
+    alike: list[float]
+    """Of what all TP slots of its stage have alike."""
+    alike_values: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """The job is over on this process, as it should be."""
 
@@ -182,6 +196,7 @@ type Event = (
     | Compared
     | Corrupted
     | Exported
+    | Weighed
     | Ended
 )
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in Event.__value__.__args__}

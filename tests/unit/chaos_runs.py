@@ -1,13 +1,21 @@
 """A run and its twin, as their records would have them."""
 
 from ntp_plugin.chaos.history import History
-from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Struck, Told
+from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Struck, Told, Weighed
 
 STEPS, BATCH, VICTIM = 6, 4, "r0.s0.t1"
 PHASES = {"agree": 0.1, "regroup": 0.1, "move": 0.2}
 
 
-def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=()):
+def weighed(slots, slot):
+    """Of a replica that has cut eight values in parts, one after the other, and another three alike."""
+    sharing = [other for other in slots if other.startswith(slot.split(".")[0])]
+    mine = [value for value in range(8) if sharing[value % len(sharing)] == slot]
+    cut = [float(value) if value in mine else 0.0 for value in range(8)]
+    return Weighed(cut=cut, cut_values=len(mine), alike=[1.0, 2.0, 3.0], alike_values=3)
+
+
+def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=(), weights=weighed):
     """A run in which a step takes a second, and a recovery 0.4 s, after 0.1 s in which nobody noticed."""
     slots, epoch, found = [f"r{replica}.s0.t{slot}" for replica in range(2) for slot in range(2)], 0, []
 
@@ -43,6 +51,8 @@ def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, a
             if step in again:
                 tell(step + 0.5, slot, event)
     for slot in slots:
+        if weights and (last := weights(slots, slot)):
+            tell(steps + 0.9, slot, last)
         tell(steps + 1.0, slot, Ended())
     return found
 

@@ -9,7 +9,7 @@ from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.strikes import Strike
 from ntp_plugin.chaos.verdict import End, Expected, judge
 from ntp_plugin.telemetry import Began, Committed, Gone, Restored, Struck, Told
-from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told
+from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told, weighed
 
 STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
 FINE = Expected(bound=1e-12)
@@ -48,6 +48,52 @@ def test_a_run_that_is_not_its_twin_is_told(run, what):
     found = verdict(history(killed_in=3, **run))
     assert not found.holds
     assert [check for check in broken_checks(found) if what in check], found.checks
+
+
+def spoilt(what, slot, by):
+    """All as it should be but for one number."""
+
+    def weights(slots, own):
+        right = weighed(slots, own)
+        numbers = list(getattr(right, what))
+        numbers[1] += by * (own == slot)
+        return dataclasses.replace(right, **{what: numbers})
+
+    return weights
+
+
+@pytest.mark.parametrize(("killed_in", "back_in", "wholes"), [(None, None, 6), (3, None, 5), (3, 5, 6)])
+def test_weights_are_compared_however_they_are_cut(killed_in, back_in, wholes):
+    found = verdict(history(killed_in=killed_in, back_in=back_in), strikes=() if killed_in is None else (STRIKE,))
+    (check,) = [check for check in found.checks if "weights" in check.what]
+    assert check.holds
+    assert f"of {wholes};" in check.found, "of each replica what is cut, and what each of its slots has whole"
+
+
+@pytest.mark.parametrize("what", ["cut", "alike"])
+@pytest.mark.parametrize("slot", ["r0.s0.t0", "r1.s0.t1"])
+def test_weights_that_are_not_the_twins_are_told(what, slot):
+    fine = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-12)))
+    assert fine.holds, fine.checks
+    found = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-9)))
+    assert broken_checks(found) == ["weights agree with the twin's"]
+    assert f"replica {slot[1]}" in found.checks[-1].found
+
+
+def test_a_replica_of_which_a_slot_has_not_told_is_not_compared():
+    def silent(*silent_slots):
+        return history(killed_in=3, weights=lambda slots, own: None if own in silent_slots else weighed(slots, own))
+
+    assert verdict(silent("r1.s0.t0")).holds, "the other replica has told"
+    nobody = verdict(silent("r0.s0.t0", "r1.s0.t0"))
+    assert broken_checks(nobody) == ["weights agree with the twin's"]
+    assert "none told all" in nobody.checks[-1].found
+
+
+def test_a_twin_that_was_never_weighed_is_compared_by_its_losses():
+    found = verdict(history(killed_in=3), twin=history(weights=None))
+    assert found.holds
+    assert not [check for check in found.checks if "weights" in check.what]
 
 
 def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():

@@ -1,12 +1,13 @@
 """The moments of a live Megatron job (`recovery/moments.py`)."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.pipeline_parallel import schedules
 
 from ntp_plugin.megatron.live import start
-from ntp_plugin.recovery.moments import IsHere, Moments, Reached, of_walks
+from ntp_plugin.recovery.moments import IsHere, Moments, Reached, Weight, of_walks
 
 
 def tell(job: start.LiveJob, reached: Reached) -> None:
@@ -30,6 +31,12 @@ def tell_of_walks(job: start.LiveJob, reached: Reached) -> None:
     moments.at(job.anatomy, "wrap_again", "built", "made")
 
 
+def _weights(job: start.LiveJob) -> Iterator[Weight]:
+    state = job.trainer.state
+    for tensor, piece in state.pieces(job.trainer.layout_now):
+        yield Weight(piece=piece, values=state.live.parameters[tensor.name], is_cut=bool(tensor.family))
+
+
 def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
     """In a process that will have one; `is_here` is told of it."""
     begin = start.LiveJob.__init__
@@ -37,7 +44,7 @@ def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
     def told(job: Any, *args: Any) -> None:
         begin(job, *args)
         slot = job.topology.slot_of(job.rank.place.slot)
-        is_here(str(slot), lambda: [weight for chunk in job.anatomy.chunks for weight in chunk.parameters()])
+        is_here(str(slot), lambda: _weights(job))
         tell(job, reached)
         drive = job.rank.drive
 

@@ -18,7 +18,7 @@ from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.shards import Naming, megatrons_shards, shards_of_lanes, whole_parameters
-from ntp_plugin.planning.units import ModelUnits
+from ntp_plugin.planning.units import ModelUnits, Tensor
 from ntp_plugin.replacements import apply_all
 from ntp_plugin.training.cuts import local_shape
 from ntp_plugin.training.rebuilding import MAIN, WEIGHT
@@ -50,12 +50,17 @@ class TrainedState:
     def held_alike(self, layout: Layout) -> Iterator[tuple[str, Piece, dict[str, torch.Tensor]]]:
         """What every replica has: its name, and the piece that this rank has of it. What is replicated over a TP group
         is compared with the same slot's in other replicas: only these sum their gradients together, bit for bit."""
+        for tensor, piece in self.pieces(layout):
+            entries, of_slot = self.live.entries(tensor.name), f" of TP slot {layout.slot.tp}" * (not tensor.family)
+            yield piece.tensor + of_slot, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
+
+    def pieces(self, layout: Layout) -> Iterator[tuple[Tensor, Piece]]:
+        """What this rank has of each tensor, of which its replica has a whole."""
         naming, slot = self._naming(layout), layout.slot
         for name, tensor in naming.tensors.items() if not layout.is_idle else ():
-            entries, of_slot = self.live.entries(name), f" of TP slot {slot.tp}" * (not tensor.family)
+            size = self.live.parameters[name].numel()
             whole = f"r{slot.replica}{naming.stage(name)}"
-            piece = naming.piece(name, naming.places(name), 0, entries[WEIGHT].numel(), whole)
-            yield piece.tensor + of_slot, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
+            yield tensor, naming.piece(name, naming.places(name), 0, size, whole)
 
     # ------------------------------------------------ from copies
 
