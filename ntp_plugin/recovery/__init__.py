@@ -4,6 +4,7 @@ detector.py    PURE: who is gone, from signals to verdicts
 trainer.py     what an adapter provides
 job_copies.py  copies of what only one rank holds, beside the training and in a walk
 loop.py        a framework's training loop as sections, each of which ends with a vote
+replica_watch.py  replicas compared while they train
 newcomer.py    a process that starts up alone, where its framework asks all others
 driver.py      the walk itself
 moments.py     the moments of a step and of a walk, for whoever makes something happen there

@@ -28,7 +28,6 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     export.py       a run that is there only to write copies as a checkpoint
     generators.py   what random numbers are drawn from, told and put back
     trainees.py     the world of those who train, where some stand idle
-    watch.py        replicas compared while they train
     logs.py         a recovery in Megatron's own logs
     moments.py      where in a step and in a walk something can be made to happen
     hooks.py        everything of Megatron's that a live job has replaced from its start, with the reason of each

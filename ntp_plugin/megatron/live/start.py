@@ -24,12 +24,12 @@ from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
-from ntp_plugin.megatron.live.watch import ReplicaWatch
 from ntp_plugin.megatron.refusals import draws_exact_masks
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import Began, Ended, Teller
 
@@ -73,7 +73,9 @@ class LiveJob:
             self.trainer,
             surroundings=self.state,
             samples=self.samples,
-            watch=ReplicaWatch(args, policy, topology, trainer=self.trainer, teller=self.teller),
+            watch=ReplicaWatch(
+                policy, topology, slot=place.slot, held_alike=self.trainer.held_alike, teller=self.teller
+            ),
             teller=self.teller,
         )
         self._alone = Alone()

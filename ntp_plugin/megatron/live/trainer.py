@@ -39,6 +39,7 @@ from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.replica_watch import HeldAlike
 from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import Recovered, Teller
 from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
@@ -279,6 +280,11 @@ class MegatronTrainer:
     def layout_now(self) -> Layout:
         """The one that the last walk came to."""
         return self.layout(self.lost, self._idle)
+
+    def held_alike(self) -> HeldAlike:
+        """What all replicas have, with weights that are on their way; all members call this."""
+        self.state.wait_for_weights()
+        yield from self.state.held_alike(self.layout_now)
 
     def among_those_who_train[Result](self, work: Callable[[], Result]) -> Result | None:
         """Something that Megatron does with the whole world; all members call this."""

@@ -21,9 +21,9 @@ from ntp_plugin.errors import PeerLost
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
-from ntp_plugin.megatron.live.watch import ReplicaWatch
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.telemetry import Committed, Teller
 
 _SOMEBODY_ASKS, _NORM, _COPIES_THROUGH, _COPIES_OK, _LOSSES = range(5)
@@ -86,7 +86,7 @@ class TrainingStep:
             self._somebody_asks = False
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a newcomer comes in")
-        self._watch.look()
+        self._watch.look(self._args.curr_iteration)
         self._losses, self._norm, self._skipped = [], None, False
         if self._trainer.idle:
             self._vote(_nothing)

@@ -7,47 +7,57 @@ ranks leave it as if they had died, and what they held comes from the others (`o
 """
 
 import logging
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
+import torch
 import torch.distributed as dist
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.copies import digest
+from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.watch import Odd, Told, odd_ones
 from ntp_plugin.errors import SilentCorruption
-from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.telemetry import Compared, Corrupted, Teller
 
 _LOG = logging.getLogger(__name__)
 
 
+type HeldAlike = Iterable[tuple[str, Piece, Mapping[str, torch.Tensor]]]
+"""What every replica has: its name, the piece that this rank has of it, and the values of these elements by name."""
+
+
 class ReplicaWatch:
     """Looks every so many steps."""
 
     def __init__(
-        self, args: Any, policy: TrainingPolicy, topology: Topology, *, trainer: MegatronTrainer, teller: Teller
+        self,
+        policy: TrainingPolicy,
+        topology: Topology,
+        *,
+        slot: int,
+        held_alike: Callable[[], HeldAlike],
+        teller: Teller,
     ) -> None:
-        self._args, self._topology, self._trainer, self._teller = args, topology, trainer, teller
+        self._topology, self._slot, self._held_alike, self._teller = topology, slot, held_alike, teller
         self._every, self._heals = policy.watch_steps, policy.on_sdc == "heal"
 
-    def look(self) -> None:
-        """If it is time; all ranks come together, where a step begins, for the first time or again."""
-        step = self._args.curr_iteration
+    def look(self, step: int) -> None:
+        """If it is time, after so many steps; all ranks come together, where the next one begins, for the first time
+        or again."""
         if not self._every or not step or step % self._every:
             return
         told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(told, (self._trainer.slot_number, self._digests(step)))
+        dist.all_gather_object(told, (self._slot, self._digests(step)))
         odd = odd_ones(dict(told))
-        mine = dict(told)[self._trainer.slot_number]
+        mine = dict(told)[self._slot]
         self._teller.tell(Compared(step=step, values=len(mine), odd=len(odd)))
         if odd:
             self._act(odd[0], step)
 
     def _digests(self, step: int) -> Told:
-        self._trainer.state.wait_for_weights()
         found = {}
-        for title, piece, entries in self._trainer.state.held_alike(self._trainer.layout_now):
+        for title, piece, entries in self._held_alike():
             salts = [f"{piece.tensor} {name} {step}" for name in entries]
             numbers = digest.digests(list(entries.values()), piece.runs, salts=salts)
             for name, number in zip(entries, numbers, strict=True):
@@ -63,7 +73,7 @@ class ReplicaWatch:
         heals = self._heals and odd.certain
         self._teller.tell(Corrupted(step=step, what=what, slots=slots.split(", "), certain=odd.certain, healed=heals))
         _LOG.error("silent corruption: %s", what)
-        if heals and self._trainer.slot_number not in odd.slots:
+        if heals and self._slot not in odd.slots:
             return  # they leave, and are missed in this step
         since = f"step {max(0, step - self._every)}"
         raise SilentCorruption(
