@@ -6,6 +6,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 
 from ntp_plugin.deepspeed.job import LiveJob
 from ntp_plugin.recovery.moments import IsHere, Moments, Reached, of_walks
+from ntp_plugin.training.sharded_optimizer import LaneShards
 
 
 def tell(job: LiveJob, engine: Any, reached: Reached) -> None:
@@ -19,6 +20,7 @@ def tell(job: LiveJob, engine: Any, reached: Reached) -> None:
     moments.at(job.loop, "vote", "vote")
     moments.at(job.loop, "apply", "apply", "applied")
     moments.at(stage_1_and_2, "all_gather_dp_groups", "gather")
+    moments.at(LaneShards, "begin_spread", "gather")
 
 
 def tell_of_walks(job: LiveJob, driver: Any, reached: Reached) -> None:

@@ -56,7 +56,7 @@ def test_nobody_is_lost(events):
     assert len(copied) >= len(steps) / 2, "a copy may take longer than a step here, and never two"
 
 
-@pytest.mark.parametrize("moment", IN_A_STEP)
+@pytest.mark.parametrize("moment", [*IN_A_STEP, "gather"])
 @pytest.mark.parametrize("slot", range(4))
 def test_any_slot_dies_at_any_moment(slot, moment, events):
     lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"), faults=[kill(slot, during=moment, step=5)])

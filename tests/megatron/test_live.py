@@ -18,7 +18,7 @@ from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, SilentCorr
 from ntp_plugin.telemetry import Began, Chosen, Committed, Corrupted, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
 
-IN_A_STEP = ["step", "forward", "backward", "reduced", "vote", "apply", "applied", "between"]
+IN_A_STEP = ["step", "forward", "backward", "reduce", "reduced", "vote", "apply", "applied", "between"]
 PIPELINE = {"tp": 2, "pp": 2, "dp": 2}
 IN_A_WALK = ["report", "plan", "regroup", "stand on", "moved", "built", "made", "stood"]
 
@@ -193,7 +193,7 @@ def test_who_has_come_back_lives_through_the_next_loss_and_return():
 @pytest.mark.parametrize(
     ("model", "moment"),
     [
-        *((BASE, moment) for moment in IN_A_STEP),
+        *((BASE, moment) for moment in (*IN_A_STEP, "exchange")),
         *(("tied embeddings", moment) for moment in ("forward", "backward", "vote", "apply")),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_stage_is_hurt(slot, model, moment):
     assert_same_training(lived, reference)
 
 
-@pytest.mark.parametrize("moment", IN_A_STEP)
+@pytest.mark.parametrize("moment", [*IN_A_STEP, "exchange"])
 def test_the_stage_in_the_middle_is_hurt(moment):
     """Of twelve ranks the one whose neighbours on both sides wait for it."""
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}

@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.live import start
 from ntp_plugin.recovery.moments import IsHere, Moments, Reached, Weight, of_walks
+from ntp_plugin.training.sharded_optimizer import LaneShards
 
 
 def tell(job: start.LiveJob, reached: Reached) -> None:
@@ -21,6 +25,11 @@ def tell(job: start.LiveJob, reached: Reached) -> None:
     moments.at(job.step, "_told", "scheduled")
     moments.at(schedules, "forward_step", "forward")
     moments.at(schedules, "backward_step", "backward")
+    moments.at(P2PCommunicator, "_communicate", "exchange")
+    for buckets in (_ParamAndGradBucketGroup, LaneBucketGroup):
+        moments.at(buckets, "finish_grad_sync", "reduce")
+    moments.at(_ParamAndGradBucketGroup, "start_param_sync", "gather")
+    moments.at(LaneShards, "begin_spread", "gather")
     moments.at(dist_checkpointing, "save", "save", "written")
 
 
