@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-soak soak-cycles docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-soak show-recipes soak-cycles docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -70,6 +70,9 @@ show-overhead: $(READY)  # on a quiet machine; SCALE=ci for a slice
 
 show-soak: $(READY)  # 40 minutes; SCALE=ci for four faults in each of two jobs, SCALE=full for more than a thousand; it goes on where it ended
 	$(PY) -m benchmarks.soak
+
+show-recipes: $(READY)  # most of an hour; it goes on where it ended
+	$(PY) -m benchmarks.recipes
 
 soak-cycles: $(READY)
 	CYCLES=500 $(PY) -m pytest tests/ranks/test_endurance.py -k leave_nothing_behind

@@ -28,6 +28,26 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+class Kept:
+    """What is found bit by bit, in several sittings: a line of JSON each, in a file or nowhere."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._pieces: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def find(self, **alike: object) -> dict[str, Any] | None:
+        """The first from a sitting before this one that has these values."""
+        return next((one for one in self._pieces if all(one[name] == alike[name] for name in alike)), None)
+
+    def add(self, piece: Mapping[str, Any]) -> None:
+        """For the next sitting."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(piece) + "\n")
+
+
 def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]], **more: Any) -> int:
     """Print and write the evidence; returns the exit code: 0 where the claim holds, else 1."""
     report = {

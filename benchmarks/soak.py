@@ -18,7 +18,6 @@ steps or last weights are not those of the undisturbed run: which one of these d
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -131,20 +130,22 @@ class Piece:
     faults: tuple[Fault, ...]
 
 
-def soak(case: Case, faults: int, folder: Path, kept: "Kept") -> list[Piece]:
+def soak(case: Case, faults: int, folder: Path, kept: evidence.Kept) -> list[Piece]:
     """Campaigns until so many faults have struck; those that are kept are not run again."""
     found: list[Piece] = []
     twin: Path | None = None
     while (struck := sum(len(piece.faults) for piece in found)) < faults:
         seed = SEED + len(found)
-        piece = kept.of(case.job, seed)
-        if piece is None:
+        before = kept.find(job=case.job, seed=seed)
+        if before is None:
             recipe = recipe_of(case, faults=min(EACH, faults - struck), most=min(EACH, faults), seed=seed)
             campaign = run_campaign(recipe, folder / recipe.name, look=_quietly, twin=twin)
             assert campaign.twin is not None, "all of them are compared"
             twin, piece = campaign.twin.folder, piece_of(case, seed, campaign)
-            kept.add(piece)
+            kept.add(dataclasses.asdict(piece))
             print(_line(campaign), flush=True)
+        else:
+            piece = _read_piece(before)
         found.append(piece)
         if not piece.faults:
             break
@@ -177,28 +178,7 @@ def piece_of(case: Case, seed: int, campaign: Campaign) -> Piece:
     )
 
 
-class Kept:
-    """The pieces of a soak that takes longer than one sitting: a line each, in a file or nowhere."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        self._pieces = [_read_piece(line) for line in lines]
-
-    def of(self, job: str, seed: int) -> Piece | None:
-        """From a sitting before this one."""
-        return next((piece for piece in self._pieces if (piece.job, piece.seed) == (job, seed)), None)
-
-    def add(self, piece: Piece) -> None:
-        """For the next one."""
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(piece)) + "\n")
-
-
-def _read_piece(line: str) -> Piece:
-    read = json.loads(line)
+def _read_piece(read: dict[str, Any]) -> Piece:
     return Piece(**{**read, "faults": tuple(Fault(**fault) for fault in read["faults"])})
 
 
@@ -255,7 +235,7 @@ def _micro_batches_per_s(run: Ran) -> float:
 def main(scale: str) -> int:
     """Every campaign must hold, and every fault that was asked for must have struck."""
     faults, cases = {"ci": (4, CASES[:2]), "full": (260, CASES), "": (60, CASES)}[scale]
-    kept = Kept(None if scale == "ci" else PIECES)
+    kept = evidence.Kept(None if scale == "ci" else PIECES)
     rows: list[dict[str, Any]] = []
     efficiency, speed, apart, struck, sittings = {}, {}, {}, {}, []
     folder = Path(tempfile.mkdtemp(prefix="ntp-soak-"))

@@ -70,6 +70,11 @@ def run_campaign(recipe: Recipe, folder: Path, *, look: Looking, twin: Path | No
     return Campaign(recipe=recipe, broken=broken, twin=calm, verdict=verdict_on(recipe.job, broken, calm))
 
 
+def run_undisturbed(job: JobSpec, folder: Path) -> Ran:
+    """As a twin is run, and nobody looks on."""
+    return _run(job, folder, None, lambda _job, _news: None)
+
+
 def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
     """By what both runs have told."""
     expected = Expected(code=job.code, returns=job.returns, troubles=job.troubles, bound=job.bound)

@@ -17,6 +17,7 @@ A step needs all replicas, and a loop that draws from its loader draws at least 
 micro-batch, however slow it is.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.replica_watch import HeldAlike
 from ntp_plugin.training.cuts import global_ranges, local_shape
 from ntp_plugin.training.direct_lanes import DirectLanes, speaks
 from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, only
@@ -153,6 +155,14 @@ class CutReplicas:
             stop=math.prod(local_shape(tensor, units)),
             whole="" if tensor.family else f"t{self._slot.tp}",
         )
+
+    def held_alike(self) -> HeldAlike:
+        """What every replica has. What is not cut is compared with the same slot's in other replicas."""
+        for name, tensor in self._tensors.items():
+            piece = dataclasses.replace(self.part(name), whole=f"r{self._slot.replica}")
+            of_slot = "" if tensor.family else f" of TP slot {self._slot.tp}"
+            entries = self.state.entries(name)
+            yield name + of_slot, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
 
     def is_cut(self, name: str) -> bool:
         """Whether a slot has a part of it."""

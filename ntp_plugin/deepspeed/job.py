@@ -16,6 +16,7 @@ from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import Began, Ended, Teller
 
@@ -83,6 +84,9 @@ class LiveJob:
             teller=self.teller,
         )
         self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
+        self.window.look = ReplicaWatch(
+            policy, topology, slot=place.slot, held_alike=self.trainer.held_alike, teller=self.teller
+        ).look
         # Not before: what all refuse they would have to refuse in the middle of it.
         self.window.seed = self._share_seed()
         self.window.into(engine)

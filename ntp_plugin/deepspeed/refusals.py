@@ -69,7 +69,6 @@ def _refuse_keys(policy: TrainingPolicy, *, cuts: bool) -> None:
             policy.gpu_memory_gb is not None
         ),
         "actions: what is done about a loss is not chosen here": policy.actions != ActionsPolicy(),
-        "on_sdc = heal: replicas are compared after a loss alone here": policy.on_sdc == "heal",
     }
     for what, is_so in found.items():
         if is_so:

@@ -7,6 +7,7 @@ rank takes its shard with it, so all go back to the newest copies, which may be 
 through that step again. They are put into whatever layout is planned, cut or not.
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -33,7 +34,9 @@ from ntp_plugin.recovery.job_copies import JobCopies, WhoTrains
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.moments import Weight
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.replica_watch import HeldAlike
 from ntp_plugin.telemetry import Recovered, Teller
+from ntp_plugin.training.rebuilding import WEIGHT
 
 _LOG = logging.getLogger(__name__)
 _EVEN = 1_000_000
@@ -165,6 +168,19 @@ class EngineTrainer:
         for name, values in self._engine.module.named_parameters():
             piece = whole(name, values) if cut is None else cut.part(name)
             yield Weight(piece=piece, values=values, is_cut=cut is not None and cut.is_cut(name))
+
+    def held_alike(self) -> HeldAlike:
+        """What every replica has: with ZeRO the weights alone."""
+        if self._cut is not None:
+            yield from self._cut.held_alike()
+            return
+        of, stepped = f"r{self._rank.place.slot}", set[str]()
+        for told in self._whole.held_alike(of) if self._zero is None else ():
+            stepped.add(told[0])
+            yield told
+        for name, values in self._engine.module.named_parameters():
+            if name not in stepped:
+                yield name, dataclasses.replace(whole(name, values), whole=of), {WEIGHT: values}
 
     # ------------------------------------------------ a walk
 

@@ -4,6 +4,7 @@ So nothing is lost with a rank. After a change of the membership all compare the
 process that comes in is handed all of it, tensor by tensor, by one that was there.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from ntp_plugin.copies import digest
 from ntp_plugin.copies.manifest import DTYPES, dtype_name
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.errors import StateLost
+from ntp_plugin.recovery.replica_watch import HeldAlike
 from ntp_plugin.training.optimizers import element_wise, refuse_unknown_state
 from ntp_plugin.training.stepped import Stepped, parts
 
@@ -28,9 +30,10 @@ class WholeState:
             refuse_unknown_state(known, name, parameter, engine.basic_optimizer.state.get(parameter, {}))
 
     def _steps(self) -> Iterator[tuple[str, torch.Tensor]]:
+        names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
         for number, group in enumerate(self._engine.basic_optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
-                yield f"group {number}, parameter {place}", parameter
+                yield names.get(id(parameter), f"group {number}, parameter {place}"), parameter
 
     # ------------------------------------------------ for who comes in
 
@@ -76,6 +79,11 @@ class WholeState:
                     yield self._engine.basic_optimizer.state[parameter][name]
 
     # ------------------------------------------------ compared
+
+    def held_alike(self, of: str) -> HeldAlike:
+        """What every replica has, this one being `of`: what is stepped, and what the optimizer keeps for it."""
+        for part in parts(self._stepped(), self._engine.basic_optimizer):
+            yield part.piece.tensor, dataclasses.replace(part.piece, whole=of), part.values
 
     def compare(self, slots: tuple[int, ...], step: int) -> None:
         """Raise unless all members hold the same, bit for bit; they come together."""

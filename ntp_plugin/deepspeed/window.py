@@ -72,6 +72,8 @@ class Window:
         """Where replicas are cut over several slots."""
         self.begin_job: Callable[[], None] = _nothing
         """What there is to do before the first forward."""
+        self.look: Callable[[int], None] = _nothing_of
+        """At the state after a step; all ranks come together."""
         self._followed: Followed | None = None
         self._done = 0
         """Micro-batches of the window that have been through the backward."""
@@ -200,6 +202,8 @@ class Window:
                 way_out="draw one micro-batch from the loader for each forward",
             )
         self._stale, self._in_flight = not fresh, True
+        if not self._stale and not self._done:
+            self._through(functools.partial(self.look, self._engine.global_steps))
         if not self._stale and not self._done:
             self._begin()
         if not self._stale and self.hurt:
@@ -451,3 +455,7 @@ def _seed_of(seed: int, step: int, number: int) -> int:
 
 def _nothing() -> None:
     """There is nothing to do."""
+
+
+def _nothing_of(_: int) -> None:
+    """Nor to look at."""

@@ -254,7 +254,6 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
         ((), (("lost", ["r1"]),), ConfigError, r"ntp\.lost"),
         ((), (("batch", {"mode": "trim"}),), Refused, r"ntp\.batch\.mode"),
         ((), (("route", "via_core"),), Refused, r"ntp\.route"),
-        ((), (("on_sdc", "heal"),), Refused, r"ntp\.on_sdc"),
     ],
 )
 def test_what_is_refused_at_the_start(more, ntp, kind, said):

@@ -1,0 +1,124 @@
+"""Every chaos recipe on both frameworks: what `make show-recipes` measures.
+
+    python -m benchmarks.recipes           all recipes, each on a job of either framework: most of an hour
+    python -m benchmarks.recipes NAME...   some of them
+
+A recipe that is over is a line in build/show/recipes.jsonl, and the next call goes on behind them; whoever wants all of
+it of one tree removes the file. Recipes of one job are compared with one undisturbed run of it.
+
+The job that a recipe names is Megatron's; `COUNTERPARTS` has DeepSpeed's that is like it. `OWN` are the recipes that
+only Megatron's job can be broken by, and why.
+"""
+
+import contextlib
+import dataclasses
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import evidence
+from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
+from ntp_plugin.chaos.recipe import JobSpec, Recipe, read_recipe
+from ntp_plugin.telemetry.job_state import JobState
+from ntp_plugin.telemetry.record import Told
+
+RECIPES = Path(__file__).parents[1] / "recipes/chaos"
+PIECES = Path("build/show/recipes.jsonl")
+_STEPS = "--train-iters="
+COUNTERPARTS = {
+    "jobs/megatron.toml": ("jobs/deepspeed-tp.toml", 64),
+    "jobs/megatron-sharded.toml": ("jobs/deepspeed-tp-sharded.toml", 64),
+    "jobs/megatron-hosts.toml": ("jobs/deepspeed-hosts.toml", 32),
+}
+"""And how many steps an epoch of it has."""
+OWN = {
+    "corrupt-weight": "DeepSpeed jobs do not compare their replicas while they train (watch_steps)",
+    "disk-full-in-checkpoint": "the DeepSpeed recipe saves none",
+    "megatron-demo": "it is eight ranks of Megatron's for make demo",
+}
+
+
+def recipes_of(path: Path) -> Iterator[tuple[str, Recipe]]:
+    """One for each framework that it can be played on."""
+    own = read_recipe(path)
+    yield "megatron", own
+    if path.stem in OWN:
+        return
+    job, steps_of_an_epoch = COUNTERPARTS[own.job.like]
+    other = read_recipe(path, job=RECIPES / job)
+    steps = max(int(word.removeprefix(_STEPS)) for word in own.job.run if word.startswith(_STEPS))
+    run = (*other.job.run, f"--epochs={math.ceil(steps / steps_of_an_epoch)}")
+    yield "deepspeed", dataclasses.replace(other, job=dataclasses.replace(other.job, run=run))
+
+
+class Twins:
+    """Undisturbed runs, one for each job."""
+
+    def __init__(self) -> None:
+        self._folders: dict[tuple[object, ...], Path] = {}
+
+    def of(self, job: JobSpec) -> Path | None:
+        """Of one that is started by these words."""
+        return self._folders.get(_told(job))
+
+    def keep(self, job: JobSpec, campaign: Campaign) -> None:
+        """For the next recipe."""
+        if campaign.twin is not None:
+            self._folders[_told(job)] = campaign.twin.folder
+
+
+def _told(job: JobSpec) -> tuple[object, ...]:
+    return job.run, job.environment, job.hosts
+
+
+def row_of(framework: str, recipe: Recipe, campaign: Campaign, seconds: float) -> dict[str, Any]:
+    """What is kept of it."""
+    verdict = campaign.verdict
+    recovered = [outcome.recovered_s for outcome in verdict.outcomes if outcome.recovered_s is not None]
+    wrong = [f"{check.what}: {check.found}" for check in verdict.checks if not check.holds]
+    wrong += [f"{outcome.name}: {outcome.problem}" for outcome in verdict.outcomes if outcome.problem]
+    return {
+        "recipe": recipe.name,
+        "framework": framework,
+        "strikes": sum(outcome.struck_at > 0 for outcome in verdict.outcomes),
+        "recovered_s": round(max(recovered), 3) if recovered else None,
+        "took_s": round(seconds),
+        "wrong": "; ".join(wrong),
+        "commit": evidence.commit(),
+    }
+
+
+@contextlib.contextmanager
+def _quietly(_: str) -> Iterator[Look]:
+    def look(job: JobState, news: Sequence[Told]) -> None:
+        """Nobody looks on."""
+
+    yield look
+
+
+def main(names: Sequence[str]) -> int:
+    """All of them must hold."""
+    paths = [path for path in sorted(RECIPES.glob("*.toml")) if not names or path.stem in names]
+    kept, twins, rows = evidence.Kept(PIECES), Twins(), list[dict[str, Any]]()
+    folder = Path(tempfile.mkdtemp(prefix="ntp-recipes-"))
+    for framework, recipe in (played for path in paths for played in recipes_of(path)):
+        row = kept.find(recipe=recipe.name, framework=framework)
+        if row is None:
+            began, place = time.monotonic(), folder / f"{recipe.name}-{framework}"
+            campaign = run_campaign(recipe, place, look=_quietly, twin=twins.of(recipe.job))
+            twins.keep(recipe.job, campaign)
+            row = row_of(framework, recipe, campaign, time.monotonic() - began)
+            kept.add(row)
+            print(f"{framework}, {recipe.name}: {row['wrong'] or 'ok'}", flush=True)
+        rows.append(row)
+    holds = bool(rows) and not any(row["wrong"] for row in rows)
+    print(f"the records of all runs are in {folder}")
+    return evidence.show("recipes", holds=holds, seed=0, rows=rows, only_megatron=OWN)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""How far DeepSpeed's own weights are apart between two uniform widths: where the bounds of `benchmarks.soak` are from.
+
+    python -m benchmarks.widths
+
+Each DeepSpeed job of the soak is run undisturbed, as long as there, and once more by two ranks that are not cut, with
+as many samples in a step. Nothing of it is hurt; what differs is the order of sums, in float32.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import evidence
+from benchmarks.soak import CASES, EACH, Case, recipe_of
+from ntp_plugin.chaos.campaign import run_undisturbed
+from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.recipe import JobSpec
+from ntp_plugin.chaos.verdict import differences
+
+_CONFIG = "--deepspeed_config="
+
+
+def two_ranks(job: JobSpec, folder: Path) -> JobSpec:
+    """The same training by two replicas of one slot."""
+    (name,) = (word.removeprefix(_CONFIG) for word in job.run if word.startswith(_CONFIG))
+    config = json.loads(Path(name).read_text())
+    replicas = 4 // config.pop("tensor_parallel", {}).get("autotp_size", 1)
+    each = config["gradient_accumulation_steps"] * replicas // 2
+    config |= {
+        "gradient_accumulation_steps": each,
+        "train_batch_size": 2 * each * config["train_micro_batch_size_per_gpu"],
+    }
+    path = folder / "two_ranks.json"
+    path.write_text(json.dumps(config))
+    run = tuple(word.replace(name, str(path)).replace("per-node=4", "per-node=2") for word in job.run)
+    return dataclasses.replace(job, run=run)
+
+
+def whole(history: History) -> list[float]:
+    """All weights of the first replica, in sums."""
+    told = {slot: one for slot, one in history.weighed.items() if slot.startswith("r0.")}
+    parts = [*(one.cut for one in told.values()), told["r0.s0.t0"].alike]
+    return [math.fsum(sums) for sums in zip(*parts, strict=True)]
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """One job at two widths."""
+    folder = Path(tempfile.mkdtemp(prefix="ntp-widths-"))
+    job = recipe_of(case, faults=EACH, most=EACH, seed=0).job
+    nominal = run_undisturbed(job, folder / "nominal").history
+    two = run_undisturbed(two_ranks(job, folder), folder / "two").history
+    mine, theirs = whole(nominal), whole(two)
+    weights, losses = math.dist(mine, theirs) / math.hypot(*mine), max(differences(two, nominal).values())
+    return {
+        "job": case.job,
+        "steps": len(nominal.commits),
+        "weights": weights,
+        "losses": losses,
+        "four_times": 4 * max(weights, losses),
+        "bound": job.bound,
+    }
+
+
+def main() -> int:
+    """What the soak allows must be no more than four times as much."""
+    rows = [measured(case) for case in CASES if case.framework == "deepspeed"]
+    holds = all(row["bound"] <= row["four_times"] for row in rows)
+    return evidence.show("widths", holds=holds, seed=0, rows=rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

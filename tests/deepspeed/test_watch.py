@@ -1,0 +1,111 @@
+"""DeepSpeed replicas compared while they train: a bit that flips is found, told, and healed where a majority knows."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks.zero.compare import differences, used_once, within
+from benchmarks.zero.job import Job, Play, run
+from ntp_plugin.errors import SilentCorruption
+from ntp_plugin.telemetry import Compared, Corrupted, Follower
+from ntp_plugin.testing.faults import kill
+
+CUT = {"tp": 2}
+JOBS = [{"stage": 0}, {"stage": 1}, {"stage": 0, **CUT}, {"stage": 1, **CUT}]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flips(Play):
+    """In a weight of slot 3 a bit flips when the sixth step is over. With ZeRO the next gather puts it right."""
+
+    def _play(self, rank):
+        from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415  (only ranks have DeepSpeed)
+
+        commit = Window._commit
+
+        def committed(window):
+            commit(window)
+            if rank.slot == 3 and window.step == 6:
+                import torch  # noqa: PLC0415
+
+                weight = next(window._engine.module.parameters()).data
+                weight.view(-1)[:1].view(torch.uint8)[0] ^= 1
+
+        Window._commit = committed
+        return super()._play(rank)
+
+
+def job(**said):
+    ntp = {"watch_steps": 3, **said.pop("ntp", {})}
+    return Job(**said, ntp=tuple(ntp.items()))
+
+
+def told(path, kind):
+    return [one.event for one in Follower(Path(path)).news() if isinstance(one.event, kind)]
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(options, marks=[pytest.mark.short] * (options == JOBS[2])) for options in JOBS]
+)
+def test_a_flipped_bit_stops_the_job(options):
+    """Of four replicas the one is named, of two both."""
+    named = r"differs between 2 replicas after step 6" if options.get("tp") else r"in r3\.s0\.t0 is not what the other"
+    with pytest.raises(SilentCorruption, match=rf"\((weight|main)\) {named}"):
+        run(job(**options), play=Flips)
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "ranks": 6, **CUT}])
+def test_a_flipped_bit_is_healed(options, tmp_path):
+    """Before anybody has computed with it, so that the training is as if it had never been."""
+    events = str(tmp_path / "events")
+    healed = job(**options, ntp={"on_sdc": "heal", "events": events})
+    outcomes, rows = run(healed, play=Flips, leaving=[3])
+    assert sorted(outcomes) == [slot for slot in range(healed.ranks) if slot != 3]
+    found = differences(outcomes, rows, healed)
+    assert within(found, healed.dtype), found
+    assert used_once(rows, healed)
+    (what,) = {event.what for event in told(events, Corrupted)}
+    assert "is not what the other replicas have after step 6" in what
+
+
+@pytest.mark.parametrize("options", JOBS)
+def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
+    """Whole, hurt and whole again, compared before every step."""
+    events = str(tmp_path / "events")
+    watched = job(**options, ntp={"watch_steps": 1, "events": events})
+    outcomes, rows = run(watched, faults=[kill(3, during="backward", step=5)], back={3: 10})
+    found = differences(outcomes, rows, watched)
+    assert within(found, watched.dtype), found
+    assert not told(events, Corrupted)
+    assert {event.step for event in told(events, Compared)} == set(range(1, 20))
+
+
+def test_a_rank_dies_where_all_compare(tmp_path):
+    """The others wait for it there, and compare again without it."""
+    events = str(tmp_path / "events")
+    watched = job(ntp={"events": events})
+    outcomes, rows = run(watched, play=DiesComparing)
+    assert sorted(outcomes) == [0, 1, 2]
+    assert within(differences(outcomes, rows, watched), watched.dtype)
+    assert used_once(rows, watched)
+    assert [event.odd for event in told(events, Compared)] == [0] * len(told(events, Compared))
+
+
+@dataclasses.dataclass(frozen=True)
+class DiesComparing(Play):
+    """Slot 3, when it has come to the comparison after step 6."""
+
+    def _play(self, rank):
+        from ntp_plugin.recovery.replica_watch import ReplicaWatch  # noqa: PLC0415
+        from ntp_plugin.testing import harm  # noqa: PLC0415
+
+        digests = ReplicaWatch._digests
+
+        def dies(watch, step):
+            if rank.slot == 3 and step == 6:
+                harm.kill()
+            return digests(watch, step)
+
+        ReplicaWatch._digests = dies
+        return super()._play(rank)
