@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-soak show-recipes soak-cycles docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-soak show-recipes show-widths soak-cycles docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -73,6 +73,9 @@ show-soak: $(READY)  # 40 minutes; SCALE=ci for four faults in each of two jobs,
 
 show-recipes: $(READY)  # most of an hour; it goes on where it ended
 	$(PY) -m benchmarks.recipes
+
+show-widths: $(READY)  # ten minutes
+	$(PY) -m benchmarks.widths
 
 soak-cycles: $(READY)
 	CYCLES=500 $(PY) -m pytest tests/ranks/test_endurance.py -k leave_nothing_behind

@@ -32,7 +32,7 @@ BY_ITS_OWN_HAND = {
     "disk": "for `seconds` nothing can be written to files",
     "clock": "its clock jumps by `seconds`",
     "weight": "a bit of one of its weights flips",
-    "copy": "a byte of the newest copy of its state in memory changes",
+    "copy": "bytes all over the newest copy of its state in memory change",
 }
 FROM_OUTSIDE = {
     "sigkill": "SIGKILL by somebody else, at any instant",

@@ -1,7 +1,7 @@
 """What a process can do to itself. Most of these never return."""
 
-import contextlib
 import ctypes
+import mmap
 import os
 import random
 import resource
@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+_SPOILT_IN_EACH = 256
+"""Bytes of a copy."""
 
 
 def kill() -> None:
@@ -73,14 +76,12 @@ def spoil_weight(tensors: Iterable[Any], *, seed: int) -> None:
 
 
 def spoil_copy(folder: Path, slot: int, *, seed: int) -> None:
-    """One byte of the newest whole copy that a slot has made of its own state on this host."""
+    """Bytes all over the newest whole copy that a slot has made of its own state on this host, so that whoever needs
+    any part of it comes upon one."""
     whole = sorted(folder.rglob(f"near-{slot}-*.json"), key=lambda manifest: manifest.stat().st_mtime_ns)
     if not whole:
         return
-    copy = whole[-1].with_suffix("")
-    at = random.Random(seed).randrange(copy.stat().st_size)
-    with contextlib.closing(os.fdopen(os.open(copy, os.O_RDWR), "r+b")) as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 0x10]))
+    chosen = random.Random(seed)
+    with whole[-1].with_suffix("").open("r+b") as file, mmap.mmap(file.fileno(), 0) as copy:
+        for begin in range(0, len(copy), _SPOILT_IN_EACH):
+            copy[chosen.randrange(begin, min(begin + _SPOILT_IN_EACH, len(copy)))] ^= 0x10

@@ -81,6 +81,18 @@ def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
     assert {event.step for event in told(events, Compared)} == set(range(1, 20))
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage, tmp_path):
+    events = str(tmp_path / "events")
+    halved = job(stage=stage, dtype="bfloat16", ntp={"watch_steps": 1, "events": events})
+    outcomes, _ = run(halved, faults=[kill(3, during="vote", step=5)])
+    assert not told(events, Corrupted)
+    compared = told(events, Compared)
+    assert {event.step for event in compared} == set(range(1, 20))
+    (weights,) = {len(seen.weights) for seen in outcomes.values()}
+    assert {event.values for event in compared} == ({weights} if stage else {weights + 3})
+
+
 def test_a_rank_dies_where_all_compare(tmp_path):
     """The others wait for it there, and compare again without it."""
     events = str(tmp_path / "events")
