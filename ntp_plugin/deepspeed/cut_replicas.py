@@ -53,10 +53,11 @@ class CutReplicas:
     def __init__(
         self, engine: Any, policy: TrainingPolicy, topology: Topology, *, rank: ElasticRank, newcomer: bool
     ) -> None:
-        if topology.dp == 1:
+        if topology.dp == 1 and not engine.zero_optimization_stage():
             raise Refused(
-                f"there is one replica, of {topology.tp} slots: what one of them holds is lost with it",
-                way_out=f"start {2 * topology.tp} processes, or lower tensor_parallel.autotp_size",
+                f"there is one replica, of {topology.tp} slots, and no ZeRO, whose state is copied: what one of them"
+                " holds is lost with it",
+                way_out=f"ZeRO stage 1 or 2, {2 * topology.tp} processes, or a lower tensor_parallel.autotp_size",
             )
         self._engine, self._rank, self._topology = engine, rank, topology
         self._slot = topology.slot_of(rank.place.slot)

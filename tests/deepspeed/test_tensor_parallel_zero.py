@@ -72,6 +72,31 @@ def test_replicas_of_other_widths(stage, ranks, tp, lost):
     assert_same_training(outcomes, rows, job)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("slot", "moment"), [(0, "vote"), (1, "within"), (3, "gather"), (2, "applied")])
+def test_one_replica_alone(stage, slot, moment):
+    """Everything that the lost slot had is in copies alone."""
+    job = Job(ranks=4, tp=4, stage=stage)
+    outcomes, rows = run(job, faults=[kill(slot, during=moment, step=6)])
+    assert sorted(outcomes) == [other for other in range(4) if other != slot]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_replica_alone_shrinks_twice_and_grows(stage):
+    job = Job(ranks=4, tp=4, stage=stage)
+    faults = [kill(2, during="backward", step=4), kill(0, during="applied", step=7)]
+    outcomes, rows = run(job, faults=faults, back={2: 12})
+    assert {seen.members for seen in outcomes.values()} == {3}
+    assert_same_training(outcomes, rows, job)
+
+
+def test_one_replica_alone_without_copies_ends_with_its_first_loss():
+    job = Job(ranks=2, tp=2, stage=1, ntp=(("copies", {"mode": "off"}),))
+    with pytest.raises(StateLost, match=r"1 of 2 ranks .*ntp\.copies\.mode"):
+        run(job, faults=[kill(1, during="vote", step=5)])
+
+
 @pytest.mark.parametrize(("stage", "slots"), [(1, (2, 3)), (1, (0, 1)), (2, (2, 3))])
 def test_a_whole_replica_is_lost(stage, slots):
     job = two(stage)
