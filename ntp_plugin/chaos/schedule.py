@@ -2,7 +2,7 @@
 
 Faults of a recipe that name a slot and a step are ordered before the job starts. All others wait: for training to have
 begun, for a time, or, where they are drawn, for the one before to be over and for whoever can come back. A slot is
-drawn among those that are there and whose loss leaves every unit with a living holder.
+drawn among those that are there and whose loss leaves every unit with a living holder; while there is none it waits.
 
 A fault that is drawn in a moment of a recovery needs one: it comes with a kill of another slot, in the same order.
 """
@@ -36,15 +36,21 @@ class Schedule:
         self._waiting = [pair for pair in self._waiting if pair not in now]
         return [_strike(name, fault, fault.slot) for name, fault in now]
 
-    def next(self, job: JobState, *, seconds: float, unsettled: bool, missed: int = 0) -> list[Strike]:
-        """What is to be ordered now. `seconds`: since training began; `unsettled`: a strike before is not over; so many
-        that were drawn have `missed`, and others are drawn for them."""
+    def next(self, job: JobState, *, seconds: float, pending: Sequence[str] = (), missed: int = 0) -> list[Strike]:
+        """What is to be ordered now. `seconds`: since training began; `pending`: the slots of strikes before that are
+        not over; so many that were drawn have `missed`, and others are drawn for them."""
         if not job.slots:
             return []
-        due = [pair for pair in self._waiting if _is_due(pair[1], job, seconds)]
-        self._waiting = [pair for pair in self._waiting if pair not in due]
-        strikes = [_strike(name, fault, self._slot(fault, job)) for name, fault in due]
-        return strikes + self._drawn_now(job, unsettled=unsettled or bool(strikes), missed=missed)
+        strikes, waiting = list[Strike](), []
+        for name, fault in self._waiting:
+            struck = (*pending, *(strike.slot for strike in strikes))
+            slot = self._slot(fault, job, struck) if _is_due(fault, job, seconds) else None
+            if slot is None:
+                waiting.append((name, fault))
+            else:
+                strikes.append(_strike(name, fault, slot))
+        self._waiting = waiting
+        return strikes + self._drawn_now(job, unsettled=bool(pending or strikes), missed=missed)
 
     # ------------------------------------------------ what is drawn
 
@@ -91,20 +97,26 @@ class Schedule:
             Strike(name=name, what=what, slot=slot, during=during, epoch=epoch, seconds=self._random.seconds),
         ]
 
-    def _slot(self, fault: FaultSpec, job: JobState) -> str:
+    def _slot(self, fault: FaultSpec, job: JobState, struck: Sequence[str]) -> str | None:
+        """Whom it strikes. Where any slot will do, nobody while there is none that the job could lose as well."""
         if fault.what in (SUPERVISOR, STORE):
             return "host0" if fault.what == SUPERVISOR else "store"
         if fault.slot != ANY:
             return fault.slot
-        return self._dice.choice(survivable(job) or sorted(job.slots))
+        candidates = survivable(job, lost=struck)
+        return self._dice.choice(candidates) if candidates else None
 
 
 def survivable(job: JobState, *, lost: Sequence[str] = ()) -> list[str]:
-    """Slots that are there, and that all replicas but one may lose: what they hold is held by another replica. Who
-    is said to be back, and has not yet said so itself, is not struck: which process it is is not known."""
+    """Slots that are there, and that all replicas but one may lose: what they hold is held by another replica. One
+    replica alone lives by copies, and is struck as long as somebody is left of it. Who is said to be back, and has not
+    yet said so itself, is not struck: which process it is is not known."""
     there = [slot for slot, state in sorted(job.slots.items()) if state in (Slot.ALIVE, Slot.BACK) and slot not in lost]
     holders = Counter(slot.split(".", 1)[1] for slot in there)
-    return [slot for slot in there if slot in job.pids and holders[slot.split(".", 1)[1]] > 1]
+    known = [slot for slot in there if slot in job.pids]
+    if job.replicas == 1:
+        return known if len(there) > 1 else []
+    return [slot for slot in known if holders[slot.split(".", 1)[1]] > 1]
 
 
 def _is_known(fault: FaultSpec) -> bool:

@@ -40,10 +40,10 @@ class Striker:
             if time.monotonic() >= at:
                 self._undoing.remove((at, undo))
                 undo()
-        unsettled = not all(self._is_over(strike, job, history) for strike in self.ordered)
+        pending = [strike.slot for strike in self.ordered if not self._is_over(strike, job, history)]
         missed = sum(self._has_missed(strike, job, history) for strike in self.ordered)
         seconds = job.heard_at - job.began_at
-        for strike in self._schedule.next(job, seconds=seconds, unsettled=unsettled, missed=missed):
+        for strike in self._schedule.next(job, seconds=seconds, pending=pending, missed=missed):
             self._order(strike)
             self._ordered_in[strike.name] = job.step
             if strike.what not in BY_ITS_OWN_HAND:
