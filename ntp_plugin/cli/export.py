@@ -1,7 +1,7 @@
 """`ntp copies export`: copies in memory, of a run that is dead or lives, as a checkpoint of its framework.
 
 Only the job's own script knows the model. So it is started once more, on this host, and told to save and end
-(`megatron/live/export.py`). What it reads stays as it is meanwhile: the folder of a dead run is locked, and of a run
+(`recovery/exporting.py`). What it reads stays as it is meanwhile: the folder of a dead run is locked, and of a run
 that lives one version is copied first (`copies/excerpt.py`), so that nothing of this is felt there but the load.
 """
 
@@ -20,7 +20,7 @@ from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.launch.run_folder import COPIES, EXCERPTS, RunFolder, free, shared_memory
 from ntp_plugin.launch.started_by import StartedBy
 
-_CAN_ONLY_SAVE = ("megatron",)
+_CAN_ONLY_SAVE = ("megatron", "deepspeed")
 """Frameworks whose adapter ends a script when the checkpoint is written; of others it would begin to train."""
 
 

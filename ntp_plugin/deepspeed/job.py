@@ -1,8 +1,11 @@
 """This process in a job that `ntp run` started: from its process group to its end."""
 
+import functools
 import os
+import sys
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,8 @@ from ntp_plugin.deepspeed.refusals import refuse_configuration, refuse_engine
 from ntp_plugin.deepspeed.trainer import EngineTrainer
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.errors import Refused
+from ntp_plugin.recovery import exporting
+from ntp_plugin.recovery.driver import Driver
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
@@ -20,6 +25,7 @@ from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import Began, Ended, Teller
 
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _SEED = "the seed of masks that do not depend on the rank"
 
 
@@ -65,16 +71,19 @@ class LiveJob:
         """What could not go on, before it is built."""
         if self.engine is not None:
             raise Refused("a second engine is made in this process", way_out="switch ntp on for one of them")
-        if self.rank.place.export is not None:
-            raise Refused("a DeepSpeed job cannot be exported", way_out="ntp run --ntp-resume, and save_checkpoint")
         refuse_configuration(engine, config, policy, mpu=mpu)
+        if self.rank.place.export is not None:  # whose writers are the job's, and it trains nothing
+            for monitor in _MONITORS:
+                getattr(config.monitor_config, monitor).enabled = False
 
     def take(self, engine: Any, policy: TrainingPolicy) -> None:
         """The engine is built."""
         refuse_engine(engine)
         place = self.rank.place
         topology = place.topology(policy, tp=max(1, engine.autotp_size()))
-        self.engine, self.teller = engine, Teller(policy.events or place.events, str(topology.slot_of(place.slot)))
+        # What an export tells of is for those whom the job tells it to, and is no part of a run's record.
+        record = policy.events or (place.events if place.export is None else None)
+        self.engine, self.teller = engine, Teller(record, str(topology.slot_of(place.slot)))
         self.window = Window(
             engine,
             policy,
@@ -93,6 +102,18 @@ class LiveJob:
         self.window.begin_job = self._begin
         if place.resume is not None and not place.joining:
             self.trainer.resume(place.resume)
+        if place.export is not None:
+            self._export(place.export)
+
+    def _export(self, folder: Path) -> NoReturn:
+        """All that this process is for; the rest of the user's script is about training."""
+        assert self.teller is not None and self.loop.driver is not None, "there is an engine, and nobody comes in"
+        engine = self.engine
+        save = functools.partial(type(engine).save_checkpoint, engine, str(folder))  # not ours: it is no section
+        exporting.write(save, self.loop.driver, folder, step=engine.global_steps, teller=self.teller)
+        self.rank.beat()
+        self._end_together(self.loop.driver, self.teller)
+        sys.exit(0)
 
     def _share_seed(self) -> int:
         """What masks that do not depend on the rank are drawn from: the first rank's own seed."""
@@ -130,14 +151,19 @@ class LiveJob:
 
     def end(self) -> None:
         """With all others, where there was something to train; else this process has never been a part of it."""
-        if self.teller is not None:
-            self.window.begin()
-            assert self.loop.driver is not None, "it has begun"
-            self.loop.driver.finish()
-            if self.trainer.copies is not None:
-                self.trainer.copies.close()
-            self.teller.tell(Ended())
-            self.teller.close()
+        if self.teller is None:
+            self.let_go()
+            return
+        self.window.begin()
+        assert self.loop.driver is not None, "it has begun"
+        self._end_together(self.loop.driver, self.teller)
+
+    def _end_together(self, driver: Driver, teller: Teller) -> None:
+        driver.finish()
+        if self.trainer.copies is not None:
+            self.trainer.copies.close()
+        teller.tell(Ended())
+        teller.close()
         self.let_go()
 
     def let_go_of_the_group(self) -> None:

@@ -5,6 +5,7 @@ trainer.py     what an adapter provides
 job_copies.py  copies of what only one rank holds, beside the training and in a walk
 loop.py        a framework's training loop as sections, each of which ends with a vote
 replica_watch.py  replicas compared while they train
+exporting.py   a run that is there only to write copies as a checkpoint
 newcomer.py    a process that starts up alone, where its framework asks all others
 driver.py      the walk itself
 moments.py     the moments of a step and of a walk, for whoever makes something happen there

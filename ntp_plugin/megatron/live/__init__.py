@@ -25,7 +25,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     trainer.py      report, plan, stand on
     state.py        what this rank trains, moved from peers or put in anew from copies
     copies.py       what goes with the copies of what only one rank holds: how far the job had come
-    export.py       a run that is there only to write copies as a checkpoint
+    export.py       Megatron's side of a run that is there only to write copies as a checkpoint
     generators.py   what random numbers are drawn from, told and put back
     trainees.py     the world of those who train, where some stand idle
     logs.py         a recovery in Megatron's own logs

@@ -6,6 +6,7 @@ the lost is let out with an error. It begins to beat with the first section, bec
 """
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.refusals import draws_exact_masks
+from ntp_plugin.recovery import exporting
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
@@ -106,7 +108,8 @@ class LiveJob:
         self.trainer.resume()
         slot = self.topology.slot_of(self.rank.place.slot)
         with contextlib.closing(Teller(self._policy.events, str(slot))) as teller:
-            export.save(self.args, self.anatomy, self.driver, folder, teller)
+            save = functools.partial(export.save, self.args, self.anatomy)
+            exporting.write(save, self.driver, folder, step=self.args.iteration, teller=teller)
         self.rank.beat()
         self.loop.driver = self.driver
         end()

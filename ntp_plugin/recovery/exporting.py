@@ -1,0 +1,61 @@
+"""A run that is there only to write what another has left in memory as a checkpoint of its framework.
+
+It is the job's own script, started once more. When the model is built its state is put in from the copies, as in a job
+that resumes; the framework's own function saves it; and the process ends where the script would go on. Nothing is read
+but the copies, and no step is taken. A loss meanwhile ends it: the copies are as they were, so it can be started again.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ntp_plugin.errors import NtpError, PeerLost
+from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.telemetry import Exported, Teller
+
+_FULL = 1 << 20
+"""Bytes: with less left, that is what was wrong; a framework's own message names the kind of the error only."""
+
+
+class NotWritten(NtpError):
+    """There was no room for a checkpoint, or its folder could not be written to."""
+
+
+def write(save: Callable[[], object], driver: Driver, folder: Path, *, step: int, teller: Teller) -> None:
+    """The state of now, into a folder that is empty; all ranks come together."""
+    try:
+        saved = driver.let_go(save)
+    except (Exception, CheckpointException) as error:
+        failed = _said_by_the_disk(error)
+        if failed is None:
+            raise
+        if not failed:
+            sys.exit(NotWritten.exit_code)
+        teller.tell(Exported(step=step, folder=str(folder), failed=failed))
+        raise NotWritten(
+            f"the checkpoint of step {step} cannot be written to {folder}, {_room(folder)}: {failed}",
+            way_out="export to another folder; the copies are as they were",
+        ) from error
+    if saved is None:
+        raise PeerLost("another process of this export is lost", way_out="start it again; the copies are as they were")
+    if dist.get_rank() == 0:
+        teller.tell(Exported(step=step, folder=str(folder), failed=""))
+
+
+def _room(folder: Path) -> str:
+    disk = shutil.disk_usage(folder)
+    full = "which is full" if disk.free < _FULL else "which is not full"
+    return f"{full} ({disk.free / 1e6:.1f} of {disk.total / 1e6:.1f} MB are free)"
+
+
+def _said_by_the_disk(error: BaseException) -> str | None:
+    """In a line, if that is what it was; empty where another process has it, which gathers it from all who write."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
+    if isinstance(error, OSError) or "PytorchStreamWriter" in str(error):
+        return str(error).splitlines()[0]
+    return None

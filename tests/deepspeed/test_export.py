@@ -1,0 +1,93 @@
+"""`ntp copies export` of a DeepSpeed job that lives, and of one that is dead: the checkpoint DeepSpeed itself writes
+after that step, bit for bit."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.deepspeed.test_recipe import ENVIRONMENT, RECIPES, start, with_block
+
+SAVING = """
+import runpy, sys
+import deepspeed
+step = deepspeed.DeepSpeedEngine.step
+saved = []
+
+def stepped(engine, *args, **kwargs):
+    step(engine, *args, **kwargs)
+    if engine.global_steps in {steps} and engine.global_steps not in saved:
+        saved.append(engine.global_steps)
+        engine.save_checkpoint({folder!r})
+        if len(saved) == len({steps}):
+            sys.exit(0)
+
+deepspeed.DeepSpeedEngine.step = stepped
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+def export(to):
+    command = [sys.executable, "-m", "ntp_plugin.cli.main", "copies", "export", "latest", "--to", str(to)]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"the checkpoint is in {to}" in done.stdout
+    return int((to / "latest").read_text().removeprefix("global_step"))
+
+
+def without_us(folder, words, steps):
+    """DeepSpeed alone, which saves after these steps."""
+    script = folder / "saving.py"
+    script.write_text(SAVING.format(steps=steps, folder=str(folder / "own"), train=str(RECIPES / "train.py")))
+    process = start(*(word.replace(str(RECIPES / "train.py"), str(script)) for word in words), PAUSE_S="0")
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, said[-3000:]
+    return folder / "own"
+
+
+def tensors_in(value, name=""):
+    """Name -> what a checkpoint's file holds."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {key: tensor for at, one in pairs for key, tensor in tensors_in(one, f"{name}/{at}").items()}
+
+
+def assert_equal(mine, own):
+    assert sorted(path.name for path in mine.iterdir()) == sorted(path.name for path in own.iterdir())
+    for path in mine.glob("*.pt"):
+        found, wanted = (tensors_in(torch.load(one, weights_only=False)) for one in (path, own / path.name))
+        assert wanted and found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == [], path.name
+
+
+@pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
+def test_what_is_in_memory_is_what_deepspeed_would_have_saved(tmp_path, config, stage):
+    words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=20", "--deepspeed_config"]
+    process = start(*words, with_block(tmp_path, {"enabled": True}, of=config, stage=stage), PAUSE_S="1")
+    pids = []
+    for line in process.stdout:
+        if " is pid " in line:
+            pids.append(int(line.split()[-1]))
+        if line.startswith("step 8:"):
+            break
+    living = export(tmp_path / "living")
+    for line in process.stdout:  # it has gone on meanwhile, and does
+        if (told := re.match(r"step (\d+):", line)) and int(told[1]) > living:
+            break
+    for pid in (process.pid, *pids):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    dead = export(tmp_path / "dead")
+    assert dead > living >= 7
+    own = without_us(
+        tmp_path, [*words, with_block(tmp_path, {"enabled": False}, of=config, stage=stage)], [living, dead]
+    )
+    for folder, step in (("living", living), ("dead", dead)):
+        assert_equal(tmp_path / folder / f"global_step{step}", own / f"global_step{step}")
