@@ -28,9 +28,9 @@ from ntp_plugin.telemetry.record import Told
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
 PIECES = Path("build/show/recipes.jsonl")
-_STEPS, _SHORT, _LONG = "--train-iters=", 100, 7.4e-6
-"""A long job in float32 may differ by no more than four times what DeepSpeed's own weights do between two widths after
-as many steps as the longest has: 1.87e-6 after 1,024, of two slots and of one (as `benchmarks.widths` runs them)."""
+_STEPS, _SHORT, _LONG = "--train-iters=", 300, 7.4e-6
+"""The weights of a longer job in float32 may differ by no more than four times what DeepSpeed's own do between two
+widths after as many steps: 1.87e-6 after 1,024 (`make show-widths`). Its losses by no more than any other's."""
 COUNTERPARTS = {
     "jobs/megatron.toml": ("jobs/deepspeed-tp.toml", 64),
     "jobs/megatron-sharded.toml": ("jobs/deepspeed-tp-sharded.toml", 64),
@@ -50,12 +50,13 @@ def recipes_of(path: Path) -> Iterator[tuple[str, Recipe]]:
     yield "megatron", own
     if path.stem in OWN:
         return
-    job, steps_of_an_epoch = COUNTERPARTS[own.job.like]
-    other = read_recipe(path, job=RECIPES / job)
+    like, steps_of_an_epoch = COUNTERPARTS[own.job.like]
+    other = read_recipe(path, job=RECIPES / like)
     steps = max(int(word.removeprefix(_STEPS)) for word in own.job.run if word.startswith(_STEPS))
     run = (*other.job.run, f"--epochs={math.ceil(steps / steps_of_an_epoch)}")
-    bound = _LONG if steps > _SHORT else other.job.bound
-    yield "deepspeed", dataclasses.replace(other, job=dataclasses.replace(other.job, run=run, bound=bound))
+    weights_bound = _LONG if steps > _SHORT else None
+    job = dataclasses.replace(other.job, run=run, weights_bound=weights_bound)
+    yield "deepspeed", dataclasses.replace(other, job=job)
 
 
 class Twins:

@@ -77,7 +77,13 @@ def run_undisturbed(job: JobSpec, folder: Path) -> Ran:
 
 def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
     """By what both runs have told."""
-    expected = Expected(code=job.code, returns=job.returns, troubles=job.troubles, bound=job.bound)
+    expected = Expected(
+        code=job.code,
+        returns=job.returns,
+        troubles=job.troubles,
+        bound=job.bound,
+        weights_bound=job.weights_bound,
+    )
     if twin is not None and (twin.end.hung or twin.end.code):
         how = "was not over in time" if twin.end.hung else f"ended with code {twin.end.code}"
         raise Refused(f"the twin, which nobody has broken, {how}", way_out=f"see {twin.log}")

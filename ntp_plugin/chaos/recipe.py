@@ -47,6 +47,7 @@ class JobSpec:
     thresholds: str = key("", help="when a rank is taken for lost (--ntp-thresholds)")
     twin: bool = key(True, help="run the same job once more, undisturbed, and compare")
     bound: float = key(1e-12, help="largest relative difference of losses and weights from the twin's", at_least=0.0)
+    weights_bound: float | None = key(None, help="of the weights in the end, where that is another one", at_least=0.0)
     code: int = key(0, help="the exit code that the job is to end with; -9: by SIGKILL", at_least=-64, at_most=255)
     returns: int = key(0, help="so many lost slots are to come back", at_least=0, at_most=1_000_000)
     troubles: int = key(0, help="so many copies are to be found spoilt or missing", at_least=0, at_most=1_000_000)

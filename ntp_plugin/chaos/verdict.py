@@ -70,6 +70,8 @@ class Expected:
     """So often somebody finds a copy that is not what was written."""
     bound: float = 0.0
     """Largest relative difference of a loss, or of the weights, from the twin's."""
+    weights_bound: float | None = None
+    """Of the weights, where that is another one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,8 @@ def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: En
     if twin is not None:
         checks.append(_losses(run, twin, expected.bound))
         if not expected.code and twin.weighed:
-            checks.append(_weights(run, twin, expected.bound))
+            own = expected.weights_bound
+            checks.append(_weights(run, twin, expected.bound if own is None else own))
     if expected.returns:
         checks.append(_returns(run, expected.returns))
     if expected.troubles:

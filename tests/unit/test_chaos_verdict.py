@@ -80,6 +80,13 @@ def test_weights_that_are_not_the_twins_are_told(what, slot):
     assert f"replica {slot[1]}" in found.checks[-1].found
 
 
+def test_a_bound_for_the_weights_alone_leaves_that_of_the_losses():
+    drifted, wider = spoilt("cut", "r0.s0.t0", 1e-9), dataclasses.replace(FINE, weights_bound=1e-8)
+    assert verdict(history(killed_in=3, weights=drifted), expected=wider).holds
+    off = verdict(history(killed_in=3, loss=5.0 + 1e-9, weights=drifted), expected=wider)
+    assert broken_checks(off) == ["losses agree with the twin's"]
+
+
 def test_a_replica_of_which_a_slot_has_not_told_is_not_compared():
     def silent(*silent_slots):
         return history(killed_in=3, weights=lambda slots, own: None if own in silent_slots else weighed(slots, own))
