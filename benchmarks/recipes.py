@@ -10,7 +10,6 @@ The job that a recipe names is Megatron's; `COUNTERPARTS` has DeepSpeed's that i
 only Megatron's job can be broken by, and why.
 """
 
-import contextlib
 import dataclasses
 import math
 import sys
@@ -21,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import evidence
-from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
+from ntp_plugin.chaos.campaign import Campaign, quietly, run_campaign
 from ntp_plugin.chaos.recipe import JobSpec, Recipe, read_recipe
-from ntp_plugin.telemetry.job_state import JobState
-from ntp_plugin.telemetry.record import Told
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
 PIECES = Path("build/show/recipes.jsonl")
@@ -96,14 +93,6 @@ def row_of(framework: str, recipe: Recipe, campaign: Campaign, seconds: float) -
     }
 
 
-@contextlib.contextmanager
-def _quietly(_: str) -> Iterator[Look]:
-    def look(job: JobState, news: Sequence[Told]) -> None:
-        """Nobody looks on."""
-
-    yield look
-
-
 def main(names: Sequence[str]) -> int:
     """All of them must hold."""
     paths = [path for path in sorted(RECIPES.glob("*.toml")) if not names or path.stem in names]
@@ -113,7 +102,7 @@ def main(names: Sequence[str]) -> int:
         row = kept.find(recipe=recipe.name, framework=framework)
         if row is None:
             began, place = time.monotonic(), folder / f"{recipe.name}-{framework}"
-            campaign = run_campaign(recipe, place, look=_quietly, twin=twins.of(recipe.job))
+            campaign = run_campaign(recipe, place, look=quietly, twin=twins.of(recipe.job))
             twins.keep(recipe.job, campaign)
             row = row_of(framework, recipe, campaign, time.monotonic() - began)
             kept.add(row)

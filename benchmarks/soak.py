@@ -16,7 +16,6 @@ A fault is `hung` where the others did not go on, and `wrong` where it is one of
 steps or last weights are not those of the undisturbed run: which one of these did it is not known.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -25,17 +24,15 @@ import statistics
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import evidence
 from ntp_plugin.chaos import weights
-from ntp_plugin.chaos.campaign import Campaign, Look, Ran, run_campaign
+from ntp_plugin.chaos.campaign import Campaign, Ran, quietly, run_campaign
 from ntp_plugin.chaos.recipe import RandomSpec, Recipe, read_recipe
 from ntp_plugin.chaos.verdict import Outcome, differences
-from ntp_plugin.telemetry.job_state import JobState
-from ntp_plugin.telemetry.record import Told
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
 PIECES = Path("build/show/soak.jsonl")
@@ -159,7 +156,7 @@ def soak(case: Case, faults: int, folder: Path, kept: evidence.Kept) -> list[Pie
         before = kept.find(job=case.job, seed=seed)
         if before is None:
             recipe = recipe_of(case, faults=min(EACH, faults - struck), most=min(EACH, faults), seed=seed)
-            campaign = run_campaign(recipe, folder / recipe.name, look=_quietly, twin=twin)
+            campaign = run_campaign(recipe, folder / recipe.name, look=quietly, twin=twin)
             assert campaign.twin is not None, "all of them are compared"
             twin, piece = campaign.twin.folder, piece_of(case, seed, campaign)
             kept.add(dataclasses.asdict(piece))
@@ -235,14 +232,6 @@ def _line(campaign: Campaign) -> str:
     bad = [f"{check.what}: {check.found}" for check in campaign.verdict.checks if not check.holds]
     stuck = [f"{one.name} ({one.what} {one.slot} {one.moment}): {one.problem}" for one in struck if one.problem]
     return f"{campaign.recipe.name}: {len(struck)} strikes in {steps} steps: {'; '.join((*bad, *stuck)) or 'ok'}"
-
-
-@contextlib.contextmanager
-def _quietly(_: str) -> Iterator[Look]:
-    def look(job: JobState, news: Sequence[Told]) -> None:
-        """Nobody looks on."""
-
-    yield look
 
 
 def _micro_batches_per_s(run: Ran) -> float:

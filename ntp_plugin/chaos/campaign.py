@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ntp_plugin.chaos.history import History
@@ -70,9 +70,16 @@ def run_campaign(recipe: Recipe, folder: Path, *, look: Looking, twin: Path | No
     return Campaign(recipe=recipe, broken=broken, twin=calm, verdict=verdict_on(recipe.job, broken, calm))
 
 
+@contextlib.contextmanager
+def quietly(_: str) -> Iterator[Look]:
+    """A `Looking` for runs that nobody looks on at."""
+    yield lambda _job, _news: None
+
+
 def run_undisturbed(job: JobSpec, folder: Path) -> Ran:
     """As a twin is run, and nobody looks on."""
-    return _run(job, folder, None, lambda _job, _news: None)
+    with quietly("twin") as look:
+        return _run(job, folder, None, look)
 
 
 def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
