@@ -1,16 +1,17 @@
 """Faults of all kinds at all moments on all slots, again and again: what `make show-soak` measures.
 
-    python -m benchmarks.soak             60 faults in each of four jobs: 40 minutes
-    SCALE=full python -m benchmarks.soak  260 in each: three hours
+    python -m benchmarks.soak             60 faults in each of five jobs: 45 minutes
+    SCALE=full python -m benchmarks.soak  220 in each: more than two hours
     SCALE=ci python -m benchmarks.soak    4 in each of two jobs
 
 But for the last, each campaign that is over is a line in build/show/soak.jsonl, and the next call goes on behind them:
 a sitting may end when it has to. Whoever wants a soak of one tree removes the file.
 
-The jobs are those of recipes/chaos/jobs: Megatron with its state whole and in shards, DeepSpeed data parallel with ZeRO
-and cut by AutoTP, four ranks each. A campaign is one job that is struck `EACH` times, by faults that are drawn from a
-seed (it is printed, and `ntp chaos` draws the same ones from it); the next fault comes when the one before is over,
-whether or not the lost ones are back. All campaigns of a job are compared with one undisturbed run of it.
+The jobs are those of recipes/chaos/jobs: Megatron with its state whole, in shards, and in two stages with checkpoints
+and evaluations; DeepSpeed data parallel with ZeRO, and cut by AutoTP; four ranks each. A campaign is one job that is
+struck `EACH` times, by faults that are drawn from a seed (it is printed, and `ntp chaos` draws the same ones from it);
+the next fault comes when the one before is over, whether or not the lost ones are back. All campaigns of a job are
+compared with one undisturbed run of it.
 
 A fault is `hung` where the others did not go on, and `wrong` where it is one of a campaign whose losses, samples,
 steps or last weights are not those of the undisturbed run: which one of these did it is not known.
@@ -85,6 +86,12 @@ CASES = (
         weights_bound=IN_FLOAT32,
     ),
     Case(job="megatron-sharded", framework="megatron", moments=(*MEGATRON, "gather"), length="--train-iters={}"),
+    Case(
+        job="megatron-stages",
+        framework="megatron",
+        moments=(*MEGATRON, "exchange", "save", "written"),
+        length="--train-iters={}",
+    ),
     Case(
         job="deepspeed-tp",
         framework="deepspeed",
@@ -243,7 +250,7 @@ def _micro_batches_per_s(run: Ran) -> float:
 
 def main(scale: str) -> int:
     """Every campaign must hold, and every fault that was asked for must have struck."""
-    faults, cases = {"ci": (4, CASES[:2]), "full": (260, CASES), "": (60, CASES)}[scale]
+    faults, cases = {"ci": (4, CASES[:2]), "full": (220, CASES), "": (60, CASES)}[scale]
     kept = evidence.Kept(None if scale == "ci" else PIECES)
     rows: list[dict[str, Any]] = []
     efficiency, speed, apart, struck, sittings = {}, {}, {}, {}, []

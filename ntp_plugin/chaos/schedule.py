@@ -10,7 +10,7 @@ A fault that is drawn in a moment of a recovery needs one: it comes with a kill 
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from ntp_plugin.chaos.recipe import ANY, FaultSpec, Recipe
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, STORE, SUPERVISOR, Strike
@@ -108,15 +108,27 @@ class Schedule:
 
 
 def survivable(job: JobState, *, lost: Sequence[str] = ()) -> list[str]:
-    """Slots that are there, and that all replicas but one may lose: what they hold is held by another replica. One
-    replica alone lives by copies, and is struck as long as somebody is left of it. Who is said to be back, and has not
-    yet said so itself, is not struck: which process it is is not known."""
+    """Slots that are there, and that all replicas but one may lose: what they hold is held by another replica, and
+    some replica has somebody in every stage without them. One replica alone lives by copies, and is struck as long as
+    somebody is left of it. Who is said to be back, and has not yet said so itself, is not struck: which process it is
+    is not known."""
     there = [slot for slot, state in sorted(job.slots.items()) if state in (Slot.ALIVE, Slot.BACK) and slot not in lost]
     holders = Counter(slot.split(".", 1)[1] for slot in there)
     known = [slot for slot in there if slot in job.pids]
     if job.replicas == 1:
         return known if len(there) > 1 else []
-    return [slot for slot in known if holders[slot.split(".", 1)[1]] > 1]
+    return [
+        slot
+        for slot in known
+        if holders[slot.split(".", 1)[1]] > 1 and _some_replica_has_all_stages(job, {*there} - {slot})
+    ]
+
+
+def _some_replica_has_all_stages(job: JobState, there: Set[str]) -> bool:
+    stages = {tuple(slot.split(".")[:2]) for slot in there}
+    return any(
+        all((f"r{replica}", f"s{stage}") in stages for stage in range(job.stages)) for replica in range(job.replicas)
+    )
 
 
 def _is_known(fault: FaultSpec) -> bool:

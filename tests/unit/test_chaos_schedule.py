@@ -1,6 +1,7 @@
 """Which strike comes next: never one that the job could not survive, and the same ones from the same seed."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 from hypothesis import given
@@ -11,11 +12,12 @@ from ntp_plugin.chaos.schedule import Schedule, survivable
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
 
-def job(replicas=2, tp=2, step=0, lost=()):
-    names = [f"r{replica}.s0.t{slot}" for replica in range(replicas) for slot in range(tp)]
+def job(replicas=2, tp=2, step=0, lost=(), stages=1):
+    places = itertools.product(range(replicas), range(stages), range(tp))
+    names = [f"r{replica}.s{stage}.t{slot}" for replica, stage, slot in places]
     slots = {name: Slot.LOST if name in lost else Slot.ALIVE for name in names}
     pids = {name: number for number, name in enumerate(names) if name not in lost}
-    return JobState(replicas=replicas, stages=1, tp=tp, slots=slots, pids=pids, step=step)
+    return JobState(replicas=replicas, stages=stages, tp=tp, slots=slots, pids=pids, step=step)
 
 
 def recipe(*faults, **drawn):
@@ -29,6 +31,13 @@ def test_what_may_be_struck_leaves_every_unit_with_a_holder(replicas, tp, data):
     for struck in survivable(job(replicas, tp, lost=lost)):
         left = Counter(name.split(".", 1)[1] for name in names if name not in (*lost, struck))
         assert left[struck.split(".", 1)[1]] >= 1
+
+
+def test_one_replica_keeps_all_of_its_stages():
+    """What is left of the other one would hold all, and could train nothing."""
+    assert len(survivable(job(tp=1, stages=2))) == 4
+    assert survivable(job(tp=1, stages=2, lost=("r0.s0.t0",))) == ["r0.s1.t0"]
+    assert survivable(job(replicas=3, tp=1, stages=2, lost=("r0.s0.t0", "r1.s1.t0"))) == ["r0.s1.t0", "r1.s0.t0"]
 
 
 def test_who_is_said_to_be_back_is_struck_when_its_process_is_known():
