@@ -31,6 +31,7 @@ class Striker:
         self.ordered: list[Strike] = []
         self._ordered_in: dict[str, int] = {}
         """Name -> the step that was over then."""
+        self._missed: set[str] = set()
         for strike in schedule.at_start():
             self._order(strike)
 
@@ -40,23 +41,24 @@ class Striker:
             if time.monotonic() >= at:
                 self._undoing.remove((at, undo))
                 undo()
-        pending = [strike.slot for strike in self.ordered if not self._is_over(strike, job, history)]
-        missed = sum(self._has_missed(strike, job, history) for strike in self.ordered)
+        self._missed |= {strike.name for strike in self.ordered if self._misses(strike, job, history)}
+        pending = [strike.slot for strike in self.ordered if not self._is_over(strike, history)]
         seconds = job.heard_at - job.began_at
-        for strike in self._schedule.next(job, seconds=seconds, pending=pending, missed=missed):
+        for strike in self._schedule.next(job, seconds=seconds, pending=pending, missed=len(self._missed)):
             self._order(strike)
             self._ordered_in[strike.name] = job.step
             if strike.what not in BY_ITS_OWN_HAND:
                 self._from_outside(strike, job, running)
 
-    def _is_over(self, strike: Strike, job: JobState, history: History) -> bool:
-        return _is_settled(strike, history) or self._has_missed(strike, job, history)
+    def _is_over(self, strike: Strike, history: History) -> bool:
+        return strike.name in self._missed or _is_settled(strike, history)
 
-    def _has_missed(self, strike: Strike, job: JobState, history: History) -> bool:
-        """Whether its slot has not come to that moment, and will not."""
+    def _misses(self, strike: Strike, job: JobState, history: History) -> bool:
+        """Whether its slot has not come to that moment. Then it shall not strike later, beside another one."""
         passed = job.step - self._ordered_in.get(strike.name, job.step)
         has_struck = any(said.event.strike == strike.name for said in history.struck)
-        return strike.may_miss and not has_struck and passed >= _MISSED
+        may_miss = strike.may_miss and strike.name not in self._missed
+        return may_miss and not has_struck and passed >= _MISSED and self._orders.take_back(strike)
 
     def _order(self, strike: Strike) -> None:
         self.ordered.append(strike)

@@ -112,6 +112,10 @@ class Orders:
             raise ConfigError(f"{path} is no file of orders", way_out=way_out)
         return cls(path, token)
 
+    def take_back(self, strike: Strike) -> bool:
+        """It shall not strike any more; False where it has."""
+        return _claim(self.path, strike)
+
     def give(self, strike: Strike) -> None:
         """Append it, in one write."""
         line = json.dumps({"token": self._token, **dataclasses.asdict(strike)}).encode() + b"\n"
@@ -136,7 +140,7 @@ class Pending:
         self._look()
         here = [strike for strike in self._waiting if strike.is_for(slot, moment, step, epoch)]
         self._waiting = [strike for strike in self._waiting if strike not in here]
-        return [strike for strike in here if self._is_first(strike)]
+        return [strike for strike in here if _claim(self._path, strike)]
 
     def _look(self) -> None:
         try:
@@ -168,14 +172,16 @@ class Pending:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
-    def _is_first(self, strike: Strike) -> bool:
-        folder = self._path.with_name(self._path.name + ".struck")
-        folder.mkdir(exist_ok=True)
-        try:
-            (folder / strike.name).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+
+def _claim(orders: Path, strike: Strike) -> bool:
+    """Whether nobody has before: neither a process that has had the slot, nor who has taken the order back."""
+    folder = orders.with_name(orders.name + ".struck")
+    folder.mkdir(exist_ok=True)
+    try:
+        (folder / strike.name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _is_reached(wanted: int | None, now: int | None) -> bool:

@@ -281,6 +281,20 @@ def test_in_a_checkpoint(moment, section, tmp_path):
         assert largest_difference(mine, theirs) <= BOUNDS["float64"]
 
 
+@pytest.mark.short
+def test_who_has_first_saved_with_some_saves_with_all(tmp_path):
+    """Megatron keeps by which groups it shares the writing out; of two whose groups differ each waits for the other."""
+    more = "--save {} --save-interval 2 --dist-ckpt-format torch_dist"
+    whole = uniform(BASE, more=more.format(tmp_path / "whole"))
+    faults = [kill(0, during="backward", step=4), kill(1, during="backward", step=8)]
+    lived, _ = live(job(tp=1, dp=3, more=more.format(tmp_path / "mine")), faults=faults, back={0: 7, 1: 11})
+    assert widths(lived) == {0: 1, 1: 1, 2: 1}
+    assert_same_training(lived, run(whole))
+    for step in (4, 6, STEPS):
+        mine, theirs = (wholes_in(tmp_path / name, step) for name in ("mine", "whole"))
+        assert largest_difference(mine, theirs) <= BOUNDS["float64"]
+
+
 @pytest.mark.parametrize("slot", [1, 2])
 def test_a_checkpoint_while_a_replica_stands_idle(slot, tmp_path):
     """The idle slot is the first of all ranks, or the last; it does not write, and stops when the others do."""

@@ -5,6 +5,7 @@ With nobody lost none of it computes anything but the vote. What a hurt layout n
 """
 
 import functools
+import inspect
 import queue
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +79,18 @@ def _sections(job: "LiveJob") -> tuple[Replacement, ...]:
             why="a step that a loss interrupts is taken again",
             make=job.step.section,
         ),
+        Replacement(
+            target=f"{_TRAINING}:save_checkpoint_and_time",
+            why="the same, and how its groups share the writing out is kept from the first time on",
+            make=lambda original: _voted(job, _by_groups_of_now(job, original)),
+        ),
         *(
             Replacement(
                 target=f"{_TRAINING}:{name}",
                 why="ranks must know whether all have ended it, before they go on",
                 make=lambda original: _voted(job, original),
             )
-            for name in ("evaluate_and_print_results", "save_checkpoint_and_time", *_decisions(job.args))
+            for name in ("evaluate_and_print_results", *_decisions(job.args))
         ),
     )
 
@@ -170,6 +176,21 @@ def _voted(job: "LiveJob", original: Any) -> Any:
         return loop.section(work, lambda: results[-1])
 
     return section
+
+
+def _by_groups_of_now(job: "LiveJob", original: Any) -> Any:
+    """`save_checkpoint_and_time`: in another epoch its groups are others, and a newcomer has kept nothing."""
+    saved_in: list[int] = []
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        epoch, kept = job.rank.groups.epoch, inspect.signature(original).bind(*args, **kwargs)
+        if saved_in != [epoch]:
+            (kept.arguments["checkpointing_context"] or {}).pop("save_strategy", None)
+            saved_in[:] = [epoch]
+        return original(*args, **kwargs)
+
+    return save
 
 
 def _left_out(loop: Loop, original: Any, instead: Any = lambda *_, **__: None) -> Any:
