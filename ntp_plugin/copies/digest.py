@@ -10,33 +10,72 @@ for one digest: words have 32 bits at most, so that a flip of the highest bits o
 difference of two keys to be zero. Elements of eight bytes are two words, of two places, for that reason.
 
 Speed. The key of a place is that of its place in its page, which is the same for all pages and stays in a processor's
-cache, times that of the page. So a long run costs a conversion and an inner product with the same keys for each page.
-The sum is linear, so the part that the seed plays is counted by itself.
+cache, times that of the page. A page is some rows of the tensor. So a part has the same places in one page as in the
+next, be it cut by rows or by columns, and its pages are a matrix with one vector of keys (`Rectangle`): what is left to
+do is a conversion and a product. The sum is linear, so the part that the seed plays is counted by itself.
 """
 
 import dataclasses
 import functools
 import hashlib
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 
 MODULUS = 1 << 64
-_PAGE_BITS = 15
-PAGE = 1 << _PAGE_BITS
-"""Words."""
-_LONG = PAGE // 32
-"""Runs of so many words are taken one by one, shorter ones together."""
-_TOGETHER = {"cpu": PAGE, "cuda": 1 << 22}
+PAGE = 1 << 13
+"""Elements: of a page as many rows as fit, and one if it is longer."""
+_LONGEST = 8 * PAGE
+"""Elements of a row; where one has more, pages begin anywhere."""
+_AT_ONCE = 1 << 19
+"""Words that are converted, unless a page has more: they stay in a processor's cache."""
+_TOGETHER = 1 << 22
+"""Words, where the device is another one."""
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_thread = threading.local()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rectangle:
+    """Pages in which a part has the same places."""
+
+    offset: int
+    """Where they begin in the part."""
+    pages: torch.Tensor
+    """Their keys."""
+    keys: torch.Tensor
+    """Those of the places in one of them."""
+
+    @functools.cached_property
+    def of_keys(self) -> int:
+        """The sum of the keys of all places."""
+        return int(self.pages.sum()) * int(self.keys.sum())
+
+    def sums(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Of each part's words times these."""
+        size, totals = len(self.keys), torch.zeros(len(parts), dtype=torch.int64)
+        at_once = max(1, _AT_ONCE // (size * len(parts)))
+        for first in range(0, len(self.pages), at_once):
+            pages = self.pages[first : first + at_once]
+            begin, words = self.offset + first * size, len(pages) * size
+            converted = _buffer(len(parts) * words).view(len(parts), words)
+            for part, place in zip(parts, converted, strict=True):
+                place.copy_(part[begin : begin + words])
+            totals += torch.mv(converted.view(-1, size), self.keys).view(len(parts), -1).mv(pages)
+        found: list[int] = totals.tolist()
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Runs:
     """Places in the whole tensor, told as runs of flat indices, in the order in which a part holds them."""
 
     starts: torch.Tensor
     lengths: torch.Tensor
+    page: int = PAGE
+    """Elements of the tensor's pages."""
 
     @property
     def size(self) -> int:
@@ -47,15 +86,52 @@ class Runs:
         """Where in the part each run begins."""
         return self.lengths.cumsum(0) - self.lengths
 
+    @functools.cached_property
+    def of_two_words(self) -> "Runs":
+        """The same where each element is two."""
+        return Runs(starts=self.starts * 2, lengths=self.lengths * 2, page=self.page * 2)
+
+    @functools.cached_property
+    def rectangles(self) -> tuple[Rectangle, ...]:
+        """All of these places, in the order of the part."""
+        return tuple(self._rectangles())
+
+    def _rectangles(self) -> Iterator[Rectangle]:
+        runs = self._cut_at_pages()
+        page, at, offsets = runs.starts // self.page, runs.starts % self.page, runs.offsets
+        of_page, counts = page.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+        first = counts.cumsum(0) - counts
+        page_keys = odd_numbers(of_page)
+        begins = _unlike_the_one_before(counts, torch.stack((at, runs.lengths)))
+        for number, until in itertools.pairwise([*begins, len(counts)]):
+            begin, end = int(first[number]), int(first[number] + counts[number])
+            keys = _keys_at(at[begin:end], runs.lengths[begin:end])
+            yield Rectangle(offset=int(offsets[begin]), pages=page_keys[number:until], keys=keys)
+
+    def _cut_at_pages(self) -> "Runs":
+        """Each run within one page."""
+        first = self.starts // self.page
+        counts = (self.starts + self.lengths - 1) // self.page - first + 1
+        run = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        begins = (torch.arange(len(run)) - (counts.cumsum(0) - counts)[run] + first[run]) * self.page
+        starts = torch.maximum(self.starts[run], begins)
+        ends = torch.minimum((self.starts + self.lengths)[run], begins + self.page)
+        return Runs(starts=starts, lengths=ends - starts, page=self.page)
+
 
 def runs_of(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Runs:
     """All of a tensor of this shape, but along `dim`, where it is these ranges."""
-    inner, outer = _product(shape[dim + 1 :]), _product(shape[:dim])
+    inner, outer, row = _product(shape[dim + 1 :]), _product(shape[:dim]), _product(shape[1:])
     starts, lengths = (
         torch.tensor([(start, stop - start) for start, stop in ranges], dtype=torch.int64).view(-1, 2).T * inner
     )
     before = torch.arange(outer).unsqueeze(-1) * (shape[dim] * inner)
-    return Runs(starts=(before + starts).reshape(-1), lengths=lengths.expand(outer, -1).reshape(-1))
+    filled = lengths > 0
+    return Runs(
+        starts=(before + starts[filled]).reshape(-1),
+        lengths=lengths[filled].expand(outer, -1).reshape(-1),
+        page=max(1, PAGE // row) * row if 0 < row <= _LONGEST else PAGE,
+    )
 
 
 def digest(tensor: torch.Tensor, runs: Runs, *, salt: str) -> int:
@@ -71,7 +147,7 @@ def digests(tensors: Sequence[torch.Tensor], runs: Runs, *, salts: Sequence[str]
     for words in {_words(part) for part in parts}:
         alike = [number for number, part in enumerate(parts) if _words(part) == words]
         bits = [parts[number].view(_WIDTHS[parts[number].element_size()]) for number in alike]
-        keys, *sums = _sums(bits, Runs(starts=runs.starts * words, lengths=runs.lengths * words))
+        keys, *sums = _sums(bits, runs if words == 1 else runs.of_two_words)
         for number, total in zip(alike, sums, strict=True):
             found[number] = (total + _seed(salts[number]) * keys) % MODULUS
     return found
@@ -84,61 +160,59 @@ def _words(part: torch.Tensor) -> int:
 
 def _sums(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
     """Of the keys of all places, and of each part's words times these."""
-    if not parts[0].numel():
-        return [0] * (1 + len(parts))
-    on_cpu = parts[0].device.type == "cpu"
-    if on_cpu and parts[0].numel() >= _LONG * len(runs.lengths):
-        return _sums_of_long_runs(parts, runs)
-    return _sums_of_short_runs(parts, runs)
+    if parts[0].device.type != "cpu":
+        return _sums_by_blocks(parts, runs)
+    found = [0] * (1 + len(parts))
+    for one in runs.rectangles:
+        found = [total + more for total, more in zip(found, (one.of_keys, *one.sums(parts)), strict=True)]
+    return found
 
 
-def _sums_of_long_runs(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
-    in_page, ahead = _page_keys(torch.device("cpu"))
-    totals, offset = [0] * (1 + len(parts)), 0
-    for start, length in zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True):
-        place, end = start, start + length
-        while place < end:
-            page, at = place >> _PAGE_BITS, place & (PAGE - 1)
-            stop = min(PAGE, at + end - place)
-            key = _page_key(page)
-            totals[0] += key * (ahead[stop] - ahead[at])
-            for number, part in enumerate(parts, start=1):
-                bits = part[offset : offset + stop - at].to(torch.int64)
-                totals[number] += key * int(torch.dot(bits, in_page[at:stop]))
-            place, offset = place + stop - at, offset + stop - at
-    return totals
-
-
-def _sums_of_short_runs(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
+def _sums_by_blocks(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
+    """Element by element, where memory is fast and a matrix of integers is not multiplied."""
     device = parts[0].device
-    in_page, _ = _page_keys(device)
-    totals = [0] * (1 + len(parts))
-    for begin, places in blocks(runs, _TOGETHER[device.type], device):
-        first, last = (int(end) >> _PAGE_BITS for end in places.aminmax())
-        pages = odd_numbers(torch.arange(first, last + 1, device=device))
-        keys = in_page.index_select(0, places & (PAGE - 1))
-        keys.mul_(pages.index_select(0, (places >> _PAGE_BITS) - first) if last > first else pages)
-        totals[0] += int(keys.sum())
+    in_page, found = _keys_in_page(device), [0] * (1 + len(parts))
+    for begin, places in blocks(runs, _TOGETHER, device):
+        pages = places // runs.page
+        keys = in_page.index_select(0, places - pages * runs.page) * odd_numbers(pages)
+        found[0] += int(keys.sum())
         for number, part in enumerate(parts, start=1):
-            bits = part[begin : begin + len(places)].to(torch.int64)
-            totals[number] += int(torch.dot(bits, keys) if not keys.is_cuda else (bits * keys).sum())
-    return totals
+            found[number] += int((part[begin : begin + len(places)].to(torch.int64) * keys).sum())
+    return found
+
+
+def _buffer(size: int) -> torch.Tensor:
+    """Memory of this thread's own: to take it from the system each time would cost more than what is done in it."""
+    if getattr(_thread, "size", 0) < size:
+        _thread.size, _thread.words = size, torch.empty(size, dtype=torch.int64)
+    words: torch.Tensor = _thread.words[:size]
+    return words
+
+
+def _unlike_the_one_before(counts: torch.Tensor, runs: torch.Tensor) -> list[int]:
+    """The pages of whose runs, so many, one is not like that in the page before."""
+    before = torch.arange(runs.shape[1]) - torch.repeat_interleave(counts, counts)
+    differing = (runs != runs[:, before.clamp(min=0)]).any(0).cumsum(0)[counts.cumsum(0) - 1]
+    unlike = torch.ones(len(counts), dtype=torch.bool)
+    unlike[1:] = (differing[1:] != differing[:-1]) | (counts[1:] != counts[:-1])
+    found: list[int] = unlike.nonzero().view(-1).tolist()
+    return found
+
+
+def _keys_at(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Of places in a page."""
+    keys = _keys_in_page(torch.device("cpu"))
+    if len(starts) == 1:
+        return keys.narrow(0, int(starts), int(lengths))
+    offsets = lengths.cumsum(0) - lengths
+    ahead = torch.repeat_interleave(starts - offsets, lengths)
+    return keys.index_select(0, torch.arange(len(ahead)) + ahead)
 
 
 @functools.cache
-def _page_keys(device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """Of the places in a page, and the sums of those ahead of each."""
-    keys = odd_numbers(torch.arange(-PAGE, 0, device=device))  # not those of any page
-    return keys, [0, *keys.cumsum(0).tolist()]
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _page_key(page: int) -> int:
-    """The same as `odd_numbers` of it: one by one that takes less time than torch takes to begin."""
-    number = page * -0x61C8864680B583EB % MODULUS
-    number = (number ^ number >> 30) * -0x40A7B892E31B1A47 % MODULUS
-    number = (number ^ number >> 27) * -0x6B2FB644ECCEEE15 % MODULUS
-    return (number ^ number >> 31) | 1
+def _keys_in_page(device: torch.device) -> torch.Tensor:
+    """Of the places in a page: not those of any page."""
+    return odd_numbers(-1 - torch.arange(2 * _LONGEST, device=device))
 
 
 def odd_numbers(numbers: torch.Tensor) -> torch.Tensor:

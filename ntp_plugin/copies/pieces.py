@@ -33,10 +33,10 @@ class Piece:
     def size(self) -> int:
         return self.stop - self.start
 
-    @functools.cached_property
+    @property
     def runs(self) -> Runs:
         """Where they stand in the whole."""
-        return _clipped(runs_of(self.shape, self.dim, self.ranges), self.start, self.stop)
+        return _runs(self.shape, self.dim, self.ranges, self.start, self.stop)
 
 
 def read_piece(told: Sequence[object]) -> Piece:
@@ -53,12 +53,18 @@ def read_piece(told: Sequence[object]) -> Piece:
     )
 
 
+@functools.lru_cache(maxsize=256)
+def _runs(shape: tuple[int, ...], dim: int, ranges: Spans, start: int, stop: int) -> Runs:
+    """The same pieces are copied step after step, and many tensors are cut alike."""
+    return _clipped(runs_of(shape, dim, ranges), start, stop)
+
+
 def _clipped(runs: Runs, start: int, stop: int) -> Runs:
     """Those elements of a part from `start` to `stop`."""
     begins, ends = runs.offsets, runs.offsets + runs.lengths
     first, last = begins.clamp(min=start), ends.clamp(max=stop)
     left = last > first
-    return Runs(starts=(runs.starts + first - begins)[left], lengths=(last - first)[left])
+    return dataclasses.replace(runs, starts=(runs.starts + first - begins)[left], lengths=(last - first)[left])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

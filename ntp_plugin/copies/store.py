@@ -67,6 +67,7 @@ class Store:
         folder.chmod(0o700)  # also one that was there
         self._maps: dict[Place, tuple[int, torch.Tensor]] = {}
         """What this process writes to: the file, by its inode, and its bytes."""
+        self._pinned: set[Place] = set()
 
     # ------------------------------------------------ writing
 
@@ -76,6 +77,13 @@ class Store:
         if not self._is_there(place, max(1, size)):
             self._maps[place] = self._take(place, max(1, size))
         return self._maps[place][1][:size]
+
+    def pin(self, place: Place) -> None:
+        """Have a GPU write there by itself, as long as this process does; raises where the driver does not allow it."""
+        memory = self._maps[place][1]
+        if place not in self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
+            self._pinned.add(place)
 
     def grow(self, place: Place, size: int) -> None:
         """More room for what this process writes there; what is there stays, and what is added is zero."""
@@ -266,7 +274,10 @@ class Store:
             self._let_go(place)
 
     def _let_go(self, place: Place) -> None:
-        self._maps.pop(place, None)  # the mapping ends with the last tensor that shows it
+        _, memory = self._maps.pop(place, (0, None))  # the mapping ends with the last tensor that shows it
+        if memory is not None and place in self._pinned:
+            self._pinned.remove(place)
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))  # type: ignore[no-untyped-call]
 
     def _manifest_path(self, place: Place) -> Path:
         return self.folder / f"{place}.json"

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.copies import digest as module
-from ntp_plugin.copies.digest import MODULUS, PAGE, digest, digests, runs_of
+from ntp_plugin.copies.digest import MODULUS, PAGE, Runs, digest, digests, runs_of
 from ntp_plugin.copies.pieces import Piece, indices
 from tests.unit.test_copies_pieces import cuts, places_of, shapes
 
@@ -44,16 +44,17 @@ def odd_number(number):
     return (number ^ number >> 31) | 1
 
 
-def by_hand(values, places, salt="salt"):
-    """Word by word, with Python's integers."""
+def by_hand(values, places, row, salt="salt"):
+    """Word by word, with Python's integers; `row` elements of the tensor belong together."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[values.element_size()]
     each = max(1, values.element_size() // 4)
+    page = each * (max(1, PAGE // row) * row if row <= 8 * PAGE else PAGE)
     seed = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest())
     words = values.reshape(-1).view(width).tolist()
     found = 0
     for index, word in enumerate(words):
         place = places[index // each] * each + index % each
-        found += (word + seed) * odd_number(place % PAGE - PAGE) * odd_number(place // PAGE)
+        found += (word + seed) * odd_number(MODULUS - 1 - place % page) * odd_number(place // page)
     return found % MODULUS
 
 
@@ -71,21 +72,22 @@ def test_it_is_the_number_of_its_definition(pieces, dtype, seed, salt):
     values = bits(pieces[0].shape, dtype, seed).reshape(-1)
     for piece in pieces:
         part = values[places_of(piece)]
-        assert digest(part, piece.runs, salt=salt) == by_hand(part, places_of(piece), salt)
+        row = torch.Size(piece.shape[1:]).numel()
+        assert digest(part, piece.runs, salt=salt) == by_hand(part, places_of(piece), row, salt)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("long", [True, False])
-def test_it_is_the_number_of_its_definition_on_later_pages_too(dtype, long, monkeypatch):
-    monkeypatch.setattr(module, "_LONG", 1 if long else 1 << 60)
-    start, size = PAGE - 700, 1500
-    values = bits((size,), dtype, 3)
-    runs = Piece(tensor="t", shape=(3 * PAGE,), dim=0, ranges=((0, 3 * PAGE),), start=start, stop=start + size).runs
-    assert digest(values, runs, salt="salt") == by_hand(values, range(start, start + size))
+@pytest.mark.parametrize("shape", [(3 * PAGE,), (60, 700), (3, 3 * PAGE), (2, 9 * PAGE)], ids=str)
+def test_it_is_the_number_of_its_definition_on_later_pages_too(dtype, shape):
+    size, start = torch.Size(shape).numel(), PAGE - 700
+    stop = min(size, start + 4 * PAGE)
+    piece = Piece(tensor="t", shape=shape, dim=0, ranges=((0, shape[0]),), start=start, stop=stop)
+    values, row = bits((piece.size,), dtype, 3), torch.Size(shape[1:]).numel()
+    assert digest(values, piece.runs, salt="salt") == by_hand(values, range(start, stop), row)
 
 
 LARGE = (150, 600)
-"""Pages begin in the middle of rows, and a part along the second dim has runs below the threshold only."""
+"""Some pages, and part of one."""
 
 
 @settings(max_examples=8)
@@ -97,15 +99,40 @@ def test_long_and_short_runs_across_pages_add_up_to_one_number(pieces, dtype, se
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_one_number_whichever_way_it_is_computed(dtype, monkeypatch):
-    values = bits(LARGE, dtype, 1)
-    by_rows, by_columns = runs_of(LARGE, 0, ((0, 150),)), runs_of(LARGE, 1, ((0, 250), (250, 600)))
-    expected = of_whole(values)
-    assert digest(values, by_columns, salt="salt") == expected
-    monkeypatch.setattr(module, "_LONG", 1)
-    assert digest(values, by_columns, salt="salt") == expected, "as long runs"
-    monkeypatch.setattr(module, "_LONG", 1 << 60)
-    assert digest(values, by_rows, salt="salt") == expected, "as short runs"
+@pytest.mark.parametrize("shape", [LARGE, (4 * PAGE,), (3, 50, 150), (2, 9 * PAGE)], ids=str)
+def test_a_device_without_products_of_matrices_of_integers_comes_to_the_same_number(dtype, shape, monkeypatch):
+    monkeypatch.setattr(module, "_TOGETHER", 5000)
+    values, last = bits(shape, dtype, 1), len(shape) - 1
+    for dim, ranges in ((0, ((0, shape[0]),)), (last, ((2, shape[-1]), (0, 2))), (last, ((1, 2), (5, 40)))):
+        runs = runs_of(shape, dim, ranges)
+        part = torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim).reshape(-1)
+        words, runs = part.view(module._WIDTHS[dtype.itemsize]), runs.of_two_words if dtype.itemsize == 8 else runs
+        found, expected = module._sums_by_blocks([words], runs), module._sums([words], runs)
+        assert [one % MODULUS for one in found] == [one % MODULUS for one in expected]
+
+
+in_pages = st.lists(st.sampled_from([(0, 10), (20, 10), (20, 9), (PAGE - 10, 10), (PAGE - 5, 10)]), unique=True)
+
+
+@settings(max_examples=50)
+@given(st.lists(in_pages, min_size=1, max_size=6), st.booleans(), seeds)
+def test_pages_that_are_almost_alike_have_their_own_numbers(pages, turned, seed):
+    runs = [(number * PAGE + start, length) for number, those in enumerate(pages) for start, length in those]
+    runs = runs[::-1] if turned else runs
+    places = [place for start, length in runs for place in range(start, start + length)]
+    values = bits((len(places),), torch.float32, seed)
+    starts, lengths = torch.tensor(runs, dtype=torch.int64).view(-1, 2).T
+    assert digest(values, Runs(starts=starts, lengths=lengths), salt="salt") == by_hand(values, places, 1)
+
+
+@pytest.mark.parametrize("shape", [(64, 1000), (10, 64, 100)], ids=str)
+def test_pages_in_which_a_part_has_the_same_places_are_one_rectangle(shape):
+    """Be it cut by rows or by columns: what is done for each rectangle takes longer than the words of a small one."""
+    rows, by_columns = runs_of(shape, 0, ((0, shape[0]),)), runs_of(shape, 1, ((10, 20), (40, 60)))
+    assert rows.page % torch.Size(shape[1:]).numel() == 0
+    for runs in (rows, by_columns):
+        assert len(runs.rectangles) <= 2, "the last page need not be whole"
+        assert sum(len(one.pages) * len(one.keys) for one in runs.rectangles) == runs.size
 
 
 @settings(max_examples=30)
