@@ -244,6 +244,8 @@ def _line(campaign: Campaign) -> str:
 def _micro_batches_per_s(run: Ran) -> float:
     history = run.history
     steps = sorted(history.commits)
+    if not steps:
+        return 0.0
     passed = history.committed_at(steps[-1]) - history.began_at
     return sum(sum(history.layout_of(step)[1]) for step in steps) / passed
 

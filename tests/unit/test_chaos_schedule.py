@@ -7,8 +7,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.recipe import FaultSpec, JobSpec, RandomSpec, Recipe
 from ntp_plugin.chaos.schedule import Schedule, survivable
+from ntp_plugin.chaos.striker import Striker
+from ntp_plugin.chaos.strikes import Pending, orders_file
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
 
@@ -53,6 +56,19 @@ def test_a_fault_with_a_slot_and_a_moment_is_ordered_before_the_job_starts():
     (strike,) = schedule.at_start()
     assert (strike.slot, strike.during, strike.step) == ("r0.s0.t1", "vote", 8)
     assert schedule.next(job(step=8), seconds=1.0) == []
+
+
+def test_a_strike_that_was_drawn_and_missed_does_not_come_later_beside_the_next(tmp_path):
+    drawn = recipe(count=2, seed=1, what=("kill",), during=("save",), every_steps=0, seconds=0.1)
+    striker, history = Striker(tmp_path, Schedule(drawn)), History()
+    for step in range(40):
+        striker.strike(job(step=step), history, running=None)
+        if len(striker.ordered) == 2:
+            break
+    missed, due = striker.ordered
+    pending = Pending(orders_file(tmp_path))
+    struck = [strike for slot in (missed.slot, due.slot) for strike in pending.take(slot, "save", 99, None)]
+    assert struck == [due]
 
 
 def test_the_store_is_no_slot():

@@ -41,6 +41,14 @@ def test_who_takes_the_place_of_a_slot_is_not_struck_by_the_same_order(orders):
     assert Pending(orders.path).take("r0.s0.t1", "forward", 9, None) == []
 
 
+def test_an_order_is_taken_back_unless_it_has_struck(orders):
+    orders.give(KILL)
+    orders.give(ANYWHERE)
+    assert orders.take_back(KILL)
+    assert Pending(orders.path).take("r0.s0.t1", "backward", 6, None) == [ANYWHERE]
+    assert not orders.take_back(ANYWHERE)
+
+
 @pytest.mark.parametrize(
     ("strike", "there", "struck"),
     [
