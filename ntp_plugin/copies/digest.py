@@ -28,7 +28,7 @@ MODULUS = 1 << 64
 PAGE = 1 << 13
 """Elements: of a page as many rows as fit, and one if it is longer."""
 _LONGEST = 8 * PAGE
-"""Elements of a row; where one has more, pages begin anywhere."""
+"""Elements of a row."""
 _AT_ONCE = 1 << 19
 """Words that are converted, unless a page has more: they stay in a processor's cache."""
 _TOGETHER = 1 << 22
@@ -121,7 +121,7 @@ class Runs:
 
 def runs_of(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Runs:
     """All of a tensor of this shape, but along `dim`, where it is these ranges."""
-    inner, outer, row = _product(shape[dim + 1 :]), _product(shape[:dim]), _product(shape[1:])
+    inner, outer = _product(shape[dim + 1 :]), _product(shape[:dim])
     starts, lengths = (
         torch.tensor([(start, stop - start) for start, stop in ranges], dtype=torch.int64).view(-1, 2).T * inner
     )
@@ -130,8 +130,15 @@ def runs_of(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -
     return Runs(
         starts=(before + starts[filled]).reshape(-1),
         lengths=lengths[filled].expand(outer, -1).reshape(-1),
-        page=max(1, PAGE // row) * row if 0 < row <= _LONGEST else PAGE,
+        page=_page(shape),
     )
+
+
+def _page(shape: Sequence[int]) -> int:
+    """A row is all that comes after the first dim, or after the second one where that is too much, and so on."""
+    rows = (_product(shape[dim:]) for dim in range(1, len(shape) + 1))
+    row = next((row for row in rows if row <= _LONGEST), 1)
+    return max(1, PAGE // row) * row if row else PAGE
 
 
 def digest(tensor: torch.Tensor, runs: Runs, *, salt: str) -> int:
