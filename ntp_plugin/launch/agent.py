@@ -47,7 +47,7 @@ from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
-from ntp_plugin.telemetry import Gone
+from ntp_plugin.telemetry import Gone, Stuck
 
 _STANDALONE = "--standalone"
 
@@ -199,6 +199,7 @@ class TolerantAgent(LocalElasticAgent):
             self._heartbeats,
             thresholds=self.policy.thresholds,
             told=self._told,
+            told_stuck=self._told_stuck,
             hosts=self._hosts() if place.hosts > 1 else None,
             look_s=max(LOOK_S, place.hosts * LOOK_S_PER_HOST),
         )
@@ -365,6 +366,14 @@ class TolerantAgent(LocalElasticAgent):
         self._telling.tell(Gone(number=seat.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
         with self._lock:
             self._lost.add(seat.slot)
+
+    def _told_stuck(self, waiting: int) -> None:
+        seconds = self.policy.thresholds.hung_s
+        _say(
+            f"all {waiting} ranks have waited for each other for {seconds:g} s, so nobody is taken for lost: they are"
+            " in operations that do not match, which end when torch's timeout does (py-spy dump --pid PID shows where)"
+        )
+        self._telling.tell(Stuck(waiting=waiting, seconds=seconds))
 
     def _respawn(self, worker_group: WorkerGroup) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from ntp_plugin.comm.membership import View
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded
 from ntp_plugin.launch.probes import Address, Door, unreachable
-from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, Verdict, heard, judge
+from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, Verdict, heard, judge, stuck
 
 WATCHED = 8
 """A rack that dies with fewer hosts than this in a row is noticed at once by the host before it."""
@@ -56,6 +56,8 @@ class Hosts:
         self._rounds = 0
         self._round: _Round | None = None
         self._quiet_until = 0.0
+        self.stuck = 0
+        """How many wait for each other, if all do: by the last question that this host has asked."""
         self._leaving = False
         store.create(f"door/{host}/{tenant}", json.dumps(door.address))
 
@@ -113,7 +115,7 @@ class Hosts:
 
     def _take_part(self, view: View, still: Standstill | None, now: float) -> list[Verdict]:
         if view.epoch != self._epoch:
-            self._epoch, self._rounds, self._round = view.epoch, 0, None
+            self._epoch, self._rounds, self._round, self.stuck = view.epoch, 0, None, 0
         if self._round is None:
             self._round = self._opened(view, still, now)
             if self._round is None:
@@ -154,6 +156,7 @@ class Hosts:
             if text is None:
                 return None
             told[host] = _standstill(json.loads(text))
+        self.stuck = stuck(told)
         slots = {host: set(view.slots) & set(self._slots[host]) for host in told}
         return judge(told, slots, self._thresholds)
 

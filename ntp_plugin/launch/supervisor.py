@@ -21,7 +21,7 @@ from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import NtpError
 from ntp_plugin.launch.hosts import Hosts
-from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict, gone, heard, is_done, judge, standstill
+from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict, gone, heard, is_done, judge, standstill, stuck
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 
 LOOK_S = 0.005
@@ -53,12 +53,15 @@ class Supervisor:
         *,
         thresholds: Thresholds,
         told: Callable[[Seat, Verdict], None],
+        told_stuck: Callable[[int], None],
         hosts: Hosts | None = None,
         look_s: float = LOOK_S,
     ) -> None:
-        """`told` hears on the supervisor's thread of everybody whom it finds gone, and of its own whom others do."""
+        """On the supervisor's thread `told` hears of everybody whom it finds gone, and of its own whom others do;
+        `told_stuck`, once in an epoch, how many wait for each other, where all do."""
         self._store, self._heartbeats, self._hosts = store, heartbeats, hosts
         self._thresholds, self._told, self._look_s = thresholds, told, look_s
+        self._told_stuck, self._stuck_in = told_stuck, -1
         self.view = first
         """The newest that it has seen."""
         self.answered_at = time.monotonic()
@@ -183,9 +186,16 @@ class Supervisor:
         still = standstill(members, self._thresholds)
         if self._hosts is not None:
             found += self._hosts.tick(self.view, still, now=now)
+            self._tell_stuck(self._hosts.stuck)
         elif not found:  # else those who wait for a dead rank would seem to wait for a hung one
             found = judge({0: still}, {0: members}, self._thresholds)
+            self._tell_stuck(stuck({0: still}))
         return {verdict.slot: verdict for verdict in found}
+
+    def _tell_stuck(self, waiting: int) -> None:
+        if waiting > 1 and self._stuck_in != self.view.epoch:
+            self._stuck_in = self.view.epoch
+            self._told_stuck(waiting)
 
     def _publish(self, mine: set[Seat], elsewhere: Set[int]) -> None:
         """Look for the newest view; where somebody of it is lost, make the one without them."""

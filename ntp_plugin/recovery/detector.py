@@ -140,8 +140,7 @@ def judge(
 ) -> list[Verdict]:
     """Who holds all others up, from what each host told, and the slots of each host.
 
-    Nobody does where somebody moves, where nobody waits (a long computation), or where all wait and all hosts reach
-    each other (a deadlock of the job).
+    Nobody does where somebody moves, where nobody waits (a long computation), or where all are `stuck`.
     """
     known = {host: still for host, still in told.items() if still is not None}
     waiting = sum(still.waiting for still in known.values())
@@ -160,6 +159,15 @@ def judge(
         )
         for slot, since in sorted(idle.items())
     ]
+
+
+def stuck(told: Mapping[int, Standstill | None]) -> int:
+    """How many wait for each other, where all do and all hosts reach each other: a deadlock of the job. Else 0."""
+    known = {host: still for host, still in told.items() if still is not None}
+    somebody_is_late = len(known) < len(told) or any(still.idle for still in known.values())
+    if somebody_is_late or cut_off({host: still.unreachable for host, still in known.items()}):
+        return 0
+    return sum(still.waiting for still in known.values())
 
 
 def cut_off(unreachable: Mapping[int, Collection[int]]) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from ntp_plugin.telemetry.events import (
     Recovered,
     Restored,
     Struck,
+    Stuck,
     Weighed,
 )
 from ntp_plugin.telemetry.record import Follower, Teller, Told, events_file, read_run
@@ -50,6 +51,7 @@ __all__ = [
     "Recovered",
     "Restored",
     "Struck",
+    "Stuck",
     "Teller",
     "Told",
     "Weighed",

@@ -66,6 +66,15 @@ class Gone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stuck:
+    """All wait for each other, so that nobody can be left out."""
+
+    waiting: int
+    seconds: float
+    """At least."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
     """What is done about a loss, and what it was chosen from."""
 
@@ -188,6 +197,7 @@ type Event = (
     | Committed
     | Recovered
     | Gone
+    | Stuck
     | Chosen
     | Struck
     | Copied

@@ -1,6 +1,16 @@
 """Events in words, for whoever is to read of them at once."""
 
-from ntp_plugin.telemetry.events import Chosen, CopyTrouble, Corrupted, Exported, Gone, Recovered, Restored, Struck
+from ntp_plugin.telemetry.events import (
+    Chosen,
+    CopyTrouble,
+    Corrupted,
+    Exported,
+    Gone,
+    Recovered,
+    Restored,
+    Struck,
+    Stuck,
+)
 from ntp_plugin.telemetry.record import Told
 
 
@@ -13,6 +23,11 @@ def in_words(told: Told) -> tuple[str, str] | None:  # noqa: PLR0911  (a sentenc
             return f"{event.whom} is struck", f"{event.what}{where}"
         case Gone():
             return f"slot {event.number} is lost", f"pid {event.pid}: {event.reason}" if event.pid else event.reason
+        case Stuck():
+            return (
+                "all wait for each other",
+                f"{event.waiting} ranks, for {event.seconds:g} s: their operations do not match",
+            )
         case Chosen():
             return f"what is done about it: {event.action}", "; ".join(event.table)
         case Recovered():

@@ -154,12 +154,15 @@ class Ranks:
         self._own_folder = RunFolder("ntp-ranks-")
         self._folder = self._own_folder.path
         self._heartbeats = HeartbeatFile(self._folder / "heartbeats", count)
+        self.stuck: list[int] = []
+        """How many waited for each other, whenever all did."""
         self._supervisor = Supervisor(
             TorchStore(PrefixStore(_CORNER, client)),
             self.first,
             self._heartbeats,
             thresholds=self._thresholds,
             told=self._told,
+            told_stuck=self.stuck.append,
         )
         self._running: dict[int, _Running] = {}
         self._former: list[_Running] = []

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, cut_off, gone, heard, judge, standstill
+from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, cut_off, gone, heard, judge, standstill, stuck
 
 LIMITS = Thresholds()
 
@@ -56,7 +56,9 @@ def test_the_one_that_all_others_wait_for_is_hung():
 
 
 def test_a_deadlock_of_the_job_has_no_culprit():
-    assert kinds({slot: beating(100.0, waiting=True, moved_at=60.0) for slot in range(4)}, now=100.0) == {}
+    pulses = {slot: beating(100.0, waiting=True, moved_at=60.0) for slot in range(4)}
+    assert kinds(pulses, now=100.0) == {}
+    assert stuck({0: standstill(pulses, LIMITS)}) == 4
 
 
 def test_a_long_computation_of_all_is_no_hang():
@@ -105,6 +107,16 @@ def test_a_rank_that_beats_often_enough_is_never_gone(beats):
 
 STILL = Standstill(waiting=4, idle={})
 SLOTS = {host: range(4 * host, 4 * host + 4) for host in range(4)}
+
+
+@pytest.mark.parametrize(
+    "another",
+    [None, Standstill(waiting=3, idle={5: 31.0}), dataclasses.replace(STILL, unreachable=(0,))],
+    ids=["somebody moves", "somebody is hung", "a link is cut"],
+)
+def test_all_are_stuck_where_all_wait_and_could_go_on(another):
+    assert stuck({0: STILL, 1: STILL}) == 8
+    assert stuck({0: STILL, 1: another}) == 0
 
 
 def test_a_hang_takes_the_word_of_every_host():
