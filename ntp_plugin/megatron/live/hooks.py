@@ -179,15 +179,18 @@ def _voted(job: "LiveJob", original: Any) -> Any:
 
 
 def _by_groups_of_now(job: "LiveJob", original: Any) -> Any:
-    """`save_checkpoint_and_time`: in another epoch its groups are others, and a newcomer has kept nothing."""
-    saved_in: list[int] = []
+    """`save_checkpoint_and_time`: in another epoch its groups are others, and a newcomer has kept nothing, neither of
+    the checkpoints before nor of the one that the job began from."""
+    saved_in = 0
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        epoch, kept = job.rank.groups.epoch, inspect.signature(original).bind(*args, **kwargs)
-        if saved_in != [epoch]:
-            (kept.arguments["checkpointing_context"] or {}).pop("save_strategy", None)
-            saved_in[:] = [epoch]
+        nonlocal saved_in
+        if saved_in != job.rank.groups.epoch:
+            kept = inspect.signature(original).bind(*args, **kwargs).arguments["checkpointing_context"] or {}
+            for what in ("save_strategy", "load_strategy"):
+                kept.pop(what, None)
+            saved_in = job.rank.groups.epoch
         return original(*args, **kwargs)
 
     return save
