@@ -187,15 +187,20 @@ def _next_step(run: History, at: float, epoch: int | None) -> float | None:
     """When all had committed the first step that was begun after it, or in a later membership."""
     for step in sorted(run.commits):
         told = run.commits[step].values()
-        begun_after = min(said.at - said.event.seconds for said in told) >= at
-        if (epoch is None and begun_after) or (epoch is not None and min(said.event.epoch for said in told) >= epoch):
+        if (epoch is None and _begun_at(run, step) >= at) or (
+            epoch is not None and min(said.event.epoch for said in told) >= epoch
+        ):
             return run.committed_at(step)
     return None
 
 
+def _begun_at(run: History, step: int) -> float:
+    return min(said.at - said.event.seconds for said in run.commits[step].values())
+
+
 def _is_last(run: History, at: float) -> bool:
-    """Whether no step was left to be taken when it struck."""
-    return bool(run.ended) and all(run.committed_at(step) <= at for step in run.commits)
+    """Whether the step in flight when it struck was the last, if there was one, and the job came to its end."""
+    return bool(run.ended) and all(_begun_at(run, step) <= at for step in run.commits)
 
 
 # ---------------------------------------------------------------- the training

@@ -8,7 +8,7 @@ from ntp_plugin.chaos.drawing import presence, spent
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.strikes import Strike
 from ntp_plugin.chaos.verdict import End, Expected, judge
-from ntp_plugin.telemetry import Began, Committed, Gone, Restored, Struck, Told
+from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Restored, Struck, Told
 from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told, weighed
 
 STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
@@ -31,6 +31,16 @@ def test_a_run_that_goes_on_as_its_twin_is_fine():
     assert outcome.recovered_s == pytest.approx(0.9)
     assert found.efficiency == pytest.approx(6 / 8)
     assert spent(outcome) == pytest.approx({"noticed": 0.1, **PHASES, "first step": 0.4})
+
+
+@pytest.mark.parametrize(("ended", "problem"), [(True, ""), (False, "the others did not go on")])
+def test_what_strikes_in_the_last_step_is_come_through_when_the_job_ends(ended, problem):
+    said = Struck(strike="2", what="clock", whom="r0.s0.t0", moment="regroup", step=0)
+    events = [one for one in told(killed_in=STEPS) if ended or not isinstance(one.event, Ended)]
+    run = History.of([*events, Told(at=STEPS - 0.5, slot="r0.s0.t0", event=said)])
+    strike = Strike(name="2", what="clock", slot="r0.s0.t0", during="regroup", epoch=1)
+    (outcome,) = verdict(run, strikes=(strike,)).outcomes
+    assert outcome.problem == problem
 
 
 @pytest.mark.parametrize(
