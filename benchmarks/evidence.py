@@ -40,6 +40,10 @@ class Kept:
         """The first from a sitting before this one that has these values."""
         return next((one for one in self._pieces if all(one[name] == alike[name] for name in alike)), None)
 
+    def all(self, **alike: object) -> list[dict[str, Any]]:
+        """All of them."""
+        return [one for one in self._pieces if all(one[name] == alike[name] for name in alike)]
+
     def add(self, piece: Mapping[str, Any]) -> None:
         """For the next sitting."""
         if self._path is not None:

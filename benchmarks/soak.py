@@ -1,11 +1,12 @@
 """Faults of all kinds at all moments on all slots, again and again: what `make show-soak` measures.
 
     python -m benchmarks.soak             60 faults in each of five jobs: 45 minutes
-    SCALE=full python -m benchmarks.soak  200 in each: more than two hours
+    SCALE=full python -m benchmarks.soak  200 in each, or a thousand in all: more than two hours
     SCALE=ci python -m benchmarks.soak    4 in each of two jobs
 
 But for the last, each campaign that is over is a line in build/show/soak.jsonl, and the next call goes on behind them:
-a sitting may end when it has to. Whoever wants a soak of one tree removes the file.
+a sitting may end when it has to. Whoever wants a soak of one tree removes the file. A job gets no more when all jobs
+together have had what they were to have.
 
 The jobs are those of recipes/chaos/jobs: Megatron with its state whole, in shards, and in two stages with checkpoints
 and evaluations; DeepSpeed data parallel with ZeRO, and cut by AutoTP; four ranks each. A campaign is one job that is
@@ -25,7 +26,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,26 +155,25 @@ class Piece:
     faults: tuple[Fault, ...]
 
 
-def soak(case: Case, faults: int, folder: Path, kept: evidence.Kept) -> list[Piece]:
-    """Campaigns until so many faults have struck; those that are kept are not run again."""
-    found: list[Piece] = []
-    twin: Path | None = None
-    while (struck := sum(len(piece.faults) for piece in found)) < faults:
+def soak(
+    case: Case, faults: int, before: Sequence[Piece], *, most: int, folder: Path, kept: evidence.Kept
+) -> list[Piece]:
+    """Campaigns of `most` faults until so many have struck, with those before."""
+    found, twin = list(before), None
+    while (struck := _struck_in(found)) < faults and all(piece.faults for piece in found):
         seed = SEED + len(found)
-        before = kept.find(job=case.job, seed=seed)
-        if before is None:
-            recipe = recipe_of(case, faults=min(EACH, faults - struck), most=min(EACH, faults), seed=seed)
-            campaign = run_campaign(recipe, folder / recipe.name, look=quietly, twin=twin)
-            assert campaign.twin is not None, "all of them are compared"
-            twin, piece = campaign.twin.folder, piece_of(case, seed, campaign)
-            kept.add(dataclasses.asdict(piece))
-            print(_line(campaign), flush=True)
-        else:
-            piece = _read_piece(before)
+        recipe = recipe_of(case, faults=min(most, faults - struck), most=most, seed=seed)
+        campaign = run_campaign(recipe, folder / recipe.name, look=quietly, twin=twin)
+        assert campaign.twin is not None, "all of them are compared"
+        twin, piece = campaign.twin.folder, piece_of(case, seed, campaign)
+        kept.add(dataclasses.asdict(piece))
+        print(_line(campaign), flush=True)
         found.append(piece)
-        if not piece.faults:
-            break
     return found
+
+
+def _struck_in(pieces: Iterable[Piece]) -> int:
+    return sum(len(piece.faults) for piece in pieces)
 
 
 def piece_of(case: Case, seed: int, campaign: Campaign) -> Piece:
@@ -257,8 +257,12 @@ def main(scale: str) -> int:
     rows: list[dict[str, Any]] = []
     efficiency, speed, apart, struck, sittings = {}, {}, {}, {}, []
     folder = Path(tempfile.mkdtemp(prefix="ntp-soak-"))
+    found = {case.job: [_read_piece(piece) for piece in kept.all(job=case.job)] for case in cases}
     for case in cases:
-        pieces = soak(case, faults, folder, kept)
+        elsewhere = sum(_struck_in(pieces) for job, pieces in found.items() if job != case.job)
+        here = min(faults, faults * len(cases) - elsewhere)
+        pieces = soak(case, here, found[case.job], most=min(EACH, faults), folder=folder, kept=kept)
+        found[case.job] = pieces
         rows += rows_of(case, pieces)
         efficiency[case.job] = round(statistics.mean(piece.efficiency for piece in pieces), 4)
         speed[case.job] = {
