@@ -38,7 +38,7 @@ class Kept:
 
     def find(self, **alike: object) -> dict[str, Any] | None:
         """The first from a sitting before this one that has these values."""
-        return next((one for one in self._pieces if all(one[name] == alike[name] for name in alike)), None)
+        return next(iter(self.all(**alike)), None)
 
     def all(self, **alike: object) -> list[dict[str, Any]]:
         """All of them."""

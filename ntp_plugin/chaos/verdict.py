@@ -146,7 +146,9 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
     epoch = _epoch_without(run, strike.slot, said.at) if leaves else None
     recovered = _next_step(run, said.at, epoch) if (epoch is not None or not leaves) else None
     phases = next(iter(run.recoveries[epoch].values())).event.phases if epoch is not None else {}
-    problem = "the others did not go on" if goes_on and recovered is None and not _is_last(run, said.at) else ""
+    problem = (
+        "the others did not go on" if goes_on and recovered is None and not _is_last(run, strike.slot, said.at) else ""
+    )
     return Outcome(
         name=strike.name,
         what=strike.what,
@@ -198,9 +200,11 @@ def _begun_at(run: History, step: int) -> float:
     return min(said.at - said.event.seconds for said in run.commits[step].values())
 
 
-def _is_last(run: History, at: float) -> bool:
-    """Whether the step in flight when it struck was the last, if there was one, and the job came to its end."""
-    return bool(run.ended) and all(_begun_at(run, step) <= at for step in run.commits)
+def _is_last(run: History, slot: str, at: float) -> bool:
+    """Whether the step in flight when it struck was the last, if there was one, and all others came to their end."""
+    others = run.commits[max(run.commits)].keys() - {slot} if run.commits else set()
+    ended = bool(run.ended) and others <= set(run.ended)
+    return ended and all(_begun_at(run, step) <= at for step in run.commits)
 
 
 # ---------------------------------------------------------------- the training

@@ -418,6 +418,16 @@ def test_bf16():
     assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
 
 
+@pytest.mark.short
+def test_of_the_stages_of_a_replica_one_tells_which_samples_it_drew(tmp_path):
+    path = tmp_path / "events"
+    live(job(tp=1, pp=2, more=f"--ntp-events={path}"), faults=[kill(3, during="backward", step=5)])
+    steps = [one.event for one in Follower(path).news() if isinstance(one.event, Committed)]
+    for step in range(1, STEPS + 1):
+        samples = sorted(sample for event in steps if event.step == step for sample in event.samples)
+        assert samples == list(range((step - 1) * 6, step * 6)), step
+
+
 def test_what_happens_is_told(tmp_path):
     """With `--ntp-events`: steps with loss and samples, the recovery, the end."""
     path = tmp_path / "events"

@@ -33,10 +33,12 @@ def test_a_run_that_goes_on_as_its_twin_is_fine():
     assert spent(outcome) == pytest.approx({"noticed": 0.1, **PHASES, "first step": 0.4})
 
 
-@pytest.mark.parametrize(("ended", "problem"), [(True, ""), (False, "the others did not go on")])
-def test_what_strikes_in_the_last_step_is_come_through_when_the_job_ends(ended, problem):
+@pytest.mark.parametrize(
+    ("hangs", "problem"), [((), ""), (("r1.s0.t0",), "the others did not go on"), (("r0.s0.t0",), "")]
+)
+def test_what_strikes_in_the_last_step_is_come_through_when_the_others_end(hangs, problem):
     said = Struck(strike="2", what="clock", whom="r0.s0.t0", moment="regroup", step=0)
-    events = [one for one in told(killed_in=STEPS) if ended or not isinstance(one.event, Ended)]
+    events = [one for one in told(killed_in=STEPS) if not (isinstance(one.event, Ended) and one.slot in hangs)]
     run = History.of([*events, Told(at=STEPS - 0.5, slot="r0.s0.t0", event=said)])
     strike = Strike(name="2", what="clock", slot="r0.s0.t0", during="regroup", epoch=1)
     (outcome,) = verdict(run, strikes=(strike,)).outcomes
