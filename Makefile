@@ -68,7 +68,7 @@ bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
 show-overhead: $(READY)  # on a quiet machine; SCALE=ci for a slice
 	$(PY) -m benchmarks.overhead
 
-show-soak: $(READY)  # 45 minutes; SCALE=ci for four faults in each of two jobs, SCALE=full for more than a thousand; it goes on where it ended
+show-soak: $(READY)  # 45 minutes; SCALE=ci for four faults in each of two jobs, SCALE=pairs for every kind at every moment, SCALE=full for more than a thousand; it goes on where it ended
 	$(PY) -m benchmarks.soak
 
 show-recipes: $(READY)  # most of an hour; it goes on where it ended

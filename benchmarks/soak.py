@@ -1,17 +1,19 @@
 """Faults of all kinds at all moments on all slots, again and again: what `make show-soak` measures.
 
-    python -m benchmarks.soak             60 faults in each of five jobs: 45 minutes
-    SCALE=full python -m benchmarks.soak  200 in each: more than two hours
-    SCALE=ci python -m benchmarks.soak    4 in each of two jobs
+    python -m benchmarks.soak              60 faults in each of five jobs: 45 minutes
+    SCALE=full python -m benchmarks.soak   200 in each: more than two hours
+    SCALE=pairs python -m benchmarks.soak  each kind at each moment once, in some job that has it: 40 minutes
+    SCALE=ci python -m benchmarks.soak     4 in each of two jobs
 
-But for the last, each campaign that is over is a line in build/show/soak.jsonl, and the next call goes on behind them:
-a sitting may end when it has to. Whoever wants a soak of one tree removes the file.
+But for the last, each campaign that is over is a line in build/show/soak.jsonl (build/show/soak-pairs.jsonl), and the
+next call goes on behind them: a sitting may end when it has to. Whoever wants a soak of one tree removes the file.
 
 The jobs are those of recipes/chaos/jobs: Megatron with its state whole, in shards, and in two stages with checkpoints
 and evaluations; DeepSpeed data parallel with ZeRO, and cut by AutoTP; four ranks each. A campaign is one job that is
 struck `EACH` times, by faults that are drawn from a seed (it is printed, and `ntp chaos` draws the same ones from it);
-the next fault comes when the one before is over, whether or not the lost ones are back. All campaigns of a job are
-compared with one undisturbed run of it.
+the next fault comes when the one before is over, whether or not the lost ones are back. It draws from the pairs of a
+kind and a moment that the campaigns of its job before it have met least. All campaigns of a job are compared with one
+undisturbed run of it.
 
 A fault is `hung` where the others did not go on, and `wrong` where it is one of a campaign whose losses, samples,
 steps or last weights are not those of the undisturbed run: which one of these did it is not known.
@@ -21,6 +23,7 @@ import dataclasses
 import itertools
 import math
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -37,23 +40,15 @@ from ntp_plugin.chaos.recipe import RandomSpec, Recipe, read_recipe
 from ntp_plugin.chaos.verdict import Outcome, differences
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
-PIECES = Path("build/show/soak.jsonl")
+PIECES = Path("build/show")
 SEED, EACH = 20261122, 40
-KINDS = (
-    "kill",
-    "stop",
-    "segfault",
-    "hang",
-    "lock",
-    "exception",
-    "memory",
-    "exit",
-    "sigkill",
-    "sigstop",
-    "pause",
-    "clock",
-)
+AT_A_MOMENT = ("kill", "stop", "segfault", "hang", "lock", "exception", "memory", "exit", "clock")
+AT_ANY, ANY = ("sigkill", "sigstop", "pause"), "any"
 OF_BOTH = ("forward", "backward", "vote", "apply", "applied", "report", "plan", "regroup", "stand on", "stood")
+
+
+type Pair = tuple[str, str]
+"""A kind and a moment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +64,11 @@ class Case:
     """Steps."""
     weights_bound: float | None = None
     """Relative; without one that of the losses."""
+
+    def pairs(self) -> tuple[Pair, ...]:
+        """All that can break in it."""
+        inside = ((what, moment) for moment in self.moments for what in AT_A_MOMENT)
+        return (*inside, *((what, ANY) for what in AT_ANY))
 
 
 MEGATRON = (*OF_BOTH, "step", "reduce", "reduced", "between", "moved", "built", "made")
@@ -104,7 +104,33 @@ CASES = (
 )
 
 
-def recipe_of(case: Case, *, faults: int, most: int, seed: int) -> Recipe:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a job is struck with."""
+
+    pairs: tuple[Pair, ...]
+    faults: int | None = None
+    """So many; or until each of the pairs has been met."""
+
+    def left(self, found: Sequence["Piece"]) -> int:
+        """Faults that have not struck yet."""
+        if self.faults is not None:
+            return max(0, self.faults - _struck_in(found))
+        return len({*self.pairs} - met(found).keys())
+
+    def next(self, found: Sequence["Piece"], count: int, seed: int) -> list[Pair]:
+        """So many of those that were met least; what comes at any instant comes as often as a kind at all moments."""
+        order, times = list(self.pairs), met(found)
+        random.Random(seed).shuffle(order)
+        moments = {moment for _, moment in self.pairs if moment != ANY}
+        chosen = list[Pair]()
+        for _ in range(count):
+            chosen.append(min(order, key=lambda pair: times[pair] / (len(moments) if pair[1] == ANY else 1)))
+            times[chosen[-1]] += 1
+        return chosen
+
+
+def recipe_of(case: Case, pairs: Sequence[Pair], *, most: int, seed: int) -> Recipe:
     """One campaign of some that are equally long, of which none has more than `most` faults."""
     steps = 100 + 12 * most
     base = read_recipe(RECIPES / "storm.toml", job=RECIPES / f"jobs/{case.job}.toml")
@@ -113,15 +139,14 @@ def recipe_of(case: Case, *, faults: int, most: int, seed: int) -> Recipe:
         run=(*base.job.run, case.length.format(math.ceil(steps / case.unit))),
         environment=(*base.job.environment, "PAUSE_S=0"),
         spares=0,
-        respawns=2 * faults,
+        respawns=2 * len(pairs),
         fork=True,
         thresholds="hung_s=4",
         weights_bound=case.weights_bound if most >= EACH else None,  # it is that of so long a run
         patience_s=1200.0,
     )
-    drawn = RandomSpec(
-        count=faults, seed=seed, what=KINDS, during=case.moments, every_steps=3, whole_within_steps=12, seconds=0.1
-    )
+    words = tuple(what if moment == ANY else f"{what} at {moment}" for what, moment in pairs)
+    drawn = RandomSpec(count=len(pairs), seed=seed, pairs=words, every_steps=3, whole_within_steps=12, seconds=0.1)
     return Recipe(name=f"soak-{case.job}-{seed}", job=job, faults=(), random=drawn)
 
 
@@ -155,23 +180,45 @@ class Piece:
     faults: tuple[Fault, ...]
 
 
-def soak(case: Case, faults: int, folder: Path, kept: evidence.Kept) -> list[Piece]:
-    """Campaigns until so many faults have struck, with those that are kept."""
-    found, twin, most = [_read_piece(piece) for piece in kept.all(job=case.job)], None, min(EACH, faults)
-    while (struck := _struck_in(found)) < faults and all(piece.faults for piece in found):
+def shares(scale: str) -> dict[str, Share]:
+    """By the jobs' names. Where each pair is wanted once, a moment goes to one of the jobs that have it."""
+    if scale != "pairs":
+        faults, cases = {"ci": (4, CASES[:2]), "full": (200, CASES), "": (60, CASES)}[scale]
+        return {case.job: Share(pairs=case.pairs(), faults=faults) for case in cases}
+    owners = {moment: [case for case in CASES if moment in case.moments] for case in CASES for moment in case.moments}
+    given: dict[str, list[str]] = {case.job: [] for case in CASES}
+    for moment in sorted(owners, key=lambda moment: (len(owners[moment]), moment)):
+        min((given[case.job] for case in owners[moment]), key=len).append(moment)
+    given[CASES[0].job].append(ANY)
+    return {case.job: Share(pairs=tuple(pair for pair in case.pairs() if pair[1] in given[case.job])) for case in CASES}
+
+
+def soak(case: Case, share: Share, folder: Path, kept: evidence.Kept) -> list[Piece]:
+    """Campaigns until that has struck, with those that are kept; or until one brings nothing new."""
+    found, twin, most = [_read_piece(piece) for piece in kept.all(job=case.job)], None, min(EACH, share.left(()))
+    left = share.left(found)
+    while left:
         seed = next(seed for seed in itertools.count(SEED) if seed not in {piece.seed for piece in found})
-        recipe = recipe_of(case, faults=min(most, faults - struck), most=most, seed=seed)
+        recipe = recipe_of(case, share.next(found, min(most, left), seed), most=most, seed=seed)
         campaign = run_campaign(recipe, folder / recipe.name, look=quietly, twin=twin)
         assert campaign.twin is not None, "all of them are compared"
         twin, piece = campaign.twin.folder, piece_of(case, seed, campaign)
         kept.add(dataclasses.asdict(piece))
         print(_line(campaign), flush=True)
         found.append(piece)
+        before, left = left, share.left(found)
+        if left == before:
+            break
     return found
 
 
 def _struck_in(pieces: Iterable[Piece]) -> int:
     return sum(len(piece.faults) for piece in pieces)
+
+
+def met(pieces: Iterable[Piece]) -> Counter[Pair]:
+    """How often each pair was."""
+    return Counter((fault.what, fault.moment) for piece in pieces for fault in piece.faults)
 
 
 def piece_of(case: Case, seed: int, campaign: Campaign) -> Piece:
@@ -250,15 +297,17 @@ def _micro_batches_per_s(run: Ran) -> float:
 
 def main(scale: str) -> int:
     """Every campaign must hold, and every fault that was asked for must have struck."""
-    faults, cases = {"ci": (4, CASES[:2]), "full": (200, CASES), "": (60, CASES)}[scale]
-    kept = evidence.Kept(None if scale == "ci" else PIECES)
+    kept = evidence.Kept(
+        None if scale == "ci" else Path(f"build/show/soak{'-pairs' if scale == 'pairs' else ''}.jsonl")
+    )
     rows: list[dict[str, Any]] = []
-    efficiency, speed, apart, struck, sittings = {}, {}, {}, {}, []
-    few = False
-    folder = Path(tempfile.mkdtemp(prefix="ntp-soak-"))
-    for case in cases:
-        pieces = soak(case, faults, folder, kept)
-        few |= _struck_in(pieces) < faults
+    efficiency, speed, apart, struck, sittings, left = {}, {}, {}, {}, [], {}
+    every, folder = list[Piece](), Path(tempfile.mkdtemp(prefix="ntp-soak-"))
+    of_job = shares(scale)
+    for case in (case for case in CASES if case.job in of_job):
+        pieces = soak(case, of_job[case.job], folder, kept)
+        every += pieces
+        left[case.job] = of_job[case.job].left(pieces)
         rows += rows_of(case, pieces)
         efficiency[case.job] = round(statistics.mean(piece.efficiency for piece in pieces), 4)
         speed[case.job] = {
@@ -271,8 +320,9 @@ def main(scale: str) -> int:
         }
         struck[case.job] = dict(sorted(Counter(fault.slot for piece in pieces for fault in piece.faults).items()))
         sittings += [{"job": piece.job, "seed": piece.seed, "commit": piece.commit} for piece in pieces]
+    pairs = {pair for share in of_job.values() for pair in share.pairs}
     total = sum(row["faults"] for row in rows)
-    holds = not few and not any(row["wrong"] or row["hung"] for row in rows)
+    holds = not any(left.values()) and not any(row["wrong"] or row["hung"] for row in rows)
     if holds:
         shutil.rmtree(folder)
     else:
@@ -283,6 +333,8 @@ def main(scale: str) -> int:
         seed=SEED,
         rows=rows,
         faults=total,
+        left=left,
+        pairs={"of": len(pairs), "met": len(pairs & met(every).keys())},
         commit_efficiency=efficiency,
         micro_batches_per_s=speed,
         apart=apart,

@@ -8,7 +8,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,8 @@ class FaultSpec:
     def __post_init__(self) -> None:
         if self.slot != ANY and not _SLOT.fullmatch(self.slot):
             raise ConfigError(f"slot = {self.slot!r} is no slot", way_out="r0.s0.t1, or any")
-        if self.what not in BY_ITS_OWN_HAND and self.during:
-            raise ConfigError(
-                f"what = {self.what} comes from outside, at any instant: it has no moment {self.during!r}",
-                way_out="leave during out, or choose kill, stop, ...",
-            )
+        if self.what not in BY_ITS_OWN_HAND:
+            _refuse_a_moment(self.what, self.during)
         if self.at_step is not None and (self.during in OF_WALKS or self.epoch is not None):
             raise ConfigError(
                 f"during = {self.during!r} is a moment of a recovery, and at_step is one of a step",
@@ -85,12 +82,14 @@ class FaultSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomSpec:
-    """Faults that are drawn: kind, moment and slot of each, and the next only when the one before is over."""
+    """Faults that are drawn: kind, moment and slot of each, and the next only when the one before is over. All kinds
+    come at all moments before one comes at the same again."""
 
     count: int = key(0, help="how many", at_least=0, at_most=1_000_000)
     seed: int = key(1, help="the same seed draws the same faults", at_least=0)
     what: tuple[str, ...] = key(("kill",), help="kinds to draw from")
     during: tuple[str, ...] = key(("forward", "backward", "vote"), help="moments to draw from")
+    pairs: tuple[str, ...] = key((), help="in place of what and during: 'kill at vote', or sigkill, ... alone")
     every_steps: int = key(4, help="steps between the end of one and the next", at_least=1, at_most=1_000_000)
     whole_within_steps: int = key(
         40,
@@ -103,10 +102,22 @@ class RandomSpec:
     def __post_init__(self) -> None:
         for words, known in ((self.what, KINDS), (self.during, MOMENTS)):
             for word in words:
-                if word not in known:
-                    raise ConfigError(f"{word!r} is not known", way_out=f"choose from {', '.join(known)}")
+                _refuse_unknown(word, known)
+        for what, moment in self.deck() if self.pairs else ():
+            _refuse_unknown(what, KINDS)
+            if what in BY_ITS_OWN_HAND:
+                _refuse_unknown(moment, MOMENTS)
+            else:
+                _refuse_a_moment(what, moment)
         if not (self.what and self.during):
             raise ConfigError("there is nothing to draw from", way_out="name kinds in what, and moments in during")
+
+    def deck(self) -> list[tuple[str, str]]:
+        """Kinds, each with a moment; one that comes from outside has none, whatever is said here."""
+        if not self.pairs:
+            return [(what, moment) for what in self.what for moment in self.during]
+        cut = (pair.partition(" at ") for pair in self.pairs)
+        return [(what.strip(), moment.strip()) for what, _, moment in cut]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +177,23 @@ def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = (
     return recipe
 
 
+def _refuse_unknown(word: str, known: Collection[str]) -> None:
+    if word not in known:
+        raise ConfigError(f"{word!r} is not known", way_out=f"choose from {', '.join(known)}")
+
+
+def _refuse_a_moment(what: str, moment: str) -> None:
+    if moment:
+        raise ConfigError(
+            f"what = {what} comes from outside, at any instant: it has no moment {moment!r}",
+            way_out="leave the moment out, or choose kill, stop, ...",
+        )
+
+
 def _refuse_other_hosts(path: Path, recipe: Recipe) -> None:
     """A job of one host has no links, and one of several has no supervisor that is the job's."""
-    kinds = {fault.what for fault in recipe.faults} | (set(recipe.random.what) if recipe.random.count else set())
+    drawn = {what for what, _ in recipe.random.deck()} if recipe.random.count else set()
+    kinds = {fault.what for fault in recipe.faults} | drawn
     if recipe.job.hosts == 1 and (found := kinds & OF_HOSTS):
         raise ConfigError(
             f"{path}: what = {min(found)} is for a job on several hosts, and job.hosts is 1",

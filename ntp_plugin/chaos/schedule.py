@@ -4,7 +4,9 @@ Faults of a recipe that name a slot and a step are ordered before the job starts
 begun, for a time, or, where they are drawn, for the one before to be over and for whoever can come back. A slot is
 drawn among those that are there and whose loss leaves every unit with a living holder; while there is none it waits.
 
-A fault that is drawn in a moment of a recovery needs one: it comes with a kill of another slot, in the same order.
+Kinds and moments are dealt like cards: each once, in an order that is drawn, then all again; who has missed its moment
+gets another turn. A fault in a moment of a recovery needs one: it comes with a kill of another slot, in the same order,
+and is passed over while only one slot may be lost.
 """
 
 import dataclasses
@@ -14,19 +16,25 @@ from collections.abc import Sequence, Set
 
 from ntp_plugin.chaos.recipe import ANY, FaultSpec, Recipe
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, STORE, SUPERVISOR, Strike
-from ntp_plugin.recovery.moments import OF_STEPS, OF_WALKS
+from ntp_plugin.recovery.moments import OF_WALKS
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
 _AHEAD = 2
 """So many steps before its own a strike is ordered whose slot is drawn."""
+type _Card = tuple[str, str]
+"""What breaks, and during which moment."""
 
 
 class Schedule:
     """One recipe, as it goes."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._random, self._drawn = recipe.random, 0
+        self._random = recipe.random
         self._dice = random.Random(recipe.random.seed)
+        self._deck = list[_Card]()
+        self._dealt: dict[str, _Card] = {}
+        """By the names of their strikes."""
+        self._missed = set[str]()
         self._waiting = [(f"{number}", fault) for number, fault in enumerate(recipe.faults, start=1)]
         self._settled_at: int | None = None
 
@@ -36,11 +44,16 @@ class Schedule:
         self._waiting = [pair for pair in self._waiting if pair not in now]
         return [_strike(name, fault, fault.slot) for name, fault in now]
 
-    def next(self, job: JobState, *, seconds: float, pending: Sequence[str] = (), missed: int = 0) -> list[Strike]:
+    def next(
+        self, job: JobState, *, seconds: float, pending: Sequence[str] = (), missed: Set[str] = frozenset()
+    ) -> list[Strike]:
         """What is to be ordered now. `seconds`: since training began; `pending`: the slots of strikes before that are
-        not over; so many that were drawn have `missed`, and others are drawn for them."""
+        not over; `missed`: the names of those that were drawn and never struck, for which others are."""
         if not job.slots:
             return []
+        anew = missed & self._dealt.keys() - self._missed
+        self._deck += (self._dealt[name] for name in sorted(anew))
+        self._missed |= anew
         strikes, waiting = list[Strike](), []
         for name, fault in self._waiting:
             struck = (*pending, *(strike.slot for strike in strikes))
@@ -50,12 +63,12 @@ class Schedule:
             else:
                 strikes.append(_strike(name, fault, slot))
         self._waiting = waiting
-        return strikes + self._drawn_now(job, unsettled=bool(pending or strikes), missed=missed)
+        return strikes + self._drawn_now(job, unsettled=bool(pending or strikes))
 
     # ------------------------------------------------ what is drawn
 
-    def _drawn_now(self, job: JobState, *, unsettled: bool, missed: int) -> list[Strike]:
-        if self._drawn >= self._random.count + missed:
+    def _drawn_now(self, job: JobState, *, unsettled: bool) -> list[Strike]:
+        if len(self._dealt) >= self._random.count + len(self._missed):
             return []
         if unsettled:
             self._settled_at = None
@@ -65,37 +78,45 @@ class Schedule:
         if waited < self._random.every_steps or not (job.whole or waited >= self._random.whole_within_steps):
             return []
         self._settled_at = None
-        return self._draw(job)
+        return [dataclasses.replace(strike, may_miss=True) for strike in self._draw(job)]
 
     def _draw(self, job: JobState) -> list[Strike]:
-        what, during = self._dice.choice(self._random.what), self._dice.choice(self._random.during)
         candidates = survivable(job)
         if not candidates:
             return []
-        self._drawn += 1
-        strikes = self._drawn_on(what, during, self._dice.choice(candidates), job)
-        return [dataclasses.replace(strike, may_miss=True) for strike in strikes]
-
-    def _drawn_on(self, what: str, during: str, slot: str, job: JobState) -> list[Strike]:
-        name = f"random-{self._drawn}"
-        if what not in BY_ITS_OWN_HAND:
-            return [Strike(name=name, what=what, slot=slot, seconds=self._random.seconds)]
-        if during in OF_STEPS:
-            step, seconds = job.step + _AHEAD, self._random.seconds
-            return [Strike(name=name, what=what, slot=slot, during=during, step=step, seconds=seconds)]
-        return self._draw_in_a_walk(name, what, slot, during, job)
-
-    def _draw_in_a_walk(self, name: str, what: str, slot: str, during: str, job: JobState) -> list[Strike]:
+        slot = self._dice.choice(candidates)
         others = survivable(job, lost=(slot,))
-        first = self._dice.choice(others) if others else slot
-        kill = Strike(name=f"{name}-before", what="kill", slot=first, during="forward", step=job.step + _AHEAD)
-        if not others:
-            return [dataclasses.replace(kill, name=name)]
-        epoch = job.epoch + 1
+        card = self._deal(may_be_in_a_walk=bool(others))
+        if card is None:
+            return []
+        name, (what, during) = f"random-{len(self._dealt) + 1}", card
+        self._dealt[name] = card
+        seconds, soon = self._random.seconds, job.step + _AHEAD
+        if what not in BY_ITS_OWN_HAND:
+            return [Strike(name=name, what=what, slot=slot, seconds=seconds)]
+        if not _is_in_a_walk(card):
+            return [Strike(name=name, what=what, slot=slot, during=during, step=soon, seconds=seconds)]
+        first = self._dice.choice(others)
         return [
-            kill,
-            Strike(name=name, what=what, slot=slot, during=during, epoch=epoch, seconds=self._random.seconds),
+            Strike(name=f"{name}-before", what="kill", slot=first, during="forward", step=soon),
+            Strike(name=name, what=what, slot=slot, during=during, epoch=job.epoch + 1, seconds=seconds),
         ]
+
+    def _deal(self, *, may_be_in_a_walk: bool) -> _Card | None:
+        """The next one that can be played now."""
+
+        def playable() -> _Card | None:
+            return next((card for card in self._deck if may_be_in_a_walk or not _is_in_a_walk(card)), None)
+
+        card = playable()
+        if card is None:
+            again = [card for card in self._random.deck() if card not in self._deck]
+            self._dice.shuffle(again)
+            self._deck += again
+            card = playable()
+        if card is not None:
+            self._deck.remove(card)
+        return card
 
     def _slot(self, fault: FaultSpec, job: JobState, struck: Sequence[str]) -> str | None:
         """Whom it strikes. Where any slot will do, nobody while there is none that the job could lose as well."""
@@ -129,6 +150,11 @@ def _some_replica_has_all_stages(job: JobState, there: Set[str]) -> bool:
     return any(
         all((f"r{replica}", f"s{stage}") in stages for stage in range(job.stages)) for replica in range(job.replicas)
     )
+
+
+def _is_in_a_walk(card: _Card) -> bool:
+    what, during = card
+    return what in BY_ITS_OWN_HAND and during in OF_WALKS
 
 
 def _is_known(fault: FaultSpec) -> bool:

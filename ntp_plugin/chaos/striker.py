@@ -44,7 +44,7 @@ class Striker:
         self._missed |= {strike.name for strike in self.ordered if self._misses(strike, job, history)}
         pending = [strike.slot for strike in self.ordered if not self._is_over(strike, history)]
         seconds = job.heard_at - job.began_at
-        for strike in self._schedule.next(job, seconds=seconds, pending=pending, missed=len(self._missed)):
+        for strike in self._schedule.next(job, seconds=seconds, pending=pending, missed=self._missed):
             self._order(strike)
             self._ordered_in[strike.name] = job.step
             if strike.what not in BY_ITS_OWN_HAND:

@@ -49,6 +49,11 @@ def test_outages_of_a_trace_strike_when_they_were(tmp_path):
     assert [(fault.what, fault.at_s) for fault in read_recipe(path).faults] == [("sigkill", 1.0), ("sigkill", 4.0)]
 
 
+def test_kinds_are_drawn_with_their_moments_where_pairs_are_said(tmp_path):
+    path = written(tmp_path, JOB + "[random]\ncount = 3\npairs = ['kill at vote', 'hang at stand on', 'sigkill']\n")
+    assert read_recipe(path).random.deck() == [("kill", "vote"), ("hang", "stand on"), ("sigkill", "")]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -67,6 +72,11 @@ def test_outages_of_a_trace_strike_when_they_were(tmp_path):
         (JOB + FAULT + "at_step = 3\nat_s = 1.0\n", "choose one"),
         (JOB + "[random]\ncount = 3\nwhat = ['lightning']\n", "'lightning' is not known"),
         (JOB + "[random]\ncount = 3\nduring = []\n", "nothing to draw from"),
+        (JOB + "[random]\ncount = 3\npairs = ['kill']\n", "'' is not known"),
+        (JOB + "[random]\ncount = 3\npairs = ['kill at lunch']\n", "'lunch' is not known"),
+        (JOB + "[random]\ncount = 3\npairs = ['lightning at vote']\n", "'lightning' is not known"),
+        (JOB + "[random]\ncount = 3\npairs = ['sigkill at vote']\n", "it has no moment 'vote'"),
+        (JOB + "[random]\ncount = 3\npairs = ['lossy']\n", "what = lossy is for a job on several hosts"),
         (JOB + "[trace]\nfile = 'nowhere.csv'\n", "cannot be read"),
         ('[job]\nrun = ["a.py"]\nenvironment = ["HOME"]\n' + FAULT, "not NAME=VALUE"),
         ('[job]\nlike = "nowhere.toml"\n' + FAULT, "cannot be read"),

@@ -108,11 +108,11 @@ def test_one_replica_alone_is_struck_while_somebody_is_left_of_it():
     assert survivable(job(replicas=1, tp=3, lost=("r0.s0.t0", "r0.s0.t2"))) == []
 
 
-def drawn(seed, *, count=6, lost=(), pending=(), steps=400, **more):
+def drawn(seed, *, count=6, lost=(), pending=(), steps=400, tp=2, replicas=2, **more):
     schedule = Schedule(recipe(count=count, seed=seed, every_steps=3, whole_within_steps=10, **more))
     found = []
     for step in range(1, steps):
-        found += schedule.next(job(step=step, lost=lost), seconds=float(step), pending=pending)
+        found += schedule.next(job(replicas, tp, step=step, lost=lost), seconds=float(step), pending=pending)
     return found, schedule
 
 
@@ -139,6 +139,30 @@ def test_a_fault_in_a_recovery_comes_with_a_loss_that_both_can_be_survived():
     for before, strike in zip(found[::2], found[1::2], strict=True):
         assert (before.what, strike.during, strike.epoch) == ("kill", "stand on", 1)
         assert before.slot.split(".", 1)[1] != strike.slot.split(".", 1)[1], "two holders of the same are not struck"
+
+
+def test_every_kind_comes_at_every_moment_before_one_comes_again():
+    found, _ = drawn(5, count=24, what=("kill", "hang", "exit"), during=("forward", "vote", "apply", "save"))
+    pairs = [(strike.what, strike.during) for strike in found]
+    assert len({*pairs[:12]}) == len({*pairs[12:]}) == 12
+    assert pairs[:12] != pairs[12:]
+
+
+def test_what_has_missed_its_moment_gets_another_turn():
+    schedule = Schedule(recipe(count=4, seed=1, what=("kill",), during=("vote", "save"), every_steps=0))
+    found, missed = [], set()
+    for step in range(40):
+        found += schedule.next(job(step=step), seconds=1.0, missed=missed)
+        missed |= {strike.name for strike in found[:3] if strike.during == "save"}
+    assert len(found) == 4 + len(missed)
+    struck = Counter(strike.during for strike in found if strike.name not in missed)
+    assert struck == {"vote": 2, "save": 2}
+
+
+def test_where_only_one_may_be_lost_no_fault_waits_for_a_recovery():
+    found, _ = drawn(4, count=3, tp=1, replicas=2, what=("kill",), during=("stand on", "vote"))
+    assert [strike.during for strike in found] == ["vote"] * 3
+    assert drawn(4, tp=1, what=("kill",), during=("stand on",))[0] == []
 
 
 def test_seconds_go_to_the_strike():
