@@ -22,6 +22,7 @@ that the loop had in hand is stale: its forward is computed, and its backward an
     cut_layers.py      what AutoTP has cut: in which units, and what of a layer follows the width of its replica
     cut_vocabulary.py  an output layer, its embedding and the loss, cut without gathering
     cut_replicas.py    replicas over several slots: who holds what, and how gradients are summed while somebody is lost
+    half_masters.py    half precision without ZeRO: a parameter's master moves with it
     whole_state.py     every rank holds everything: compared after a loss, handed to who comes in
     zero_state.py      ZeRO-1 and ZeRO-2: shards, told as pieces, built anew for other members, filled from copies
     lane_zero.py       ZeRO-1 and ZeRO-2 of replicas that AutoTP has cut, while somebody is lost: sharded lane by lane

@@ -7,7 +7,8 @@ others. With nobody lost all of it is DeepSpeed's own again.
 Without ZeRO what is dealt comes, with its optimizer state, from another replica (`training/relayout.py`). While
 somebody is lost gradients are summed lane by lane in place of DeepSpeed's all-reduce, and divided by the replicas that
 there were. The norm is that of a replica: each slot has what it holds, the first of them what all hold. So that all
-clip alike, the largest is taken, which differs from the others by rounding.
+clip alike, the largest is taken, which differs from the others by rounding. In half precision the parameters' masters
+are moved with them (`half_masters.py`).
 
 With ZeRO the state is sharded over all replicas, and a lost slot's shard is in copies alone. So all of it is put in
 anew from these (`zero_state.py`), also the weights, which follow from it: here parameters only get the sizes that
@@ -29,14 +30,17 @@ from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State, TrainingPolicy
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.deepspeed.cut_layers import CutLayers
+from ntp_plugin.deepspeed.half_masters import Gradients, masters_of, norm_of_first_slots
 from ntp_plugin.errors import BelowMinimum, Refused, StateLost
+from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.batch_split import one_for_each
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import HeldAlike
-from ntp_plugin.training.cuts import global_ranges, local_shape
+from ntp_plugin.replacements import TakeBack
+from ntp_plugin.training.cuts import global_ranges, local_ranges, local_shape
 from ntp_plugin.training.direct_lanes import DirectLanes, speaks
 from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, only
 from ntp_plugin.training.rebuilding import WEIGHT
@@ -69,14 +73,18 @@ class CutReplicas:
         """By their names, the parameters whose state is; none without ZeRO."""
         self._refuse_untrained_parts()
         plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now
-        self.state = ShardedState(parameters, engine.basic_optimizer, newcomer=newcomer)
+        masters = {} if self._sharded else masters_of(engine)
+        self.state = ShardedState(parameters, engine.basic_optimizer, mains=masters, newcomer=newcomer)
         self.state.refuse_what_cannot_be_cut()
         (self._plan,) = plan_relayout(self._nominal, dict.fromkeys(range(topology.size), self._as_laid_out(0)), 0)
-        self._next = self._plan
+        self._next = self._undisturbed = self._plan
         self._parts: dict[str, Piece] = {}
         self.lanes: Sequence[GradientLane] = ()
         """That gradients are summed in; none while nobody is lost."""
         self._own = engine.buffered_allreduce_fallback, engine.clip_fp32_gradients, engine.save_non_zero_checkpoint
+        self._norm = norm_of_first_slots(self._gradients, self._of_first_slot, engine.mpu.get_model_parallel_group)
+        self._take_back: TakeBack | None = None
+        """That norm; None while it is DeepSpeed's own."""
         if newcomer:
             self._let_go_of_the_check()
         else:  # it is noticed, too, where AutoTP has cut what is taken for whole here
@@ -222,7 +230,11 @@ class CutReplicas:
         engine = self._engine
         reduce, clip, saves = self._own
         self.lanes = []
+        if self._take_back is not None:
+            self._take_back()
+            self._take_back = None
         if self._plan.standing.lost:
+            self._take_back = self._norm.apply()
             self.lanes = DirectLanes(self._plan, self._rank.groups).gradients
             reduce, clip = self._reduce, self._clip
             saves = self._slot.replica == min(self.whole, default=-1)
@@ -257,6 +269,19 @@ class CutReplicas:
         coefficient = torch.clamp(self._engine.gradient_clipping() / (squares.sqrt() + 1e-6), max=1.0)
         for gradient in gradients.values():
             gradient.mul_(coefficient)
+
+    def _gradients(self) -> Gradients:
+        found = {name: (one.grad, self._tensors[name].dim) for name, one in self.state.parameters.items()}
+        return {name: (gradient, dim) for name, (gradient, dim) in found.items() if gradient is not None}
+
+    def _of_first_slot(self, name: str) -> Spans:
+        """Where in what is held here of a tensor that stands which the first slot of the replica held; of what is not
+        cut, all with one of the slots."""
+        tensor, held = self._tensors[name], self._units(name)
+        if not tensor.family:
+            return ((0, tensor.shape[tensor.dim]),) if self.speaks else ()
+        first = self._undisturbed.units_of(tensor, dataclasses.replace(self._slot, tp=0))
+        return local_ranges(tensor, held, sp.intersection(sp.union(held), sp.union(first)))
 
 
 def _sharded(engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:

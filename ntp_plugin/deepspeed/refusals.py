@@ -33,9 +33,6 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         "zero_optimization.stage = 3 shards the parameters": int(zero.stage) > 2,
         "zero_optimization.offload_optimizer keeps state where it is not copied": zero.offload_optimizer is not None,
         "zero_optimization.zenflow": getattr(zero, "zenflow", None) is not None,
-        "tensor_parallel.autotp_size > 1 with fp16 or bf16, without ZeRO, flattens what is cut": cuts
-        and int(zero.stage) == 0
-        and any(raw.get(name, {}).get("enabled") for name in ("fp16", "bf16")),
         "tensor_parallel.autotp_size > 1 with sparse_gradients": cuts and bool(raw.get("sparse_gradients")),
         "tensor_parallel.autotp_size > 1 with ZeRO and torch_autocast reduces gradients in several dtypes": cuts
         and int(zero.stage) > 0
@@ -85,6 +82,11 @@ def refuse_engine(engine: Any) -> None:
         raise Refused(
             "bf16 with ZeRO-1 and gradients accumulated in float32 (BF16_Optimizer) cannot go on after a loss",
             way_out='"data_types": {"grad_accum_dtype": "bf16"}, or ZeRO stage 2',
+        )
+    if engine.autotp_size() > 1 and type(engine.optimizer).__name__ == "FP16_Optimizer":
+        raise Refused(
+            "DeepSpeed's FusedAdam in half precision, without ZeRO, flattens what AutoTP has cut (FP16_Optimizer)",
+            way_out='"torch_adam": true in optimizer.params, or ZeRO stage 1 or 2',
         )
     if engine.autotp_size() > 1 and getattr(engine.optimizer, "use_separate_grad_accum", False):
         zero = engine.optimizer

@@ -5,7 +5,15 @@ import math
 
 import pytest
 
-from benchmarks.zero.compare import BOUNDS, differences, of_weights, undisturbed_weights, used_once, within
+from benchmarks.zero.compare import (
+    BOUNDS,
+    differences,
+    of_weights,
+    together,
+    undisturbed_weights,
+    used_once,
+    within,
+)
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused
 from ntp_plugin.testing.faults import kill
@@ -131,6 +139,31 @@ def test_in_float32_with_clipping():
     assert_same_training(outcomes, rows, job)
 
 
+SCALED = (("fp16", {"enabled": True, "initial_scale_power": 10}),)
+"""So that DeepSpeed's two widths do not begin with another number of steps that overflow."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lost", "back"),
+    [("bfloat16", [1], {1: 14}), ("float16", [1], {1: 14}), ("bfloat16", [2], {}), ("float16", [0, 3], {0: 14})],
+)
+def test_in_half_precision(dtype, lost, back):
+    """With masters in float32, which move with the parameters. The norm is that of DeepSpeed, which counts a replica's
+    first slot. No further from AutoTP alone than four times what AutoTP with half as many replicas is."""
+    job = Job(ranks=4, tp=2, dtype=dtype, more=SCALED if dtype == "float16" else ())
+    alone = dataclasses.replace(job, enabled=False)
+    twin = run(alone)[0]
+    whole = together(twin, job)
+    half = dataclasses.replace(alone, ranks=2, each=2 * job.each)
+    rounding = max(of_weights(seen, whole) for seen in run(half)[0].values())
+    faults = [kill(slot, during="reduce", step=6 + 2 * place) for place, slot in enumerate(lost)]
+    outcomes, rows = run(job, faults=faults, back=back)
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin[0].steps, twin[0].samples, twin[0].rates)
+        assert of_weights(seen, whole) <= 4 * rounding
+    assert used_once(rows, job)
+
+
 @pytest.mark.parametrize("kind", ["llama", "tied llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt"])
 def test_a_model_of_transformers(kind):
     """Attention with its heads, an output layer that is gathered; one is cut by its plan, the other by AutoTP's own
@@ -219,8 +252,6 @@ def test_slots_that_do_not_begin_alike_are_refused():
 @pytest.mark.parametrize(
     ("more", "ntp", "said"),
     [
-        ((("zero_optimization", {"stage": 1}),), (), "with ZeRO"),
-        ((("bf16", {"enabled": True}),), (), "with fp16 or bf16, without ZeRO"),
         ((), (("dropout", "exact"),), r"ntp\.dropout = exact"),
         ((), (("min_tp_width", 2),), r"ntp\.min_tp_width"),
         ((), (("granule", 5),), r"up.* in parts of \[12, 12\]"),
