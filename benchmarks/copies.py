@@ -12,8 +12,9 @@ another host is folded into the parity of two.
 A copy costs what its bytes cost: they are read twice (digest, copying), written once, and for a far copy sent, received
 and read again. On a machine whose processors are all busy with the step this is time of the step; with a processor to
 spare it is none. So beside the measured time of a step stands what it would be if all of a version's copies were made
-in its time, at the pace at which one process makes them alone here, on all processors. The claim is: a ratio of at most
-1.03, or not more than that explains.
+in its time, on all processors, each at the pace of one that makes copies and nothing else here. That pace is bytes per
+second of processor time: sender and receiver of a far copy have a processor each, and both are at work. The claim is: a
+ratio of at most 1.03, or not more than that explains.
 
 How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
 its main weights keep, each held once per TP slot, what is replicated as often as there are slots. What other hosts keep
@@ -148,11 +149,12 @@ def _fail(what: str) -> None:
 
 
 def _speed(work: Any, size: int) -> float:
+    """Of all threads' time."""
     times = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         work()
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     return size / statistics.median(times)
 
 
