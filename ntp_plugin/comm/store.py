@@ -2,18 +2,24 @@
 
 Connections are opened at start and never while recovering: opening one takes a name look-up, which can stall for
 seconds just when names are in trouble. A store object is one connection and serves one thread.
+
+Whoever reaches torch's store may write to it. So each value is signed, with its key and the job's corner, by a token
+that the job alone knows. What is not signed so is taken for nobody's: it is not read, and whoever creates the key
+writes over it.
 """
 
 import contextlib
+import hashlib
+import hmac
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from ntp_plugin.errors import StoreLost
+from ntp_plugin.errors import ConfigError, StoreLost
 
 
 class KeyStore(Protocol):
@@ -30,28 +36,54 @@ class KeyStore(Protocol):
 
 
 class TorchStore:
-    """A `KeyStore` on one connection of a torch store; raises `StoreLost` when the connection breaks."""
+    """A `KeyStore` on one connection of a torch store, in the corner of a job; raises `StoreLost` when the connection
+    breaks."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, connection: Store, *, corner: str, token: str) -> None:
+        self._store, self._corner = PrefixStore(corner, connection), corner
+        self._token = hashlib.blake2b(token.encode(), digest_size=32).digest()
 
     def read(self, key: str) -> str | None:
         with _answered():
-            value = look_up(self._store, key)
-            return None if value is None else value.decode()
+            found = look_up(self._store, key)
+        return None if found is None else self._own(key, found)
 
     def create(self, key: str, value: str) -> str:
-        with _answered():
-            return str(self._store.compare_set(key, "", value).decode())
+        signed, before = self._signature(key, value.encode()) + value.encode(), b""
+        while True:
+            with _answered():
+                found: bytes = self._store.compare_set(key, before, signed)  # type: ignore[arg-type]
+            own = self._own(key, found)
+            if own is not None:
+                return own
+            before = found
 
     def present(self, keys: Sequence[str]) -> bool:
-        with _answered():
-            return bool(self._store.check(list(keys)))
+        return all(self.read(key) is not None for key in keys)
 
     def count(self, key: str, more: int = 0) -> int:
         """Add to a counter, which begins at 0, and return it: for beats, the one thing that is not written once."""
         with _answered():
             return int(self._store.add(key, more))
+
+    def refuse_strangers(self) -> None:
+        """Raise unless this process has the token of who came first."""
+        mine = self._signature(_TOKEN, b"")
+        with _answered():
+            found: bytes = self._store.compare_set(_TOKEN, "", mine.decode())
+        if not hmac.compare_digest(found, mine):
+            raise ConfigError(
+                f"another NTP_TOKEN is used in the corner {self._corner} of the job's store",
+                way_out="set NTP_TOKEN to the same words on all hosts of the job, or on none",
+            )
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        of = b"\0".join((self._corner.encode(), key.encode(), value))
+        return hashlib.blake2b(of, key=self._token, digest_size=16).hexdigest().encode()
+
+    def _own(self, key: str, found: bytes) -> str | None:
+        signature, value = found[:_SIGNED], found[_SIGNED:]
+        return value.decode() if hmac.compare_digest(signature, self._signature(key, value)) else None
 
 
 def look_up(store: Store, key: str) -> bytes | None:
@@ -61,6 +93,15 @@ def look_up(store: Store, key: str) -> bytes | None:
 
 
 _NOBODYS = "\0"
+_SIGNED = 32
+"""Bytes of a signature."""
+_TOKEN = "token"
+
+
+def shared_token(connection: Store, corner: str, mine: str) -> str:
+    """For hosts that have none in common beforehand: that of whoever comes first. The store has it in the clear."""
+    with _answered():
+        return str(PrefixStore(corner, connection).compare_set(f"{_TOKEN}/shared", "", mine).decode())
 
 
 @contextlib.contextmanager

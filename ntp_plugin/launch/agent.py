@@ -11,6 +11,7 @@ never two parts of a job that both go on.
 
 import dataclasses
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -31,7 +32,7 @@ from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args
 
 from ntp_plugin.comm.membership import Seat
-from ntp_plugin.comm.store import TorchStore, own_address, serve
+from ntp_plugin.comm.store import TorchStore, own_address, serve, shared_token
 from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import tenancy
 from ntp_plugin.launch.hosts import Hosts
@@ -94,7 +95,7 @@ class TolerantAgent(LocalElasticAgent):
         if isinstance(shared, TCPStore):
             # torch would start a second one, which workers of ours never use, and which anybody could reach.
             handler._create_tcp_store_server = lambda *_: shared
-            self._open(shared.host, shared.port, handler.get_run_id())
+            self._open(shared.host, shared.port, handler.get_run_id(), alone=handler.settings.max_nodes == 1)
             joined = self._arrival(worker_group).join(handler.settings.max_nodes)
             if joined is not None:
                 self._take_place(worker_group, joined)
@@ -103,7 +104,8 @@ class TolerantAgent(LocalElasticAgent):
         if isinstance(shared, TCPStore):
             self._send_workers_to_the_store(worker_group)
         else:
-            self._open(str(worker_group.master_addr), int(worker_group.master_port or 0), handler.get_run_id())
+            at = str(worker_group.master_addr), int(worker_group.master_port or 0)
+            self._open(*at, handler.get_run_id(), alone=worker_group.group_world_size == 1)
         self._tenancy = self._found(worker_group)
 
     def _arrival(self, worker_group: WorkerGroup) -> Arrival:
@@ -139,11 +141,16 @@ class TolerantAgent(LocalElasticAgent):
                 way_out="leave it out; --ntp-respawn starts single workers anew",
             )
 
-    def _open(self, host: str, port: int, run_id: str) -> None:
-        """The job's corner of the store, on a connection of its own."""
+    def _open(self, host: str, port: int, run_id: str, *, alone: bool) -> None:
+        """The job's corner of the store, on a connection of its own. `alone`: no other host needs to read there."""
         self._store_address = host, port
-        self._corner = PrefixStore(corner(run_id), TCPStore(host, port, None, False))
-        self._job = TorchStore(self._corner)
+        connection, mine = TCPStore(host, port, None, False), corner(run_id)
+        self._corner = PrefixStore(mine, connection)
+        if not os.environ.get("NTP_TOKEN"):
+            made = secrets.token_hex(16)
+            os.environ["NTP_TOKEN"] = made if alone else shared_token(connection, mine, made)
+        self._job = TorchStore(connection, corner=mine, token=os.environ["NTP_TOKEN"])
+        self._job.refuse_strangers()
 
     def _send_workers_to_the_store(self, worker_group: Any) -> None:
         """Instead of another store, which torch starts on the first host and which would be lost with it."""

@@ -28,6 +28,8 @@ class Place:
     store_host: str
     store_port: int
     corner: str
+    token: str
+    """That what the job writes into its store is signed with."""
     heartbeats: Path
     beat_s: float
     hung_s: float
@@ -86,6 +88,7 @@ class Place:
             store_host=environment["MASTER_ADDR"],
             store_port=int(environment["MASTER_PORT"]),
             corner=corner(environment["TORCHELASTIC_RUN_ID"]),
+            token=environment["NTP_TOKEN"],
             heartbeats=Path(environment["NTP_HEARTBEATS"]),
             beat_s=float(environment["NTP_BEAT_S"]),
             hung_s=float(environment["NTP_HUNG_S"]),

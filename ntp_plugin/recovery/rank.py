@@ -38,7 +38,7 @@ class ElasticRank:
         self.place, ElasticRank.is_there = place, True
         # One connection for each use, all opened now and none while recovering.
         agreeing, meeting = (TCPStore(place.store_host, place.store_port, None, False) for _ in range(2))
-        self._agreeing = TorchStore(PrefixStore(place.corner, agreeing))
+        self._agreeing = TorchStore(agreeing, corner=place.corner, token=place.token)
         self.groups = ElasticGroups(place.slot, joining=place.joining)
         self.groups.attach()
         rendezvous = PrefixStore(f"{place.corner}/c10d", meeting)

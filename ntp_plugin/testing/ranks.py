@@ -26,7 +26,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import TorchStore
@@ -44,7 +44,7 @@ __all__ = ["Fault", "Rank", "Ranks"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
 _PRELOADED = ("ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo")
-_CORNER = corner("rehearsal")
+_CORNER, _TOKEN = corner("rehearsal"), "rehearsal"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _STORE_TIMEOUT = timedelta(seconds=120)
 
@@ -78,6 +78,7 @@ class Rank:
             store_host="127.0.0.1",
             store_port=self.port,
             corner=_CORNER,
+            token=_TOKEN,
             heartbeats=Path(self.folder) / "heartbeats",
             beat_s=self.beat_s,
             hung_s=self.hung_s,
@@ -97,6 +98,7 @@ class Rank:
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": Path(place.corner).name,
+            "NTP_TOKEN": place.token,
             "NTP_HEARTBEATS": str(place.heartbeats),
             "NTP_BEAT_S": str(place.beat_s),
             "NTP_HUNG_S": str(place.hung_s),
@@ -157,7 +159,7 @@ class Ranks:
         self.stuck: list[int] = []
         """How many waited for each other, whenever all did."""
         self._supervisor = Supervisor(
-            TorchStore(PrefixStore(_CORNER, client)),
+            TorchStore(client, corner=_CORNER, token=_TOKEN),
             self.first,
             self._heartbeats,
             thresholds=self._thresholds,

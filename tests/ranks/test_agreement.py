@@ -46,7 +46,7 @@ class Stage:
         self, slot, *, dies="", doubts=frozenset(), joins=False, digest="the plan", applied=5, timeout_s=PATIENCE_S
     ):
         """One process: agree until nothing is newer; dies in the callback that `dies` names."""
-        store = TorchStore(dist.PrefixStore(f"run{self.run}", self.connections[1][slot]))
+        store = TorchStore(self.connections[1][slot], corner=f"run{self.run}", token="a token")
 
         def report(view):
             self.die(slot, dies == "report")
@@ -162,7 +162,7 @@ def test_a_silent_member_that_nobody_suspects_is_named_at_the_time_limit(connect
 @pytest.fixture
 def two_members(connections):
     stage = Stage(connections, 2)
-    stores = [TorchStore(dist.PrefixStore(f"run{stage.run}", connections[1][slot])) for slot in range(3)]
+    stores = [TorchStore(connections[1][slot], corner=f"run{stage.run}", token="a token") for slot in range(3)]
     return stage, stores, [Agreement.founding(stores[slot], stage.first, stage.first.seats[slot]) for slot in range(2)]
 
 

@@ -23,7 +23,7 @@ def test_ten_thousand_malformed_messages_leave_the_store_as_it_was():
     from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415
 
     server = serve("127.0.0.1", 0)
-    store = TorchStore(TCPStore("127.0.0.1", server.port, None, False))
+    store = TorchStore(TCPStore("127.0.0.1", server.port, None, False), corner="a job", token="its token")
     store.create("a key", "its value")
     dice = random.Random(1)
     for number in range(MESSAGES):
