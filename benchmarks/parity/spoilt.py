@@ -5,12 +5,16 @@ Called in a rank, before Megatron starts: what is spoilt stays so for the life o
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from ntp_plugin.copies.manifest import Manifest
+from ntp_plugin.copies.store import Place, Store
+from ntp_plugin.copies.wire import Peer, PeerTrouble
 from ntp_plugin.megatron import checkpoints
 from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.dropout import ExactDropout
@@ -262,16 +266,54 @@ def a_buffer_that_nobody_knows() -> None:
 
 
 def a_bit_flips() -> None:
-    """In a weight of slot 3, before the seventh step. Of a sharded optimizer it is put right by the next gather."""
-    begin = TrainingStep._begin
+    """In a weight of slot 3, when the sixth step is over. Of a sharded optimizer it is put right by the next gather."""
 
-    def flipped(step: TrainingStep) -> Any:
-        if step._args.curr_iteration == 6 and step._trainer.slot_number == 3:
-            weight = next(iter(step._trainer.state.live.parameters.values())).data
-            weight.view(-1)[:1].view(torch.uint8)[0] ^= 1
-        return begin(step)
+    def flip(step: TrainingStep) -> None:
+        weight = next(iter(step._trainer.state.live.parameters.values())).data
+        weight.view(-1)[:1].view(torch.uint8)[0] ^= 1
 
-    _put(TrainingStep, "_begin", flipped)
+    _when_six_steps_are_over(flip)
+
+
+def a_bit_flips_in_its_own_shard() -> None:
+    """Of slot 3's optimizer, when the sixth step is over: it is in that slot's weights, and would be in its copy."""
+
+    def flip(step: TrainingStep) -> None:
+        shard = step._trainer.state._anatomy.optimizer.optimizer.param_groups[0]["params"][0]
+        shard.data.view(-1)[:1].view(torch.uint8)[6] ^= 1
+
+    _when_six_steps_are_over(flip)
+
+
+def _when_six_steps_are_over(flip: Callable[[TrainingStep], None]) -> None:
+    """In slot 3, once, before anything is compared or copied."""
+    catch_up, flipped_after = TrainingStep.catch_up, set[int]()
+
+    def flipped(step: TrainingStep) -> None:
+        copies = step._trainer.copies
+        done = step._args.curr_iteration if copies is None else copies.steps
+        if done == 6 and step._trainer.slot_number == 3 and not flipped_after:
+            flipped_after.add(done)
+            flip(step)
+        catch_up(step)
+
+    _put(TrainingStep, "catch_up", flipped)
+
+
+def far_copies_do_not_arrive() -> None:
+    """And to take slot 3's near ones takes so long that a step has begun meanwhile."""
+    complete = Store.complete
+
+    def lost(*_: Any, **__: Any) -> list[str]:
+        raise PeerTrouble("what is sent does not arrive")
+
+    def slow(store: Store, place: Place, manifest: Manifest) -> None:
+        if place.slot == 3:
+            time.sleep(0.3)
+        complete(store, place, manifest)
+
+    _put(Peer, "put", lost)
+    _put(Store, "complete", slow)
 
 
 def dealt_units_swapped() -> None:

@@ -10,7 +10,10 @@ Whether all slots are through is told with the vote on each step, so that all be
 and know of the same version that it is `committed`: everybody's copies of it are where they belong. That version is
 not touched until another one is.
 
-What goes wrong is told and tried again with the next version. It costs safety, and never the training. State that is
+What goes wrong is told and tried again with the next version. It costs safety, and never the training. Where a far copy
+does not arrive for long, the newest version whose near copies everybody has is `kept`: it is not touched either until
+there is another, so that who dies while a copy is taken does not take the last of them along. That takes room for a
+third copy, as long as it lasts and there is any. State that is
 not finite is not copied over state that is: a digest would only say that this is what the rank had.
 """
 
@@ -113,10 +116,15 @@ class Replicator:
         self._taken.set()
         self._idle.set()
         self._stopping = self._given_up = False
-        self._ok = True
+        self._ok = self._near = True
         self._begun: Place | None = None
         self._committed: Place | None = None
         """Of the newest version that all slots have said to be through with: it is not touched."""
+        self._kept: Place | None = None
+        """Of a newer one whose near copies all have."""
+        self._may_keep = True
+        self._far_number = 0
+        """Of the two places there, the one that is written to."""
         self._thread = threading.Thread(target=self._run_thread, name="ntp-copies-sender", daemon=True)
         self._thread.start()
 
@@ -130,9 +138,11 @@ class Replicator:
         """Copy this, which nobody changes until it is `taken`."""
         self._idle.wait()  # one that was given up in a walk may not have ended yet
         epoch = snapshot.version.epoch
-        used = self._committed.number if self._committed is not None and self._committed.epoch == epoch else 1
-        self._begun = Place(kind=NEAR, slot=self._slot, epoch=epoch, number=1 - used)
-        self._given_up = False
+        if self._begun is None or self._begun.epoch != epoch:
+            self._kept, self._may_keep, self._far_number = None, True, 0
+        untouched = {place.number for place in (self._committed, self._kept) if place and place.epoch == epoch}
+        self._begun = Place(kind=NEAR, slot=self._slot, epoch=epoch, number=min({0, 1, 2} - untouched))
+        self._near = self._given_up = False
         self._taken.clear()
         self._idle.clear()
         self._work = snapshot, self._begun, _beside(snapshot.parts)
@@ -152,6 +162,11 @@ class Replicator:
         return self._idle.is_set()
 
     @property
+    def near(self) -> bool:
+        """Whether the newest copy is in this host's memory."""
+        return self._near
+
+    @property
     def ok(self) -> bool:
         """Whether the newest copy is wherever it should be."""
         return self._ok
@@ -160,8 +175,18 @@ class Replicator:
         """Everybody's copies of the newest snapshot are where they belong."""
         assert self._begun is not None, "there was one"
         last, self._committed = self._committed, self._begun
+        self._far_number = 1 - self._far_number
         if last is None or last.epoch < self._begun.epoch:
             self._store.forget_before(self._begun.epoch)
+        if self._kept is not None or (last is not None and last.number > 1):
+            self._kept = None
+            third = max({0, 1, 2} - {self._committed.number})
+            self._store.forget(dataclasses.replace(self._committed, number=third))
+
+    def keep(self) -> None:
+        """Everybody has the newest snapshot near, and somebody's is not where it belongs."""
+        if self._may_keep:
+            self._kept = self._begun
 
     def hold(self) -> None:
         """In a walk: what is under way is copied to its end here, and given up where it goes elsewhere."""
@@ -207,7 +232,10 @@ class Replicator:
             self._store.complete(place, manifest)
         except (NoRoom, NotFinite) as error:
             self._trouble(str(error))
+            if isinstance(error, NoRoom) and self._kept is not None:
+                self._kept, self._may_keep = None, False
             return False
+        self._near = True
         taken_s = time.monotonic() - began
         self._taken.set()
         far, members = self._far
@@ -274,11 +302,12 @@ class Replicator:
     ) -> bool:
         if self._given_up:
             return False
+        there = dataclasses.replace(place, kind=FAR, number=self._far_number)
         if address not in self._peers:
             self._peers[address] = Peer(address, run=self._run, secret=self._secret, timeout_s=self._timeout_s)
         try:
             found = self._peers[address].put(
-                parity_place(place, members) if members else dataclasses.replace(place, kind=FAR),
+                parity_place(there, members) if members else there,
                 manifest,
                 memory,
                 pace=self._pace(time.monotonic()),

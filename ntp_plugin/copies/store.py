@@ -1,6 +1,7 @@
 """Copies in the memory of a host: files in shared memory, which stay when a process is killed.
 
-    HOST/near-3-e2-0        the bytes of slot 3's own state, laid out as from epoch 2 on; there are two, 0 and 1
+    HOST/near-3-e2-0        the bytes of slot 3's own state, laid out as from epoch 2 on; there are two, 0 and 1, and a
+                            third one while far copies do not arrive
     HOST/near-3-e2-0.json   their manifest: as long as it is there, the bytes are whole
     HOST/far-3-e2-0         the same, as a slot of another host has sent it here
     HOST/parity-3-e2-0      the parity of slot 3 and others behind it, which are on other hosts (`parity.py`)
@@ -29,7 +30,7 @@ from ntp_plugin.errors import NtpError
 
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 NEAR, FAR, PARITY, REBUILT = "near", "far", "parity", "rebuilt"
-_NAME = re.compile(rf"({NEAR}|{FAR}|{PARITY}|{REBUILT})-(\d+)-e(\d+)-([01])")
+_NAME = re.compile(rf"({NEAR}|{FAR}|{PARITY}|{REBUILT})-(\d+)-e(\d+)-([012])")
 
 
 class NoRoom(NtpError):

@@ -27,16 +27,15 @@ from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
 from ntp_plugin.deepspeed.refusals import CALLS, refuse_call, refuse_load
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
-from ntp_plugin.recovery.job_copies import JobCopies
+from ntp_plugin.recovery.job_copies import WORDS, JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Committed, Teller
 from ntp_plugin.training.stream import Stream
 
 _LOG = logging.getLogger(__name__)
-_SOMEBODY_ASKS, _LOSS, _COPIES_THROUGH, _COPIES_OK = range(4)
-"""What the numbers of the vote are."""
-_WORDS = 4
+_SOMEBODY_ASKS, _LOSS, _COPIES = range(3)
+"""What the numbers of the vote are; the last are as many as there are words of copies."""
 
 
 class _Restarts(BaseException):
@@ -348,7 +347,7 @@ class Window:
                     saved[:] = [original(*args, **kwargs)]
                 else:
                     _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
-                return self._loop.vote(lambda _: saved[0], torch.zeros(_WORDS, dtype=torch.float64))
+                return self._loop.vote(lambda _: saved[0], torch.zeros(_COPIES + WORDS, dtype=torch.float64))
 
             try:
                 return self._loop.section(work, lambda: saved[0])
@@ -424,12 +423,12 @@ class Window:
             self.votes_on = None
 
     def _words(self) -> torch.Tensor:
-        numbers = torch.zeros(_WORDS, dtype=torch.float64)
+        numbers = torch.zeros(_COPIES + WORDS, dtype=torch.float64)
         numbers[_LOSS] = self._loss if self.cut is None or self.cut.speaks else 0.0
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
         if self.copies is not None:
-            numbers[_COPIES_THROUGH : _COPIES_OK + 1] = torch.tensor(self.copies.words(), dtype=torch.float64)
+            numbers[_COPIES:] = torch.tensor(self.copies.words(), dtype=torch.float64)
         return numbers
 
     def _heard(self, work: Callable[[], Any], really: bool) -> Any:
@@ -440,8 +439,7 @@ class Window:
         if self.copies is None:
             return work()
         members = dist.get_world_size()
-        through, ok = (int(outcome[number]) == members for number in (_COPIES_THROUGH, _COPIES_OK))
-        self.copies.heard(through=through, ok=ok)
+        self.copies.heard([int(number) == members for number in outcome[_COPIES:]])
         result = self.copies.stepped(work)
         self.copies.steps += 1
         return result

@@ -42,6 +42,8 @@ from ntp_plugin.telemetry import CopyTrouble, Teller
 _LOG = logging.getLogger(__name__)
 _SECRET = "what those know who may ask for copies"
 _TIMEOUT_S = 10.0
+WORDS = 3
+"""That are told of copies in a vote."""
 
 type Parts = Callable[[], Sequence[Part]]
 type MakeRoom = Callable[[Mapping[str, Any]], Sequence[Part]]
@@ -177,18 +179,26 @@ class JobCopies:
         if first:  # the job has nothing to go back to yet
             self._replicator.wait()
 
-    def words(self) -> tuple[bool, bool]:
-        """For the vote: whether nothing is under way here, and all that was is where it belongs."""
-        through = self._replicator.through
-        return through, through and self._replicator.ok
+    def words(self) -> tuple[bool, ...]:
+        """For the vote, so many as `WORDS`: whether nothing is under way here, all that was is in this host's memory,
+        and where it belongs besides."""
+        made = self._replicator
+        through = made.through
+        return through, through and made.near, through and made.ok
 
-    def heard(self, *, through: bool, ok: bool) -> None:
-        """What all said in the vote."""
-        if through and not self._may_begin and self._last is not None:
-            self._may_begin = True
-            if ok and self._slot in self._holders:
-                self._replicator.commit()
-                self._let_go_of_what_it_resumed()
+    def heard(self, words: Sequence[bool]) -> None:
+        """Which of them all said in the vote."""
+        through, near, ok = words
+        if not through or self._may_begin or self._last is None:
+            return
+        self._may_begin = True
+        if self._slot not in self._holders:
+            return
+        if ok:
+            self._replicator.commit()
+            self._let_go_of_what_it_resumed()
+        elif near:
+            self._replicator.keep()
 
     def _let_go_of_what_it_resumed(self) -> None:
         first_here = min(slot for slot in self._holders if self._host_of(slot) == self._host)

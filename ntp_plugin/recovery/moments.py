@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # names of moments are read where there is no torch
     from ntp_plugin.recovery.driver import Driver
 
 OF_STEPS: Mapping[str, str] = {
+    "compare": "before replicas are compared, if it is time for that (Megatron)",
     "step": "a step begins (Megatron)",
     "forward": "before the forward of a micro-batch",
     "backward": "before the backward of a micro-batch",

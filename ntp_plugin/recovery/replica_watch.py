@@ -1,9 +1,11 @@
 """Replicas compared while they train: what they hold alike is to be the same bits.
 
 A flipped bit in one replica's weights is no error to anybody: it trains on, and its gradients are summed with the
-others'. So every `watch_steps` steps, where a step begins, each rank digests its weights and whatever else the others
-have alike, and all compare. Who is wrong is told where it can be (`copies/watch.py`). Then the job stops, or the wrong
-ranks leave it as if they had died, and what they held comes from the others (`on_sdc`).
+others'. So every `watch_steps` steps, where the next one begins, each rank digests its weights and whatever else the
+others have alike, and all compare. Who is wrong is told where it can be (`copies/watch.py`). Then the job stops, or the
+wrong ranks leave it as if they had died, and what they held comes from the others (`on_sdc`).
+
+No copy is made of a state that is about to be compared: that of a wrong rank would be what the others go on from.
 """
 
 import logging
@@ -36,21 +38,26 @@ class ReplicaWatch:
         topology: Topology,
         *,
         slot: int,
+        epoch: Callable[[], int],
         held_alike: Callable[[], HeldAlike],
         teller: Teller,
     ) -> None:
         self._topology, self._slot, self._held_alike, self._teller = topology, slot, held_alike, teller
         self._every, self._heals = policy.watch_steps, policy.on_sdc == "heal"
+        self._epoch, self._looked = epoch, (0, 0)
+        """The steps and the epoch that it last looked after."""
 
     def look(self, step: int) -> None:
-        """If it is time, after so many steps; all ranks come together, where the next one begins, for the first time
-        or again."""
-        if not self._every or not step or step % self._every:
+        """If it is time, after so many steps; all ranks come together, wherever there may be something to do before the
+        next one, for the first time or again."""
+        now = step, self._epoch()
+        if not self._every or not step or step % self._every or now == self._looked:
             return
         told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()
         dist.all_gather_object(told, (self._slot, self._digests(step)))
         odd = odd_ones(dict(told))
         mine = dict(told)[self._slot]
+        self._looked = now
         self._teller.tell(Compared(step=step, values=len(mine), odd=len(odd)))
         if odd:
             self._act(odd[0], step)

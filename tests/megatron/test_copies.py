@@ -135,6 +135,18 @@ def test_a_host_is_lost(moment, events):
     assert {event.far for event in told(events, Copied) if event.step < 4} == {1}
 
 
+def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
+    """The slot dies while its copy is taken: the one before is whole, and not that of long ago."""
+    options = {"per_host": 2, "spoil": "far_copies_do_not_arrive"}
+    lived, rows = live(
+        job(f"{OVERLAP} --ntp-events={events}", **options), faults=[kill(3, during="forward", step=9)], timeout_s=240
+    )
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert_little_was_lost(events)
+    assert any("does not arrive" in event.what for event in told(events, CopyTrouble))
+
+
 def test_a_host_is_lost_of_which_others_have_no_copy():
     faults = [kill(slot, during="backward", step=5) for slot in (2, 3)]
     with pytest.raises(StateLost, match=r"r1\.s0\.t0.* no version of it of which all parts are copied.*restart from"):

@@ -350,7 +350,18 @@ def test_a_flipped_bit_is_healed(more, tmp_path):
     assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
 
 
-@pytest.mark.parametrize("moment", ["backward", "step"])
+def test_no_copy_is_made_of_what_is_corrupt(tmp_path):
+    """The slot that leaves had the only live holding of what has flipped, and its copies are what the others go on
+    from: the newest is of the step before."""
+    more = f"--use-distributed-optimizer --ntp-watch-steps 3 --ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
+    lived, _ = live(job(spoil="a_bit_flips_in_its_own_shard", dp=3, more=more), leaving=[3])
+    assert widths(lived) == {0: 2, 1: 2, 2: 1, 4: 2, 5: 2}
+    assert_same_training(lived)
+    (found,) = {event.what for event in told(tmp_path / "events", Corrupted)}
+    assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
+
+
+@pytest.mark.parametrize("moment", ["backward", "compare"])
 def test_nothing_is_taken_for_corrupt_that_is_not(moment, tmp_path):
     """Whole, hurt and whole again, compared before every step; also where the loss is in the comparison."""
     more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"

@@ -329,3 +329,56 @@ def test_an_idle_replicator_holds_and_closes(tmp_path):
         assert here.replicator.through
         assert here.replicator.ok
     assert not here.replicator._thread.is_alive()
+
+
+def test_what_all_have_near_is_kept_while_far_copies_do_not_arrive(here):
+    """So that there is a whole version, and not an old one, while the next is taken."""
+    here.replicator.send_to([closed_address()])
+    places = []
+    for step in (5, 6, 7, 8):
+        here.copy(snapshot(step))
+        assert (here.replicator.near, here.replicator.ok) == (True, False)
+        here.replicator.keep()
+        places.append(newest(here.store))
+    assert [place.number for place in places] == [0, 1, 0, 1]
+    here.replicator.begin(snapshot(9))
+    here.replicator.wait()
+    assert {manifest.version.step for _, manifest in here.store.found()} == {8, 9}
+
+
+def test_what_is_committed_is_not_given_up_for_what_is_kept(here, there):
+    """A lost host needs it: its far copies are of no newer version."""
+    here.replicator.send_to([there.server.address])
+    here.copy(snapshot(5))
+    here.replicator.commit()
+    here.replicator.send_to([closed_address()])
+    for step in (6, 7, 8):
+        here.copy(snapshot(step))
+        here.replicator.keep()
+        assert {5, step} <= {manifest.version.step for _, manifest in here.store.found()}
+    here.replicator.send_to([there.server.address])
+    for step in (9, 10, 11):
+        here.copy(snapshot(step))
+        here.replicator.commit()
+        assert {manifest.version.step for _, manifest in there.store.found()} >= {step}
+        assert same(shown(here.store, newest(here.store)), kept(some_parts(step)))
+    assert len([path for path in here.store.folder.iterdir() if not path.suffix]) == 2, "the third one is let go of"
+
+
+def test_without_room_for_a_third_copy_there_are_two_by_turns(tmp_path):
+    one = sum(live.nbytes for part in some_parts(0) for live in part.values.values())
+    here = Here(tmp_path / "here", at_most=int(2.5 * one))
+    with closing(here.replicator):
+        here.replicator.send_to([closed_address()])
+        here.copy(snapshot(5))
+        here.replicator.commit()
+        for step in (6, 7, 8, 9):
+            here.copy(snapshot(step))
+            if here.replicator.near:
+                here.replicator.keep()
+        assert {manifest.version.step for _, manifest in here.store.found()} == {5, 9}
+        assert len([what for what in here.trouble if "max_host_gb" in what]) == 1
+
+
+def newest(store):
+    return max(store.found(), key=lambda pair: pair[1].version.step)[0]

@@ -17,6 +17,7 @@ from ntp_plugin.training.sharded_optimizer import LaneShards
 def tell(job: start.LiveJob, reached: Reached) -> None:
     """Those of its steps, and of the walks that it takes as a member; who comes in is driven later: `tell_of_walks`."""
     moments = Moments(reached, "step", lambda: int(job.loop.done) + 1)
+    moments.at(job.step.watch, "look", "compare")
     moments.at(job.step, "_begin", "step")
     moments.at(job.step, "reported", "reduced")
     moments.at(job.loop, "vote", "vote")

@@ -21,12 +21,14 @@ from ntp_plugin.errors import PeerLost
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
+from ntp_plugin.recovery.job_copies import WORDS, JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.telemetry import Committed, Teller
 
-_SOMEBODY_ASKS, _NORM, _COPIES_THROUGH, _COPIES_OK, _LOSSES = range(5)
+_SOMEBODY_ASKS, _NORM, _COPIES = range(3)
+_LOSSES = _COPIES + WORDS
 """What the numbers of the vote are; the last are as many as the losses have."""
 
 type Losses = list[dict[str, torch.Tensor]]
@@ -49,7 +51,7 @@ class TrainingStep:
     ) -> None:
         self._args, self._loop, self._rank, self._trainer = args, loop, rank, trainer
         self._surroundings, self._samples, self._teller = surroundings, samples, teller
-        self._watch = watch
+        self.watch = watch
         surroundings.catch_up, surroundings.consumed = self.catch_up, self._consumed
         self._somebody_asks = False
         self._kinds: tuple[int, Mapping[str, int]] | None = None
@@ -86,7 +88,6 @@ class TrainingStep:
             self._somebody_asks = False
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a newcomer comes in")
-        self._watch.look(self._args.curr_iteration)
         self._losses, self._norm, self._skipped = [], None, False
         if self._trainer.idle:
             self._vote(_nothing)
@@ -99,11 +100,20 @@ class TrainingStep:
         return self._trainer.how_far.consumed if behind else counted
 
     def catch_up(self) -> None:
-        """Copy the state if it is time, and take the steps again that are over and not in it; before any section."""
-        copies, args = self._trainer.copies, self._args
+        """Have the state that the job has come to, and compare and copy it if it is time; before any section."""
+        copies = self._trainer.copies
         if copies is None:
+            self.watch.look(self._args.curr_iteration)
             return
+        if copies.state_of < copies.steps:  # it has just been put together, and compared
+            copies.begin()
+            self._take_again(copies)
+        self.watch.look(copies.steps)
         copies.begin()
+
+    def _take_again(self, copies: JobCopies) -> None:
+        """The steps that are over and not in the state."""
+        args = self._args
         while copies.state_of < copies.steps:
             before, self._again = self._surroundings.recall(), True
             try:
@@ -168,7 +178,7 @@ class TrainingStep:
             numbers[_SOMEBODY_ASKS] = 1
         copies, self._voted = self._trainer.copies, True
         if copies is not None:
-            numbers[_COPIES_THROUGH : _COPIES_OK + 1] = torch.tensor(copies.words())
+            numbers[_COPIES:_LOSSES] = torch.tensor(copies.words())
         if self._again:
             return self._loop.vote_again(functools.partial(self._heard_again, apply), numbers)
         return self._loop.vote(functools.partial(self._heard, apply), numbers)
@@ -188,8 +198,7 @@ class TrainingStep:
     def _heard_again(self, apply: Any, outcome: torch.Tensor) -> Any:
         copies, members = self._trainer.copies, dist.get_world_size()
         assert copies is not None, "steps are taken again by what is copied"
-        through, ok = (int(outcome[number]) == members for number in (_COPIES_THROUGH, _COPIES_OK))
-        copies.heard(through=through, ok=ok)
+        copies.heard([int(number) == members for number in outcome[_COPIES:_LOSSES]])
         return copies.stepped(apply)
 
     # ------------------------------------------------ what is told
