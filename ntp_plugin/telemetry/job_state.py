@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Iterable
 
-from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, Ended, Gone, Recovered
+from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, Corrupted, Ended, Gone, Recovered, Stuck
 from ntp_plugin.telemetry.record import Told
 
 
@@ -49,6 +49,14 @@ class JobState:
     """Spent in steps that count, recoveries within them left out."""
     ended: bool = False
     _recovering_s: float = 0.0
+    _corrupted: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+    """The steps after which replicas differed, and in what."""
+    _begun_pids: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Slot's number -> the newest process that has begun there."""
+    _lost_pids: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Slot's number -> the newest process that was lost there; 0 where that is not known."""
+    _stuck_in: int = -1
+    """The epoch in which all waited for each other."""
 
     @property
     def whole(self) -> bool:
@@ -62,7 +70,7 @@ class JobState:
         return min(1.0, self.useful_s / passed) if passed > 0 else 1.0
 
     def hear(self, told: Told) -> bool:
-        """One event; whether it says something that no other slot had said before."""
+        """One event; whether it says something that nobody else had said before."""
         self.heard_at, news = max(self.heard_at, told.at), True
         match told.event:
             case Began():
@@ -72,8 +80,9 @@ class JobState:
             case Recovered():
                 news = self._recovered(told.event)
             case Gone():
-                gone = [slot for slot, number in self.numbers.items() if number == told.event.number]
-                self._lose(gone)
+                news = self._gone(told.event)
+            case Stuck():
+                news, self._stuck_in = self._stuck_in != self.epoch, self.epoch
             case Copied():
                 self.copied_bytes[told.slot] = told.event.size
                 news, self.copied_step = told.event.step > self.copied_step, max(self.copied_step, told.event.step)
@@ -82,6 +91,10 @@ class JobState:
                     told.event.step > self.compared_step,
                     max(self.compared_step, told.event.step),
                 )
+            case Corrupted():
+                found = told.event.step, told.event.what
+                news = found not in self._corrupted
+                self._corrupted.add(found)
             case Ended():
                 news, self.ended = not self.ended, True
         return news
@@ -95,9 +108,17 @@ class JobState:
             self.widths = [[began.tp] * began.stages for _ in range(began.replicas)]
             self.micro_batches, self.began_at = began.micro_batches, told.at
         self.pids[told.slot], self.numbers[told.slot] = began.pid, began.number
+        self._begun_pids[began.number] = began.pid
         if not began.newcomer:
             self.slots[told.slot] = Slot.ALIVE
         return first
+
+    def _gone(self, gone: Gone) -> bool:
+        """Its own host tells which process it was; the other hosts, where they tell of it too, do not know."""
+        before = self._lost_pids.get(gone.number)
+        self._lost_pids[gone.number] = gone.pid or self._begun_pids.get(gone.number, 0)
+        self._lose([slot for slot, number in self.numbers.items() if number == gone.number])
+        return before != self._lost_pids[gone.number]
 
     def _lose(self, slots: Iterable[str]) -> None:
         """Nobody has their places, until somebody says that he begins there."""

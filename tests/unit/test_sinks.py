@@ -22,40 +22,44 @@ from ntp_plugin.telemetry.wandb_sink import told_to_workers
 from tests.unit.wandb_file import records
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
+BEGAN = Began(number=0, pid=100, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2])
+
+
+def recovered(epoch, *, lost, back, widths, micro_batches):
+    phases = {"agree": 0.01, "regroup": 0.02, "move": 0.03}
+    return Recovered(
+        epoch=epoch, seconds=0.06, lost=lost, back=back, widths=widths, micro_batches=micro_batches, phases=phases
+    )
 
 
 def tell_a_run(folder):
-    """Five steps of two replicas; one slot is lost in the third step, which two slots tell of twice."""
+    """Five steps of two replicas, told by all who are there; one slot is lost in the third step, a new process has its
+    place in the fourth, and two slots tell of the second step once more."""
     tellers = {slot: Teller(folder / "events.jsonl", slot) for slot in SLOTS}
     for number, slot in enumerate(SLOTS):
-        began = Began(number=number, pid=100 + number, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2])
-        tellers[slot].tell(began)
+        tellers[slot].tell(dataclasses.replace(BEGAN, number=number, pid=100 + number))
+
+    def all_tell(event, *, but=()):
+        for slot in SLOTS:
+            if slot not in but:
+                tellers[slot].tell(event)
+
     for step in range(1, 6):
+        away = ["r0.s0.t1"] if step == 3 else []
         if step == 3:
             gone = Gone(number=1, pid=101, kind="ended", reason="its process ended with code -9")
             Teller(folder / "events.jsonl", "host0").tell(gone)
-            tellers.pop("r0.s0.t1")
-        for teller in tellers.values():
-            if step == 3:
-                phases = {"agree": 0.01, "regroup": 0.02, "move": 0.03}
-                event = Recovered(
-                    epoch=1,
-                    seconds=0.06,
-                    lost=["r0.s0.t1"],
-                    back=[],
-                    widths=[[1], [2]],
-                    micro_batches=[1, 3],
-                    phases=phases,
-                )
-                teller.tell(event)
-            teller.tell(Committed(step=step, epoch=step // 3, seconds=0.1, losses={"lm loss": 5.0 - step}, samples=[]))
-        tellers["r0.s0.t0"].tell(Copied(step=step, size=1000, taken_s=0.0, seconds=0.0, far=1))
-    tellers["r0.s0.t0"].tell(Committed(step=2, epoch=1, seconds=0.1, losses={"lm loss": 3.0}, samples=[]))
-    for teller in tellers.values():
-        teller.tell(Compared(step=5, values=12, odd=1))
-    tellers["r0.s0.t0"].tell(
-        Corrupted(step=5, what="weight w", slots=["r0.s0.t0", "r1.s0.t0"], certain=False, healed=False)
-    )
+            all_tell(recovered(1, lost=away, back=[], widths=[[1], [2]], micro_batches=[1, 3]), but=away)
+        if step == 4:
+            tellers["r0.s0.t1"].tell(dataclasses.replace(BEGAN, number=1, pid=201, newcomer=True))
+            all_tell(recovered(2, lost=[], back=["r0.s0.t1"], widths=[[2], [2]], micro_batches=[2, 2]))
+        losses = {"lm loss": 5.0 - step}
+        all_tell(Committed(step=step, epoch=max(0, step - 2), seconds=0.1, losses=losses, samples=[]), but=away)
+        all_tell(Copied(step=step, size=1000, taken_s=0.0, seconds=0.0, far=1), but=away)
+    for slot in SLOTS[:2]:
+        tellers[slot].tell(Committed(step=2, epoch=1, seconds=0.1, losses={"lm loss": 3.0}, samples=[]))
+    all_tell(Compared(step=5, values=12, odd=1))
+    all_tell(Corrupted(step=5, what="weight w", slots=["r0.s0.t0", "r1.s0.t0"], certain=False, healed=False))
 
 
 def relayed(folder, *words, environment):
@@ -110,14 +114,14 @@ def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
     told = history(wandb_records[0])
     assert told["ntp/loss/lm_loss"] == [4.0, 3.0, 2.0, 1.0, 0.0], "one for each step, whoever tells of it, and again"
     assert told["ntp/step"] == sorted(told["ntp/step"])
-    assert told["ntp/width/r0"] == [2, 2, 1, 1, 1]
-    assert told["ntp/micro_batches/r1"] == [2, 2, 3, 3, 3]
-    assert told["ntp/epoch"] == [0, 0, 1, 1, 1]
+    assert told["ntp/width/r0"] == [2, 2, 1, 2, 2]
+    assert told["ntp/micro_batches/r1"] == [2, 2, 3, 2, 2]
+    assert told["ntp/epoch"] == [0, 0, 1, 2, 2]
     assert len(told["ntp/goodput"]) == len(told["ntp/step_s"]) == 5
-    assert told["ntp/recovery_s"] == [0.06]
-    assert told["ntp/recovery_s/regroup"] == [0.02]
+    assert told["ntp/recovery_s"] == [0.06] * 2
+    assert told["ntp/recovery_s/regroup"] == [0.02] * 2
     assert told["ntp/copies/lag_steps"] == [0] * 5
-    assert told["ntp/copies/bytes"] == [1000] * 5
+    assert told["ntp/copies/bytes"] == [1000] + [4000] * 4
     assert (told["ntp/digests/compared"], told["ntp/digests/odd"]) == ([12], [1]), "once, though all tell of it"
 
 
@@ -127,11 +131,12 @@ def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table
     assert [alert.title for alert in alerts] == [
         "ntp: slot 1 is lost",
         "ntp: the job goes on (lost: r0.s0.t1)",
+        "ntp: the job goes on (back: r0.s0.t1)",
         "ntp: replicas differ: r0.s0.t0, r1.s0.t0",
     ]
-    assert [alert.level for alert in alerts] == ["WARN", "WARN", "ERROR"]
+    assert [alert.level for alert in alerts] == ["WARN", "WARN", "WARN", "ERROR"]
     told = history(found)
-    assert (told["ntp/events/_type"], told["ntp/events/nrows"]) == (["table-file"], [3])
+    assert (told["ntp/events/_type"], told["ntp/events/nrows"]) == (["table-file"], [4])
 
 
 def test_workers_are_told_the_run_and_the_users_own_choice_stands():
@@ -220,9 +225,10 @@ def test_prometheus_finds_the_numbers_on_loopback_alone(tmp_path):
     assert relay.returncode == 0
     told = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     assert told["ntp_step"] == "5.0"
-    assert told['ntp_slots{state="lost"}'] == "1.0"
-    assert told['ntp_width{replica="r0"}'] == "1.0"
+    assert told['ntp_slots{state="back"}'] == "1.0"
+    assert told['ntp_width{replica="r0"}'] == "2.0"
     assert told['ntp_troubles_total{kind="Gone"}'] == "1.0"
+    assert told['ntp_troubles_total{kind="Corrupted"}'] == "1.0", "once, though all tell of it"
 
 
 @dataclasses.dataclass

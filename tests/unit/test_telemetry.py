@@ -7,7 +7,20 @@ import time
 
 import pytest
 
-from ntp_plugin.telemetry import Began, Committed, Ended, Follower, Gone, Recovered, Teller, Told, events_file, read_run
+from ntp_plugin.telemetry import (
+    Began,
+    Committed,
+    Corrupted,
+    Ended,
+    Follower,
+    Gone,
+    Recovered,
+    Stuck,
+    Teller,
+    Told,
+    events_file,
+    read_run,
+)
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
 EVENTS = [
@@ -193,3 +206,33 @@ def test_a_lost_slot_has_no_process_until_one_begins_there():
     assert not state.pids
     state.hear(Told(at=2.0, slot="r0.s0.t1", event=dataclasses.replace(began, pid=8, newcomer=True)))
     assert state.pids == {"r0.s0.t1": 8}
+
+
+def test_what_several_tell_of_is_news_once():
+    wrong = Corrupted(step=4, what="weight w", slots=["r0.s0.t0"], certain=True, healed=True)
+    _, news = heard(*((slot, wrong) for slot, _ in BEGAN), ("r0.s0.t0", dataclasses.replace(wrong, step=6)))
+    assert news == [True, False, False, False, True]
+    stuck = Stuck(waiting=4, seconds=30.0)
+    assert heard(("host0", stuck), ("host1", stuck))[1] == [True, False]
+    lost = Recovered(epoch=1, seconds=0.5, lost=[], back=[], widths=[[2], [2]], micro_batches=[4, 4])
+    assert heard(("host0", stuck), ("r0.s0.t0", lost), ("host0", stuck))[1] == [True] * 3, "again after a loss"
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_loss_is_news_once_though_several_hosts_tell_of_it_and_so_is_that_of_the_one_in_its_place(own):
+    gone = Gone(number=3, pid=0, kind="hung", reason="it has not moved for 30.0 s while others wait")
+    lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[4, 4])
+    began = BEGAN[3][1]
+    newcomer = dataclasses.replace(began, newcomer=True, pid=9)
+    first, second = (
+        [("host", dataclasses.replace(gone, pid=process.pid if host == own else 0)) for host in range(3)]
+        for process in (began, newcomer)
+    )
+    _, news = heard(*BEGAN, ("r0.s0.t0", lost), *first, ("r1.s0.t1", newcomer), *second)
+    assert news[5:] == [True, False, False, False, True, False, False]
+
+
+def test_a_process_that_dies_before_it_has_begun_is_news_too():
+    gone = [Gone(number=3, pid=pid, kind="ended", reason="code 1") for pid in (1, 8, 9)]
+    assert heard(*BEGAN, *(("host0", one) for one in gone))[1][4:] == [True] * 3
+    assert heard(*(("host0", one) for one in gone))[1] == [True] * 3
