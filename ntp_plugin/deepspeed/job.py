@@ -1,12 +1,12 @@
 """This process in a job that `ntp run` started: from its process group to its end."""
 
 import functools
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import apply_all
-from ntp_plugin.telemetry import Began, Ended, Teller
+from ntp_plugin.telemetry import Ended, Teller
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _SEED = "the seed of masks that do not depend on the rank"
@@ -83,6 +83,7 @@ class LiveJob:
         topology = place.topology(policy, tp=max(1, engine.autotp_size()))
         # What an export tells of is for those whom the job tells it to, and is no part of a run's record.
         record = policy.events or (place.events if place.export is None else None)
+        self._policy = policy
         self.engine, self.teller = engine, Teller(record, str(topology.slot_of(place.slot)))
         self.window = Window(
             engine,
@@ -142,17 +143,8 @@ class LiveJob:
             self.loop.driver = self.rank.drive(self.trainer)
             self._alone.over = True
             self.rank.watch()
-        self.teller.tell(
-            Began(
-                pid=os.getpid(),
-                number=place.slot,
-                newcomer=place.joining,
-                replicas=topology.dp,
-                stages=1,
-                tp=topology.tp,
-                micro_batches=[each] * topology.dp,
-            )
-        )
+        framework = {"deepspeed": deepspeed.__version__}
+        self.teller.tell(place.beginning(self._policy, topology, micro_batches=each, framework=framework))
 
     def end(self) -> None:
         """With all others, where there was something to train; else this process has never been a part of it."""

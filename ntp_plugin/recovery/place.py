@@ -2,13 +2,18 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import ntp_plugin
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.config.sections import Parallel, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.topology import Topology
+from ntp_plugin.telemetry import Began
 
 _TOLD_BY = "NTP_HEARTBEATS"
 
@@ -65,6 +70,24 @@ class Place:
         told = {name: value for name, value in said.items() if value is not None}
         return Topology.of(Parallel(tp=tp, pp=pp, dp=self.slots // (tp * pp), gpus_per_node=self.per_host, **told))
 
+    def beginning(
+        self, policy: TrainingPolicy, topology: Topology, *, micro_batches: int, framework: Mapping[str, str]
+    ) -> Began:
+        """What this process tells before its first step; `micro_batches` of each replica, and the framework's version
+        by its name."""
+        ours = {"ntp-plugin": ntp_plugin.__version__, "torch": torch.__version__}
+        return Began(
+            pid=os.getpid(),
+            number=self.slot,
+            newcomer=self.joining,
+            replicas=topology.dp,
+            stages=topology.pp,
+            tp=topology.tp,
+            micro_batches=[micro_batches] * topology.dp,
+            settings=dict(_in_words(dataclasses.asdict(policy))),
+            versions={**ours, **framework},
+        )
+
     @property
     def joining(self) -> bool:
         """Whether this process takes the place of one that was lost."""
@@ -108,3 +131,12 @@ def founding_occupant(slot: int, tenant: int = 0) -> str:
 def first_view(slots: int) -> View:
     """Everybody, as a job of so many slots is started."""
     return View(epoch=0, seats=tuple(Seat(slot=slot, occupant=founding_occupant(slot)) for slot in range(slots)))
+
+
+def _in_words(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """All that have a value."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", word) for inner, word in _in_words(value))
+        elif value not in (None, ()):
+            yield name, str(value)

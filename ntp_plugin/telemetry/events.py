@@ -17,6 +17,10 @@ class Began:
     tp: int
     micro_batches: list[int]
     """Of each replica, in a step; one that a replica runs in pieces is one."""
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The plugin's own, by their names in a file of settings."""
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Ours, torch's and the framework's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

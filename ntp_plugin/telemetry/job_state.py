@@ -30,6 +30,8 @@ class JobState:
     widths: list[list[int]] = dataclasses.field(default_factory=list)
     """Replica by replica, of each stage."""
     micro_batches: list[int] = dataclasses.field(default_factory=list)
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     step: int = 0
     epoch: int = 0
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -107,6 +109,7 @@ class JobState:
             self.slots = {f"r{r}.s{s}.t{t}": Slot.STARTING for r, s, t in places}
             self.widths = [[began.tp] * began.stages for _ in range(began.replicas)]
             self.micro_batches, self.began_at = began.micro_batches, told.at
+            self.settings, self.versions = began.settings, began.versions
         self.pids[told.slot], self.numbers[told.slot] = began.pid, began.number
         self._begun_pids[began.number] = began.pid
         if not began.newcomer:

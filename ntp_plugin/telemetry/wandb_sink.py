@@ -87,7 +87,8 @@ def _shared(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _config(job: JobState) -> dict[str, Any]:
-    return {"replicas": job.replicas, "stages": job.stages, "tp": job.tp, "micro_batches": job.micro_batches}
+    layout = {"replicas": job.replicas, "stages": job.stages, "tp": job.tp, "micro_batches": job.micro_batches}
+    return {**layout, "settings": job.settings, "versions": job.versions}
 
 
 def _numbers(told: Told, job: JobState) -> dict[str, float]:

@@ -7,22 +7,39 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
+import ntp_plugin
 from ntp_plugin.cli.main import main
+from ntp_plugin.config.sections import CopyPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.launch.telling import Telling
-from ntp_plugin.telemetry import Began, Committed, Compared, Copied, Corrupted, Follower, Gone, Recovered, Teller
+from ntp_plugin.recovery.place import Place
+from ntp_plugin.telemetry import Committed, Compared, Copied, Corrupted, Follower, Gone, Recovered, Teller
 from ntp_plugin.telemetry.relay import Relay
 from ntp_plugin.telemetry.wandb_sink import told_to_workers
 from tests.unit.wandb_file import records
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
-BEGAN = Began(number=0, pid=100, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2])
+TOLD_BY_NTP_RUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "run",
+    "NTP_HEARTBEATS": "/nowhere/heartbeats",
+    "NTP_BEAT_S": "0.02",
+    "NTP_HUNG_S": "30",
+}
+PLACE = Place.read(TOLD_BY_NTP_RUN)
+POLICY = TrainingPolicy(enabled=True, min_tp_width=1, copies=CopyPolicy(mode="near"))
+BEGAN = PLACE.beginning(POLICY, PLACE.topology(POLICY, tp=2), micro_batches=2, framework={"megatron-core": "0.19.2"})
 
 
 def recovered(epoch, *, lost, back, widths, micro_batches):
@@ -85,7 +102,8 @@ def wandb_records(tmp_path_factory):
     assert "wandb: " in said
     assert "failed" not in said
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    return records(path), environment["WANDB_RUN_ID"]
+    (table,) = path.parent.glob("files/media/table/ntp/*.table.json")
+    return records(path), environment["WANDB_RUN_ID"], json.loads(table.read_text())
 
 
 def history(found):
@@ -101,13 +119,18 @@ def history(found):
 
 
 def test_wandb_has_one_run_with_its_layout_as_its_configuration(wandb_records):
-    found, name = wandb_records
+    found, name, _ = wandb_records
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
     assert {run.run_id for run in runs} == {name}
     assert {run.project for run in runs} == {"some-project"}
     updates = [item for record in found if record.HasField("config") for item in record.config.update]
     layout = next(json.loads(item.value_json) for item in updates if (item.key or item.nested_key[0]) == "ntp")
+    settings, versions = layout.pop("settings"), layout.pop("versions")
     assert layout == {"replicas": 2, "stages": 1, "tp": 2, "micro_batches": [2, 2]}
+    asked = ("enabled", "min_tp_width", "copies.mode", "copies.count", "on_sdc")
+    assert [settings.get(name) for name in asked] == ["True", "1", "near", "1", "stop"]
+    assert not {"lost", "events", "copies.max_host_gb"} & set(settings), "what nobody has set, and has no default"
+    assert versions == {"ntp-plugin": ntp_plugin.__version__, "torch": torch.__version__, "megatron-core": "0.19.2"}
 
 
 def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
@@ -126,7 +149,7 @@ def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
 
 
 def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table_of_them(wandb_records):
-    found, _ = wandb_records
+    found, _, table = wandb_records
     alerts = [record.alert for record in found if record.WhichOneof("record_type") == "alert"]
     assert [alert.title for alert in alerts] == [
         "ntp: slot 1 is lost",
@@ -137,6 +160,17 @@ def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table
     assert [alert.level for alert in alerts] == ["WARN", "WARN", "WARN", "ERROR"]
     told = history(found)
     assert (told["ntp/events/_type"], told["ntp/events/nrows"]) == (["table-file"], [4])
+    assert table["columns"] == ["at", "step", "epoch", "event", "what"]
+    times = [row.pop(0) for row in table["data"]]
+    assert times == sorted(times)
+    assert time.time() - 600 < times[0] <= times[-1] <= time.time()
+    after = "after 0.06 s; widths {}; micro-batches {}"
+    assert table["data"] == [
+        [2, 0, "Gone", "slot 1 is lost: pid 101: its process ended with code -9"],
+        [2, 1, "Recovered", f"the job goes on (lost: r0.s0.t1): {after.format('1, 2', '1, 3')}"],
+        [3, 2, "Recovered", f"the job goes on (back: r0.s0.t1): {after.format('2, 2', '2, 2')}"],
+        [5, 2, "Corrupted", "replicas differ: r0.s0.t0, r1.s0.t0: weight w after step 5"],
+    ]
 
 
 def test_workers_are_told_the_run_and_the_users_own_choice_stands():

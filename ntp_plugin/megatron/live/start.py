@@ -8,12 +8,12 @@ the lost is let out with an error. It begins to beat with the first section, bec
 import contextlib
 import functools
 import logging
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import megatron.core
 import torch
 
 from ntp_plugin.config.sections import TrainingPolicy
@@ -33,7 +33,7 @@ from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import apply_all
-from ntp_plugin.telemetry import Began, Ended, Teller
+from ntp_plugin.telemetry import Ended, Teller
 
 _LOG = logging.getLogger(__name__)
 
@@ -169,16 +169,9 @@ class LiveJob:
 
     def _tell_the_beginning(self) -> None:
         each = self.args.global_batch_size // (self.args.micro_batch_size * self.topology.dp)
+        framework = {"megatron-core": megatron.core.__version__}
         self.teller.tell(
-            Began(
-                pid=os.getpid(),
-                number=self.rank.place.slot,
-                newcomer=self.rank.place.joining,
-                replicas=self.topology.dp,
-                stages=self.topology.pp,
-                tp=self.topology.tp,
-                micro_batches=[each] * self.topology.dp,
-            )
+            self.rank.place.beginning(self._policy, self.topology, micro_batches=each, framework=framework)
         )
 
     def end_sections(self) -> None:
