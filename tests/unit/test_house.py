@@ -1,7 +1,14 @@
 """The laws of the house that an import contract cannot see."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_OF_A_MERGE = re.compile(rb"^(?:<{7}|\|{7}|>{7}) |^={7}\r?$", re.MULTILINE)
 
 PURE = [
     "ntp_plugin",
@@ -32,3 +39,17 @@ def test_the_probe_notices_a_room_that_does():
     done = subprocess.run([sys.executable, "-c", PROBE, "torch"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "imported" in done.stderr
+
+
+def test_no_tracked_file_has_what_a_merge_has_left_undecided():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert [file for file in files if file.is_file() and _OF_A_MERGE.search(file.read_bytes())] == []
+
+
+@pytest.mark.parametrize("mark", ["<" * 7 + " HEAD", "|" * 7 + " base", "=" * 7, ">" * 7 + " theirs"])
+def test_each_mark_of_a_merge_is_noticed(mark):
+    assert _OF_A_MERGE.search(f"a line\n{mark}\nanother\n".encode())
+    assert not _OF_A_MERGE.search(f"a line\n  {mark}\n{mark[0]}{mark}\n".encode())
