@@ -32,9 +32,9 @@ _SILENT_S = 10.0
 class Screen:
     """Shows one job."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, console: Console | None = None) -> None:
         self._title = title
-        self._console = Console(highlight=False)
+        self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, refresh_per_second=8) if self._console.is_terminal else None
         self._news: deque[str] = deque(maxlen=_NEWS)
         self._said: set[str] = set()

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from ntp_plugin.chaos.attach import job_of
@@ -12,8 +13,10 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import Follower
 from ntp_plugin.telemetry.job_state import JobState
+from ntp_plugin.telemetry.whereabouts import here, is_alive
 
 _LOOK_S = 0.2
+_DEAD = 1
 
 
 def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
@@ -21,7 +24,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser = commands.add_parser(
         "status",
         help="watch a running job",
-        description="Show who is there, how wide and how far, until the job is over or Ctrl-C.",
+        description="Show who is there, how wide and how far, until the job is over or dead (code 1), or Ctrl-C.",
         allow_abbrev=False,
     )
     add_run(parser)
@@ -37,12 +40,31 @@ def run(said: Any) -> int:
         known = {name: value for name, value in dataclasses.asdict(job).items() if not name.startswith("_")}
         print(json.dumps({**known, "goodput": job.goodput, "whole": job.whole}))
         return 0
+    return follow(folder, Screen(str(folder)))
+
+
+def follow(folder: Path, shown: Screen) -> int:
+    """Until the job has told its end, or nobody is left who could."""
     state, follower = JobState(), Follower(folder)
-    with Screen(str(folder)) as screen:
+    with shown as screen:
         while not state.ended:
+            alone = _nobody_is_left(state)  # before what they told at last is read
             news = follower.news()
             for told in news:
                 state.hear(told)
             screen.show(state, news)
+            if alone and not news:
+                break
             time.sleep(_LOOK_S)
-    return 0
+    if not state.ended:
+        print(
+            f"ntp: nobody is left: no process that {folder} tells of is alive on this machine, and none has told the"
+            f" job's end; step {state.step} was the last. See ntp report, and ntp copies for what there is of it"
+        )
+    return 0 if state.ended else _DEAD
+
+
+def _nobody_is_left(job: JobState) -> bool:
+    """Of those who are told of; never where some are on another machine, of which nothing is known."""
+    on_this_one = bool(here()) and set(job.machines.values()) == {here()}
+    return on_this_one and not any(is_alive(pid) for pid in job.pids.values())

@@ -14,6 +14,7 @@ from ntp_plugin.config.sections import Parallel, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.telemetry import Began
+from ntp_plugin.telemetry.whereabouts import here
 
 _TOLD_BY = "NTP_HEARTBEATS"
 
@@ -78,6 +79,7 @@ class Place:
         ours = {"ntp-plugin": ntp_plugin.__version__, "torch": torch.__version__}
         return Began(
             pid=os.getpid(),
+            machine=here(),
             number=self.slot,
             newcomer=self.joining,
             replicas=topology.dp,

@@ -17,6 +17,8 @@ class Began:
     tp: int
     micro_batches: list[int]
     """Of each replica, in a step; one that a replica runs in pieces is one."""
+    machine: str = ""
+    """Where its pid is to be looked for (`whereabouts.py`)."""
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """The plugin's own, by their names in a file of settings."""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -26,6 +26,8 @@ class JobState:
     tp: int = 0
     slots: dict[str, Slot] = dataclasses.field(default_factory=dict)
     pids: dict[str, int] = dataclasses.field(default_factory=dict)
+    machines: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Slot -> where the newest process was that has begun there."""
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
     widths: list[list[int]] = dataclasses.field(default_factory=list)
     """Replica by replica, of each stage."""
@@ -111,6 +113,7 @@ class JobState:
             self.micro_batches, self.began_at = began.micro_batches, told.at
             self.settings, self.versions = began.settings, began.versions
         self.pids[told.slot], self.numbers[told.slot] = began.pid, began.number
+        self.machines[told.slot] = began.machine
         self._begun_pids[began.number] = began.pid
         if not began.newcomer:
             self.slots[told.slot] = Slot.ALIVE
