@@ -39,7 +39,7 @@ class PrometheusSink:
         host, port = self._server.server_address[:2]
         return f"http://{host}:{port}/metrics"
 
-    def hear(self, told: Told, job: JobState, *, news: bool) -> None:
+    def hear(self, told: Told, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
         """What the job is like now."""
         if news and isinstance(told.event, Gone | Corrupted | CopyTrouble | Stuck):
             self._troubles.labels(type(told.event).__name__).inc()

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +106,24 @@ class Follower:
         self.senseless = 0
         """Lines that were no events."""
 
-    def news(self) -> list[Told]:
-        """What was told since the last time; a line that is not whole yet is left for the next."""
-        files = sorted(self._path.glob("events*.jsonl")) if self._path.is_dir() else [self._path]
-        return [told for path in files if path.exists() for told in self._news_of(path)]
+    @property
+    def position(self) -> dict[str, int]:
+        """File -> how far it is read, for whoever reads on in this one's place."""
+        return {path.name: read for path, read in self._read.items()}
 
-    def _news_of(self, path: Path) -> list[Told]:
+    def news(self, *, until: Mapping[str, int] | None = None) -> list[Told]:
+        """What was told since the last time; a line that is not whole yet is left for the next. `until`: no more than
+        somebody has read whose position it was."""
+        files = sorted(self._path.glob("events*.jsonl")) if self._path.is_dir() else [self._path]
+        ends = {path: None if until is None else until.get(path.name, 0) for path in files}
+        return [told for path in files if path.exists() for told in self._news_of(path, ends[path])]
+
+    def _news_of(self, path: Path, end: int | None) -> list[Told]:
+        begin = self._read.get(path, 0)
         with path.open("rb") as file:
-            file.seek(self._read.get(path, 0))
-            whole = file.read().rpartition(b"\n")[0]
-        self._read[path] = self._read.get(path, 0) + len(whole) + bool(whole)
+            file.seek(begin)
+            whole = file.read(-1 if end is None else max(0, end - begin)).rpartition(b"\n")[0]
+        self._read[path] = begin + len(whole) + bool(whole)
         told = [_told(line) for line in whole.splitlines()]
         self.senseless += told.count(None)
         return [one for one in told if one is not None]

@@ -6,15 +6,20 @@
 until now, and closes the sinks. It is a process because who watches over workers must not wait for a sink, nor share
 Python's lock with one. A sink may fail: its server is away, its disk is full. Then that is said in one line, and it is
 left out from there on; neither the other sinks nor the job see anything of it.
+
+How far it has come is in the folder of the run. Where its host is lost, the machine that takes the place starts another
+one, which hears all from the beginning, to know what the job is like, and tells only what is behind that.
 """
 
 import argparse
+import contextlib
 import functools
+import json
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +34,9 @@ EVERY_S = 0.5
 class Sink(Protocol):
     """Whoever wants to hear of a job."""
 
-    def hear(self, told: Told, job: JobState, *, news: bool) -> None:
-        """One event, and what the job is like after it. `news`: no other slot had said the same before."""
+    def hear(self, told: Told, job: JobState, *, news: bool, again: bool) -> None:
+        """One event, and what the job is like after it. `news`: nobody else had said the same before. `again`: another
+        relay has handed it over already."""
 
     def close(self) -> None:
         """The job is over, or will not be followed any more."""
@@ -39,16 +45,26 @@ class Sink(Protocol):
 class Relay:
     """From one record to some sinks."""
 
-    def __init__(self, follower: Follower, sinks: Sequence[Sink], *, said: Callable[[str], None]) -> None:
-        self._follower, self._sinks, self._said = follower, list(sinks), said
-        self._job = JobState()
+    def __init__(
+        self, follower: Follower, sinks: Sequence[Sink], *, come_to: Path, said: Callable[[str], None]
+    ) -> None:
+        """`come_to`: the file for how far it has come."""
+        self._follower, self._sinks, self._said, self._come_to = follower, list(sinks), said, come_to
+        self._job, self._all_hear = JobState(), True
+        self._hand_over(follower.news(until=_read_position(come_to)), again=True)
 
     def hand_over(self) -> None:
         """What was told since the last time."""
-        for told in self._follower.news():
-            news = self._job.hear(told)
+        news = self._follower.news()
+        self._hand_over(news, again=False)
+        if news and self._all_hear:
+            _write_position(self._come_to, self._follower.position)
+
+    def _hand_over(self, news: Sequence[Told], *, again: bool) -> None:
+        for told in news:
+            new = self._job.hear(told)
             for sink in tuple(self._sinks):
-                self._guarded(sink, functools.partial(sink.hear, told, self._job, news=news))
+                self._guarded(sink, functools.partial(sink.hear, told, self._job, news=new, again=again))
 
     def close(self) -> None:
         """All sinks."""
@@ -62,7 +78,24 @@ class Relay:
             work()
         except Exception as error:  # whatever a sink's library raises; the training goes on without the sink
             self._sinks.remove(sink)
+            self._all_hear = False  # so that another one begins with what this sink has missed
             self._said(f"{type(sink).__name__} failed and hears no more of this job: {type(error).__name__}: {error}")
+
+
+def _read_position(file: Path) -> dict[str, int]:
+    """Empty where nobody was here before."""
+    try:
+        return {str(name): max(0, int(read)) for name, read in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write_position(file: Path, position: Mapping[str, int]) -> None:
+    """At once, or not at all: who reads it comes after this process has died."""
+    whole = file.with_suffix(".new")
+    with contextlib.suppress(OSError):  # of a full disk the record itself tells
+        whole.write_text(json.dumps(position))
+        whole.replace(file)
 
 
 def main(words: Sequence[str]) -> None:
@@ -78,7 +111,7 @@ def main(words: Sequence[str]) -> None:
         sinks.append(PrometheusSink(asked.prometheus))
     if asked.wandb:
         sinks.append(WandbSink(asked.wandb, asked.folder, os.environ, said=_say))
-    relay = Relay(Follower(asked.folder), sinks, said=_say)
+    relay = Relay(Follower(asked.folder), sinks, come_to=asked.folder / "handed-over.json", said=_say)
     relay.hand_over()
     for page in sinks:
         if isinstance(page, PrometheusSink):

@@ -55,9 +55,15 @@ class WandbSink:
         self._run.define_metric("ntp/*", step_metric="ntp/step")
         self._said(f"wandb: {self._run.url or f'offline, in {self._run.dir}; wandb sync sends it'}")
 
-    def hear(self, told: Told, job: JobState, *, news: bool) -> None:
-        """Numbers of what is new, an alert and a row of the table for what somebody should hear of."""
+    def hear(self, told: Told, job: JobState, *, news: bool, again: bool) -> None:
+        """Numbers of what is new, an alert and a row of the table for what somebody should hear of. What the run has
+        already is for the table alone, which is told whole at the end."""
         if not news:
+            return
+        words = in_words(told)
+        if words is not None:
+            self._rows.append((told.at, job.step, job.epoch, type(told.event).__name__, ": ".join(words)))
+        if again:
             return
         if self._run is None:
             self._open()
@@ -66,9 +72,7 @@ class WandbSink:
         numbers = _numbers(told, job)
         if numbers:
             self._run.log({"ntp/step": job.step, **numbers})
-        words = in_words(told)
         if words is not None:
-            self._rows.append((told.at, job.step, job.epoch, type(told.event).__name__, ": ".join(words)))
             rest_s = _REST_S if isinstance(told.event, CopyTrouble | Restored) else 0
             self._run.alert(f"ntp: {words[0]}", words[1], level=_level(self._wandb, told), wait_duration=rest_s)
 

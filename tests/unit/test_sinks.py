@@ -52,6 +52,7 @@ def recovered(epoch, *, lost, back, widths, micro_batches):
 def tell_a_run(folder):
     """Five steps of two replicas, told by all who are there; one slot is lost in the third step, a new process has its
     place in the fourth, and two slots tell of the second step once more."""
+    folder.mkdir(exist_ok=True)
     tellers = {slot: Teller(folder / "events.jsonl", slot) for slot in SLOTS}
     for number, slot in enumerate(SLOTS):
         tellers[slot].tell(dataclasses.replace(BEGAN, number=number, pid=100 + number))
@@ -173,6 +174,28 @@ def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table
     ]
 
 
+def test_the_relay_of_a_machine_in_the_first_hosts_place_goes_on_behind_what_was_told(tmp_path):
+    tell_a_run(tmp_path / "whole")
+    lines = (tmp_path / "whole" / "events.jsonl").read_bytes().splitlines(keepends=True)
+    until = next(number for number, line in enumerate(lines) if b'"step": 4' in line)
+    environment = {"WANDB_MODE": "offline", **told_to_workers({}, str)}
+    histories, alerts, tables = [], [], []
+    for part in (lines[:until], lines[until:]):
+        with (tmp_path / "events.jsonl").open("ab") as record:
+            record.writelines(part)
+        relayed(tmp_path, "--wandb", "some-project", environment=environment)
+        path = max(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+        found = records(path)
+        histories.append(history(found))
+        alerts.append([record.alert.title for record in found if record.WhichOneof("record_type") == "alert"])
+        (table,) = path.parent.glob("files/media/table/ntp/*.table.json")
+        tables.append([row[3] for row in json.loads(table.read_text())["data"]])
+    assert [told["ntp/loss/lm_loss"] for told in histories] == [[4.0, 3.0, 2.0], [1.0, 0.0]]
+    assert min(histories[1]["ntp/step"]) >= max(histories[0]["ntp/step"])
+    assert [len(titles) for titles in alerts] == [3, 1]
+    assert tables == [["Gone", "Recovered", "Recovered"], ["Gone", "Recovered", "Recovered", "Corrupted"]]
+
+
 def test_workers_are_told_the_run_and_the_users_own_choice_stands():
     ours = told_to_workers({}, str)
     assert ours["WANDB_RESUME"] == "allow"
@@ -285,10 +308,12 @@ class Working:
     """One that hears everything."""
 
     heard: int = 0
+    again: int = 0
     closed: bool = False
 
-    def hear(self, *_, **__):
+    def hear(self, *_, again, **__):
         self.heard += 1
+        self.again += again
 
     def close(self):
         self.closed = True
@@ -297,12 +322,35 @@ class Working:
 def test_a_sink_that_fails_is_left_out_and_the_others_hear_on(tmp_path):
     tell_a_run(tmp_path)
     broken, working, said = Broken(), Working(), []
-    relay = Relay(Follower(tmp_path), [broken, working], said=said.append)
+    relay = Relay(Follower(tmp_path), [broken, working], come_to=tmp_path / "come-to", said=said.append)
     relay.hand_over()
     relay.close()
     assert (broken.heard, working.closed) == (3, True)
     assert working.heard == len(Follower(tmp_path).news())
     assert said == ["Broken failed and hears no more of this job: ConnectionError: the server is away"]
+
+
+@pytest.mark.parametrize(
+    ("left", "again"), [(None, 18), ("", 0), ("[]", 0), ('{"events.jsonl": "x"}', 0), ('{"other.jsonl": 9}', 0)]
+)
+def test_a_relay_that_was_killed_has_left_how_far_it_has_come(tmp_path, left, again):
+    tell_a_run(tmp_path)
+    lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines[:18]) + lines[18][:9])
+    come_to, sinks = tmp_path / "handed-over.json", [Working(), Working()]
+    Relay(Follower(tmp_path), sinks[:1], come_to=come_to, said=print).hand_over()
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
+    if left is not None:
+        come_to.write_text(left)
+    Relay(Follower(tmp_path), sinks[1:], come_to=come_to, said=print).hand_over()
+    assert [(sink.heard, sink.again) for sink in sinks] == [(18, 0), (len(lines), again)]
+
+
+def test_what_a_sink_has_missed_when_it_failed_is_not_taken_for_told(tmp_path):
+    tell_a_run(tmp_path)
+    come_to = tmp_path / "handed-over.json"
+    Relay(Follower(tmp_path), [Broken()], come_to=come_to, said=print).hand_over()
+    assert not come_to.exists()
 
 
 @pytest.mark.parametrize(
