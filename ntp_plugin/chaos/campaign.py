@@ -16,7 +16,7 @@ from ntp_plugin.chaos.hosting import started
 from ntp_plugin.chaos.recipe import JobSpec, Recipe
 from ntp_plugin.chaos.schedule import Schedule
 from ntp_plugin.chaos.striker import Striker, is_worker, send
-from ntp_plugin.chaos.strikes import Strike
+from ntp_plugin.chaos.strikes import Asked
 from ntp_plugin.chaos.verdict import End, Expected, Verdict, judge
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.telemetry import Follower, read_run
@@ -40,7 +40,7 @@ class Ran:
     folder: Path
     end: End
     history: History
-    strikes: list[Strike]
+    asked: Asked
 
     @property
     def log(self) -> Path:
@@ -95,14 +95,14 @@ def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
         how = "was not over in time" if twin.end.hung else f"ended with code {twin.end.code}"
         raise Refused(f"the twin, which nobody has broken, {how}", way_out=f"see {twin.log}")
     calm = None if twin is None else twin.history
-    return judge(broken.strikes, broken.history, calm, broken.end, expected)
+    return judge(broken.asked, broken.history, calm, broken.end, expected)
 
 
 def _ran_before(folder: Path) -> Ran:
     history = History.of(read_run(folder))
     if not history.ended:
         raise ConfigError(f"{folder} holds no run that came to its end", way_out="name the twin/ of another campaign")
-    return Ran(folder=folder, end=End(code=0), history=history, strikes=[])
+    return Ran(folder=folder, end=End(code=0), history=history, asked=Asked())
 
 
 # ---------------------------------------------------------------- one run
@@ -135,7 +135,7 @@ def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> 
         folder=folder,
         end=End(code=code, hung=not over, left=left),
         history=whole,
-        strikes=[] if striker is None else striker.ordered,
+        asked=Asked() if striker is None else striker.asked(state),
     )
 
 

@@ -65,6 +65,7 @@ class FaultSpec:
     at_s: float | None = key(None, help="so many seconds after training has begun", at_least=0.0)
     epoch: int | None = key(None, help="in the recovery that leads to this epoch", at_least=1)
     seconds: float = key(0.0, help="how long, or how much", at_least=-1e9, at_most=1e9)
+    may_miss: bool = key(False, help="it is no failure where it never strikes")
 
     def __post_init__(self) -> None:
         if self.slot != ANY and not _SLOT.fullmatch(self.slot):
@@ -129,6 +130,7 @@ class TraceSpec:
     from_day: float = key(0.0, help="what began before is left out", at_least=0.0)
     count: int = key(20, help="so many of them at most", at_least=1, at_most=1_000_000)
     what: str = key("sigkill", help="what breaks", choices=tuple(KINDS))
+    may_miss: bool = key(False, help="it is no failure where some of them never strike")
 
     def faults(self, beside: Path) -> tuple[FaultSpec, ...]:
         """One for each outage."""
@@ -136,7 +138,7 @@ class TraceSpec:
             return ()
         found = [one for one in read_trace(beside / self.file) if one.start_s >= self.from_day * DAY_S][: self.count]
         days = [one.start_s / DAY_S - self.from_day for one in found]
-        return tuple(FaultSpec(what=self.what, at_s=day * self.seconds_per_day) for day in days)
+        return tuple(FaultSpec(what=self.what, at_s=day * self.seconds_per_day, may_miss=self.may_miss) for day in days)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

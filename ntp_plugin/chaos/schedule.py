@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Sequence, Set
 
 from ntp_plugin.chaos.recipe import ANY, FaultSpec, Recipe
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, STORE, SUPERVISOR, Strike
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, STORE, SUPERVISOR, Asked, Strike, Unordered
 from ntp_plugin.recovery.moments import OF_WALKS
 from ntp_plugin.telemetry.job_state import JobState, Slot
 
 _AHEAD = 2
 """So many steps before its own a strike is ordered whose slot is drawn."""
+_BEFORE = "-before"
 type _Card = tuple[str, str]
 """What breaks, and during which moment."""
 
@@ -65,6 +66,23 @@ class Schedule:
         self._waiting = waiting
         return strikes + self._drawn_now(job, unsettled=bool(pending or strikes))
 
+    def has_drawn(self, strike: Strike) -> bool:
+        """Or the kill that comes with one that was drawn."""
+        return strike.name.removesuffix(_BEFORE) in self._dealt
+
+    def asked(self, job: JobState, *, seconds: float, ordered: Sequence[Strike]) -> Asked:
+        """All of the recipe, by what the job has told until its end."""
+        left = (
+            Unordered(strike=_strike(name, fault, fault.slot), why=_why_it_waits(fault, job, seconds))
+            for name, fault in self._waiting
+        )
+        return Asked(
+            strikes=tuple(ordered),
+            unordered=tuple(left),
+            drawn=tuple(name for name in self._dealt if name not in self._missed),
+            to_be_drawn=self._random.count,
+        )
+
     # ------------------------------------------------ what is drawn
 
     def _drawn_now(self, job: JobState, *, unsettled: bool) -> list[Strike]:
@@ -98,7 +116,7 @@ class Schedule:
             return [Strike(name=name, what=what, slot=slot, during=during, step=soon, seconds=seconds)]
         first = self._dice.choice(others)
         return [
-            Strike(name=f"{name}-before", what="kill", slot=first, during="forward", step=soon),
+            Strike(name=f"{name}{_BEFORE}", what="kill", slot=first, during="forward", step=soon),
             Strike(name=name, what=what, slot=slot, during=during, epoch=job.epoch + 1, seconds=seconds),
         ]
 
@@ -168,6 +186,17 @@ def _is_due(fault: FaultSpec, job: JobState, seconds: float) -> bool:
     return fault.at_step is None or job.step >= fault.at_step - ahead
 
 
+def _why_it_waits(fault: FaultSpec, job: JobState, seconds: float) -> str:
+    if not job.slots:
+        return "training never began"
+    if not _is_due(fault, job, seconds):
+        when = f"{fault.at_s:g} s after training began" if fault.at_s is not None else f"step {fault.at_step}"
+        return f"it was for {when}, and the job was over after {seconds:.1f} s, in step {job.step}"
+    if fault.slot == ANY and not survivable(job):
+        return "in the end nobody could be spared: without any other slot the job could not have gone on"
+    return f"the job was over, after {seconds:.1f} s, before it could be ordered"
+
+
 def _strike(name: str, fault: FaultSpec, slot: str) -> Strike:
     inside = fault.what in BY_ITS_OWN_HAND
     return Strike(
@@ -178,4 +207,5 @@ def _strike(name: str, fault: FaultSpec, slot: str) -> Strike:
         step=fault.at_step if inside else None,
         epoch=fault.epoch if fault.during in OF_WALKS else None,
         seconds=fault.seconds,
+        may_miss=fault.may_miss,
     )

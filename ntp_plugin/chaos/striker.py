@@ -11,7 +11,16 @@ from pathlib import Path
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.hosting import Running
 from ntp_plugin.chaos.schedule import Schedule
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, STORE, SUPERVISOR, Orders, Strike, orders_file
+from ntp_plugin.chaos.strikes import (
+    BY_ITS_OWN_HAND,
+    LEAVES_THE_JOB,
+    STORE,
+    SUPERVISOR,
+    Asked,
+    Orders,
+    Strike,
+    orders_file,
+)
 from ntp_plugin.telemetry import Struck, Teller, events_file
 from ntp_plugin.telemetry.job_state import JobState
 
@@ -43,12 +52,15 @@ class Striker:
                 undo()
         self._missed |= {strike.name for strike in self.ordered if self._misses(strike, job, history)}
         pending = [strike.slot for strike in self.ordered if not self._is_over(strike, history)]
-        seconds = job.heard_at - job.began_at
-        for strike in self._schedule.next(job, seconds=seconds, pending=pending, missed=self._missed):
+        for strike in self._schedule.next(job, seconds=_seconds(job), pending=pending, missed=self._missed):
             self._order(strike)
             self._ordered_in[strike.name] = job.step
             if strike.what not in BY_ITS_OWN_HAND:
                 self._from_outside(strike, job, running)
+
+    def asked(self, job: JobState) -> Asked:
+        """Now that the job is over."""
+        return self._schedule.asked(job, seconds=_seconds(job), ordered=self.ordered)
 
     def _is_over(self, strike: Strike, history: History) -> bool:
         return strike.name in self._missed or _is_settled(strike, history)
@@ -57,7 +69,7 @@ class Striker:
         """Whether its slot has not come to that moment. Then it shall not strike later, beside another one."""
         passed = job.step - self._ordered_in.get(strike.name, job.step)
         has_struck = any(said.event.strike == strike.name for said in history.struck)
-        may_miss = strike.may_miss and strike.name not in self._missed
+        may_miss = self._schedule.has_drawn(strike) and strike.name not in self._missed
         return may_miss and not has_struck and passed >= _MISSED and self._orders.take_back(strike)
 
     def _order(self, strike: Strike) -> None:
@@ -80,6 +92,11 @@ class Striker:
             undo = running.strike(strike, pid)
         if undo is not None:
             self._undoing.append((time.monotonic() + strike.seconds, undo))
+
+
+def _seconds(job: JobState) -> float:
+    """Since training began."""
+    return job.heard_at - job.began_at
 
 
 def _is_settled(strike: Strike, history: History) -> bool:

@@ -84,6 +84,26 @@ class Strike:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Unordered:
+    """A strike that still waited when the job was over, and why."""
+
+    strike: Strike
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """All that a recipe has asked for, when its job is over."""
+
+    strikes: tuple[Strike, ...] = ()
+    """That were ordered."""
+    unordered: tuple[Unordered, ...] = ()
+    drawn: tuple[str, ...] = ()
+    """The names of those among the strikes that are not the recipe's own; without those that others were drawn for."""
+    to_be_drawn: int = 0
+
+
 class Orders:
     """The file, as the one who gives them has it."""
 

@@ -7,11 +7,11 @@ numbers, samples twice, and steps that are missing can be noticed.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ntp_plugin.chaos import weights
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.strikes import LEAVES_THE_JOB, Strike
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, Asked, Strike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +44,21 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """Of the faults that were to be drawn."""
+
+    of: int
+    drawn: int
+    struck: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """On one campaign."""
 
     outcomes: tuple[Outcome, ...]
     checks: tuple[Check, ...]
+    drawn: Drawn | None = None
     efficiency: float
     """Of the steps that were begun, the part that counts: each recovery has one begun anew."""
 
@@ -84,13 +94,15 @@ class End:
     """Processes that were still there, and had to be ended."""
 
 
-def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: End, expected: Expected) -> Verdict:
+def judge(asked: Asked, run: History, twin: History | None, end: End, expected: Expected) -> Verdict:
     """By the records of a run and of its twin."""
-    outcomes = tuple(_outcome(strike, run, goes_on=not expected.code) for strike in strikes)
+    outcomes = tuple(_outcome(strike, run, goes_on=not expected.code) for strike in asked.strikes)
+    outcomes += tuple(_never_struck(left.strike, left.why) for left in asked.unordered)
+    drawn = _drawn(asked, run)
     checks = [_ended(end, expected), _nobody_left(end), _samples(run, twin)]
     if not expected.code:
         checks.append(_steps(run, twin))
-        if not any(strike.what in LEAVES_THE_JOB for strike in strikes):
+        if not any(strike.what in LEAVES_THE_JOB for strike in asked.strikes):
             checks.append(_nobody_lost(run))
     if twin is not None:
         checks.append(_losses(run, twin, expected.bound))
@@ -101,7 +113,9 @@ def judge(strikes: Sequence[Strike], run: History, twin: History | None, end: En
         checks.append(_returns(run, expected.returns))
     if expected.troubles:
         checks.append(_troubles(run, expected.troubles))
-    return Verdict(outcomes=outcomes, checks=tuple(checks), efficiency=_efficiency(run))
+    if drawn is not None:
+        checks.append(_some_struck(drawn))
+    return Verdict(outcomes=outcomes, checks=tuple(checks), drawn=drawn, efficiency=_efficiency(run))
 
 
 def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
@@ -129,19 +143,7 @@ def _efficiency(run: History) -> float:
 def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
     said = next((said for said in run.struck if said.event.strike == strike.name), None)
     if said is None:
-        return Outcome(
-            name=strike.name,
-            what=strike.what,
-            slot=strike.slot,
-            moment=strike.during,
-            step=0,
-            struck_at=0.0,
-            detected_s=None,
-            recovered_s=None,
-            steps_again=0,
-            phases={},
-            problem="" if strike.may_miss else _why_it_never_struck(strike, run),
-        )
+        return _never_struck(strike, _why_it_never_struck(strike, run))
     leaves = strike.what in LEAVES_THE_JOB
     epoch = _epoch_without(run, strike.slot, said.at) if leaves else None
     recovered = _next_step(run, said.at, epoch) if (epoch is not None or not leaves) else None
@@ -164,10 +166,27 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
     )
 
 
+def _never_struck(strike: Strike, why: str) -> Outcome:
+    return Outcome(
+        name=strike.name,
+        what=strike.what,
+        slot=strike.slot,
+        moment=strike.during,
+        step=0,
+        struck_at=0.0,
+        detected_s=None,
+        recovered_s=None,
+        steps_again=0,
+        phases={},
+        problem="" if strike.may_miss else f"it never struck: {why}",
+    )
+
+
 def _why_it_never_struck(strike: Strike, run: History) -> str:
     if strike.slot in run.slots or not run.slots:
-        return "it never struck: the slot did not come to that moment"
-    return f"it never struck: this job has no such slot, but {', '.join(run.slots[:8])}{', ...' * (len(run.slots) > 8)}"
+        inside = strike.what in BY_ITS_OWN_HAND
+        return "the slot did not come to that moment" if inside else "nobody had the slot then"
+    return f"this job has no such slot, but {', '.join(run.slots[:8])}{', ...' * (len(run.slots) > 8)}"
 
 
 def _detected(run: History, slot: str, at: float) -> float | None:
@@ -275,6 +294,19 @@ def _returns(run: History, wanted: int) -> Check:
     epochs = (next(iter(slots.values())) for _, slots in sorted(run.recoveries.items()))
     back = [slot for said in epochs for slot in said.event.back]
     return Check(what=f"{wanted} came back", found=", ".join(back) or "nobody did", holds=len(back) >= wanted)
+
+
+def _drawn(asked: Asked, run: History) -> Drawn | None:
+    if not asked.to_be_drawn:
+        return None
+    struck = {said.event.strike for said in run.struck}
+    return Drawn(of=asked.to_be_drawn, drawn=len(asked.drawn), struck=len(struck & {*asked.drawn}))
+
+
+def _some_struck(drawn: Drawn) -> Check:
+    """A job may end, or have nobody to spare, before all are drawn."""
+    found = f"{drawn.drawn} of {drawn.of} were drawn, and {drawn.struck} of these struck"
+    return Check(what="faults were drawn", found=found, holds=drawn.struck > 0)
 
 
 def _troubles(run: History, wanted: int) -> Check:

@@ -135,7 +135,7 @@ def _print(campaign: Campaign, page: Path) -> None:
             when if outcome.step or outcome.moment else "",
             _seconds(outcome.detected_s),
             _seconds(outcome.recovered_s),
-            outcome.problem or ("ok" if outcome.struck_at else "missed"),
+            outcome.problem or ("ok" if outcome.struck_at else "never struck"),
             style="bright_red" if outcome.problem else "",
         )
     console.print(table)

@@ -1,6 +1,7 @@
 """The report on a campaign: whole, by itself, and right in a browser."""
 
 import dataclasses
+import json
 import shutil
 import struct
 import subprocess
@@ -9,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ntp_plugin.chaos.page import Report, write_page
-from ntp_plugin.chaos.strikes import Strike
+from ntp_plugin.chaos.strikes import Asked, Strike, Unordered
 from ntp_plugin.chaos.verdict import End, Expected, judge, look_over
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Teller
@@ -26,7 +27,7 @@ def report(tmp_path):
     for one in told(killed_in=3, back_in=5):
         Teller(record / "events.jsonl", one.slot).tell(one.event)
     run = history(killed_in=3, back_in=5)
-    found = judge([STRIKE], run, history(), End(code=0), FINE)
+    found = judge(Asked(strikes=(STRIKE,)), run, history(), End(code=0), FINE)
     return Report(
         title="<a recipe>", record=record, run=run, twin=history(), verdict=found, bound=1e-12, command="ntp chaos a&b"
     )
@@ -52,11 +53,28 @@ def test_its_pictures_are_one_sheet_as_well(report, tmp_path):
 
 
 def test_the_page_says_what_is_wrong(report, tmp_path):
-    broken = judge([STRIKE], history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
+    broken = judge(Asked(strikes=(STRIKE,)), history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=broken), tmp_path).read_text()
     assert "Something is not as it should be" in page
     assert "✗ no" in page
     assert "✗ no" not in write_page(report, tmp_path).read_text()
+
+
+def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
+    left = Unordered(strike=Strike(name="2", what="sigkill", slot="any"), why="the job was over")
+    asked = Asked(strikes=(STRIKE,), unordered=(left,), drawn=("1",), to_be_drawn=12)
+    found = judge(asked, report.run, history(), End(code=0), FINE)
+    page = write_page(dataclasses.replace(report, verdict=found), tmp_path).read_text()
+    assert "1 of 2 strikes struck" in page
+    assert "it never struck: the job was over" in page
+    assert "1 of 12 were drawn" in page
+    told_to_a_machine = json.loads((tmp_path / "verdict.json").read_text())
+    assert told_to_a_machine["holds"] is False
+    assert told_to_a_machine["drawn"] == {"of": 12, "drawn": 1, "struck": 1}
+    assert [(strike["name"], strike["struck_at"] > 0) for strike in told_to_a_machine["strikes"]] == [
+        ("1", True),
+        ("2", False),
+    ]
 
 
 def browsed(folder, *words):

@@ -49,6 +49,14 @@ def test_outages_of_a_trace_strike_when_they_were(tmp_path):
     assert [(fault.what, fault.at_s) for fault in read_recipe(path).faults] == [("sigkill", 1.0), ("sigkill", 4.0)]
 
 
+def test_faults_and_outages_may_miss_where_a_recipe_says_so(tmp_path):
+    (tmp_path / "trace.csv").write_text("domain,start,end\nb,3,4\n")
+    path = written(
+        tmp_path, JOB + FAULT + "may_miss = true\n" + FAULT + "[trace]\nfile = 'trace.csv'\nmay_miss = true\n"
+    )
+    assert [fault.may_miss for fault in read_recipe(path).faults] == [True, False, True]
+
+
 def test_kinds_are_drawn_with_their_moments_where_pairs_are_said(tmp_path):
     path = written(tmp_path, JOB + "[random]\ncount = 3\npairs = ['kill at vote', 'hang at stand on', 'sigkill']\n")
     assert read_recipe(path).random.deck() == [("kill", "vote"), ("hang", "stand on"), ("sigkill", "")]

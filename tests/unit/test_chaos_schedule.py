@@ -71,6 +71,50 @@ def test_a_strike_that_was_drawn_and_missed_does_not_come_later_beside_the_next(
     assert struck == [due]
 
 
+WAITING = (
+    FaultSpec(what="sigkill", at_s=9.0),
+    FaultSpec(what="kill", during="vote", at_step=80, may_miss=True),
+    FaultSpec(what="sigkill", at_s=2.0),
+    FaultSpec(what="kill", slot="r0.s0.t1", during="vote", at_step=80),
+)
+
+
+def test_what_still_waits_in_the_end_is_known_with_its_reason(tmp_path):
+    striker = Striker(tmp_path, Schedule(recipe(*WAITING)))
+    over = job(step=5, lost=("r0.s0.t0", "r0.s0.t1"))
+    over.heard_at = 3.0
+    striker.strike(over, History(), running=None)
+    asked = striker.asked(over)
+    assert [strike.name for strike in asked.strikes] == ["4"], "a slot and a moment are ordered at once"
+    assert [(left.strike.name, left.strike.slot, left.strike.may_miss, left.why) for left in asked.unordered] == [
+        ("1", "any", False, "it was for 9 s after training began, and the job was over after 3.0 s, in step 5"),
+        ("2", "any", True, "it was for step 80, and the job was over after 3.0 s, in step 5"),
+        ("3", "any", False, "in the end nobody could be spared: without any other slot the job could not have gone on"),
+    ]
+
+
+def test_a_job_that_never_began_is_the_reason_why_nothing_struck():
+    (left,) = Schedule(recipe(FaultSpec(what="sigkill"))).asked(JobState(), seconds=0.0, ordered=[]).unordered
+    assert left.why == "training never began"
+
+
+def test_so_many_were_drawn_of_those_that_were_to_be():
+    found, schedule = drawn(1, steps=14)
+    asked = schedule.asked(job(step=14), seconds=14.0, ordered=found)
+    assert (asked.drawn, asked.to_be_drawn) == (tuple(strike.name for strike in found), 6)
+    assert 0 < len(asked.drawn) < 6
+
+
+def test_a_fault_of_the_recipe_that_may_miss_is_not_taken_back(tmp_path):
+    """It strikes at the first moment of its name, however late; only what was drawn makes room for the next."""
+    late = FaultSpec(what="kill", during="save", may_miss=True)
+    striker = Striker(tmp_path, Schedule(recipe(late)))
+    for step in range(40):
+        striker.strike(job(step=step), History(), running=None)
+    (strike,) = striker.ordered
+    assert Pending(orders_file(tmp_path)).take(strike.slot, "save", 99, None) == [strike]
+
+
 def test_the_store_is_no_slot():
     schedule = Schedule(recipe(FaultSpec(what="store", at_step=8)))
     assert schedule.at_start() == []
@@ -157,6 +201,8 @@ def test_what_has_missed_its_moment_gets_another_turn():
     assert len(found) == 4 + len(missed)
     struck = Counter(strike.during for strike in found if strike.name not in missed)
     assert struck == {"vote": 2, "save": 2}
+    asked = schedule.asked(job(step=40), seconds=1.0, ordered=found)
+    assert len(asked.drawn) == 4, "one that missed is not counted, and another one has its turn"
 
 
 def test_where_only_one_may_be_lost_no_fault_waits_for_a_recovery():

@@ -6,7 +6,7 @@ import pytest
 
 from ntp_plugin.chaos.drawing import presence, spent
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.strikes import Strike
+from ntp_plugin.chaos.strikes import Asked, Strike, Unordered
 from ntp_plugin.chaos.verdict import End, Expected, judge
 from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Restored, Struck, Told
 from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told, weighed
@@ -15,8 +15,10 @@ STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
 FINE = Expected(bound=1e-12)
 
 
-def verdict(run, *, twin=None, strikes=(STRIKE,), end=None, expected=FINE):
-    return judge(list(strikes), run, history() if twin is None else twin, end or End(code=0), expected)
+def verdict(run, *, twin=None, strikes=(STRIKE,), end=None, expected=FINE, **asked):
+    return judge(
+        Asked(strikes=tuple(strikes), **asked), run, history() if twin is None else twin, end or End(code=0), expected
+    )
 
 
 def broken_checks(found):
@@ -150,6 +152,33 @@ def test_a_strike_that_never_struck_is_told():
     assert not found.holds
 
 
+@pytest.mark.parametrize(("may_miss", "problem"), [(False, "it never struck: the job was over"), (True, "")])
+def test_what_still_waited_in_the_end_is_told_and_fails_unless_it_may_miss(may_miss, problem):
+    left = Unordered(strike=Strike(name="2", what="sigkill", slot="any", may_miss=may_miss), why="the job was over")
+    found = verdict(history(killed_in=3), unordered=(left,))
+    assert [(outcome.name, outcome.struck_at, outcome.problem) for outcome in found.outcomes[1:]] == [("2", 0, problem)]
+    assert found.holds == may_miss
+
+
+@pytest.mark.parametrize(
+    ("drawn", "found", "holds"),
+    [
+        (("1", "2"), "2 of 12 were drawn, and 1 of these struck", True),
+        (("2",), "1 of 12 were drawn, and 0 of these struck", False),
+        ((), "0 of 12 were drawn, and 0 of these struck", False),
+    ],
+)
+def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
+    told_of = verdict(history(killed_in=3), drawn=drawn, to_be_drawn=12)
+    (check,) = [check for check in told_of.checks if check.what == "faults were drawn"]
+    assert (check.found, check.holds, told_of.holds) == (found, holds, holds)
+
+
+def test_a_signal_to_a_slot_that_nobody_had_is_told_as_that():
+    found = verdict(history(killed_in=3), strikes=[Strike(name="2", what="sigkill", slot=VICTIM)])
+    assert found.outcomes[0].problem == "it never struck: nobody had the slot then"
+
+
 def test_who_was_on_a_host_that_is_lost_is_known_by_its_number():
     """Another host's supervisor notices, and knows no process of it."""
     run = [one for one in told(killed_in=3) if not isinstance(one.event, Gone)]
@@ -204,7 +233,7 @@ def test_nobody_came_back_and_somebody_should_have():
 
 
 def test_a_run_without_samples_or_steps_is_not_fine():
-    found = judge([], History(), None, End(code=0), FINE)
+    found = judge(Asked(), History(), None, End(code=0), FINE)
     assert not found.holds
 
 
