@@ -69,6 +69,7 @@ def _as_mapping(report: Report) -> dict[str, object]:
         "holds": verdict.holds,
         "efficiency": verdict.efficiency,
         "checks": [dataclasses.asdict(check) for check in verdict.checks],
+        "samples": dataclasses.asdict(verdict.samples),
         "drawn": None if verdict.drawn is None else dataclasses.asdict(verdict.drawn),
         "strikes": [dataclasses.asdict(outcome) for outcome in verdict.outcomes],
     }

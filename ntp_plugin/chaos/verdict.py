@@ -44,6 +44,20 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """How many, of the steps that were committed."""
+
+    drawn: int
+    twice: int
+    missing: int
+    """Of those that the twin drew for the same steps."""
+    others: int
+    """That the twin did not draw for them."""
+    steps: tuple[int, ...]
+    """In which they are not right."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
     """Of the faults that were to be drawn."""
 
@@ -58,6 +72,7 @@ class Verdict:
 
     outcomes: tuple[Outcome, ...]
     checks: tuple[Check, ...]
+    samples: Samples
     drawn: Drawn | None = None
     efficiency: float
     """Of the steps that were begun, the part that counts: each recovery has one begun anew."""
@@ -98,8 +113,8 @@ def judge(asked: Asked, run: History, twin: History | None, end: End, expected: 
     """By the records of a run and of its twin."""
     outcomes = tuple(_outcome(strike, run, goes_on=not expected.code) for strike in asked.strikes)
     outcomes += tuple(_never_struck(left.strike, left.why) for left in asked.unordered)
-    drawn = _drawn(asked, run)
-    checks = [_ended(end, expected), _nobody_left(end), _samples(run, twin)]
+    drawn, samples = _drawn(asked, run), _samples(run, twin)
+    checks = [_ended(end, expected), _nobody_left(end), _samples_right(samples, run, twin)]
     if not expected.code:
         checks.append(_steps(run, twin))
         if not any(strike.what in LEAVES_THE_JOB for strike in asked.strikes):
@@ -115,7 +130,7 @@ def judge(asked: Asked, run: History, twin: History | None, end: End, expected: 
         checks.append(_troubles(run, expected.troubles))
     if drawn is not None:
         checks.append(_some_struck(drawn))
-    return Verdict(outcomes=outcomes, checks=tuple(checks), drawn=drawn, efficiency=_efficiency(run))
+    return Verdict(outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run))
 
 
 def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
@@ -128,8 +143,9 @@ def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
     beside = [] if twin is None else [_losses(run, twin, bound)]
     if twin is not None and twin.weighed and run.weighed:
         beside.append(_weights(run, twin, bound))
-    checks = (_samples(run, twin), _steps(run, twin), *beside)
-    return Verdict(outcomes=outcomes, checks=checks, efficiency=_efficiency(run))
+    samples = _samples(run, twin)
+    checks = (_samples_right(samples, run, twin), _steps(run, twin), *beside)
+    return Verdict(outcomes=outcomes, checks=checks, samples=samples, efficiency=_efficiency(run))
 
 
 def _efficiency(run: History) -> float:
@@ -160,7 +176,7 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
         struck_at=said.at - run.began_at,
         detected_s=_detected(run, strike.slot, said.at),
         recovered_s=None if recovered is None else recovered - said.at,
-        steps_again=max((one.event.again for one in run.restored if one.at >= said.at), default=0) if leaves else 0,
+        steps_again=_steps_again(run, said.at, epoch),
         phases=phases,
         problem=problem,
     )
@@ -204,6 +220,14 @@ def _epoch_without(run: History, slot: str, at: float) -> int | None:
     return min(found, default=None)
 
 
+def _steps_again(run: History, at: float, epoch: int | None) -> int:
+    """In the recovery that leads to the epoch, and in none behind it: those are for later losses."""
+    if epoch is None:
+        return 0
+    until = max(said.at for said in run.recoveries[epoch].values())
+    return max((said.event.again for said in run.restored if at <= said.at <= until), default=0)
+
+
 def _next_step(run: History, at: float, epoch: int | None) -> float | None:
     """When all had committed the first step that was begun after it, or in a later membership."""
     for step in sorted(run.commits):
@@ -236,26 +260,32 @@ def _steps(run: History, twin: History | None) -> Check:
     return Check(what="every step was committed", found=found, holds=not missing and bool(wanted))
 
 
-def _samples(run: History, twin: History | None) -> Check:
+def _samples(run: History, twin: History | None) -> Samples:
     """Nothing twice; nothing missing but what a slot drew that was lost before it could tell of a step it had done."""
-    twice, missing, drawn = [], [], 0
-    for step in run.commits:
+    drawn = twice = missing = others = 0
+    wrong = []
+    for step in sorted(run.commits):
         samples = run.samples(step)
-        drawn += len(samples)
-        if len(set(samples)) < len(samples):
-            twice.append(step)
-        if twin is None or step not in twin.commits or samples == twin.samples(step):
-            continue
-        untold = set(twin.samples(step)) - set(samples)
-        if not set(samples) <= set(twin.samples(step)) or len(untold) > _may_be_untold(
-            run, step, len(twin.samples(step))
-        ):
-            missing.append(step)
-    found = f"{drawn} in {len(run.commits)} steps"
-    if twice or missing:
-        found = f"twice in steps {twice[:5]}, other ones in steps {missing[:5]}"
+        mine, theirs = {*samples}, {*samples} if twin is None or step not in twin.commits else {*twin.samples(step)}
+        untold = len(theirs - mine)
+        counts = (
+            len(samples) - len(mine),
+            untold if untold and untold > _may_be_untold(run, step, len(theirs)) else 0,
+            len(mine - theirs),
+        )
+        drawn, twice, missing, others = drawn + len(samples), twice + counts[0], missing + counts[1], others + counts[2]
+        if any(counts):
+            wrong.append(step)
+    return Samples(drawn=drawn, twice=twice, missing=missing, others=others, steps=tuple(wrong))
+
+
+def _samples_right(samples: Samples, run: History, twin: History | None) -> Check:
+    found = f"{samples.drawn} in {len(run.commits)} steps"
+    if samples.steps:
+        where = f"{list(samples.steps[:5])}{' and others' * (len(samples.steps) > 5)}"
+        found += f"; {samples.twice} twice, {samples.missing} missing, {samples.others} other ones, in steps {where}"
     what = "the samples are the twin's, each once" if twin is not None else "no sample was used twice in a step"
-    return Check(what=what, found=found, holds=not twice and not missing and bool(run.commits))
+    return Check(what=what, found=found, holds=not samples.steps and bool(run.commits))
 
 
 def _may_be_untold(run: History, step: int, of: int) -> float:

@@ -70,6 +70,7 @@ def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
     assert "1 of 12 were drawn" in page
     told_to_a_machine = json.loads((tmp_path / "verdict.json").read_text())
     assert told_to_a_machine["holds"] is False
+    assert told_to_a_machine["samples"] == {"drawn": 24, "twice": 0, "missing": 0, "others": 0, "steps": []}
     assert told_to_a_machine["drawn"] == {"of": 12, "drawn": 1, "struck": 1}
     assert [(strike["name"], strike["struck_at"] > 0) for strike in told_to_a_machine["strikes"]] == [
         ("1", True),

@@ -64,6 +64,23 @@ def test_a_run_that_is_not_its_twin_is_told(run, what):
     assert [check for check in broken_checks(found) if what in check], found.checks
 
 
+@pytest.mark.parametrize(
+    ("samples", "counts", "said"),
+    [
+        (lambda _, own: own, (24, 0, 0, 0), "24 in 6 steps"),
+        (lambda step, own: own[step % 2 :], (21, 0, 3, 0), "3 missing, 0 other ones, in steps [1, 3, 5]"),
+        (lambda _, own: [*own[:-1], own[0], own[0]], (30, 12, 6, 0), "12 twice, 6 missing"),
+        (lambda step, own: [*own, 900 + step], (30, 0, 0, 6), "6 other ones, in steps [1, 2, 3, 4, 5] and others"),
+    ],
+)
+def test_samples_that_are_not_right_are_counted(samples, counts, said):
+    found = verdict(history(samples=samples), strikes=())
+    assert dataclasses.astuple(found.samples)[:4] == counts
+    (check,) = [check for check in found.checks if "samples" in check.what]
+    assert said in check.found
+    assert check.holds == (counts[1:] == (0, 0, 0))
+
+
 def spoilt(what, slot, by):
     """All as it should be but for one number."""
 
@@ -243,9 +260,19 @@ def test_who_was_there_when():
     assert presence(run, VICTIM, 6.0) == [(0.0, pytest.approx(2.6)), (pytest.approx(4.5), 6.0)]
 
 
-def test_steps_again_are_those_that_the_record_says():
-    run = [
-        *told(killed_in=3),
-        Told(at=2.6, slot="r0.s0.t0", event=Restored(step=1, again=1, own=0, here=0, elsewhere=0, rebuilt=[])),
-    ]
+def restored(at, again):
+    event = Restored(step=1, again=again, own=0, here=0, elsewhere=0, rebuilt=[])
+    return Told(at=at, slot="r0.s0.t0", event=event)
+
+
+@pytest.mark.parametrize(("before", "behind"), [((), ()), ((2,), ()), ((), (7,)), ((2,), (7,))])
+def test_steps_again_are_those_of_its_own_recovery(before, behind):
+    """Not of what was before the strike, nor of what a later one has cost."""
+    others = [*(restored(2.0, again) for again in before), *(restored(4.5, again) for again in behind)]
+    run = [*told(killed_in=3, back_in=5), restored(2.5, 1), *others]
     assert verdict(History.of(run)).outcomes[0].steps_again == 1
+
+
+def test_who_is_never_recovered_from_has_no_steps_again():
+    stuck = [one for one in told(killed_in=3) if one.at < 2.5]
+    assert verdict(History.of([*stuck, restored(2.4, 1)]), end=End(code=1)).outcomes[0].steps_again == 0
