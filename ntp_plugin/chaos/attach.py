@@ -1,14 +1,15 @@
 """A strike at a job that runs already, from another terminal of its owner.
 
-What a process has to do to itself needs a job that obeys orders (`ntp run --ntp-chaos`); a signal needs only the folder
-of the run, which says which process has the slot. Nothing is sent to a process that is no worker of `ntp run`.
+It is for jobs that obey orders (`ntp run --ntp-chaos`), and for who can read their token: a signal, too, though only
+the record says which process has the slot. Nothing is sent to a process that is no worker of `ntp run`, and nothing
+that the record is not told of before.
 """
 
 import signal
 import threading
 from pathlib import Path
 
-from ntp_plugin.chaos.striker import SIGNALS, is_worker, send
+from ntp_plugin.chaos.striker import SIGNALS, from_outside, is_worker, send, struck_now
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Strike, orders_file
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.telemetry import read_run
@@ -25,14 +26,16 @@ def strike_now(run: Path, strike: Strike) -> str:
         )
     if strike.slot not in job.slots:
         raise ConfigError(f"{run}: there is no slot {strike.slot}", way_out=f"slots: {', '.join(sorted(job.slots))}")
+    orders = Orders.of_a_running_job(orders_file(run))
     if strike.what in BY_ITS_OWN_HAND:
-        Orders.of_a_running_job(orders_file(run)).give(strike)
+        orders.give(strike)
         return f"ordered: {strike.what} on {strike.slot}, {strike.during or 'at its next moment'}"
     pid = job.pids.get(strike.slot)
     if pid is None:
         raise ConfigError(f"{strike.slot} is lost, and nobody has its place")
     if not is_worker(pid):
         raise ConfigError(f"{strike.slot}: process {pid} is no worker of ntp run on this host (any more)")
+    from_outside(run).tell(struck_now(strike, job))
     send(pid, SIGNALS[strike.what])
     if strike.what == "pause":
         waking = threading.Timer(strike.seconds, send, (pid, signal.SIGCONT))

@@ -35,7 +35,7 @@ class Striker:
 
     def __init__(self, folder: Path, schedule: Schedule) -> None:
         self._schedule, self._orders = schedule, Orders.new(orders_file(folder))
-        self._teller = Teller(_own_record(folder), "campaign")
+        self._teller = from_outside(folder)
         self._undoing: list[tuple[float, Callable[[], None]]] = []
         self.ordered: list[Strike] = []
         self._ordered_in: dict[str, int] = {}
@@ -81,7 +81,7 @@ class Striker:
         pid = job.pids.get(strike.slot)
         if pid is None and strike.what not in (STORE, SUPERVISOR):
             return
-        self._teller.tell(Struck(strike=strike.name, what=strike.what, whom=strike.slot, moment="", step=job.step + 1))
+        self._teller.tell(struck_now(strike, job))
         undo: Callable[[], None] | None = None
         if strike.what in SIGNALS:
             assert pid is not None, "a slot's process was looked for"
@@ -110,9 +110,15 @@ def _is_settled(strike: Strike, history: History) -> bool:
     return any(strike.slot in one.event.lost for one in went_on)
 
 
-def _own_record(folder: Path) -> Path:
-    """Beside that of the run, which must be empty when it starts; a follower of the folder reads both."""
-    return events_file(folder).with_name("events.campaign.jsonl")
+def from_outside(folder: Path) -> Teller:
+    """For who strikes from there. Beside the record of the run, which must be empty when it starts; a follower of the
+    folder reads both."""
+    return Teller(events_file(folder).with_name("events.campaign.jsonl"), "campaign")
+
+
+def struck_now(strike: Strike, job: JobState) -> Struck:
+    """What is told of one from outside."""
+    return Struck(strike=strike.name, what=strike.what, whom=strike.slot, moment="", step=job.step + 1)
 
 
 def send(pid: int, number: signal.Signals) -> None:

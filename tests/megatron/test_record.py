@@ -69,7 +69,7 @@ def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_bac
     assert told_there, "Megatron's own run hears of the recovery in which its writer came back"
 
 
-def test_a_signal_needs_no_orders_and_goes_to_workers_alone(tmp_path, capsys):
+def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
     running = job(tmp_path, steps=30)
     record = tmp_path / "run"
     running.wait_for(r"iteration +2/", 120)
@@ -78,5 +78,7 @@ def test_a_signal_needs_no_orders_and_goes_to_workers_alone(tmp_path, capsys):
     assert code == 0, said
     began = [one.event for one in Follower(record).news() if isinstance(one.event, Began) and one.slot == "r0.s0.t0"]
     assert f"pid {began[0].pid}" in capsys.readouterr().out
+    (struck,) = History.of(Follower(record).news()).struck
+    assert (struck.event.what, struck.event.whom) == ("sigkill", "r0.s0.t0")
     assert main(["chaos", "attach", str(record), "--what", "sigkill", "--slot", "r1.s0.t0"]) == 2
     assert "no worker of ntp run" in capsys.readouterr().err
