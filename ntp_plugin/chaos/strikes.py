@@ -28,9 +28,9 @@ BY_ITS_OWN_HAND = {
     "exception": "an error that nobody expects",
     "memory": "it asks for more memory than there is",
     "exit": "its process ends with code 0, too early",
-    "slow": "it is slower, by `seconds`, in each step from then on",
-    "disk": "for `seconds` nothing can be written to files",
-    "clock": "its clock jumps by `seconds`",
+    "slow": "it sleeps `seconds` at each such moment from then on",
+    "disk": "for `seconds` no file of its can grow: EFBIG, as beyond a limit of zero",
+    "clock": "its `time.time` in Python jumps by `seconds`",
     "weight": "a bit of one of its weights flips",
     "copy": "bytes all over the newest copy of its state in memory change",
 }
