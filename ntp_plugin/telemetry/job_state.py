@@ -1,11 +1,19 @@
-"""What a job looks like by what it has told so far. It does not grow with the length of the run."""
+"""What a job looks like by what it has told so far. It does not grow with the length of the run.
+
+What does not fit the layout that was told first is passed over, as lines are that make no sense: a slot that is none,
+another number of replicas. Who looks on goes by the layout, and must not stumble.
+"""
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable
 
 from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, Corrupted, Ended, Gone, Recovered, Stuck
 from ntp_plugin.telemetry.record import Told
+
+_MOST_SLOTS = 1 << 20
+"""More than any job has: nobody is to wait for the list of as many as a spoilt line says."""
 
 
 class Slot(enum.StrEnum):
@@ -88,7 +96,8 @@ class JobState:
             case Stuck():
                 news, self._stuck_in = self._stuck_in != self.epoch, self.epoch
             case Copied():
-                self.copied_bytes[told.slot] = told.event.size
+                if told.slot in self.slots:
+                    self.copied_bytes[told.slot] = told.event.size
                 news, self.copied_step = told.event.step > self.copied_step, max(self.copied_step, told.event.step)
             case Compared():
                 news, self.compared_step = (
@@ -104,11 +113,11 @@ class JobState:
         return news
 
     def _began(self, told: Told, began: Began) -> bool:
-        first = not self.slots
+        first, slots = not self.slots, self.slots or _starting(began)
+        if told.slot not in slots or (not first and _layout(began) != (self.replicas, self.stages, self.tp)):
+            return False
         if first:
-            self.replicas, self.stages, self.tp = began.replicas, began.stages, began.tp
-            places = ((r, s, t) for r in range(began.replicas) for s in range(began.stages) for t in range(began.tp))
-            self.slots = {f"r{r}.s{s}.t{t}": Slot.STARTING for r, s, t in places}
+            (self.replicas, self.stages, self.tp), self.slots = _layout(began), slots
             self.widths = [[began.tp] * began.stages for _ in range(began.replicas)]
             self.micro_batches, self.began_at = began.micro_batches, told.at
             self.settings, self.versions = began.settings, began.versions
@@ -141,12 +150,27 @@ class JobState:
         return True
 
     def _recovered(self, recovered: Recovered) -> bool:
-        if recovered.epoch <= self.epoch:
+        stages = [len(widths) for widths in recovered.widths]
+        shapes = stages == [self.stages] * self.replicas and len(recovered.micro_batches) == self.replicas
+        if recovered.epoch <= self.epoch or not shapes:
             return False
         self.epoch, self.widths, self.micro_batches = recovered.epoch, recovered.widths, recovered.micro_batches
         self.recoveries, self.recovery_s = self.recoveries + 1, recovered.seconds
         self._recovering_s += recovered.seconds
-        self._lose(recovered.lost)
-        for slot in recovered.back:
+        self._lose(slot for slot in recovered.lost if slot in self.slots)
+        for slot in self.slots.keys() & recovered.back:
             self.slots[slot] = Slot.BACK
         return True
+
+
+def _layout(began: Began) -> tuple[int, int, int]:
+    return began.replicas, began.stages, began.tp
+
+
+def _starting(began: Began) -> dict[str, Slot]:
+    """All slots of its layout; none where it can be none."""
+    layout = _layout(began)
+    if min(layout) < 1 or math.prod(layout) > _MOST_SLOTS or len(began.micro_batches) != began.replicas:
+        return {}
+    places = ((r, s, t) for r in range(began.replicas) for s in range(began.stages) for t in range(began.tp))
+    return {f"r{r}.s{s}.t{t}": Slot.STARTING for r, s, t in places}

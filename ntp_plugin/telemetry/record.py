@@ -22,6 +22,8 @@ from ntp_plugin.telemetry.events import KINDS, Began, Committed, Copied, Event
 _LOG = logging.getLogger(__name__)
 _NAME = "events.jsonl"
 _ROUTINE = (Committed, Copied)
+_MOST = 1 << 63
+"""A number in a line is below it: what has more digits would overflow in whoever counts with it."""
 _MOST_BYTES = 2 << 30
 """Of a file: beyond it what happens in every step is told no more, and all else still is."""
 
@@ -135,7 +137,7 @@ def _told(line: bytes) -> Told | None:
         at, slot, kind = read.pop("at"), read.pop("slot"), KINDS[read.pop("event")]
         hints = typing.get_type_hints(kind)
         event = kind(**read)
-        if not (isinstance(at, int | float) and isinstance(slot, str) and _fits(event, hints)):
+        if not (_is_own(at, float) and isinstance(slot, str) and _fits(event, hints)):
             return None
         return Told(at=float(at), slot=slot, event=event)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -144,14 +146,19 @@ def _told(line: bytes) -> Told | None:
 
 def _fits(event: Any, hints: dict[str, Any]) -> bool:
     """Whether the values are of their kinds, as far as one look tells."""
-    return all(_is(getattr(event, name), hint) for name, hint in hints.items())
+    return all(_is_own(getattr(event, name), hint) for name, hint in hints.items())
+
+
+def _is_own(value: Any, hint: Any) -> bool:
+    """Whether it may be a field: a number alone there is a time or counts something. A loss may be NaN."""
+    return _is(value, hint) and (hint not in (int, float) or 0 <= value < _MOST)
 
 
 def _is(value: Any, hint: Any) -> bool:
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if (kind is int and isinstance(value, bool)) or not isinstance(value, kind):
+    if isinstance(value, int):
+        return kind is bool if isinstance(value, bool) else kind in (int, float) and abs(value) < _MOST
+    if not isinstance(value, kind):
         return False
     if kind is list:
         return all(_is(item, parts[0]) for item in value)

@@ -1,0 +1,139 @@
+"""A record in which somebody else has written: who looks on is not stopped, and is told of the job what is right."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+
+from ntp_plugin.cli.main import main
+from ntp_plugin.cli.screen import Screen
+from ntp_plugin.telemetry import Began, Committed, Copied, Ended, Follower, Gone, Recovered, Teller, Told, events_file
+from ntp_plugin.telemetry.events import Compared, Struck
+from ntp_plugin.telemetry.job_state import JobState, Slot
+from tests.unit.test_chaos_strikes import spoilt
+
+SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
+LINES = 10_000
+BEGAN = Began(number=0, pid=1, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[4, 4])
+LOST = Recovered(epoch=1, seconds=0.1, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[5, 3])
+BACK = Recovered(epoch=2, seconds=0.1, lost=[], back=["r1.s0.t1"], widths=[[2], [2]], micro_batches=[4, 4])
+
+
+def step(number, loss=5.5):
+    return Committed(step=number, epoch=0, seconds=0.25, losses={"lm loss": loss}, samples=[0, 2])
+
+
+STORY = [
+    *((slot, dataclasses.replace(BEGAN, number=number, pid=100 + number)) for number, slot in enumerate(SLOTS)),
+    ("r0.s0.t0", step(1)),
+    ("r0.s0.t0", Copied(step=1, size=1000, taken_s=0.1, seconds=0.2, far=1)),
+    ("r1.s0.t1", Struck(strike="1", what="kill", whom="r1.s0.t1", moment="vote", step=2)),
+    ("host0", Gone(number=3, pid=103, kind="ended", reason="code -9")),
+    ("r0.s0.t0", LOST),
+    ("r0.s0.t0", step(2, -1.5)),
+    ("r0.s0.t0", Compared(step=2, values=7, odd=0)),
+    ("r1.s0.t1", dataclasses.replace(BEGAN, number=3, pid=104, newcomer=True)),
+    ("r0.s0.t0", BACK),
+    ("r0.s0.t0", step(3, float("nan"))),
+    ("r0.s0.t0", Ended()),
+]
+
+
+def known(job):
+    """As text, in which NaN is the same as NaN."""
+    return json.dumps(dataclasses.asdict(job))
+
+
+def test_ten_thousand_spoilt_lines_change_nothing_that_status_shows(tmp_path, capsys):
+    """Behind each event come lines that are nothing, and spoilt ones of the same event."""
+    path, dice = events_file(tmp_path), random.Random(1)
+    job, right, follower, all_told = JobState(), JobState(), Follower(tmp_path), []
+    with Screen("a job") as screen:
+        for slot, event in STORY:
+            Teller(path, slot).tell(event)
+            whole = path.read_bytes().splitlines()[-1]
+            with path.open("ab") as file:
+                file.writelines(spoilt(whole, dice) + b"\n" for _ in range(LINES // len(STORY) + 1))
+            told = follower.news()
+            for one in told:
+                job.hear(one)
+            screen.show(job, told)
+            right.hear(told[0])
+            all_told.append(told[0])
+            assert known(job) == known(right), event
+    assert follower.senseless > 0.8 * LINES
+    assert [told.event for told in all_told[:-2]] == [event for _, event in STORY[:-2]], (
+        "the last but one has a NaN, which equals nothing"
+    )
+    assert job.whole
+    capsys.readouterr()
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {name: shown[name] for name in ("step", "epoch", "recoveries", "ended", "whole", "goodput")} == {
+        "step": 3,
+        "epoch": 2,
+        "recoveries": 2,
+        "ended": True,
+        "whole": True,
+        "goodput": job.goodput,
+    }
+    assert shown["slots"] == dict.fromkeys(SLOTS[:3], "alive") | {SLOTS[3]: "back"}
+
+
+@pytest.mark.parametrize(
+    "spoilt_event",
+    [
+        dataclasses.replace(BEGAN, tp=1 << 40),
+        dataclasses.replace(BEGAN, replicas=0),
+        dataclasses.replace(BEGAN, micro_batches=[]),
+        dataclasses.replace(BEGAN, tp=1),  # whose slot is none of its own layout
+    ],
+)
+def test_a_layout_that_cannot_be_is_none(spoilt_event):
+    job = JobState()
+    assert not job.hear(Told(at=1.0, slot="r1.s0.t1", event=spoilt_event))
+    assert job.slots == {}
+    job.hear(Told(at=2.0, slot="r1.s0.t1", event=BEGAN))
+    assert list(job.slots) == SLOTS
+    assert job.began_at == 2.0
+
+
+@pytest.mark.parametrize(
+    ("slot", "spoilt_event"),
+    [
+        ("r0.s0.t7", BEGAN),
+        ("r0.s0.t1", dataclasses.replace(BEGAN, tp=4)),
+        ("r0.s0.t7", Copied(step=0, size=1, taken_s=0.1, seconds=0.2, far=1)),
+        ("r0.s0.t0", dataclasses.replace(LOST, widths=[[2]])),
+        ("r0.s0.t0", dataclasses.replace(LOST, widths=[[2], []])),
+        ("r0.s0.t0", dataclasses.replace(LOST, micro_batches=[5])),
+    ],
+)
+def test_what_does_not_fit_the_layout_is_passed_over(slot, spoilt_event, capsys):
+    job = JobState()
+    job.hear(Told(at=1.0, slot="r0.s0.t0", event=BEGAN))
+    before = known(job)
+    assert not job.hear(Told(at=1.0, slot=slot, event=spoilt_event))
+    assert known(job) == before
+
+
+def test_slots_that_are_none_are_not_lost_and_do_not_come_back():
+    job = JobState()
+    job.hear(Told(at=1.0, slot="r0.s0.t0", event=BEGAN))
+    job.hear(Told(at=2.0, slot="r0.s0.t0", event=dataclasses.replace(LOST, lost=["r1.s0.t1", "r9.s9.t9"], back=["x"])))
+    assert list(job.slots) == SLOTS
+    assert job.slots["r1.s0.t1"] == Slot.LOST
+
+
+@pytest.mark.parametrize("number", ["-1", "1e400", "NaN", "1" + "0" * 400, "1e19", "true", "null", '"1"'])
+@pytest.mark.parametrize("field", ["at", "step", "seconds"])
+def test_a_number_that_counts_nothing_is_no_event(tmp_path, field, number):
+    path = events_file(tmp_path)
+    Teller(path, "r0.s0.t0").tell(step(1))
+    said = path.read_text()
+    value = json.dumps(json.loads(said)[field])
+    path.write_text(said.replace(f'"{field}": {value}', f'"{field}": {number}'))
+    follower = Follower(tmp_path)
+    assert follower.news() == []
+    assert follower.senseless == 1
