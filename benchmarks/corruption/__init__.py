@@ -1,7 +1,7 @@
 """Copies that are not what was written, and who notices: what `make show-corruption` measures.
 
-    python -m benchmarks.corruption             3,600 injections and 2,000 clean restores, some minutes
-    SCALE=ci python -m benchmarks.corruption    the slice for CI: 240 and 100
+    python -m benchmarks.corruption             3,900 injections and 2,000 clean restores, some minutes
+    SCALE=ci python -m benchmarks.corruption    the slice for CI: 260 and 100
     SEED=7 python -m benchmarks.corruption      another draw
 
 Four slots on three hosts, as threads of one process, copy two versions of a small state with the code that real jobs
@@ -10,6 +10,10 @@ restore the second version into another layout, whose parts are uneven. Two slot
 each would have a copy of everything, and nothing would be read across. Of a slot that is lost with its host only the
 far copy is left, of one that is lost alone its near copy is read by its neighbour.
 The threads of a lost slot stay, and nobody asks them.
+
+Two tensors are of more than three pages of a digest, one cut by rows and one by columns, so that the keys of pages take
+part in what is found; each row says how many of its injections hit one of these. What has the same place in two pages
+is exchanged as well: only the pages' keys tell that.
 
 An injection changes the files as they lie in shared memory. Who reads what, and so which copies have to be named as
 broken, is foreseen by a model of its own on sets of elements (`foresee`). What is injected is such that somebody would

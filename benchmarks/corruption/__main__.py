@@ -15,6 +15,7 @@ from benchmarks import evidence
 from benchmarks.corruption.injections import (
     DONOR,
     KINDS,
+    PAGES,
     SWAPPED,
     Damage,
     Hit,
@@ -37,6 +38,7 @@ from benchmarks.corruption.state import (
     LOSSES,
     NEWER,
     OLDER,
+    PAGED,
     Copy,
     Job,
     Layout,
@@ -76,7 +78,8 @@ def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Tr
         if foreseen.lost:
             right = all(got.lost for got in gots) and is_clean(job, OLDER, wanted)
     seen = "" if found and right else f"{kind} in {victims}, {target}: {gots}; foreseen {foreseen}; {job.trouble}"
-    return Trial(found=found, right_source=right, refused=any(got.refused for got in gots), seen=seen)
+    refused = any(got.refused for got in gots)
+    return Trial(found=found, right_source=right, refused=refused, seen=seen, tensor=target.tensor)
 
 
 def _drawn(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> tuple[Layout, Read]:
@@ -92,6 +95,7 @@ def _drawn(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> t
             for read in foresee(job, NEWER, wanted).reads
             if (read.tensor in CUT or not (all_copies or kind == SWAPPED))
             and (all_copies or len(alive(copies_of(read.copy.place.slot, NEWER), wanted)) > 1)
+            and (kind != PAGES or read.tensor in PAGED)
             and (kind != DONOR or (read.copy.place.kind == NEAR and read.copy.host != HOSTS[read.reader]))
         )
         if found:
@@ -141,7 +145,7 @@ def row(kind: str, count: int, chance: random.Random) -> dict[str, Any]:
         "injected": len(trials),
         "found": sum(one.found for one in trials),
         "right_source": sum(one.right_source for one in trials),
-    }
+    } | ({} if kind in PARITY_KINDS else {"of_several_pages": sum(one.tensor in PAGED for one in trials)})
 
 
 def false_alarms(count: int, chance: random.Random) -> int:
@@ -189,6 +193,7 @@ def main(scale: str, seed: int) -> int:
     return evidence.show(
         "corruption",
         holds=all(one["injected"] == one["found"] == one["right_source"] for one in rows)
+        and all(one.get("of_several_pages", 1) for one in rows)
         and not alarms
         and all(one["noticed"] for one in controls),
         seed=seed,

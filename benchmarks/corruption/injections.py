@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks.corruption.state import (
     Copy,
     Job,
     copies_of,
+    elements,
 )
 from ntp_plugin.copies.manifest import Entry, Held, view
 
@@ -27,6 +29,8 @@ class Trial:
     refused: bool = False
     """By the comparison of the wholes in the end."""
     seen: str = ""
+    tensor: str = ""
+    """That somebody would have read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,27 @@ def shift(hit: Hit) -> dict[Copy, bytes]:
     return hit.edited(change)
 
 
+def exchange_pages(hit: Hit) -> dict[Copy, bytes]:
+    """What stands at the same places of two pages of the digest: no key but the pages' own tells them apart."""
+    piece = hit.held().piece
+    places, page = elements(piece), piece.runs.page
+    pages, at = places // page, places % page
+
+    def change(values: torch.Tensor, chance: random.Random) -> None:
+        first, second = ((pages == one).nonzero().view(-1) for one in _two_alike(pages, at, chance))
+        first, second = first[torch.isin(at[first], at[second])], second[torch.isin(at[second], at[first])]
+        first, second = first[at[first].argsort()], second[at[second].argsort()]
+        values[first], values[second] = values[second], values[first]
+
+    return hit.edited(change)
+
+
+def _two_alike(pages: torch.Tensor, at: torch.Tensor, chance: random.Random) -> tuple[int, int]:
+    """Pages of which a part has some place in common."""
+    pairs = list(itertools.combinations(sorted(set(pages.tolist())), 2))
+    return chance.choice([(one, two) for one, two in pairs if torch.isin(at[pages == one], at[pages == two]).any()])
+
+
 def truncate(hit: Hit) -> dict[Copy, bytes]:
     """To any smaller size, nothing at all included."""
     content = hit.content()
@@ -113,12 +138,13 @@ def burst(hit: Hit) -> dict[Copy, bytes]:
     return hit.edited(change)
 
 
-SWAPPED, DONOR = "swapped shards", "donor corrupt after digest"
+SWAPPED, DONOR, PAGES = "swapped shards", "donor corrupt after digest", "exchanged pages"
 KINDS: Mapping[str, Callable[[Hit], dict[Copy, bytes]]] = {
     "bit flip": flip,
     SWAPPED: swap,
     "stale version": stale,
     "wrong place": shift,
+    PAGES: exchange_pages,
     "truncated file": truncate,
     "NaN burst": burst,
     DONOR: flip,

@@ -51,12 +51,14 @@ class Tensor:
 
 ENTRIES = ("main", "exp_avg")
 TENSORS = (
-    Tensor(name="up", shape=(64, 24), cut="units", dtypes=("float32", "float32")),
-    Tensor(name="down", shape=(4, 40, 6), cut="units", dim=1, dtypes=("bfloat16", "bfloat16")),
+    Tensor(name="up", shape=(64, 1400), cut="units", dtypes=("float32", "float32")),
+    Tensor(name="down", shape=(104, 40, 6), cut="units", dim=1, dtypes=("bfloat16", "bfloat16")),
     Tensor(name="shards", shape=(52, 15), cut="flat", dtypes=("float64", "float64")),
     Tensor(name="norm", shape=(37,), cut="no", dtypes=("bfloat16", "float32")),
 )
 CUT = frozenset(tensor.name for tensor in TENSORS if tensor.cut != "no")
+PAGED = frozenset({"up", "down"})
+"""Of more than three pages of a digest: every slot's part has the same places in several of them."""
 
 type Layout = Mapping[int, Sequence[Piece]]
 """Slot -> what it has of each tensor."""

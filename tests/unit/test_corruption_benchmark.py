@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from benchmarks.corruption.__main__ import CONTROLS, negative_controls, trial
-from benchmarks.corruption.injections import KINDS
+from benchmarks.corruption.injections import KINDS, PAGES
 from benchmarks.corruption.parities import PARITY_KINDS, parity_trial
-from benchmarks.corruption.state import TENSORS, Job, dealt, elements
+from benchmarks.corruption.state import PAGED, TENSORS, Job, dealt, elements
+from ntp_plugin.copies import digest
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,22 @@ def test_it_notices_when_what_comes_out_of_a_parity_is_not_compared(job_of_parit
     monkeypatch.setattr("ntp_plugin.copies.parity.wrong", lambda *_: [])
     seen = parity_trial(job_of_parities, "stale parity", random.Random(5))
     assert not seen.found
+
+
+def test_it_notices_when_pages_are_not_told_apart(monkeypatch):
+    digest._keys_in_page(torch.device("cpu"))  # the places in a page still are
+    monkeypatch.setattr(digest, "odd_numbers", torch.ones_like)
+    with Job(random.Random(4)) as job:
+        assert not any(trial(job, PAGES, random.Random(seed), all_copies=False).found for seed in range(4))
+        assert trial(job, "wrong place", random.Random(4), all_copies=False).found
+
+
+def test_every_slot_has_parts_of_several_pages(job):
+    for tensor in (tensor for tensor in TENSORS if tensor.name in PAGED):
+        pieces = [piece for held in job.layout.values() for piece in held if piece.tensor == tensor.name]
+        pages = [set((elements(piece) // piece.runs.page).tolist()) for piece in pieces]
+        assert len(set.union(*pages)) > 3
+        assert all(len(of_one) > 1 for of_one in pages)
 
 
 @pytest.mark.parametrize("evenly", [False, True])
