@@ -13,8 +13,9 @@ not touched until another one is.
 What goes wrong is told and tried again with the next version. It costs safety, and never the training. Where a far copy
 does not arrive for long, the newest version whose near copies everybody has is `kept`: it is not touched either until
 there is another, so that who dies while a copy is taken does not take the last of them along. That takes room for a
-third copy, as long as it lasts and there is any. State that is
-not finite is not copied over state that is: a digest would only say that this is what the rank had.
+third copy, as long as it lasts and there is any. A copy that takes long is told as well (`Lateness`), since a loss costs
+more steps then. State that is not finite is not copied over state that is: a digest would only say that this is what
+the rank had.
 """
 
 import contextlib
@@ -67,6 +68,26 @@ def _is_finite(values: torch.Tensor) -> bool:
     return all(math.isfinite(one.item()) for one in torch.aminmax(values))
 
 
+@dataclasses.dataclass(kw_only=True)
+class Lateness:
+    """Whether a copy takes so long that it has to be told: once for all that do, until one is through in time."""
+
+    after_s: float
+    told: bool = False
+
+    def is_news(self, seconds: float) -> bool:
+        """Of one that has been under way for so long."""
+        if self.told or seconds < self.after_s:
+            return False
+        self.told = True
+        return True
+
+    def ended(self, seconds: float, *, ok: bool) -> None:
+        """One that took so long; where it did not come to all who keep it that says nothing of the next."""
+        if ok and seconds < self.after_s:
+            self.told = False
+
+
 type Beside = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -107,6 +128,7 @@ class Replicator:
         self._store, self._run, self._secret, self._slot = store, run, secret, slot
         self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
         self._trouble, self._done = trouble, done
+        self._lateness = Lateness(after_s=timeout_s)  # what a peer may take to answer is what a copy may take in all
         self._peers: dict[Address, Peer] = {}
         self._far: tuple[Sequence[Address], Sequence[int]] = (), ()
         """Who keeps what is far of this slot's, and who shares it, where that is a parity."""
@@ -115,7 +137,7 @@ class Replicator:
         self._wake, self._taken, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._taken.set()
         self._idle.set()
-        self._stopping = self._given_up = False
+        self._stopping, self._given_up = False, threading.Event()
         self._ok = self._near = True
         self._begun: Place | None = None
         self._committed: Place | None = None
@@ -142,7 +164,8 @@ class Replicator:
             self._kept, self._may_keep, self._far_number = None, True, 0
         untouched = {place.number for place in (self._committed, self._kept) if place and place.epoch == epoch}
         self._begun = Place(kind=NEAR, slot=self._slot, epoch=epoch, number=min({0, 1, 2} - untouched))
-        self._near = self._given_up = False
+        self._near = False
+        self._given_up.clear()
         self._taken.clear()
         self._idle.clear()
         self._work = snapshot, self._begun, _beside(snapshot.parts)
@@ -155,6 +178,10 @@ class Replicator:
     def wait(self) -> None:
         """Until there is nothing under way."""
         self._idle.wait()
+
+    def wait_until_late(self) -> None:
+        """The same, but for what takes so long that it is told."""
+        self._idle.wait(self._lateness.after_s)
 
     @property
     def through(self) -> bool:
@@ -191,7 +218,7 @@ class Replicator:
     def hold(self) -> None:
         """In a walk: what is under way is copied to its end here, and given up where it goes elsewhere."""
         self._taken.wait()
-        self._given_up = True
+        self._given_up.set()
         for peer in list(self._peers.values()):
             peer.give_up()
 
@@ -215,7 +242,8 @@ class Replicator:
                 return
             assert self._work is not None, "it is woken with some"
             try:
-                self._ok = self._copy(*self._work)
+                with self._told_if_late(self._work[0].version):
+                    self._ok = self._copy(*self._work)
             except Exception as error:  # whatever it is, the training must not wait for this thread for ever
                 self._ok = False
                 self._trouble(f"a copy was not made: {error!r}")
@@ -223,6 +251,28 @@ class Replicator:
                 self._work = None
                 self._taken.set()
                 self._idle.set()
+
+    @contextlib.contextmanager
+    def _told_if_late(self, version: Version) -> Iterator[None]:
+        """By a thread of its own: the one that copies may be waiting for another host."""
+        began = time.monotonic()
+
+        def tell() -> None:
+            if self._lateness.is_news(time.monotonic() - began):
+                self._trouble(
+                    f"{version} is not copied after {self._lateness.after_s:g} s, by slot {self._slot} to"
+                    f" {_told(self._far[0])}: it goes on, and until it is through a loss costs the steps since the"
+                    " copy before it (look at that host, or raise copies.lag_steps)"
+                )
+
+        timer = threading.Timer(self._lateness.after_s, tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+            self._lateness.ended(time.monotonic() - began, ok=self._ok)
+        finally:
+            timer.cancel()
 
     def _copy(self, snapshot: Snapshot, place: Place, beside: Beside | None) -> bool:
         began = time.monotonic()
@@ -300,7 +350,7 @@ class Replicator:
     def _send(
         self, address: Address, place: Place, manifest: Manifest, memory: torch.Tensor, members: Sequence[int]
     ) -> bool:
-        if self._given_up:
+        if self._given_up.is_set():
             return False
         there = dataclasses.replace(place, kind=FAR, number=self._far_number)
         if address not in self._peers:
@@ -327,6 +377,10 @@ class Replicator:
             nonlocal sent
             sent += size
             if self._bytes_per_s is not None:
-                time.sleep(max(0.0, began + sent / self._bytes_per_s - time.monotonic()))
+                self._given_up.wait(max(0.0, began + sent / self._bytes_per_s - time.monotonic()))
 
         return wait
+
+
+def _told(far: Sequence[Address]) -> str:
+    return ", ".join(f"{host}:{port}" for host, port in far) or "its own host alone"

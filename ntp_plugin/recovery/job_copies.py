@@ -177,7 +177,7 @@ class JobCopies:
             )
         )
         if first:  # the job has nothing to go back to yet
-            self._replicator.wait()
+            self._replicator.wait_until_late()
 
     def words(self) -> tuple[bool, ...]:
         """For the vote, so many as `WORDS`: whether nothing is under way here, all that was is in this host's memory,

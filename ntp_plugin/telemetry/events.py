@@ -139,7 +139,7 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CopyTrouble:
-    """A copy was not made, or is not what was written. The training goes on."""
+    """A copy was not made, or is late, or is not what was written. The training goes on."""
 
     what: str
 

@@ -10,7 +10,7 @@ import torch
 
 from ntp_plugin.copies.manifest import Version, view
 from ntp_plugin.copies.pieces import Piece
-from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.replicator import Lateness, Part, Replicator, Snapshot
 from ntp_plugin.copies.store import FAR, NEAR, Place, Store
 from tests.unit.copies_bytes import bytes_of, wrong_in
 from tests.unit.test_copies_wire import SECRET, There, deaf_server, until
@@ -263,6 +263,55 @@ def test_a_copy_goes_no_faster_than_it_may(tmp_path, there):
         (copied,) = here.copied
         assert copied.seconds > copied.size / 5e6 > 0.2
         assert copied.taken_s < copied.seconds
+
+
+def test_what_is_late_is_news_until_one_is_through_in_time():
+    lateness = Lateness(after_s=10)
+    assert [lateness.is_news(seconds) for seconds in (3, 9.9, 10, 11, 50)] == [False, False, True, False, False]
+    lateness.ended(60, ok=True)
+    assert not lateness.is_news(11), "the next one is late as well"
+    lateness.ended(3, ok=False)
+    assert not lateness.is_news(11), "one that was refused does not say that others are quick"
+    lateness.ended(3, ok=True)
+    assert lateness.is_news(11)
+
+
+def test_a_copy_that_is_slow_is_told_once_and_again_after_one_that_is_not(tmp_path, there):
+    with closing(Here(tmp_path / "here", bytes_per_s=5e4, timeout_s=0.2)) as here:
+        here.replicator.send_to([there.server.address])
+        for step in (5, 6):
+            assert here.copy(snapshot(step)), "it is made, whatever it takes"
+        (told,) = here.trouble
+        assert told.startswith("step 5 as laid out in epoch 2 is not copied after 0.2 s, by slot 3 to 127.0.0.1:")
+        here.replicator.send_to([])
+        assert here.copy(snapshot(7))
+        here.replicator.send_to([there.server.address])
+        assert here.copy(snapshot(8))
+        assert [told.split(" as ")[0] for told in here.trouble] == ["step 5", "step 8"]
+
+
+def test_a_peer_that_is_frozen_is_told_before_it_is_given_up(tmp_path):
+    with deaf_server() as (_, address), closing(Here(tmp_path, timeout_s=0.3)) as here:
+        here.replicator.send_to([address])
+        assert not here.copy(snapshot(5, parts=some_parts(5, rows=200_000)))
+        late, given_up = here.trouble
+        assert "is not copied after 0.3 s" in late
+        assert "was not copied" in given_up
+
+
+def test_nobody_waits_for_a_copy_that_is_slow(tmp_path, there):
+    """The first one is waited for, until it is late; a walk, and who closes, ends it: at this pace it takes an hour."""
+    with closing(Here(tmp_path / "here", bytes_per_s=10.0, timeout_s=0.2)) as here:
+        here.replicator.send_to([there.server.address])
+        here.replicator.begin(snapshot(5))
+        began = time.monotonic()
+        here.replicator.wait_until_late()
+        here.replicator.wait_until_taken()
+        assert not here.replicator.through
+        here.replicator.hold()
+        until(lambda: here.replicator.through)
+        here.replicator.begin(snapshot(6))
+    assert time.monotonic() - began < 10
 
 
 def test_a_walk_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
