@@ -70,6 +70,11 @@ class Layout:
         return Standing(topology=self.topology, lost=self.lost | self.idle, min_tp_width=1)
 
     @property
+    def is_held_once(self) -> bool:
+        """Whether a single replica is left that trains, and nobody else has what it has."""
+        return len({slot.replica for slot in self.slots}) == 1
+
+    @property
     def pattern(self) -> Pattern:
         """What this rank's group has lost."""
         return self.standing.pattern(self.slot.replica, self.slot.stage)

@@ -1,6 +1,7 @@
 """Who is lost from the start, which rank is which slot, and what is refused."""
 
 import argparse
+import dataclasses
 import types
 
 import pytest
@@ -30,6 +31,13 @@ def test_ranks_are_the_slots_that_are_there_in_megatrons_order():
     )
     assert [found.ranks[slot] for slot in found.slots] == list(range(7))
     assert [layout("r1.s0.t0", rank=rank).speaks for rank in range(7)] == [True, *[False] * 3, True, *[False] * 2]
+
+
+def test_a_single_replica_that_trains_is_noticed():
+    assert not layout("r1.s0.t0").is_held_once
+    idle = frozenset(Slot(replica=1, stage=0, tp=tp) for tp in (1, 2, 3))
+    assert dataclasses.replace(layout("r1.s0.t0"), idle=idle).is_held_once
+    assert layout(processes=4).is_held_once
 
 
 def test_the_lost_are_struck_from_lists_of_nominal_ranks():

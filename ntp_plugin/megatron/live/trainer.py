@@ -41,7 +41,7 @@ from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import HeldAlike
 from ntp_plugin.replacements import apply_all
-from ntp_plugin.telemetry import Recovered, Teller
+from ntp_plugin.telemetry import CopyTrouble, Recovered, Teller
 from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
 from ntp_plugin.training.relayout_plan import Held, plan_relayout
 
@@ -84,6 +84,7 @@ class MegatronTrainer:
         """Where this job makes them."""
         self.how_far: HowFar
         """Goes with them."""
+        self._held_once = topology.dp == 1
         self._put_together = False
         """Whether state was begun to be put together from copies, and that has not ended."""
         self._sharded = bool(args.use_distributed_optimizer)
@@ -227,6 +228,21 @@ class MegatronTrainer:
             self._settle_copies(self.copies, layout)
         self._newcomer = False
         self._tell(agreed)
+        self._tell_if_held_once(layout)
+
+    def _tell_if_held_once(self, layout: Layout) -> None:
+        """Once, until there are several again. Whether copies are made was decided at the start, by how many there
+        were."""
+        news, self._held_once = layout.is_held_once and not self._held_once, layout.is_held_once
+        if self.copies is not None or not (news and self.first):
+            return
+        what = (
+            f"replica {layout.slots[0].replica} is the only one left that trains, what its slots hold is held once from"
+            " now on, and this job makes no copies: another loss ends it unless replicas come back before"
+            " (--ntp-copies-protect all, at the start, has everything copied)"
+        )
+        _LOG.warning("copies: %s", what)
+        self._teller.tell(CopyTrouble(what=what))
 
     def _settle_copies(self, copies: JobCopies, layout: Layout) -> None:
         if self._plan.from_copies:
