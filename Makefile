@@ -53,7 +53,7 @@ show-deepspeed: $(READY)  # half an hour; SCALE=ci for a slice of some minutes
 show-deepspeed-returns: $(READY)  # twenty minutes; SCALE=ci for three returns of two kinds
 	$(PY) -m benchmarks.zero.cycles
 
-show-corruption: $(READY)  # seven minutes; SCALE=ci for half a minute
+show-corruption: $(READY)  # eight minutes; SCALE=ci for half a minute
 	$(PY) -m benchmarks.corruption
 
 show-copies: $(READY)  # on a quiet machine; SCALE=ci for a slice
