@@ -40,6 +40,13 @@ def assert_little_was_lost(events, *, lag=0):
     assert max(event.again for event in restored) <= lag + 1, restored
 
 
+def assert_same_bits(lived, without):
+    for slot, one in lived.items():
+        assert (one.seen.losses, one.seen.norms) == (without[slot].seen.losses, without[slot].seen.norms)
+        for name, part in without[slot].seen.parts.items():
+            assert np.array_equal(one.seen.parts[name].values, part.values), name
+
+
 @pytest.mark.short
 def test_nobody_is_lost(events):
     """Every step is copied, by every rank; the bits of the training are those without copies."""
@@ -47,10 +54,7 @@ def test_nobody_is_lost(events):
     without, _ = live(job(f"{OVERLAP} --ntp-copies-mode off"))
     assert_same_training(lived)
     assert_every_sample_once(rows)
-    for slot, one in lived.items():
-        assert (one.seen.losses, one.seen.norms) == (without[slot].seen.losses, without[slot].seen.norms)
-        for name, part in without[slot].seen.parts.items():
-            assert np.array_equal(one.seen.parts[name].values, part.values), name
+    assert_same_bits(lived, without)
     assert not told(events, CopyTrouble)
     copied, steps = told(events, Copied), told(events, Committed)
     assert len(copied) >= len(steps) / 2, "a copy may take longer than a step here, and never two"
@@ -266,6 +270,29 @@ def test_copies_may_lag(events):
     assert_little_was_lost(events, lag=3)
     steps = sorted({event.step for event in told(events, Copied) if event.step < 12})
     assert steps == [0, 4, 8], steps
+
+
+def test_keepers_that_are_slow(events):
+    """A copy would take minutes. Each slot tells that once, and no step or end waits for it."""
+    lived, rows = live(job(f"{OVERLAP} --ntp-copies-gb-per-s 0.000001 --ntp-events={events}", per_host=2))
+    without, _ = live(job(f"{OVERLAP} --ntp-copies-mode off", per_host=2))
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    assert_same_bits(lived, without)
+    late = [event.what for event in told(events, CopyTrouble) if "is not copied after 10 s" in event.what]
+    assert sorted(what.partition("by slot ")[2][0] for what in late) == ["0", "1", "2", "3"], late
+    assert all(what.startswith("step 0 ") for what in late)
+
+
+def test_a_single_replica_that_is_left_is_told_where_nothing_is_copied(events):
+    """Replica 0 is too narrow and stands idle. That is told once."""
+    more = f"--ntp-min-tp-width 2 --ntp-events={events}"
+    lived, rows = live(job(more), faults=[kill(1, during="applied", step=5)], back={1: 10})
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+    (only,) = told(events, CopyTrouble)
+    assert "replica 1 is the only one left" in only.what
+    assert "--ntp-copies-protect all" in only.what
 
 
 def test_a_host_without_room_for_copies(events):
