@@ -13,9 +13,9 @@ not touched until another one is.
 What goes wrong is told and tried again with the next version. It costs safety, and never the training. Where a far copy
 does not arrive for long, the newest version whose near copies everybody has is `kept`: it is not touched either until
 there is another, so that who dies while a copy is taken does not take the last of them along. That takes room for a
-third copy, as long as it lasts and there is any. A copy that takes long is told as well (`Lateness`), since a loss costs
-more steps then. State that is not finite is not copied over state that is: a digest would only say that this is what
-the rank had.
+third copy, as long as it lasts and there is any. A copy that takes long is told as well (`Lateness`), since a loss
+costs more steps then. State that is not finite is not copied over state that is: a digest would only say that this is
+what the rank had.
 """
 
 import contextlib

@@ -33,6 +33,7 @@ TOLD_BY_NTP_RUN = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "1",
     "TORCHELASTIC_RUN_ID": "run",
+    "NTP_TOKEN": "a token",
     "NTP_HEARTBEATS": "/nowhere/heartbeats",
     "NTP_BEAT_S": "0.02",
     "NTP_HUNG_S": "30",
