@@ -3,6 +3,8 @@
     exact        it is copied, and comes back bit for bit
     recompute    it follows from what is exact
     reset        it begins anew, and that changes nothing of the training
+    left         it comes from a process that is left; who begins from copies alone has none of it
+    none         there is none, and what would have some is refused
 
 An adapter lists what it knows, and what it finds in the user's model and optimizer. What is found and not known would
 be lost in silence; so it is refused at start, by its name, unless the user says that it may be reset.
@@ -14,7 +16,8 @@ from collections.abc import Iterable, Sequence
 
 from ntp_plugin.errors import Refused
 
-EXACT, RECOMPUTE, RESET = "exact", "recompute", "reset"
+EXACT, RECOMPUTE, RESET, LEFT, NONE = "exact", "recompute", "reset", "left", "none"
+_WAY_OUT = "--no-ntp-copies-strict: it keeps what it has by then, on ranks that are left"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +29,13 @@ class Item:
     why: str
 
 
-def require_known(found: Iterable[str], known: Sequence[Item], *, strict: bool) -> list[str]:
+def require_known(found: Iterable[str], known: Sequence[Item], *, strict: bool, way_out: str = _WAY_OUT) -> list[str]:
     """What nobody knows what becomes of; refused where strict."""
     unknown = [name for name in found if not any(fnmatch.fnmatchcase(name, item.pattern) for item in known)]
     if unknown and strict:
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise Refused(
             f"nobody knows what becomes of {unknown[0]}{more} when the state comes from copies",
-            way_out="--no-ntp-copies-strict: it keeps what it has by then, on ranks that are left",
+            way_out=way_out,
         )
     return unknown

@@ -19,6 +19,7 @@ that the loop had in hand is stale: its forward is computed, and its backward an
     loaders.py         a DataLoader that follows `training/stream.py`, forward and back
     window.py          what is put around the engine's forward, backward and step; the vote
     counted.py         what the engine has counted, as a window begins
+    inventory.py       what becomes of every piece of state that comes from copies
     cut_layers.py      what AutoTP has cut: in which units, and what of a layer follows the width of its replica
     cut_vocabulary.py  an output layer, its embedding and the loss, cut without gathering
     cut_replicas.py    replicas over several slots: who holds what, and how gradients are summed while somebody is lost

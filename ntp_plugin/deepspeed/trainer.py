@@ -24,6 +24,7 @@ from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed.counted import count
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
+from ntp_plugin.deepspeed.inventory import refuse_unknown
 from ntp_plugin.deepspeed.whole_state import WholeState, hand_over, whole
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.deepspeed.zero_state import ZeroState
@@ -90,6 +91,8 @@ class EngineTrainer:
         """Where a replica has several slots."""
         self._zero: ZeroState | None = None
         self._how_far: HowFar
+        self._strict: bool
+        """Whether state that nobody knows is refused."""
         self.copies: JobCopies | None = None
         """Where there is ZeRO, unless they are switched off."""
 
@@ -129,6 +132,8 @@ class EngineTrainer:
                     "ZeRO without copies (ntp.copies.mode): a lost rank takes its shard with it, and ends the job"
                 )
             return
+        refuse_unknown(engine, strict=policy.copies.strict)
+        self._strict = policy.copies.strict
         self._how_far = HowFar(engine, self.topology)
         self.copies = JobCopies(
             policy.copies,
@@ -150,6 +155,7 @@ class EngineTrainer:
                 "--ntp-resume: a job without ZeRO, or without copies, has made none that it could begin from",
                 way_out="load the last checkpoint",
             )
+        refuse_unknown(self._engine, strict=self._strict, resumes=True)
         slots = tuple(range(self.topology.size))
         step = self.copies.resume(folder, self._zero.make_room, slots)
         self._zero.have_weights(0)

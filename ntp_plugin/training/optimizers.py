@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ntp_plugin.copies.inventory import EXACT, NONE, Item
 from ntp_plugin.errors import Refused
 
 
@@ -43,6 +44,15 @@ KNOWN: Mapping[tuple[str, str], ElementWise] = {
 }
 """By the module that defines the class, and its name."""
 
+INVENTORY = (
+    *(
+        Item(pattern=f"what the optimizer keeps as {key}", becomes=EXACT, why="copied with what is stepped")
+        for key in sorted({key for known in KNOWN.values() for key in (*known.cut, *known.kept)})
+    ),
+    Item(pattern="error feedback", becomes=NONE, why="none is kept; an optimizer that keeps some is refused"),
+)
+"""What becomes of what they keep, where state comes from copies."""
+
 _WAY_OUT = "use SGD, Adam or AdamW, of torch or of NVIDIA's TransformerEngine or apex"
 _ONE_SCALE_FOR_ALL = (torch.float16, torch.uint8)
 
@@ -69,6 +79,12 @@ def element_wise(optimizer: object) -> ElementWise:
                 way_out=f"{option} = torch.float32 or torch.bfloat16",
             )
     return known
+
+
+def kept(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimizer keeps by now, in the words of `INVENTORY`."""
+    keys = {str(key) for state in optimizer.state.values() for key in state}
+    return [f"what the optimizer keeps as {key}" for key in sorted(keys)]
 
 
 def refuse_unknown_state(known: ElementWise, name: str, parameter: torch.Tensor, state: Mapping[str, object]) -> None:

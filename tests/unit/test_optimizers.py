@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from ntp_plugin.copies.inventory import require_known
 from ntp_plugin.errors import Refused
-from ntp_plugin.training.optimizers import KNOWN, element_wise, refuse_unknown_state
+from ntp_plugin.training.optimizers import INVENTORY, KNOWN, element_wise, kept, refuse_unknown_state
 
 TORCH = {
     "Adam": {"weight_decay": 0.1},
@@ -107,3 +108,17 @@ def test_states_with_one_scale_for_all_elements_are_refused():
     module, name = FUSED[0]
     with pytest.raises(Refused, match=r"exp_avg_dtype = torch.uint8: all elements of a tensor have one scale"):
         element_wise(stand_in(module, name, multi_tensor_adam=print, exp_avg_dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_what_becomes_of_what_a_known_optimizer_keeps_is_told(name):
+    optimizer, (parameter,) = steps(name, [torch.ones(3, 2)], [torch.ones(3, 2)])
+    assert len(kept(optimizer)) == len(optimizer.state[parameter])
+    assert require_known(kept(optimizer), INVENTORY, strict=True) == []
+
+
+def test_error_feedback_is_refused_by_its_name():
+    optimizer, (parameter,) = steps("Adam", [torch.ones(3, 2)], [torch.ones(3, 2)])
+    optimizer.state[parameter]["worker_error"] = torch.zeros(3, 2)
+    with pytest.raises(Refused, match="what becomes of what the optimizer keeps as worker_error"):
+        require_known(kept(optimizer), INVENTORY, strict=True)

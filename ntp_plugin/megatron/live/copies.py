@@ -20,18 +20,26 @@ from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live import generators
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.recovery.job_copies import WhoTrains
+from ntp_plugin.training import optimizers
 
 _LOG = logging.getLogger(__name__)
 
+_OF_THE_ARGUMENTS = ("max_lr", "min_lr", "lr_*", "start_wd", "end_wd", "wd_incr_*")
+"""What the schedule has beside the place where it stands."""
 INVENTORY = (
-    Item(pattern="main weights and all that the optimizer keeps for them", becomes=EXACT, why="copied"),
-    Item(pattern="samples consumed, schedule, loss scale", becomes=EXACT, why="told with each copy"),
-    Item(pattern="drawn *", becomes=EXACT, why="generators of random numbers, where the slot is still there"),
     Item(pattern="weight *", becomes=RECOMPUTE, why="what is stepped, rounded"),
-    Item(pattern="gradients, buckets, lanes", becomes=RESET, why="of the step in flight"),
-    Item(pattern="timers, the machine for repeated steps", becomes=RESET, why="as when the section began"),
+    Item(pattern="main weights", becomes=EXACT, why="copied: what is stepped"),
+    *optimizers.INVENTORY,
+    Item(pattern="drawn *", becomes=EXACT, why="generators of random numbers, where the slot is still there"),
+    Item(pattern="samples consumed_*", becomes=EXACT, why="told with each copy"),
+    Item(pattern="samples skipped_*", becomes=RESET, why="logged, and nothing else"),
+    Item(pattern="loss scale *", becomes=EXACT, why="told with each copy"),
+    Item(pattern="schedule num_steps", becomes=EXACT, why="told with each copy"),
+    *(Item(pattern=f"schedule {of}", becomes=RECOMPUTE, why="of the arguments") for of in _OF_THE_ARGUMENTS),
+    Item(pattern="steps", becomes=EXACT, why="the version of each copy"),
 )
-"""What becomes of all that a Megatron job has. What a user's model may have more of is found by the patterns."""
+"""What becomes of all that is looked for. In every job there are gradients, buckets and lanes besides, of the step in
+flight, and timers and the machine for repeated steps: as when the section began."""
 
 FRAMEWORK = "megatron"
 """Whose state it is, for those who find only the copies."""
@@ -95,15 +103,15 @@ def who_trains(layout: Layout) -> WhoTrains:
     return WhoTrains(trains=tuple(layout.slots), present=tuple(layout.present), lost_nodes=layout.standing.lost_nodes)
 
 
-def refuse_unknown(anatomy: Anatomy, *, strict: bool) -> None:
+def refuse_unknown(args: Any, anatomy: Anatomy, *, strict: bool) -> None:
     """State of which nobody knows what becomes of it when it comes from copies."""
-    for name in require_known(_found(anatomy), INVENTORY, strict=strict):
+    found = (*_in_the_model(anatomy), *_beside_it(anatomy), *_counted(args))
+    for name in require_known(found, INVENTORY, strict=strict):
         _LOG.warning("copies: %s is not copied", name)
 
 
-def _found(anatomy: Anatomy) -> Iterator[str]:
-    """What there is in this process that others may not have: in the user's model, and to draw from."""
-    yield from generators.names()
+def _in_the_model(anatomy: Anatomy) -> Iterator[str]:
+    """What there is in this process that others may not have, and in the user's model."""
     for chunk in map(bare, anatomy.chunks):
         parameters = dict(chunk.named_parameters())
         for name, parameter in parameters.items():
@@ -111,3 +119,21 @@ def _found(anatomy: Anatomy) -> Iterator[str]:
         for name, value in chunk.state_dict().items():
             if name not in parameters and isinstance(value, torch.Tensor) and value.numel():
                 yield f"the buffer {name}"
+
+
+def _beside_it(anatomy: Anatomy) -> Iterator[str]:
+    """What steps it, and what random numbers are drawn from."""
+    yield from generators.names()
+    for optimizer in anatomy.optimizer.chained_optimizers:
+        if any(getattr(optimizer, f"{kind}_from_float16_groups", ()) for kind in ("fp32", "shard_fp32")):
+            yield "main weights"
+        yield from optimizers.kept(optimizer.optimizer)
+        scaler = getattr(optimizer, "grad_scaler", None)
+        yield from (f"loss scale {name}" for name in (scaler.state_dict() if scaler is not None else ()))
+    yield from (f"schedule {name}" for name in anatomy.scheduler.state_dict())
+
+
+def _counted(args: Any) -> Iterator[str]:
+    """How far the job has come."""
+    yield "steps"
+    yield from (f"samples {name}" for name in vars(args) if name.startswith(("consumed_", "skipped_")))

@@ -141,7 +141,7 @@ class MegatronTrainer:
         unique = self._sharded or self._topology.dp == 1 or policy.protect == "all"
         if policy.mode == "off" or not unique:
             return
-        refuse_unknown(self._anatomy, strict=policy.strict)
+        refuse_unknown(self._args, self._anatomy, strict=policy.strict)
         self.how_far = HowFar(self._args, self._anatomy, slot=self.slot_number)
         self.copies = JobCopies(
             policy,
