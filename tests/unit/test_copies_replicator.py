@@ -8,6 +8,8 @@ from contextlib import closing
 import pytest
 import torch
 
+from ntp_plugin.copies import replicator, wire
+from ntp_plugin.copies.digest import Runs
 from ntp_plugin.copies.manifest import Version, view
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Lateness, Part, Replicator, Snapshot
@@ -138,6 +140,34 @@ def test_what_is_changed_once_it_is_taken_does_not_change_the_copy(here, there):
     assert here.replicator.ok
     assert same(shown(here.store, near(2, 0)), before)
     assert same(shown(there.store, far(2, 0)), before)
+
+
+def bytes_in(store, place):
+    """Of all values that a copy holds, in their order."""
+    memory = bytes_of(store, place)
+    entries = [(held, entry) for held in store.manifest(place).held for entry in held.entries]
+    return torch.cat([memory[entry.offset : entry.offset + held.bytes_of(entry)] for held, entry in entries])
+
+
+@pytest.mark.parametrize("chunk", [500, 501, 4096, 40_000])
+def test_copies_of_many_chunks_are_the_state_byte_for_byte(here, there, monkeypatch, chunk):
+    """Near, far, and what is asked for of the far one; 501 is no whole number of elements, 40,000 half of a tensor."""
+    for module in (replicator, wire):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+    parts = some_parts(5, rows=1000)
+    state = torch.cat([live.view(torch.uint8) for part in parts for live in part.values.values()])
+    here.replicator.send_to([there.server.address])
+    assert here.copy(snapshot(5, parts=parts))
+    for store, place in ((here.store, near(2, 0)), (there.store, far(2, 0))):
+        assert store.manifest(place).size > 2 * chunk
+        assert torch.equal(bytes_in(store, place), state)
+        assert wrong_in(store, place) == []
+    held = there.store.manifest(far(2, 0)).held[0]
+    of_all = Runs(starts=torch.tensor([0, 5]), lengths=torch.tensor([5, held.piece.size - 5]))
+    asked = there.peer().get(far(2, 0), 0, held, of_all)
+    assert all(
+        torch.equal(asked[name].view(torch.uint8), live.view(torch.uint8)) for name, live in parts[0].values.items()
+    )
 
 
 def test_far_copies_arrive_at_all_who_keep_them(here, there, tmp_path):

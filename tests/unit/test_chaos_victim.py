@@ -1,0 +1,237 @@
+"""What a process does to itself when it is ordered to: it says so first, and then that is what happens to it.
+
+Each harm that ends or holds its process is done in one of its own, without a framework.
+"""
+
+import multiprocessing
+import os
+import resource
+import signal
+import time
+
+import pytest
+import torch
+
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Pending, Strike
+from ntp_plugin.chaos.worker import Victim
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.store import NEAR, Place, Store
+from ntp_plugin.recovery.moments import Weight
+from ntp_plugin.telemetry import Follower, Struck, events_file
+from tests.unit.copies_bytes import bytes_of, wrong_in
+from tests.unit.test_copies_store import put
+from tests.unit.test_copies_wire import until
+
+SLOT = "r0.s0.t1"
+BEHIND = "it goes on"
+STEP = 5
+
+
+class Struckable:
+    """A victim in this process, and the record that it tells to."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.orders = folder, Orders.new(folder / "orders.jsonl")
+        monkeypatch.setenv("NTP_EVENTS", str(events_file(folder)))
+        self.victim, self.weights = Victim(Pending(self.orders.path)), []
+        self.victim.is_here(SLOT, lambda: self.weights)
+
+    def strike(self, what, seconds=0.0, name="1"):
+        self.orders.give(Strike(name=name, what=what, slot=SLOT, during="vote", step=STEP, seconds=seconds))
+        self.victim.reached("vote", STEP)
+
+    @property
+    def told(self):
+        return [one.event for one in Follower(events_file(self.folder)).news()]
+
+    def in_a_process(self, what, seconds=0.0):
+        """One that comes to the moment, and writes a line behind it."""
+
+        def run():
+            self.strike(what, seconds)
+            (self.folder / BEHIND).touch()
+
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        return process
+
+    @property
+    def goes_on(self):
+        return (self.folder / BEHIND).exists()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    return Struckable(tmp_path, monkeypatch)
+
+
+def said_first(what):
+    return [Struck(strike="1", what=what, whom=SLOT, moment="vote", step=STEP)]
+
+
+ENDS = {
+    "kill": -signal.SIGKILL,
+    "segfault": -signal.SIGSEGV,
+    "exception": 1,
+    "memory": 1,
+    "exit": 0,
+}
+HOLDS = ("stop", "hang", "lock")
+STAYS = ("slow", "disk", "clock", "weight", "copy")
+
+
+def test_every_kind_is_tried_here():
+    assert {*ENDS, *HOLDS, *STAYS} == set(BY_ITS_OWN_HAND)
+
+
+@pytest.mark.parametrize(("what", "code"), ENDS.items())
+def test_a_process_ends_as_it_was_ordered_to_and_has_said_so(here, capfd, what, code):
+    process = here.in_a_process(what)
+    process.join(60)
+    assert process.exitcode == code
+    assert here.told == said_first(what)
+    assert not here.goes_on
+    said = {"exception": "strike 1: an error that nobody expects", "memory": "MemoryError"}.get(what, "")
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", HOLDS)
+def test_a_process_stands_still_as_it_was_ordered_to_and_has_said_so(here, what):
+    process = here.in_a_process(what)
+    try:
+        until(lambda: here.told == said_first(what))
+        until(lambda: state_of(process.pid) == ("T" if what == "stop" else "S"))
+        process.join(0.3)
+        assert process.exitcode is None
+        assert not here.goes_on
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(("what", "beats_on"), [("hang", True), ("lock", False)])
+def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here, what, beats_on):
+    """What is told by a thread of its own, as beats are."""
+    heart = here.folder / "heart"
+
+    def run():
+        import threading  # noqa: PLC0415
+
+        def beat():
+            while True:
+                heart.write_text(str(time.monotonic_ns()))
+                time.sleep(0.01)
+
+        threading.Thread(target=beat, daemon=True).start()
+        until(heart.exists)
+        here.strike(what)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    try:
+        until(lambda: here.told == said_first(what))
+        process.join(0.3)
+        before = heart.stat().st_mtime_ns
+        process.join(0.5)
+        assert (heart.stat().st_mtime_ns != before) == beats_on
+    finally:
+        process.kill()
+        process.join()
+
+
+def state_of(pid):
+    with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+        return file.read().rpartition(") ")[2][0]
+
+
+def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_moment_alone(here):
+    here.strike("slow", 0.2)
+    for moment, is_slow in [("vote", True), ("forward", False), ("vote", True)]:
+        began = time.monotonic()
+        here.victim.reached(moment, STEP + 1)
+        assert (time.monotonic() - began >= 0.2) == is_slow
+    assert here.told == said_first("slow")
+
+
+def test_nothing_can_be_written_for_so_long_and_then_it_can(here):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path, ignored = here.folder / "checkpoint", signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    path.write_text("what was written")
+    try:
+        here.strike("disk", 1.0)
+        with pytest.raises(OSError, match="File too large"):
+            (here.folder / "another").write_text("more")
+        assert path.read_text() == "what was written"
+        until(lambda: resource.getrlimit(resource.RLIMIT_FSIZE) == limits)
+        (here.folder / "another").write_text("more")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert here.told == said_first("disk")
+
+
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
+def test_the_clock_jumps_and_the_record_keeps_its_order(here, monkeypatch, seconds):
+    real = time.time
+    monkeypatch.setattr(time, "time", real)  # which is put back
+    here.strike("clock", seconds)
+    assert time.time() - real() == pytest.approx(seconds, abs=5)
+    here.strike("slow", name="2")
+    first, second = Follower(events_file(here.folder)).news()
+    assert 0 <= second.at - first.at < 60
+
+
+def weight(name, values):
+    size = values.numel()
+    piece = Piece(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    return Weight(piece=piece, values=values, is_cut=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.75, -3.0, 0.0])
+def test_one_number_of_one_weight_is_another(here, dtype, value):
+    before = [torch.full((50,), value, dtype=dtype) for _ in range(3)]
+    here.weights = [weight(str(number), values.clone().requires_grad_()) for number, values in enumerate(before)]
+    here.strike("weight")
+    after = torch.cat([one.values.detach() for one in here.weights])
+    changed = after != torch.cat(before)
+    assert int(changed.sum()) == 1
+    assert float(after[changed]) == (2 * value or 1.0)
+    assert here.told == said_first("weight")
+
+
+@pytest.mark.parametrize("value", [0.75, -3.0])
+def test_it_is_one_bit_of_the_exponent_where_that_is_even(here, value):
+    """Doubling adds one to it: 126 of 0.75 is even; 128 of -3."""
+    values = torch.full((50,), value)
+    here.weights = [weight("a", values.clone())]
+    here.strike("weight")
+    bits = values.view(torch.int32) ^ here.weights[0].values.view(torch.int32)
+    assert [one for one in bits.tolist() if one] == [1 << 23]
+
+
+def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monkeypatch):
+    store = Store(here.folder / "copies" / "host")
+    monkeypatch.setenv("NTP_COPIES", str(here.folder / "copies"))
+    monkeypatch.setenv("RANK", "3")
+    older, newest = (Place(kind=NEAR, slot=3, epoch=2, number=number) for number in (1, 0))
+    other = Place(kind=NEAR, slot=4, epoch=2, number=0)
+    for seconds, place in enumerate((older, newest, other)):
+        put(store, place)
+        os.utime(store.folder / f"{place}.json", (seconds, seconds))
+    before = {place: bytes_of(store, place) for place in (older, newest, other)}
+    here.strike("copy")
+    changed = {place: int((bytes_of(store, place) != before[place]).sum()) for place in before}
+    assert changed == {older: 0, newest: -(-len(before[newest]) // 256), other: 0}
+    assert wrong_in(store, newest)[0] == "a (weight)"
+    assert wrong_in(store, older) == wrong_in(store, other) == []
+    assert here.told == said_first("copy")
+    store.close()
+
+
+def test_a_process_without_copies_or_in_another_slot_is_not_struck(here, monkeypatch):
+    monkeypatch.delenv("NTP_COPIES", raising=False)
+    here.strike("copy")
+    here.orders.give(Strike(name="2", what="kill", slot="r9.s0.t0", during="vote", step=STEP))
+    here.victim.reached("vote", STEP)
+    assert here.told == said_first("copy")
