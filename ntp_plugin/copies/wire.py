@@ -7,6 +7,7 @@ bytes, and so is the answer:
     get  some elements of a piece; they are verified before they go, and their own digest goes with them
 
 A request names the run. A stranger gets no answer, and neither does a run of the same name with another secret.
+Whatever is wrong with a request, its connection ends and no more than that.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from ntp_plugin.copies.digest import Runs
 from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, views, wrong
 from ntp_plugin.copies.parity import Parities, Unwanted
 from ntp_plugin.copies.pieces import indices
-from ntp_plugin.copies.store import PARITY, NoRoom, Place, Store
+from ntp_plugin.copies.store import FAR, PARITY, NoRoom, Place, Store
 from ntp_plugin.errors import NtpError
 
 CHUNK = 16 << 20
@@ -34,6 +35,20 @@ _VERIFIED_PER_S = 5e7
 """Bytes, at the least: whoever takes a copy answers when it is verified, and all who share a parity send at once."""
 _LINE = 1 << 26
 """A manifest has some hundred bytes for each tensor."""
+_QUOTED = 50
+"""Letters of what a stranger said: it goes into the record."""
+_NO_ROOM_S = 0.1
+"""Until a connection is tried again for which the host had no descriptor or no thread."""
+_MALFORMED = (
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 _LOG = logging.getLogger(__name__)
 
 type Address = tuple[str, int]
@@ -64,33 +79,43 @@ class Server:
         self._lock = threading.Lock()
         self._one_at_a_time: defaultdict[Place, threading.Lock] = defaultdict(threading.Lock)
         self._parities = Parities(store)
+        self._closed = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="ntp-copies-server", daemon=True)
         self._acceptor.start()
 
     def close(self) -> None:
         """Serve nobody any more."""
+        self._closed.set()
         self._socket.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
         self._socket.close()
         with self._lock:
             for connection in self._open:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        for thread in [self._acceptor, *self._threads]:
+        for thread in self._threads:
             thread.join()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # it was closed
-                return
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._open.add(connection)
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
-                thread = threading.Thread(target=self._serve, args=(connection,), name="ntp-copies", daemon=True)
-                self._threads.append(thread)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._begin(connection)
+            except (OSError, RuntimeError) as error:  # it was closed, or somebody has opened too many
+                if not self._closed.wait(_NO_ROOM_S):
+                    _LOG.warning("a connection for copies was not taken: %s", error)
+
+    def _begin(self, connection: socket.socket) -> None:
+        thread = threading.Thread(target=self._serve, args=(connection,), name="ntp-copies", daemon=True)
+        with self._lock:
+            try:
                 thread.start()
+            except RuntimeError:
+                connection.close()
+                raise
+            self._open.add(connection)
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -98,10 +123,11 @@ class Server:
                 if not isinstance(request, dict):
                     raise ValueError("a request that is none")
                 if (request.get("run"), request.get("secret")) != (self._run, self._secret):
-                    self._told(f"somebody of the run {request.get('run')!r} asked for copies of {self._run!r}")
+                    run = str(request.get("run"))[:_QUOTED]
+                    self._told(f"somebody of the run {run!r} asked for copies of {self._run!r}")
                     return
                 {"put": self._put, "get": self._get}[request["do"]](connection, request)
-        except (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        except _MALFORMED as error:
             _LOG.info("a connection for copies ended: %s", error)  # whoever asked notices, and asks elsewhere
         finally:
             with self._lock:
@@ -111,9 +137,9 @@ class Server:
     def _put(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
         text = request["manifest"].encode()
         manifest = Manifest.decode(text)
-        if manifest is None:
+        if manifest is None or not _is_sound(manifest):
             raise ValueError("a manifest came that is not what was written")
-        place, coming = Place(**request["place"]), _Coming(connection, manifest)
+        place, coming = _place(request, FAR, PARITY), _Coming(connection, manifest)
         try:
             if place.kind == PARITY:
                 found = self._parities.take(place, tuple(request["members"]), manifest, coming.pieces())
@@ -142,12 +168,14 @@ class Server:
     def _get(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
         wanted = torch.empty(2, request["runs"], dtype=torch.int64)
         _receive(connection, wanted.view(-1).view(torch.uint8))
-        place = Place(**request["place"])
+        place = _place(request)
         manifest = self._store.manifest(place)
         held = next(iter(manifest.held[request["piece"] :][:1]), None) if manifest is not None else None
         if manifest is None or held is None or _written(held) != request["written"]:
             _send_line(connection, {"gone": True})
             return
+        if not _is_within(held.piece.size, starts=wanted[0], lengths=wanted[1]):
+            raise ValueError(f"of {held.piece.tensor} there are {held.piece.size} elements, and others were asked for")
         values = self._store.read(place, held)
         found = wrong(manifest, held, values)
         if found:
@@ -198,6 +226,28 @@ def select(
         return {name: those[first : first + size] for name, those in values.items()}
     index = indices(starts, lengths)
     return {name: those[index] for name, those in values.items()}
+
+
+def _is_sound(manifest: Manifest) -> bool:
+    """Whether all values are within the bytes: memory is taken for as many as it says."""
+    of_all = ((held, entry) for held in manifest.held for entry in held.entries)
+    return all(held.piece.size >= 0 <= entry.offset <= manifest.size - held.bytes_of(entry) for held, entry in of_all)
+
+
+def _place(request: Mapping[str, Any], *kinds: str) -> Place:
+    """Where it says, if a copy of one of these kinds may lie there; by its name it would lie in another folder."""
+    place = Place(**request["place"])
+    if Place.read(str(place)) is None or (kinds and place.kind not in kinds):
+        raise ValueError(f"{str(place)[:_QUOTED]!r} is no place for a copy")
+    return place
+
+
+def _is_within(size: int, *, starts: torch.Tensor, lengths: torch.Tensor) -> bool:
+    """Whether these are elements of so many, and no more than that: memory is taken for as many as are asked for."""
+    if not len(starts):
+        return True
+    ends_within = starts.min() >= 0 and lengths.min() >= 0 and starts.max() <= size and lengths.max() <= size
+    return bool(ends_within and (starts + lengths).max() <= size and lengths.sum() <= size)
 
 
 def _written(held: Held) -> list[int]:

@@ -20,6 +20,7 @@ def told_in(folder):
     return {name: [(at.step, at.value) for at in read.Scalars(name)] for name in read.Tags()["scalars"]}
 
 
+@pytest.mark.short
 def test_a_recovery_is_in_megatrons_own_tensorboard(tmp_path):
     more = f"--ntp-events {tmp_path / 'events'} --tensorboard-dir {tmp_path / 'board'}"
     live(Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=more), faults=[kill(1, during="backward", step=5)])

@@ -1,0 +1,185 @@
+"""Malformed requests at the server of copies: of strangers, and of who knows the secret. It serves peers as before.
+
+A stranger writes nothing. Who knows the secret may put a copy where far ones are, and nowhere else.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import random
+import resource
+import socket
+import threading
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ntp_plugin.copies.digest import Runs
+from ntp_plugin.copies.store import FAR, NEAR, PARITY, REBUILT, Place
+from ntp_plugin.copies.wire import PeerTrouble
+from tests.unit.copies_bytes import wrong_in
+from tests.unit.test_chaos_strikes import spoilt
+from tests.unit.test_copies_store import put, some_values, written
+from tests.unit.test_copies_wire import FAR_PLACE, SECRET, There, all_of, no_pace, until
+
+MESSAGES = 1500
+"""Of each of four kinds."""
+ASKED_BY = {"run": "run", "secret": SECRET}
+ELSEWHERE = replace(FAR_PLACE, slot=5)
+MEMORY, MANIFEST = written(some_values(1), step=6, slot=5)
+BYTES = MEMORY.numpy().tobytes()
+
+
+def line(said):
+    """As they are sent: the length, then so many bytes."""
+    text = said if isinstance(said, bytes) else json.dumps(said).encode()
+    return len(text).to_bytes(8) + text
+
+
+def putting(place, manifest=None):
+    text = MANIFEST.encode() if manifest is None else manifest
+    return ASKED_BY | {"do": "put", "place": asdict(place), "manifest": text.decode(), "members": [5, 6]}
+
+
+def getting():
+    digests = [entry.digest for entry in MANIFEST.held[0].entries]
+    return ASKED_BY | {"do": "get", "place": asdict(FAR_PLACE), "piece": 0, "runs": 2, "written": digests}
+
+
+def random_bytes(dice):
+    noise = dice.randbytes(dice.randrange(200))
+    return dice.choice([noise, line(noise), dice.randrange(1 << 28).to_bytes(8) + noise, line(b"[" * 10_000)])
+
+
+def spoilt_strangers(dice):
+    """Real requests, and as they are when somebody spoils them, without the secret or the run."""
+    said = dice.choice([putting(ELSEWHERE), getting()])
+    said |= dice.choice([{"secret": "guessed"}, {"secret": None}, {"run": "another" * dice.randrange(1, 1000)}])
+    whole = json.dumps(said).encode()
+    return line(dice.choice([whole, whole.replace(SECRET.encode(), b"?")[: dice.randrange(len(whole))]])) + BYTES
+
+
+def spoilt_requests(dice):
+    """By who knows the secret: any of its fields, any byte of its line, or the end is wrong."""
+    said = dice.choice([putting(ELSEWHERE), putting(replace(ELSEWHERE, kind=PARITY)), getting()])
+    kind = dice.randrange(4)
+    if kind == 0:
+        within = dice.choice([said, said["place"]])
+        within[dice.choice(list(within))] = dice.choice(
+            [[], {}, None, -1, 1e400, "../../x", "near", "9" * 5000, 10**30, [[1]]]
+        )
+        return line(said) + BYTES[:-8]
+    if kind == 1:
+        return line(spoilt(json.dumps(said | {"token": 0}).encode(), dice)) + BYTES[:-8]
+    if kind == 2:
+        whole = line(said) + BYTES
+        return whole[: dice.randrange(len(whole))]
+    return line(getting()) + dice.choice([dice.randbytes(32), torch.tensor([0, 0, 1 << 33, 1]).numpy().tobytes()])
+
+
+def spoilt_manifests(dice):
+    """By who knows the secret and makes the checksum right, so that they are read to the end."""
+    body = json.loads(MANIFEST.encode().rpartition(b"\n")[0])
+    piece, entries, _ = dice.choice(body[5])
+    of_piece = [(piece, at) for at in range(1, 6)]
+    of_all = [(body, 4), (body[1], 0), (piece[1], 0), (piece[3], 0), (piece[3][0], 1)]
+    of_entries = [(entries, 0), *((entries[0], at) for at in range(4))]
+    holder, at = dice.choice([*of_piece, *of_all, *of_entries])
+    holder[at] = dice.choice([-1, 1 << 40, 10**30, "x", None, [], 2.5, {}, "int64"])
+    text = json.dumps(body).encode()
+    text += b"\n" + hashlib.blake2b(text, digest_size=16).hexdigest().encode()
+    return line(putting(replace(ELSEWHERE, kind=dice.choice([ELSEWHERE.kind, PARITY])), text)) + BYTES
+
+
+def send(there, message):
+    """And hang up when it has."""
+    with socket.create_connection(there.server.address, timeout=20) as sender, contextlib.suppress(ConnectionError):
+        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sender.sendall(message)
+        with contextlib.suppress(OSError):  # it may have hung up
+            sender.shutdown(socket.SHUT_WR)
+        while sender.recv(1 << 16):
+            pass
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def died(monkeypatch):
+    """Threads that ended by an error that nobody expects."""
+    found = []
+    monkeypatch.setattr(threading, "excepthook", found.append)
+    return found
+
+
+@pytest.mark.parametrize("garbage", [random_bytes, spoilt_strangers, spoilt_requests, spoilt_manifests])
+def test_malformed_requests_change_nothing_and_hold_nothing(tmp_path, died, garbage):
+    dice = random.Random(1)
+    with closing(There(tmp_path / "host" / "copies", at_most=10_000_000)) as there:
+        put(there.store, FAR_PLACE, some_values(1), step=6, slot=5)
+        before = contents(tmp_path)
+        threads, open_ones = threading.active_count(), descriptors()
+        for _ in range(MESSAGES):
+            send(there, garbage(dice))
+        until(lambda: threading.active_count() == threads)
+        assert descriptors() <= open_ones + len(there.store._maps), "what is mapped has one"
+        assert [str(one.exc_value) for one in died] == []
+        knows_the_secret = garbage in (spoilt_requests, spoilt_manifests)
+        after = contents(tmp_path)
+        assert before.items() <= after.items()
+        more = [Place.read(path.name.removesuffix(".json")) for path in after.keys() - before.keys()]
+        assert all(knows_the_secret and place.kind in (FAR, PARITY) for place in more)
+        assert all(wrong_in(there.store, place) == [] for place, _ in there.store.found())
+        assert knows_the_secret or max((len(told) for told in there.told), default=0) < 150, (
+            "a stranger fills no record"
+        )
+        assert there.peer().put(ELSEWHERE, MANIFEST, MEMORY, pace=no_pace) == []
+        held = MANIFEST.held[1]
+        assert torch.equal(there.peer().get(FAR_PLACE, 1, held, all_of(held))["weight"], some_values(1)["b"])
+
+
+@pytest.mark.parametrize("kind", [NEAR, REBUILT, "../far", "far/../far"])
+def test_a_copy_is_only_put_where_far_ones_are(tmp_path, kind):
+    with closing(There(tmp_path / "host" / "copies")) as there:
+        put(there.store, replace(ELSEWHERE, kind=NEAR))
+        before = contents(tmp_path)
+        with pytest.raises(PeerTrouble):
+            there.peer().put(replace(ELSEWHERE, kind=kind), MANIFEST, MEMORY, pace=no_pace)
+        assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("runs", [[(0, 1 << 33)], [(-3, 2)], [(2999, 2)], [(0, 3000), (5, 1)], [(0, 2), (7, -1)]])
+def test_elements_that_are_none_are_not_given(tmp_path, runs):
+    with closing(There(tmp_path)) as there:
+        _, manifest = put(there.store, FAR_PLACE)
+        held, (starts, lengths) = manifest.held[0], torch.tensor(runs).T
+        message = getting() | {"runs": len(runs), "written": [entry.digest for entry in held.entries]}
+        with socket.create_connection(there.server.address, timeout=20) as sender:
+            sender.sendall(line(message) + torch.stack([starts, lengths]).numpy().tobytes())
+            assert sender.recv(1) == b""
+        assert there.peer().get(FAR_PLACE, 0, held, Runs(starts=torch.tensor([2999]), lengths=torch.tensor([1])))
+
+
+def test_a_server_without_a_descriptor_takes_connections_again_when_there_is_one(tmp_path, caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(There(tmp_path)) as there, caplog.at_level(logging.WARNING):
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+        try:
+            with socket.create_connection(there.server.address, timeout=20):
+                until(lambda: "was not taken" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert there.peer().put(ELSEWHERE, MANIFEST, MEMORY, pace=no_pace) == []
