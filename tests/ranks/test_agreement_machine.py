@@ -70,8 +70,8 @@ class Process:
 class Racing(TorchStore):
     """Lets others get in between a newcomer's look and its first write."""
 
-    def __init__(self, store, meanwhile):
-        super().__init__(store)
+    def __init__(self, connection, meanwhile, **of):
+        super().__init__(connection, **of)
         self._meanwhile = meanwhile
 
     def create(self, key, value):
@@ -100,7 +100,7 @@ class AgreementMachine(RuleBasedStateMachine):
         self.train(range(moves))
 
     def connect(self, index, kind=TorchStore, *more):
-        return kind(dist.PrefixStore(self.corner, self.clients[index]), *more)
+        return kind(self.clients[index], *more, corner=self.corner, token="a token")
 
     def publish_lost(self, seat):
         publish_lost(self.supervising, self.first, [seat])
@@ -362,7 +362,7 @@ def overwrite(_sound):
     """Whoever comes last wins."""
 
     def broken(store, key, value):
-        store._store.set(key, value)
+        store._store.set(key, store._signature(key, value.encode()).decode() + value)
         return value
 
     return "create", broken
