@@ -75,6 +75,8 @@ class TolerantAgent(LocalElasticAgent):
     """torchrun's agent with another idea of a failed worker. torch makes it, so its policy waits in the class."""
 
     policy: ClassVar[RunPolicy] = RunPolicy()
+    has_own_store: ClassVar[bool] = False
+    """Whether nobody but this agent and its workers comes to the job's store."""
     worst_code: ClassVar[int] = 0
     """Of all workers that ended badly: the highest exit code that is ours, else 1."""
 
@@ -95,7 +97,7 @@ class TolerantAgent(LocalElasticAgent):
         if isinstance(shared, TCPStore):
             # torch would start a second one, which workers of ours never use, and which anybody could reach.
             handler._create_tcp_store_server = lambda *_: shared
-            self._open(shared.host, shared.port, handler.get_run_id(), alone=handler.settings.max_nodes == 1)
+            self._open(shared.host, shared.port, handler.get_run_id())
             joined = self._arrival(worker_group).join(handler.settings.max_nodes)
             if joined is not None:
                 self._take_place(worker_group, joined)
@@ -104,8 +106,7 @@ class TolerantAgent(LocalElasticAgent):
         if isinstance(shared, TCPStore):
             self._send_workers_to_the_store(worker_group)
         else:
-            at = str(worker_group.master_addr), int(worker_group.master_port or 0)
-            self._open(*at, handler.get_run_id(), alone=worker_group.group_world_size == 1)
+            self._open(str(worker_group.master_addr), int(worker_group.master_port or 0), handler.get_run_id())
         self._tenancy = self._found(worker_group)
 
     def _arrival(self, worker_group: WorkerGroup) -> Arrival:
@@ -141,14 +142,14 @@ class TolerantAgent(LocalElasticAgent):
                 way_out="leave it out; --ntp-respawn starts single workers anew",
             )
 
-    def _open(self, host: str, port: int, run_id: str, *, alone: bool) -> None:
-        """The job's corner of the store, on a connection of its own. `alone`: no other host needs to read there."""
+    def _open(self, host: str, port: int, run_id: str) -> None:
+        """The job's corner of the store, on a connection of its own."""
         self._store_address = host, port
         connection, mine = TCPStore(host, port, None, False), corner(run_id)
         self._corner = PrefixStore(mine, connection)
         if not os.environ.get("NTP_TOKEN"):
             made = secrets.token_hex(16)
-            os.environ["NTP_TOKEN"] = made if alone else shared_token(connection, mine, made)
+            os.environ["NTP_TOKEN"] = made if self.has_own_store else shared_token(connection, mine, made)
         self._job = TorchStore(connection, corner=mine, token=os.environ["NTP_TOKEN"])
         self._job.refuse_strangers()
 
@@ -438,6 +439,7 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     TolerantAgent.policy = policy
     launcher.LocalElasticAgent = TolerantAgent  # type: ignore[attr-defined]
     words, store = _on_loopback_if_alone(list(torchrun_arguments))
+    TolerantAgent.has_own_store = store is not None
     try:
         torchrun(words)
     except ChildFailedError:

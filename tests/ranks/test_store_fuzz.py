@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import PrefixStore
 
 from ntp_plugin.comm.store import TorchStore, serve
 from tests.ranks.command import NTP, RECIPES, Command
@@ -150,18 +151,21 @@ def test_ten_thousand_malformed_messages_leave_the_store_as_it_was(garbage):
 
 
 @pytest.mark.parametrize("opening", [OPENING, b""])
-def test_a_well_formed_command_of_a_stranger_is_obeyed(opening):
+def test_a_well_formed_command_of_a_stranger_is_obeyed_and_not_believed(opening):
     """So what is spoilt above is all that is wrong with it; and whoever reaches the store can change it."""
     served = Served()
-    command = b"\x01" + sized(b"/a key") + sized(b"another value")
+    theirs = PrefixStore("a job", served.torchs)
+    command = b"\x01" + sized(b"/a job/a key") + sized(b"another value")
     with socket.create_connection(("127.0.0.1", served.server.port), timeout=20) as sender:
         sender.sendall(opening)
 
         def is_obeyed():
             sender.sendall(command)
-            return served.store.read("a key") == "another value"
+            return theirs.get("a key") == b"another value"
 
         until(is_obeyed)
+    assert served.store.read("a key") is None
+    assert served.store.create("a key", "its value") == "its value"
 
 
 def resident():
