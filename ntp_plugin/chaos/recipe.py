@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, KINDS, OF_HOSTS, SUPERVISOR
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, KINDS, OF_HOSTS, SLOW, SUPERVISOR
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
@@ -65,6 +65,7 @@ class FaultSpec:
     at_s: float | None = key(None, help="so many seconds after training has begun", at_least=0.0)
     epoch: int | None = key(None, help="in the recovery that leads to this epoch", at_least=1)
     seconds: float = key(0.0, help="how long, or how much", at_least=-1e9, at_most=1e9)
+    factor: float = key(1.0, help="of slow: its own work takes so many times as long", at_least=1.0, at_most=1e6)
     may_miss: bool = key(False, help="it is no failure where it never strikes")
 
     def __post_init__(self) -> None:
@@ -72,6 +73,8 @@ class FaultSpec:
             raise ConfigError(f"slot = {self.slot!r} is no slot", way_out="r0.s0.t1, or any")
         if self.what not in BY_ITS_OWN_HAND:
             _refuse_a_moment(self.what, self.during)
+        if self.factor != 1.0 and self.what != SLOW:
+            raise ConfigError(f"what = {self.what} has no factor", way_out=f"leave it out, or what = {SLOW}")
         if self.at_step is not None and (self.during in OF_WALKS or self.epoch is not None):
             raise ConfigError(
                 f"during = {self.during!r} is a moment of a recovery, and at_step is one of a step",

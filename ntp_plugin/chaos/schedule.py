@@ -207,5 +207,6 @@ def _strike(name: str, fault: FaultSpec, slot: str) -> Strike:
         step=fault.at_step if inside else None,
         epoch=fault.epoch if fault.during in OF_WALKS else None,
         seconds=fault.seconds,
+        factor=fault.factor,
         may_miss=fault.may_miss,
     )

@@ -18,7 +18,7 @@ from ntp_plugin.errors import ConfigError
 from ntp_plugin.recovery.moments import MOMENTS, OF_STEPS
 
 _LOG = logging.getLogger(__name__)
-SUPERVISOR, NODE, CUT, STORE = "supervisor", "node", "cut", "store"
+SUPERVISOR, NODE, CUT, STORE, SLOW = "supervisor", "node", "cut", "store", "slow"
 BY_ITS_OWN_HAND = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP: nothing of it runs any more",
@@ -28,7 +28,7 @@ BY_ITS_OWN_HAND = {
     "exception": "an error that nobody expects",
     "memory": "it asks for more memory than there is",
     "exit": "its process ends with code 0, too early",
-    "slow": "it sleeps `seconds` at each such moment from then on",
+    SLOW: "from then on it sleeps at each such moment: `seconds`, and `factor` - 1 times what it has computed since",
     "disk": "for `seconds` no file of its can grow: EFBIG, as beyond a limit of zero",
     "clock": "its `time.time` in Python jumps by `seconds`",
     "weight": "a bit of one of its weights flips",
@@ -66,6 +66,7 @@ class Strike:
     step: int | None = key(None, help="the first step that the moment may be of", at_least=1)
     epoch: int | None = key(None, help="the first epoch that a recovery leads to, whose moment it may be", at_least=1)
     seconds: float = key(0.0, help="how long, or how much", at_least=-1e9, at_most=1e9)
+    factor: float = key(1.0, help="of slow: its own work takes so many times as long", at_least=1.0, at_most=1e6)
     may_miss: bool = key(False, help="it is no failure where the slot does not come to that moment")
 
     def __post_init__(self) -> None:

@@ -34,8 +34,8 @@ class Victim:
         self._slot = ""
         self._weights: Weights = tuple
         self._teller = Teller(None, "")
-        self._slow: dict[str, float] = {}
-        """Moment -> seconds."""
+        self._slow: dict[str, _Slowness] = {}
+        """By moments."""
 
     def is_here(self, slot: str, weights: Weights) -> None:
         """The framework has a job, and this is its place in it."""
@@ -48,7 +48,7 @@ class Victim:
             self._teller.tell(weighed(self._weights()))
             return
         if moment in self._slow:
-            time.sleep(self._slow[moment])
+            self._slow[moment].wait()
         for strike in self._pending.take(self._slot, moment, step, epoch):
             self._teller.tell(
                 Struck(strike=strike.name, what=strike.what, whom=self._slot, moment=moment, step=step or 0)
@@ -65,7 +65,7 @@ class Victim:
             "exception": functools.partial(_fail, strike.name),
             "memory": harm.run_out_of_memory,
             "exit": lambda: os._exit(0),
-            "slow": functools.partial(self._slow.__setitem__, moment, strike.seconds),
+            "slow": functools.partial(self._slow.__setitem__, moment, _Slowness(strike)),
             "disk": functools.partial(harm.fill_disk, strike.seconds),
             "clock": functools.partial(harm.jump_clock, strike.seconds),
             "weight": functools.partial(self._spoil_weight, strike),
@@ -79,6 +79,19 @@ class Victim:
     def _spoil_copy(self, strike: Strike) -> None:
         if folder := os.environ.get("NTP_COPIES"):
             harm.spoil_copy(Path(folder), int(os.environ["RANK"]), seed=_seed(strike))
+
+
+class _Slowness:
+    """Of this thread. It computes while it has a processor: where it waits for others it is not slow."""
+
+    def __init__(self, strike: Strike) -> None:
+        self._seconds, self._more = strike.seconds, strike.factor - 1.0
+        self._until = time.thread_time()
+
+    def wait(self) -> None:
+        """For as much longer as it is to take."""
+        time.sleep(self._seconds + self._more * (time.thread_time() - self._until))
+        self._until = time.thread_time()
 
 
 def weighed(weights: Iterable[Weight]) -> Weighed:

@@ -78,6 +78,8 @@ def test_kinds_are_drawn_with_their_moments_where_pairs_are_said(tmp_path):
         (JOB + "[[fault]]\nwhat = 'sigkill'\nduring = 'vote'\n", "has no moment"),
         (JOB + FAULT + "at_step = 3\nduring = 'regroup'\n", "moment of a recovery"),
         (JOB + FAULT + "at_step = 3\nat_s = 1.0\n", "choose one"),
+        (JOB + FAULT + "factor = 2.0\n", "what = kill has no factor"),
+        (JOB + "[[fault]]\nwhat = 'slow'\nfactor = 0.5\n", "at least 1"),
         (JOB + "[random]\ncount = 3\nwhat = ['lightning']\n", "'lightning' is not known"),
         (JOB + "[random]\ncount = 3\nduring = []\n", "nothing to draw from"),
         (JOB + "[random]\ncount = 3\npairs = ['kill']\n", "'' is not known"),

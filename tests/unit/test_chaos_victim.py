@@ -36,8 +36,8 @@ class Struckable:
         self.victim, self.weights = Victim(Pending(self.orders.path)), []
         self.victim.is_here(SLOT, lambda: self.weights)
 
-    def strike(self, what, seconds=0.0, name="1"):
-        self.orders.give(Strike(name=name, what=what, slot=SLOT, during="vote", step=STEP, seconds=seconds))
+    def strike(self, what, seconds=0.0, name="1", **more):
+        self.orders.give(Strike(name=name, what=what, slot=SLOT, during="vote", step=STEP, seconds=seconds, **more))
         self.victim.reached("vote", STEP)
 
     @property
@@ -142,6 +142,21 @@ def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here,
 def state_of(pid):
     with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
         return file.read().rpartition(") ")[2][0]
+
+
+def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_waits_for(here):
+    here.strike("slow", 0.0, factor=5.0)
+    here.victim.reached("vote", STEP)
+    time.sleep(0.3)
+    began = time.monotonic()
+    here.victim.reached("vote", STEP)
+    assert time.monotonic() - began < 0.2, "it has waited, and computed nothing"
+    computing = time.thread_time()
+    while time.thread_time() - computing < 0.1:
+        pass
+    began = time.monotonic()
+    here.victim.reached("vote", STEP)
+    assert time.monotonic() - began >= 0.4
 
 
 def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_moment_alone(here):
