@@ -1,31 +1,39 @@
-"""A strike at a job that runs already, from another terminal of its owner.
+"""Strikes at a job that runs already, from another terminal of its owner: one, or all of a recipe.
 
-It is for jobs that obey orders (`ntp run --ntp-chaos`), and for who can read their token: a signal, too, though only
+They are for jobs that obey orders (`ntp run --ntp-chaos`), and for who can read their token: a signal, too, though only
 the record says which process has the slot. Nothing is sent to a process that is no worker of `ntp run`, and nothing
 that the record is not told of before.
+
+A recipe's steps, seconds and epochs count from now on. It is over when all of it has struck and the others have gone
+on; the job is not ended, and has no twin.
 """
 
+import dataclasses
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from ntp_plugin.chaos.striker import SIGNALS, from_outside, is_worker, send, struck_now
+from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.recipe import ANY, Recipe
+from ntp_plugin.chaos.schedule import Schedule
+from ntp_plugin.chaos.striker import SIGNALS, Striker, from_outside, is_worker, send, struck_now
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Strike, orders_file
+from ntp_plugin.chaos.verdict import Verdict, judge_attached
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.telemetry import read_run
+from ntp_plugin.telemetry import Follower, read_run
 from ntp_plugin.telemetry.job_state import JobState
+from ntp_plugin.telemetry.record import Told
+from ntp_plugin.telemetry.whereabouts import nobody_is_left
+
+_LOOK_S = 0.05
 
 
 def strike_now(run: Path, strike: Strike) -> str:
     """Order it, or do it; what was done, in words."""
     job = job_of(run)
-    if strike.what not in BY_ITS_OWN_HAND and strike.what not in SIGNALS:
-        raise ConfigError(
-            f"{strike.what} is for jobs that a recipe has started: the record does not say what runs where",
-            way_out="take the ntp run, the host or its link away by hand",
-        )
-    if strike.slot not in job.slots:
-        raise ConfigError(f"{run}: there is no slot {strike.slot}", way_out=f"slots: {', '.join(sorted(job.slots))}")
+    _refuse(run, job, what={strike.what}, slots={strike.slot})
     orders = Orders.of_a_running_job(orders_file(run))
     if strike.what in BY_ITS_OWN_HAND:
         orders.give(strike)
@@ -42,6 +50,59 @@ def strike_now(run: Path, strike: Strike) -> str:
         waking.start()
         waking.join()
     return f"done: {strike.what} to {strike.slot}, pid {pid}"
+
+
+def strike_by(recipe: Recipe, run: Path, *, look: Callable[[JobState, list[Told]], None]) -> tuple[History, Verdict]:
+    """All of a recipe; what the job has told until then, and what is to be said of the strikes."""
+    job = job_of(run)
+    drawn = {what for what, _ in recipe.random.deck()} if recipe.random.count else set[str]()
+    slots = {fault.slot for fault in recipe.faults} - {ANY}
+    _refuse(run, job, what={fault.what for fault in recipe.faults} | drawn, slots=slots)
+    schedule = Schedule(_from_now_on(recipe, job), named=f"attached-{time.time_ns()}-")
+    striker = Striker(run, schedule, Orders.of_a_running_job(orders_file(run)))
+    follower, state, history = Follower(run), JobState(), History()
+    deadline = time.monotonic() + recipe.job.patience_s
+    while not (state.ended or (state.slots and striker.is_done(history))) and time.monotonic() < deadline:
+        alone = nobody_is_left(state)
+        news = follower.news()
+        for told in news:
+            state.hear(told)
+            history.hear(told)
+        look(state, news)
+        if alone and not news:
+            break
+        striker.strike(state, history)
+        time.sleep(_LOOK_S)
+    striker.give_up()
+    whole = History.of(read_run(run))
+    return whole, judge_attached(striker.asked(state), whole)
+
+
+def _refuse(run: Path, job: JobState, *, what: set[str], slots: set[str]) -> None:
+    """What this job cannot be struck with, or where."""
+    others = what - BY_ITS_OWN_HAND.keys() - SIGNALS.keys()
+    if others:
+        raise ConfigError(
+            f"{min(others)} is for jobs that a recipe has started: the record does not say what runs where",
+            way_out="take the ntp run, the host or its link away by hand",
+        )
+    if not slots <= job.slots.keys():
+        there = ", ".join(sorted(job.slots)) or "none: training has not begun"
+        raise ConfigError(f"{run}: there is no slot {min(slots - job.slots.keys())}", way_out=f"slots: {there}")
+
+
+def _from_now_on(recipe: Recipe, job: JobState) -> Recipe:
+    passed = job.heard_at - job.began_at
+    faults = tuple(
+        dataclasses.replace(
+            fault,
+            at_step=None if fault.at_step is None else fault.at_step + job.step,
+            at_s=None if fault.at_s is None else fault.at_s + passed,
+            epoch=None if fault.epoch is None else fault.epoch + job.epoch,
+        )
+        for fault in recipe.faults
+    )
+    return dataclasses.replace(recipe, faults=faults)
 
 
 def job_of(run: Path) -> JobState:

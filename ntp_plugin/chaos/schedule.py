@@ -29,14 +29,15 @@ type _Card = tuple[str, str]
 class Schedule:
     """One recipe, as it goes."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._random = recipe.random
+    def __init__(self, recipe: Recipe, *, named: str = "") -> None:
+        """`named`: how its strikes' names begin, where others of the same run have had theirs."""
+        self._random, self._named = recipe.random, named
         self._dice = random.Random(recipe.random.seed)
         self._deck = list[_Card]()
         self._dealt: dict[str, _Card] = {}
         """By the names of their strikes."""
         self._missed = set[str]()
-        self._waiting = [(f"{number}", fault) for number, fault in enumerate(recipe.faults, start=1)]
+        self._waiting = [(f"{named}{number}", fault) for number, fault in enumerate(recipe.faults, start=1)]
         self._settled_at: int | None = None
 
     def at_start(self) -> list[Strike]:
@@ -65,6 +66,11 @@ class Schedule:
                 strikes.append(_strike(name, fault, slot))
         self._waiting = waiting
         return strikes + self._drawn_now(job, unsettled=bool(pending or strikes))
+
+    @property
+    def has_given_all(self) -> bool:
+        """Whether there is nothing more to be ordered."""
+        return not self._waiting and len(self._dealt) >= self._random.count + len(self._missed)
 
     def has_drawn(self, strike: Strike) -> bool:
         """Or the kill that comes with one that was drawn."""
@@ -107,7 +113,7 @@ class Schedule:
         card = self._deal(may_be_in_a_walk=bool(others))
         if card is None:
             return []
-        name, (what, during) = f"random-{len(self._dealt) + 1}", card
+        name, (what, during) = f"{self._named}random-{len(self._dealt) + 1}", card
         self._dealt[name] = card
         seconds, soon = self._random.seconds, job.step + _AHEAD
         if what not in BY_ITS_OWN_HAND:

@@ -33,8 +33,9 @@ SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "pause": signal
 class Striker:
     """Of one run."""
 
-    def __init__(self, folder: Path, schedule: Schedule) -> None:
-        self._schedule, self._orders = schedule, Orders.new(orders_file(folder))
+    def __init__(self, folder: Path, schedule: Schedule, orders: Orders | None = None) -> None:
+        """`orders`: those of a run that is there already."""
+        self._schedule, self._orders = schedule, orders or Orders.new(orders_file(folder))
         self._teller = from_outside(folder)
         self._undoing: list[tuple[float, Callable[[], None]]] = []
         self.ordered: list[Strike] = []
@@ -44,8 +45,8 @@ class Striker:
         for strike in schedule.at_start():
             self._order(strike)
 
-    def strike(self, job: JobState, history: History, running: Running) -> None:
-        """What is due now."""
+    def strike(self, job: JobState, history: History, running: Running | None = None) -> None:
+        """What is due now; `running` is what somebody else has started otherwise."""
         for at, undo in tuple(self._undoing):
             if time.monotonic() >= at:
                 self._undoing.remove((at, undo))
@@ -58,8 +59,22 @@ class Striker:
             if strike.what not in BY_ITS_OWN_HAND:
                 self._from_outside(strike, job, running)
 
+    def is_done(self, history: History) -> bool:
+        """Whether all that the schedule has is over."""
+        ended = all(self._is_over(strike, history) for strike in self.ordered)
+        return ended and self._schedule.has_given_all and not self._undoing
+
+    def give_up(self) -> None:
+        """Nothing more is to come: what has not struck does not, and what is undone after a time is undone now."""
+        for strike in self.ordered:
+            if strike.what in BY_ITS_OWN_HAND:
+                self._orders.take_back(strike)
+        for _, undo in self._undoing:
+            undo()
+        self._undoing.clear()
+
     def asked(self, job: JobState) -> Asked:
-        """Now that the job is over."""
+        """Now that it is over."""
         return self._schedule.asked(job, seconds=_seconds(job), ordered=self.ordered)
 
     def _is_over(self, strike: Strike, history: History) -> bool:
@@ -77,9 +92,11 @@ class Striker:
         if strike.what in BY_ITS_OWN_HAND:
             self._orders.give(strike)
 
-    def _from_outside(self, strike: Strike, job: JobState, running: Running) -> None:
+    def _from_outside(self, strike: Strike, job: JobState, running: Running | None) -> None:
         pid = job.pids.get(strike.slot)
         if pid is None and strike.what not in (STORE, SUPERVISOR):
+            return
+        if strike.what in SIGNALS and not is_worker(pid or 0):
             return
         self._teller.tell(struck_now(strike, job))
         undo: Callable[[], None] | None = None
@@ -89,6 +106,7 @@ class Striker:
             if strike.what == "pause":
                 undo = functools.partial(send, pid, signal.SIGCONT)
         else:
+            assert running is not None, "attached to a job there are signals and orders"
             undo = running.strike(strike, pid)
         if undo is not None:
             self._undoing.append((time.monotonic() + strike.seconds, undo))

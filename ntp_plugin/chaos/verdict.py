@@ -111,8 +111,7 @@ class End:
 
 def judge(asked: Asked, run: History, twin: History | None, end: End, expected: Expected) -> Verdict:
     """By the records of a run and of its twin."""
-    outcomes = tuple(_outcome(strike, run, goes_on=not expected.code) for strike in asked.strikes)
-    outcomes += tuple(_never_struck(left.strike, left.why) for left in asked.unordered)
+    outcomes = _outcomes(asked, run, goes_on=not expected.code)
     drawn, samples = _drawn(asked, run), _samples(run, twin)
     checks = [_ended(end, expected), _nobody_left(end), _samples_right(samples, run, twin)]
     if not expected.code:
@@ -133,6 +132,16 @@ def judge(asked: Asked, run: History, twin: History | None, end: End, expected: 
     return Verdict(outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run))
 
 
+def judge_attached(asked: Asked, run: History) -> Verdict:
+    """On strikes at a job that was there before, and may go on: of its end nothing is known, and it has no twin."""
+    drawn, samples = _drawn(asked, run), _samples(run, None)
+    checks = [_samples_right(samples, run, None), _steps(run, None, first=min(run.commits, default=1))]
+    if drawn is not None:
+        checks.append(_some_struck(drawn))
+    outcomes = _outcomes(asked, run, goes_on=True)
+    return Verdict(outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run))
+
+
 def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
     """A run of which nobody has said what was to happen: whatever struck is told by the record itself."""
     struck = [
@@ -144,7 +153,7 @@ def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
     if twin is not None and twin.weighed and run.weighed:
         beside.append(_weights(run, twin, bound))
     samples = _samples(run, twin)
-    checks = (_samples_right(samples, run, twin), _steps(run, twin), *beside)
+    checks = (_samples_right(samples, run, twin), _steps(run, twin, first=min(run.commits, default=1)), *beside)
     return Verdict(outcomes=outcomes, checks=checks, samples=samples, efficiency=_efficiency(run))
 
 
@@ -154,6 +163,11 @@ def _efficiency(run: History) -> float:
 
 
 # ---------------------------------------------------------------- one strike
+
+
+def _outcomes(asked: Asked, run: History, *, goes_on: bool) -> tuple[Outcome, ...]:
+    ordered = (_outcome(strike, run, goes_on=goes_on) for strike in asked.strikes)
+    return (*ordered, *(_never_struck(left.strike, left.why) for left in asked.unordered))
 
 
 def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
@@ -253,10 +267,12 @@ def _is_last(run: History, slot: str, at: float) -> bool:
 # ---------------------------------------------------------------- the training
 
 
-def _steps(run: History, twin: History | None) -> Check:
-    wanted = len(twin.commits) if twin is not None else max(run.commits, default=0)
-    missing = sorted(set(range(1, wanted + 1)) - run.commits.keys())
-    found = f"{len(run.commits)} of {wanted}" + (f"; missing are {missing[:5]}" if missing else "")
+def _steps(run: History, twin: History | None, *, first: int = 1) -> Check:
+    """`first`: of a job that may have begun from a checkpoint."""
+    last = first - 1 + len(twin.commits) if twin is not None else max(run.commits, default=0)
+    wanted = range(first, last + 1)
+    missing = sorted(set(wanted) - run.commits.keys())
+    found = f"{len(run.commits)} of {len(wanted)}" + (f"; missing are {missing[:5]}" if missing else "")
     return Check(what="every step was committed", found=found, holds=not missing and bool(wanted))
 
 

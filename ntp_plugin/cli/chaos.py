@@ -12,11 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ntp_plugin.chaos.attach import strike_now
+from ntp_plugin.chaos.attach import strike_by, strike_now
 from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
 from ntp_plugin.chaos.page import Report, write_page
-from ntp_plugin.chaos.recipe import read_recipe
+from ntp_plugin.chaos.recipe import Recipe, read_recipe
 from ntp_plugin.chaos.strikes import KINDS, Strike
+from ntp_plugin.chaos.verdict import Verdict
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.cli.plan import PIPED_WIDTH
 from ntp_plugin.cli.screen import Screen
@@ -30,6 +31,7 @@ examples:
   ntp chaos recipes/chaos/kill-in-backward.toml --job recipes/chaos/jobs/deepspeed.toml
   ntp chaos recipes/chaos/kill-in-backward.toml -- --standalone --nproc-per-node=8 my_pretrain.py ...
   ntp chaos attach my-run --what sigkill --slot r0.s0.t1
+  ntp chaos attach my-run recipes/chaos/kill-in-backward.toml
 """
 
 
@@ -44,7 +46,9 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "recipe", metavar="RECIPE", help="a file of recipes/chaos/, or `attach` and the folder of a run"
+        "recipe",
+        metavar="RECIPE",
+        help="a file of recipes/chaos/, or `attach`, the folder of a run, and maybe a recipe",
     )
     parser.add_argument("rest", nargs="*", metavar="-- WORDS", help="for `ntp run`, instead of those of the recipe")
     parser.add_argument("--job", metavar="FILE", help="break the job of this file instead of the recipe's")
@@ -69,15 +73,23 @@ def run(said: Any) -> int:
         if getattr(said, flag) is not None:
             raise ConfigError(f"--{flag} is for a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
     recipe = read_recipe(Path(said.recipe), job=None if said.job is None else Path(said.job), run=tuple(said.rest))
-    folder = Path(said.out or f"build/chaos/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = _folder(said, recipe)
     with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), _ending_what_runs():
         campaign = run_campaign(recipe, folder, look=_looking, twin=None if said.twin is None else Path(said.twin))
         page = write_page(_report(campaign, f"ntp chaos {said.recipe}"), folder)
+    return _show(campaign.verdict, page, said, log=campaign.broken.log)
+
+
+def _folder(said: Any, recipe: Recipe) -> Path:
+    return Path(said.out or f"build/chaos/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _show(verdict: Verdict, page: Path, said: Any, *, log: Path | None) -> int:
     if said.json:
-        print((folder / "verdict.json").read_text())
+        print(page.with_name("verdict.json").read_text())
     else:
-        _print(campaign, page)
-    return 0 if campaign.verdict.holds else 1
+        _print(verdict, page, log)
+    return 0 if verdict.holds else 1
 
 
 @contextlib.contextmanager
@@ -111,8 +123,12 @@ def _looking(name: str) -> Iterator[Look]:
 
 
 def _attach(said: Any) -> int:
+    if len(said.rest) == 2:
+        return _attach_recipe(said)
     if len(said.rest) != 1 or said.what is None or said.slot is None:
-        raise ConfigError("attach takes the folder of a run, --what and --slot", way_out="see ntp chaos --help")
+        raise ConfigError(
+            "attach takes the folder of a run, and a recipe or --what and --slot", way_out="see ntp chaos --help"
+        )
     given = {
         name: value for name in ("what", "slot", "during", "seconds") if (value := getattr(said, name)) is not None
     }
@@ -121,12 +137,33 @@ def _attach(said: Any) -> int:
     return 0
 
 
-def _print(campaign: Campaign, page: Path) -> None:
+def _attach_recipe(said: Any) -> int:
+    run, path = map(Path, said.rest)
+    recipe = read_recipe(path, run=("a job that is there",))  # whatever it says of a job of its own
+    folder = _folder(said, recipe)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), Screen(f"{run} is struck") as screen:
+        history, verdict = strike_by(recipe, run, look=screen.show)
+        report = Report(
+            title=recipe.name,
+            record=run,
+            run=history,
+            twin=None,
+            verdict=verdict,
+            bound=0.0,
+            command=f"ntp chaos attach {run} {path}",
+            job=str(run),
+        )
+        page = write_page(report, folder)
+    return _show(verdict, page, said, log=None)
+
+
+def _print(verdict: Verdict, page: Path, log: Path | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
     table = Table(box=None, padding=(0, 2))
     for heading in ("strike", "what", "slot", "when", "noticed after", "next step after", ""):
         table.add_column(heading, header_style="dim")
-    for outcome in campaign.verdict.outcomes:
+    for outcome in verdict.outcomes:
         when = f"step {outcome.step}" + f", {outcome.moment}" * bool(outcome.moment)
         table.add_row(
             outcome.name,
@@ -139,10 +176,10 @@ def _print(campaign: Campaign, page: Path) -> None:
             style="bright_red" if outcome.problem else "",
         )
     console.print(table)
-    for check in campaign.verdict.checks:
+    for check in verdict.checks:
         console.print(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")
-    if not campaign.verdict.holds:
-        console.print(f"  the log of the job: {campaign.broken.log}")
+    if log is not None and not verdict.holds:
+        console.print(f"  the log of the job: {log}")
     console.print(f"  the report: {page}")
 
 

@@ -13,7 +13,7 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import Follower
 from ntp_plugin.telemetry.job_state import JobState
-from ntp_plugin.telemetry.whereabouts import here, is_alive
+from ntp_plugin.telemetry.whereabouts import nobody_is_left
 
 _LOOK_S = 0.2
 _DEAD = 1
@@ -48,7 +48,7 @@ def follow(folder: Path, shown: Screen) -> int:
     state, follower = JobState(), Follower(folder)
     with shown as screen:
         while not state.ended:
-            alone = _nobody_is_left(state)  # before what they told at last is read
+            alone = nobody_is_left(state)  # before what they told at last is read
             news = follower.news()
             for told in news:
                 state.hear(told)
@@ -62,9 +62,3 @@ def follow(folder: Path, shown: Screen) -> int:
             f" job's end; step {state.step} was the last. See ntp report, and ntp copies for what there is of it"
         )
     return 0 if state.ended else _DEAD
-
-
-def _nobody_is_left(job: JobState) -> bool:
-    """Of those who are told of; never where some are on another machine, of which nothing is known."""
-    on_this_one = bool(here()) and set(job.machines.values()) == {here()}
-    return on_this_one and not any(is_alive(pid) for pid in job.pids.values())

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from ntp_plugin.telemetry.job_state import JobState
+
 _PROC = Path("/proc")
 
 
@@ -22,3 +24,9 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in ("Z", "X")
+
+
+def nobody_is_left(job: JobState) -> bool:
+    """Of those who are told of; never where some are on another machine, of which nothing is known."""
+    on_this_one = bool(here()) and set(job.machines.values()) == {here()}
+    return on_this_one and not any(is_alive(pid) for pid in job.pids.values())

@@ -82,3 +82,17 @@ def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
     assert (struck.event.what, struck.event.whom) == ("sigkill", "r0.s0.t0")
     assert main(["chaos", "attach", str(record), "--what", "sigkill", "--slot", "r1.s0.t0"]) == 2
     assert "no worker of ntp run" in capsys.readouterr().err
+
+
+def test_a_recipe_strikes_a_job_that_runs(tmp_path):
+    """Its steps are counted from then on, and the job goes on to its end."""
+    running = job(tmp_path, steps=60)
+    running.wait_for(r"iteration +20/", 120)
+    recipe = "recipes/chaos/kill-in-backward.toml"
+    out = tmp_path / "out"
+    assert main(["chaos", "attach", str(tmp_path / "run"), recipe, "--out", str(out)]) == 0
+    code, said = running.end(180)
+    assert code == 0, said
+    (strike,) = json.loads((out / "verdict.json").read_text())["strikes"]
+    assert (strike["what"], strike["moment"], strike["problem"]) == ("kill", "backward", "")
+    assert strike["step"] > 20

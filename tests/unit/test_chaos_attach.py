@@ -1,14 +1,18 @@
 """A signal from another terminal: told before it is sent, and only by who can read the token of the run's orders."""
 
+import contextlib
+import json
 import select
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.strikes import orders_file, worker_words
+from ntp_plugin.chaos.strikes import Pending, orders_file, worker_words
 from ntp_plugin.chaos.verdict import look_over
+from ntp_plugin.chaos.worker import Victim
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Began, Committed, Follower, Teller, events_file
 
@@ -99,3 +103,89 @@ def test_to_a_stranger_nothing_is_sent_or_told(tmp_path, processes, capsys):
     assert "no worker of ntp run" in capsys.readouterr().err
     assert runs(processes["stranger"])
     assert struck(run) == []
+
+
+@contextlib.contextmanager
+def training(run, monkeypatch, first=6):
+    """The slot goes on, step by step, and does what is ordered."""
+    monkeypatch.setenv("NTP_EVENTS", str(events_file(run)))
+    victim, over = Victim(Pending(orders_file(run))), threading.Event()
+    victim.is_here(SLOT, tuple)
+    teller = Teller(events_file(run), SLOT)
+
+    def train():
+        step = first
+        while not over.wait(0.02):
+            victim.reached("vote", step)
+            teller.tell(Committed(step=step, epoch=0, seconds=0.02, losses={}, samples=[step]))
+            step += 1
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def attach_recipe(run, tmp_path, text):
+    (tmp_path / "recipe.toml").write_text(text)
+    code = main(["chaos", "attach", str(run), str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "out")])
+    verdict = tmp_path / "out/verdict.json"
+    return code, json.loads(verdict.read_text()) if verdict.exists() else None
+
+
+TWO = """
+[[fault]]
+what = "slow"
+slot = "r0.s0.t1"
+during = "vote"
+at_step = 4
+[[fault]]
+what = "pause"
+slot = "r0.s0.t1"
+at_step = 6
+seconds = 0.05
+"""
+
+
+def test_a_recipe_strikes_a_job_that_runs_by_steps_from_now_on(tmp_path, processes, monkeypatch):
+    run = recorded(tmp_path / "run", processes["worker"].pid)
+    with training(run, monkeypatch):
+        code, verdict = attach_recipe(run, tmp_path, TWO)
+        again, once_more = attach_recipe(run, tmp_path, TWO)
+    assert (code, again) == (0, 0)
+    slow, paused = verdict["strikes"]
+    assert (slow["what"], slow["moment"]) == ("slow", "vote")
+    assert slow["step"] >= 5 + 4, "not at once, though the job is past step 4"
+    assert (paused["what"], paused["problem"]) == ("pause", "")
+    assert runs(processes["worker"]), "the job is not ended"
+    assert once_more["strikes"][0]["step"] > slow["step"], "a second time it strikes as well"
+    assert (tmp_path / "out/report.html").exists()
+
+
+def test_a_recipe_whose_moment_never_comes_is_given_up_and_said(tmp_path, processes, monkeypatch):
+    """And does not strike later, when nobody looks on."""
+    run = recorded(tmp_path / "run", processes["worker"].pid)
+    with training(run, monkeypatch):
+        fault = '[[fault]]\nwhat = "slow"\nslot = "r0.s0.t1"\nduring = "save"\n'
+        code, verdict = attach_recipe(run, tmp_path, "[job]\npatience_s = 1.0\n" + fault)
+    assert code == 1
+    assert "never struck" in verdict["strikes"][0]["problem"]
+    assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("what = 'supervisor'\n", "supervisor is for jobs that a recipe has started"),
+        ("what = 'kill'\nslot = 'r7.s0.t0'\n", "there is no slot r7.s0.t0"),
+    ],
+)
+def test_a_recipe_that_this_job_cannot_be_struck_with_is_refused(fault, message, tmp_path, processes, capsys):
+    run = recorded(tmp_path / "run", processes["worker"].pid)
+    assert attach_recipe(run, tmp_path, "[[fault]]\n" + fault)[0] == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
