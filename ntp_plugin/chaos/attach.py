@@ -62,7 +62,7 @@ def strike_by(recipe: Recipe, run: Path, *, look: Callable[[JobState, list[Told]
     striker = Striker(run, schedule, Orders.of_a_running_job(orders_file(run)))
     follower, state, history = Follower(run), JobState(), History()
     deadline = time.monotonic() + recipe.job.patience_s
-    while not (state.ended or (state.slots and striker.is_done(history))) and time.monotonic() < deadline:
+    while not (state.ended or _is_over(striker, state, history)) and time.monotonic() < deadline:
         alone = nobody_is_left(state)
         news = follower.news()
         for told in news:
@@ -76,6 +76,14 @@ def strike_by(recipe: Recipe, run: Path, *, look: Callable[[JobState, list[Told]
     striker.give_up()
     whole = History.of(read_run(run))
     return whole, judge_attached(striker.asked(state), whole)
+
+
+def _is_over(striker: Striker, job: JobState, history: History) -> bool:
+    """Whether all has struck, and a step has been committed since by all who are left."""
+    if not (job.slots and striker.is_done(history)):
+        return False
+    outcomes = judge_attached(striker.asked(job), history).outcomes
+    return all(outcome.recovered_s is not None for outcome in outcomes if outcome.struck_at)
 
 
 def _refuse(run: Path, job: JobState, *, what: set[str], slots: set[str]) -> None:
