@@ -35,7 +35,7 @@ COUNTERPARTS = {
 }
 """And how many steps an epoch of it has."""
 OWN = {
-    "corrupt-weight": "it sets a flag of Megatron's; tests/deepspeed/test_watch.py flips bits in DeepSpeed's jobs",
+    "corrupt-weight": "it sets a flag of Megatron's; corrupt-weight-deepspeed sets a key of the configuration",
     "disk-full-in-checkpoint": "the DeepSpeed recipe saves none",
     "megatron-demo": "it is eight ranks of Megatron's for make demo",
 }
@@ -44,6 +44,9 @@ OWN = {
 def recipes_of(path: Path) -> Iterator[tuple[str, Recipe]]:
     """One for each framework that it can be played on."""
     own = read_recipe(path)
+    if "deepspeed" in own.job.like:
+        yield "deepspeed", own
+        return
     yield "megatron", own
     if path.stem in OWN:
         return
