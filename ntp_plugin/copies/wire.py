@@ -109,12 +109,13 @@ class Server:
     def _begin(self, connection: socket.socket) -> None:
         thread = threading.Thread(target=self._serve, args=(connection,), name="ntp-copies", daemon=True)
         with self._lock:
+            self._open.add(connection)  # before it is served: who looks for open ones shall not miss it
             try:
                 thread.start()
             except RuntimeError:
+                self._open.discard(connection)
                 connection.close()
                 raise
-            self._open.add(connection)
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def _serve(self, connection: socket.socket) -> None:
