@@ -10,7 +10,6 @@ on; the job is not ended, and has no twin.
 
 import dataclasses
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,11 +43,13 @@ def strike_now(run: Path, strike: Strike) -> str:
     if not is_worker(pid):
         raise ConfigError(f"{strike.slot}: process {pid} is no worker of ntp run on this host (any more)")
     from_outside(run).tell(struck_now(strike, job))
-    send(pid, SIGNALS[strike.what])
-    if strike.what == "pause":
-        waking = threading.Timer(strike.seconds, send, (pid, signal.SIGCONT))
-        waking.start()
-        waking.join()
+    try:
+        send(pid, SIGNALS[strike.what])
+        if strike.what == "pause":
+            time.sleep(strike.seconds)
+    finally:  # also where somebody ends this command meanwhile
+        if strike.what == "pause":
+            send(pid, signal.SIGCONT)
     return f"done: {strike.what} to {strike.slot}, pid {pid}"
 
 
@@ -60,8 +61,19 @@ def strike_by(recipe: Recipe, run: Path, *, look: Callable[[JobState, list[Told]
     _refuse(run, job, what={fault.what for fault in recipe.faults} | drawn, slots=slots)
     schedule = Schedule(_from_now_on(recipe, job), named=f"attached-{time.time_ns()}-")
     striker = Striker(run, schedule, Orders.of_a_running_job(orders_file(run)))
+    try:
+        state = _strike_until_over(striker, run, recipe.job.patience_s, look)
+    finally:  # whoever is interrupted leaves no orders behind, and nobody who sleeps
+        striker.give_up()
+    whole = History.of(read_run(run))
+    return whole, judge_attached(striker.asked(state), whole)
+
+
+def _strike_until_over(
+    striker: Striker, run: Path, patience_s: float, look: Callable[[JobState, list[Told]], None]
+) -> JobState:
     follower, state, history = Follower(run), JobState(), History()
-    deadline = time.monotonic() + recipe.job.patience_s
+    deadline = time.monotonic() + patience_s
     while not (state.ended or _is_over(striker, state, history)) and time.monotonic() < deadline:
         alone = nobody_is_left(state)
         news = follower.news()
@@ -73,9 +85,7 @@ def strike_by(recipe: Recipe, run: Path, *, look: Callable[[JobState, list[Told]
             break
         striker.strike(state, history)
         time.sleep(_LOOK_S)
-    striker.give_up()
-    whole = History.of(read_run(run))
-    return whole, judge_attached(striker.asked(state), whole)
+    return state
 
 
 def _is_over(striker: Striker, job: JobState, history: History) -> bool:

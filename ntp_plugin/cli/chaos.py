@@ -68,7 +68,8 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
 def run(said: Any) -> int:
     """The campaign, or one strike."""
     if said.recipe == "attach":
-        return _attach(said)
+        with _ending_what_runs():
+            return _attach(said)
     for flag in ("what", "slot", "during", "seconds"):
         if getattr(said, flag) is not None:
             raise ConfigError(f"--{flag} is for a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
@@ -94,7 +95,7 @@ def _show(verdict: Verdict, page: Path, said: Any, *, log: Path | None) -> int:
 
 @contextlib.contextmanager
 def _ending_what_runs() -> Iterator[None]:
-    """Where this process is asked to end, its job has to be ended first."""
+    """Where this process is asked to end, its job has to be ended first, or whom it has paused to be woken."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

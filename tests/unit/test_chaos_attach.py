@@ -3,9 +3,11 @@
 import contextlib
 import json
 import select
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.chaos.worker import Victim
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Began, Committed, Follower, Teller, events_file
+from tests.unit.test_copies_wire import until
 
 SLOT = "r0.s0.t1"
 ANSWERS = "while True: print('here', flush=True), input()"
@@ -174,6 +177,32 @@ def test_a_recipe_whose_moment_never_comes_is_given_up_and_said(tmp_path, proces
     assert code == 1
     assert "never struck" in verdict["strikes"][0]["problem"]
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
+
+
+PAUSED = "[[fault]]\nwhat = 'pause'\nslot = 'r0.s0.t1'\nseconds = 600.0\n"
+TO_COME = "[[fault]]\nwhat = 'slow'\nslot = 'r0.s0.t1'\nduring = 'save'\n"
+
+
+@pytest.mark.parametrize("by_recipe", [False, True])
+def test_who_is_ended_while_a_rank_is_paused_wakes_it_first(by_recipe, tmp_path, processes):
+    """And takes back what was still to come."""
+    run, worker = recorded(tmp_path / "run", processes["worker"].pid), processes["worker"]
+    (tmp_path / "recipe.toml").write_text(PAUSED + TO_COME)
+    words = [tmp_path / "recipe.toml", "--out", tmp_path / "out"] if by_recipe else PAUSED_BY_HAND
+    command = [sys.executable, "-m", "ntp_plugin.cli.main", "chaos", "attach", run, *words]
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL) as attached:
+        until(lambda: is_stopped(worker.pid), 60)
+        attached.send_signal(signal.SIGTERM)
+        assert attached.wait(30) == 128 + signal.SIGTERM
+    assert runs(worker)
+    assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
+
+
+PAUSED_BY_HAND = ["--what", "pause", "--slot", SLOT, "--seconds", "600"]
+
+
+def is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.parametrize(
