@@ -20,6 +20,7 @@ from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.watch import Odd, Told, odd_ones
 from ntp_plugin.errors import SilentCorruption
 from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import Compared, Corrupted, Teller
 
 _LOG = logging.getLogger(__name__)
@@ -37,20 +38,20 @@ class ReplicaWatch:
         policy: TrainingPolicy,
         topology: Topology,
         *,
-        slot: int,
-        epoch: Callable[[], int],
+        rank: ElasticRank,
         held_alike: Callable[[], HeldAlike],
         teller: Teller,
     ) -> None:
-        self._topology, self._slot, self._held_alike, self._teller = topology, slot, held_alike, teller
+        self._topology, self._held_alike, self._teller = topology, held_alike, teller
+        self._groups, self._slot = rank.groups, rank.place.slot
         self._every, self._heals = policy.watch_steps, policy.on_sdc == "heal"
-        self._epoch, self._looked = epoch, (0, 0)
+        self._looked = 0, 0
         """The steps and the epoch that it last looked after."""
 
     def look(self, step: int) -> None:
         """If it is time, after so many steps; all ranks come together, wherever there may be something to do before the
         next one, for the first time or again."""
-        now = step, self._epoch()
+        now = step, self._groups.epoch
         if not self._every or not step or step % self._every or now == self._looked:
             return
         told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()

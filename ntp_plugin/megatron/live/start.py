@@ -76,12 +76,7 @@ class LiveJob:
             surroundings=self.state,
             samples=self.samples,
             watch=ReplicaWatch(
-                policy,
-                topology,
-                slot=place.slot,
-                epoch=lambda: self.rank.groups.epoch,
-                held_alike=self.trainer.held_alike,
-                teller=self.teller,
+                policy, topology, rank=self.rank, held_alike=self.trainer.held_alike, teller=self.teller
             ),
             teller=self.teller,
         )
