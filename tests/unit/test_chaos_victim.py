@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
 
 import pytest
 import torch
 
+from ntp_plugin.chaos import worker
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Pending, Strike
 from ntp_plugin.chaos.worker import Victim
 from ntp_plugin.copies.pieces import Piece
@@ -144,19 +146,19 @@ def state_of(pid):
         return file.read().rpartition(") ")[2][0]
 
 
-def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_waits_for(here):
+def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_waits_for(here, monkeypatch):
+    slept = []
     here.strike("slow", 0.0, factor=5.0)
+    monkeypatch.setattr(worker.time, "sleep", slept.append)
+    threading.Event().wait(0.3)
     here.victim.reached("vote", STEP)
-    time.sleep(0.3)
-    began = time.monotonic()
-    here.victim.reached("vote", STEP)
-    assert time.monotonic() - began < 0.2, "it has waited, and computed nothing"
-    computing = time.thread_time()
-    while time.thread_time() - computing < 0.1:
+    until_then = time.thread_time() + 0.1
+    while time.thread_time() < until_then:
         pass
-    began = time.monotonic()
     here.victim.reached("vote", STEP)
-    assert time.monotonic() - began >= 0.4
+    waited, computed = slept
+    assert waited < 4 * 0.3, "it had waited, and computed next to nothing"
+    assert computed >= 4 * 0.1
 
 
 def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_moment_alone(here):

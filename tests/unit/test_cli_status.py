@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from rich.console import Console
@@ -16,6 +15,7 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.cli.status import follow
 from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Teller, events_file
 from ntp_plugin.telemetry.whereabouts import here, is_alive
+from tests.unit.test_copies_wire import until
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
 BEGAN = Began(
@@ -115,8 +115,5 @@ def test_a_job_some_of_which_is_on_another_machine_is_followed_on(tmp_path, else
 def test_a_process_that_nobody_has_waited_for_is_not_alive(process):
     assert is_alive(process.pid)
     process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while is_alive(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(process.pid)
+    until(lambda: not is_alive(process.pid))
     assert process.returncode is None, "it is a zombie still"
