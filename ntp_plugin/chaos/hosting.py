@@ -5,6 +5,7 @@ folder is one, so the record is whole; a machine that a strike has taken is not 
 """
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from ntp_plugin.testing.machines import DEVICE, Machines
 
 _NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
 _PORT = 29400
+type Undoing = Callable[[], None]
+type Blow = Callable[[], Undoing | None]
+"""It gives what undoes it after its time, if that is to be."""
 _END_S = 20.0
 """For a job that was asked to end, before it is made to."""
 
@@ -37,11 +41,10 @@ class OneMachine:
         assert self._process.returncode is not None, "it is over"
         return self._process.returncode
 
-    def strike(self, strike: Strike, _pid: int | None) -> Callable[[], None] | None:
-        """What comes from outside and is no signal to a worker; what undoes it after its time."""
+    def way_to(self, strike: Strike, _pid: int | None) -> Blow | None:
+        """How it is done, where it comes from outside and is no signal to a worker."""
         assert strike.what == SUPERVISOR, "all others need several hosts"
-        self._process.kill()
-        return None
+        return self._process.kill
 
 
 class SeveralMachines:
@@ -64,14 +67,14 @@ class SeveralMachines:
         codes = [process.returncode for at, process in self._processes.items() if at not in self._taken]
         return next((code for code in codes if code), 0)
 
-    def strike(self, strike: Strike, pid: int | None) -> Callable[[], None] | None:
-        """What comes from outside and is no signal to a worker; what undoes it after its time."""
+    def way_to(self, strike: Strike, pid: int | None) -> Blow | None:
+        """How it is done, where it comes from outside and is no signal to a worker; None if that process has ended."""
         if strike.what == STORE:
-            self._store.kill()
-            return None
+            return self._store.kill
         at = next((at for at in self._processes if pid in self._machines.pids(at)), None)
-        if at is None:
-            return None
+        return None if at is None else functools.partial(self._strike, strike, at)
+
+    def _strike(self, strike: Strike, at: int) -> Undoing | None:
         if strike.what in (NODE, CUT):
             self._taken.add(at)
         match strike.what:
@@ -81,7 +84,7 @@ class SeveralMachines:
                 self._machines.cut_off(at)
             case "blink":
                 self._machines.cut_off(at)
-                return lambda: self._machines.bring_back(at)
+                return functools.partial(self._machines.bring_back, at)
             case "delay":
                 self._machines.delay(at, strike.seconds)
             case "lossy":

@@ -5,17 +5,14 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.hosting import Running
+from ntp_plugin.chaos.hosting import Blow, Running, Undoing
 from ntp_plugin.chaos.schedule import Schedule
 from ntp_plugin.chaos.strikes import (
     BY_ITS_OWN_HAND,
     LEAVES_THE_JOB,
-    STORE,
-    SUPERVISOR,
     Asked,
     Orders,
     Strike,
@@ -37,7 +34,7 @@ class Striker:
         """`orders`: those of a run that is there already."""
         self._schedule, self._orders = schedule, orders or Orders.new(orders_file(folder))
         self._teller = from_outside(folder)
-        self._undoing: list[tuple[float, Callable[[], None]]] = []
+        self._undoing: list[tuple[float, Undoing]] = []
         self.ordered: list[Strike] = []
         self._ordered_in: dict[str, int] = {}
         """Name -> the step that was over then."""
@@ -93,23 +90,26 @@ class Striker:
             self._orders.give(strike)
 
     def _from_outside(self, strike: Strike, job: JobState, running: Running | None) -> None:
-        pid = job.pids.get(strike.slot)
-        if pid is None and strike.what not in (STORE, SUPERVISOR):
-            return
-        if strike.what in SIGNALS and not is_worker(pid or 0):
+        blow = _way_to(strike, job.pids.get(strike.slot), running)
+        if blow is None:
             return
         self._teller.tell(struck_now(strike, job))
-        undo: Callable[[], None] | None = None
-        if strike.what in SIGNALS:
-            assert pid is not None, "a slot's process was looked for"
-            send(pid, SIGNALS[strike.what])
-            if strike.what == "pause":
-                undo = functools.partial(send, pid, signal.SIGCONT)
-        else:
-            assert running is not None, "attached to a job there are signals and orders"
-            undo = running.strike(strike, pid)
+        undo = blow()
         if undo is not None:
             self._undoing.append((time.monotonic() + strike.seconds, undo))
+
+
+def _way_to(strike: Strike, pid: int | None, running: Running | None) -> Blow | None:
+    """None where there is nobody to be struck: it is not told then."""
+    if strike.what in SIGNALS:
+        return functools.partial(_signal, strike, pid) if pid is not None and is_worker(pid) else None
+    assert running is not None, "attached to a job there are signals and orders"
+    return running.way_to(strike, pid)
+
+
+def _signal(strike: Strike, pid: int) -> Undoing | None:
+    send(pid, SIGNALS[strike.what])
+    return functools.partial(send, pid, signal.SIGCONT) if strike.what == "pause" else None
 
 
 def _seconds(job: JobState) -> float:
