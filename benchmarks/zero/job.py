@@ -49,6 +49,8 @@ class Job:
     """The script trains on a loader that nobody can follow, after an evaluation by one that could be."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
+    saves_turns: bool = False
+    """It writes one after each turn through the data."""
     folder: str = ""
     """Of that; one of the run's own where there is none."""
     loads: bool = False
@@ -281,6 +283,8 @@ class _Loop:
                     if self._job.calls:
                         getattr(engine, self._job.calls[0])(*self._job.calls[1:])
                     self._pause(x)
+            if self._job.saves_turns:
+                self._save(f"turn{epoch}")
         return self._seen()
 
     def _seen(self) -> Seen:
@@ -322,13 +326,13 @@ class _Loop:
                 self._rank.write([["evaluated", number, float(self.engine(x).sum())]])
         self.engine.train()
 
-    def _save(self) -> None:
+    def _save(self, tag: str = "one") -> None:
         self._reached("save")
         folder = Path(self._job.folder or Path(self._rank.folder) / "checkpoints")
-        self.engine.save_checkpoint(str(folder), tag="one")
-        if (folder / "one").exists():  # not where the step that it was to be of is taken again
-            self._rank.write([["saved", sorted(path.name for path in (folder / "one").iterdir())]])
-        model = folder / "one/mp_rank_00_model_states.pt"
+        self.engine.save_checkpoint(str(folder), tag=tag)
+        if (folder / tag).exists():  # not where the step that it was to be of is taken again
+            self._rank.write([["saved", sorted(path.name for path in (folder / tag).iterdir())]])
+        model = folder / tag / "mp_rank_00_model_states.pt"
         if self.engine.save_non_zero_checkpoint and model.exists():
             shards = torch.load(model, weights_only=False)["dp_world_size"]
             self._rank.write([["writes", self._rank.slot, shards]])

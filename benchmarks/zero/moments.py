@@ -12,7 +12,7 @@ from ntp_plugin.testing.ranks import Rank
 
 MOMENTS = (
     *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),
-    *("within", "gradient", "evaluation"),
+    *("written", "within", "gradient", "evaluation"),
     *("report", "plan", "regroup", "stand on", "rolled", "stood"),
 )
 FORWARDS = 3
@@ -44,6 +44,7 @@ def tell_moments(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
         row.weight.register_hook(lambda _: rank.reached("gradient", job.loop.done + 1))
     moments.at(job.loop, "vote", "vote")
     moments.at(job.loop, "apply", "apply", "applied")
+    moments.at(job.window.checkpoints, "write", None, "written")
     moments.at(stage_1_and_2, "all_gather_dp_groups", "gather")
     if not rank.joining:
         tell_of_walks(job, driver, rank.reached)
@@ -82,16 +83,23 @@ def _hear_in_an_evaluation(engine: Any, job: Any) -> None:
 
 
 def _be_slow_to_leave(job: Any, section: int) -> None:
-    original = job.loop._sum
+    vote, add_up = job.loop.vote, job.loop._sum
 
-    def summed(numbers: Any) -> Any:
-        found = original(numbers)
+    def voting(*args: Any) -> Any:
+        job.loop._sum = slowly
+        try:
+            return vote(*args)
+        finally:
+            job.loop._sum = add_up
+
+    def slowly(numbers: Any) -> Any:
+        found = add_up(numbers)
         while job.loop.done + 1 == section and not job.rank.groups.epoch:
             job.rank.groups.check()
             time.sleep(0.001)
         return found
 
-    job.loop._sum = summed
+    job.loop.vote = voting
 
 
 def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:

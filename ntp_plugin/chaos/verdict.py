@@ -116,7 +116,7 @@ def judge(asked: Asked, run: History, twin: History | None, end: End, expected: 
     checks = [_ended(end, expected), _nobody_left(end), _samples_right(samples, run, twin)]
     if not expected.code:
         checks.append(_steps(run, twin))
-        if not any(strike.what in LEAVES_THE_JOB for strike in asked.strikes):
+        if not (expected.returns or any(strike.what in LEAVES_THE_JOB for strike in asked.strikes)):
             checks.append(_nobody_lost(run))
     if twin is not None:
         checks.append(_losses(run, twin, expected.bound))

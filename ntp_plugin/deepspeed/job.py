@@ -146,7 +146,7 @@ class LiveJob:
         if self.teller is None:
             self.let_go()
             return
-        self.window.begin()
+        self.window.end()
         assert self.loop.driver is not None, "it has begun"
         self._end_together(self.loop.driver, self.teller)
 

@@ -16,7 +16,7 @@ def tell(job: LiveJob, engine: Any, reached: Reached) -> None:
     moments.at(engine, "backward", "backward")
     moments.at(engine, "step", "accumulated", "stepped")
     moments.at(engine, "allreduce_gradients", "reduce")
-    moments.at(engine, "save_checkpoint", "save", "written")
+    moments.at(job.window.checkpoints, "write", "save", "written")
     moments.at(job.loop, "vote", "vote")
     moments.at(job.loop, "apply", "apply", "applied")
     moments.at(stage_1_and_2, "all_gather_dp_groups", "gather")

@@ -159,7 +159,7 @@ class EngineTrainer:
         slots = tuple(range(self.topology.size))
         step = self.copies.resume(folder, self._zero.make_room, slots)
         self._zero.have_weights(0)
-        self._window.restart(step, self._numbers(slots), self._how_far.found)
+        self._window.resume(step, self._numbers(slots), self._how_far.found)
         _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
     def _who_trains(self, slots: tuple[int, ...]) -> WhoTrains:

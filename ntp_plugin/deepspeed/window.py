@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.deepspeed.checkpoints import Checkpoints
 from ntp_plugin.deepspeed.counted import adopt, count, draw_from, drawn_from
 from ntp_plugin.deepspeed.cut_layers import without_numbers
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
@@ -91,6 +92,7 @@ class Window:
         """What the engine had counted when the window began, if it has."""
         self._drawn_from = drawn_from()
         self._began_at = time.monotonic()
+        self.checkpoints = Checkpoints(engine, self, loop, newcomer=rank.place.joining)
         Loaders.follow = self._follow
 
     # ------------------------------------------------ who is there
@@ -110,6 +112,11 @@ class Window:
             return None
         nominal = range(self._replica * self._each, (self._replica + 1) * self._each)
         return Stream(per_step=self._each, per_turn=len(loader), numbers=nominal)
+
+    def resume(self, step: int, numbers: Sequence[int], counted: Any) -> None:
+        """From where another run of this job has come to."""
+        self.checkpoints.catches_up = True
+        self.restart(step, numbers, counted)
 
     def restart(self, step: int, numbers: Sequence[int], counted: Any = None) -> None:
         """From the first micro-batch of the step after `step` on; in a walk."""
@@ -138,7 +145,7 @@ class Window:
         engine.forward = self._forward(engine.forward)
         engine.backward = self._backward(engine.backward)
         engine.step = self._step(engine.step)
-        engine.save_checkpoint = self._together(engine.save_checkpoint)
+        self.checkpoints.into(engine)
         if self.cut is not None:
             engine.load_checkpoint = refuse_load(
                 engine.load_checkpoint, hurt=lambda: self.begin_job is _nothing and self.hurt
@@ -201,6 +208,7 @@ class Window:
                 way_out="draw one micro-batch from the loader for each forward",
             )
         self._stale, self._in_flight = not fresh, True
+        self.checkpoints.catches_up &= self._stale
         if not self._stale and not self._done:
             self._through(functools.partial(self.look, self._engine.global_steps))
         if not self._stale and not self._done:
@@ -312,6 +320,7 @@ class Window:
 
     def _commit(self) -> None:
         self.step += 1
+        self.checkpoints.committed(self.step)
         self._engine.micro_steps = self.counted()["counters"]["micro_steps"] + self._each
         self._engine._is_gradient_accumulation_boundary = None
         self._before = None
@@ -331,31 +340,18 @@ class Window:
         if tuple(stream.numbers) != tuple(self.numbers):
             stream.restart(self.step, self.numbers)
 
-    def _together(self, original: Any) -> Any:
-        """A section of its own: whoever has left it knows that all have ended it. Where a loss takes the state back to
-        an earlier step, nothing is written: it would not be what the script has named."""
+    def section[Result](self, work: Callable[[], Result], told: Callable[[], Result]) -> Result:
+        """One that is no step of the training."""
+        try:
+            return self._loop.section(work, told)
+        finally:
+            if self._unwinding:
+                self._unwound()
 
-        @functools.wraps(original)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            self.begin()
-            saved, of_step = [None], self.step
-
-            def work() -> Any:
-                if self.cut is not None and self.cut.why_none_is_saved:
-                    _LOG.warning("no checkpoint was written: %s", self.cut.why_none_is_saved)
-                elif self.step == of_step:
-                    saved[:] = [original(*args, **kwargs)]
-                else:
-                    _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
-                return self._loop.vote(lambda _: saved[0], torch.zeros(_COPIES + WORDS, dtype=torch.float64))
-
-            try:
-                return self._loop.section(work, lambda: saved[0])
-            finally:
-                if self._unwinding:
-                    self._unwound()
-
-        return save
+    def end(self) -> None:
+        """The script is over."""
+        self.begin()
+        self.checkpoints.refuse_to_end()
 
     # ------------------------------------------------ through losses
 
@@ -422,8 +418,17 @@ class Window:
         finally:
             self.votes_on = None
 
+    def no_words(self) -> torch.Tensor:
+        """For a vote that only waits for all."""
+        return torch.zeros(_COPIES + WORDS, dtype=torch.float64)
+
+    def are_of_all(self, numbers: torch.Tensor) -> list[bool]:
+        """Which words all have said."""
+        members = dist.get_world_size()
+        return [int(number) == members for number in numbers]
+
     def _words(self) -> torch.Tensor:
-        numbers = torch.zeros(_COPIES + WORDS, dtype=torch.float64)
+        numbers = self.no_words()
         numbers[_LOSS] = self._loss if self.cut is None or self.cut.speaks else 0.0
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
@@ -438,8 +443,7 @@ class Window:
             return None
         if self.copies is None:
             return work()
-        members = dist.get_world_size()
-        self.copies.heard([int(number) == members for number in outcome[_COPIES:]])
+        self.copies.heard(self.are_of_all(outcome[_COPIES:]))
         result = self.copies.stepped(work)
         self.copies.steps += 1
         return result

@@ -179,6 +179,14 @@ class JobCopies:
         if first:  # the job has nothing to go back to yet
             self._replicator.wait_until_late()
 
+    def catch_up(self, vote: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
+        """Have copies of the state as it is, for what takes long and shall not cost a step besides; where they come in
+        time, and lag behind by none. All members come together; `vote` says which words all have said."""
+        for _ in range(2):  # what is under way, and what follows it
+            self.begin()
+            self._replicator.wait_until_late()
+            self.heard(vote(self.words()))
+
     def words(self) -> tuple[bool, ...]:
         """For the vote, so many as `WORDS`: whether nothing is under way here, all that was is in this host's memory,
         and where it belongs besides."""

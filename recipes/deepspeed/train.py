@@ -49,6 +49,7 @@ def arguments():
     """The flags."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--save", help="a folder for checkpoints: one after each turn through the data")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     return deepspeed.add_config_arguments(parser).parse_args()
 
@@ -74,6 +75,8 @@ def main():
                 time.sleep(pause_s)
                 if torch.distributed.get_rank() == 0 and engine.global_steps % 8 == 0:
                     print(f"step {engine.global_steps}: loss {loss.item():.6f}", flush=True)
+        if args.save:
+            engine.save_checkpoint(args.save)
     engine.eval()
     with torch.no_grad():
         tokens = torch.stack([Text()[number] for number in range(16)]).to(engine.device)

@@ -208,6 +208,37 @@ def test_a_loss_where_a_checkpoint_is_written(stage):
     assert len(shards) == (3 if stage else 0)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_that_a_loss_interrupts_is_written_again(tmp_path, stage):
+    """Of that very step, also where a shard is lost, and of those that are left: the first attempt was of four."""
+    job = Job(stage=stage, saves=20, folder=str(tmp_path))
+    outcomes, rows = run(job, faults=[kill(2 if stage else 0, during="written", step=21)])
+    assert len(outcomes) == 3
+    shards = list(tmp_path.glob("one/*optim_states.pt"))
+    assert len(shards) == (3 if stage else 0)
+    _, read = run(dataclasses.replace(job, enabled=False, ranks=3, loads=True))
+    assert [row[2] for row in read if row[0] == "loaded"] == [20] * 3
+    assert not [row for row in rows if row[0] == "micro" and row[1] == 20 and row[2]], "the step was not taken again"
+    assert_same_training(outcomes, rows, dataclasses.replace(job, folder=""))
+
+
+def test_the_last_step_that_is_lost_in_its_checkpoint_is_not_passed_over():
+    """There are no copies of it yet, and the loop has none left to take."""
+    with pytest.raises(StateLost, match=r"checkpoint of step 20 was not written.* of step 19"):
+        run(Job(stage=1, saves_turns=True), faults=[kill(2, during="save", step=20)])
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [0, 1])
+def test_who_comes_back_goes_past_the_checkpoints_that_were_written(stage):
+    """Its script goes through turns that are over, and asks for those in between."""
+    job = Job(stage=stage, saves_turns=True)
+    outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 12})
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert_same_training(outcomes, rows, job)
+    assert len([row for row in rows if row[0] == "writes"]) == job.epochs
+
+
 @pytest.mark.parametrize(("stage", "back", "saves"), [(0, {}, 8), (1, {}, 8), (1, {0: 12}, 15)])
 def test_a_checkpoint_has_the_model_after_the_first_rank_was_lost(stage, back, saves):
     """Which was to write it; who comes into its place writes it again, alone. It says of how many shards it is."""
