@@ -51,6 +51,8 @@ class Job:
     eps: str = "1e-4"
     more: str = ""
     route: str = "direct"
+    copies: str = ""
+    """A folder for them that outlives the ranks."""
     per_host: int = 0
     """Ranks that believe to share a host; 0: all."""
     spoil: str = ""

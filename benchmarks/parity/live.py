@@ -64,6 +64,7 @@ class Play:
 
     def _play(self, rank: Rank) -> Lived:
         os.environ |= rank.environment(per_host=self.job.per_host)
+        os.environ |= {"NTP_COPIES": self.job.copies} if self.job.copies else {}
         from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
         from ntp_plugin.megatron.live import start  # noqa: PLC0415
 

@@ -53,6 +53,8 @@ class Job:
     """It writes one after each turn through the data."""
     folder: str = ""
     """Of that; one of the run's own where there is none."""
+    copies: str = ""
+    """A folder for them that outlives the ranks."""
     loads: bool = False
     """It only loads the checkpoint."""
     calls: tuple[Any, ...] = ()
@@ -178,7 +180,7 @@ class Play:
         return quietly(rank.slot, functools.partial(self._play, rank))
 
     def _play(self, rank: Rank) -> Seen:
-        os.environ |= rank.environment()
+        os.environ |= rank.environment() | ({"NTP_COPIES": self.job.copies} if self.job.copies else {})
         import ntp_plugin.deepspeed.activation as ours  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
 
         if self.job.dtype == "float64":

@@ -263,6 +263,14 @@ class Store:
                 if found is not None and found.epoch < epoch:
                     self.forget(found)
 
+    def forget_since(self, step: int) -> None:
+        """All that are of later steps, whoever wrote them, and those that are not whole, of which nobody can tell."""
+        kept = {place for place, manifest in self.found() if manifest.version.step <= step}
+        for path in list(self.folder.iterdir()):
+            found = Place.read(path.name.removesuffix(".json"))
+            if found is not None and found not in kept:
+                self.forget(found)
+
     def forget_all(self) -> None:
         """Be empty."""
         for path in list(self.folder.iterdir()):

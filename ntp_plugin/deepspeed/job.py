@@ -95,7 +95,12 @@ class LiveJob:
         )
         self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
         self.window.look = ReplicaWatch(
-            policy, topology, rank=self.rank, held_alike=self.trainer.held_alike, teller=self.teller
+            policy,
+            topology,
+            rank=self.rank,
+            held_alike=self.trainer.held_alike,
+            distrust=self.trainer.distrust,
+            teller=self.teller,
         ).look
         # Not before: what all refuse they would have to refuse in the middle of it.
         self.window.seed = self._share_seed()

@@ -188,6 +188,11 @@ class EngineTrainer:
             if name not in stepped:
                 yield name, dataclasses.replace(whole(name, values), whole=of), {WEIGHT: values}
 
+    def distrust(self, since: int) -> None:
+        """What was copied of later steps than that; the job stops."""
+        if self.copies is not None:
+            self.copies.distrust_since(since)
+
     # ------------------------------------------------ a walk
 
     def report(self) -> Report:

@@ -313,6 +313,13 @@ class JobCopies:
         self._resumed = folder
         return self.steps
 
+    def distrust_since(self, step: int) -> None:
+        """The job stops, and what is on this host is no copy any more if it was made of a later step than this one.
+        Nothing comes in meanwhile: whoever of this host is the last here removes what others have still taken in."""
+        self._replicator.close()
+        self._server.close()
+        self._store.forget_since(step)
+
     def _host_of(self, slot: int) -> int:
         return self._topology.node_of(self._topology.slot_of(slot))
 

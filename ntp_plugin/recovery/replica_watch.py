@@ -40,9 +40,12 @@ class ReplicaWatch:
         *,
         rank: ElasticRank,
         held_alike: Callable[[], HeldAlike],
+        distrust: Callable[[int], None],
         teller: Teller,
     ) -> None:
-        self._topology, self._held_alike, self._teller = topology, held_alike, teller
+        """`distrust` the copies that were made since a step: nobody may begin from them where the job stops."""
+        self._topology, self._held_alike, self._distrust = topology, held_alike, distrust
+        self._teller, self._alike = teller, 0
         self._groups, self._slot = rank.groups, rank.place.slot
         self._every, self._heals = policy.watch_steps, policy.on_sdc == "heal"
         self._looked = 0, 0
@@ -54,14 +57,16 @@ class ReplicaWatch:
         now = step, self._groups.epoch
         if not self._every or not step or step % self._every or now == self._looked:
             return
-        told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(told, (self._slot, self._digests(step)))
-        odd = odd_ones(dict(told))
-        mine = dict(told)[self._slot]
-        self._looked = now
+        said: list[tuple[int, int, Told]] = [(0, 0, {})] * dist.get_world_size()
+        dist.all_gather_object(said, (self._slot, self._alike, self._digests(step)))
+        told = {slot: digests for slot, _, digests in said}
+        odd, mine = odd_ones(told), told[self._slot]
+        self._looked, self._alike = now, max(alike for _, alike, _ in said)  # who came in has not looked before
         self._teller.tell(Compared(step=step, values=len(mine), odd=len(odd)))
         if odd:
             self._act(odd[0], step)
+        else:
+            self._alike = step
 
     def _digests(self, step: int) -> Told:
         found = {}
@@ -83,9 +88,15 @@ class ReplicaWatch:
         _LOG.error("silent corruption: %s", what)
         if heals and self._slot not in odd.slots:
             return  # they leave, and are missed in this step
-        since = f"step {max(0, step - self._every)}"
+        if not heals:
+            self._distrust(self._alike)
         raise SilentCorruption(
-            f"{what}; at {since} all were alike" if step > self._every else what,
+            f"{what}; at step {self._alike} all were alike" if self._alike else what,
             way_out="test the hardware of these slots"
-            + ("; the others go on" if heals else f", and restart from a checkpoint of {since} or before"),
+            + ("; the others go on" if heals else f", and {self._restart()}"),
         )
+
+    def _restart(self) -> str:
+        if not self._alike:
+            return "restart from a checkpoint of before this run"
+        return f"restart from a checkpoint of step {self._alike} or before"

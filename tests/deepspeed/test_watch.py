@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.zero.compare import differences, used_once, within
 from benchmarks.zero.job import Job, Play, run
+from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import SilentCorruption
 from ntp_plugin.telemetry import Compared, Corrupted, Follower
 from ntp_plugin.testing.faults import kill
@@ -53,6 +54,18 @@ def test_a_flipped_bit_stops_the_job(options):
     named = r"differs between 2 replicas after step 6" if options.get("tp") else r"in r3\.s0\.t0 is not what the other"
     with pytest.raises(SilentCorruption, match=rf"\((weight|main)\) {named}"):
         run(job(**options), play=Flips)
+
+
+@pytest.mark.parametrize(("every", "left"), [(1, {4, 5}), (3, set())])
+def test_nobody_begins_from_copies_that_were_made_since_all_were_alike(every, left, tmp_path):
+    """The newest two were made after steps 4 and 5, of a state that nobody can answer for unless it was compared."""
+    with pytest.raises(SilentCorruption, match=f"at step {5 if every == 1 else 3} all were alike"):
+        run(job(stage=1, copies=str(tmp_path), ntp={"watch_steps": every}), play=Flips)
+    assert steps_copied(tmp_path) == left
+
+
+def steps_copied(folder):
+    return {manifest.version.step for _, manifest in Store(folder / "host-0").found()}
 
 
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "ranks": 6, **CUT}])

@@ -311,3 +311,18 @@ def test_copies_are_forgotten_while_others_are_made(store):
         store.open(place, 10)
     store.forget_before(Epoch(3))
     assert not (store.folder / str(old)).exists()
+
+
+def test_what_is_of_later_steps_is_forgotten_whoever_wrote_it(tmp_path):
+    """And what is not whole, of which nobody can tell."""
+    mine, others = Store(tmp_path), Store(tmp_path)
+    for number, step in enumerate((5, 6)):
+        memory, manifest = written(some_values(), step=step)
+        for store, kind in ((mine, NEAR), (others, FAR)):
+            place = dataclasses.replace(PLACE, kind=kind, number=number)
+            store.open(place, manifest.size).copy_(memory)
+            store.complete(place, manifest)
+    others.open(dataclasses.replace(PLACE, slot=4), 100)
+    mine.forget_since(5)
+    assert {(place.kind, place.number) for place, _ in others.found()} == {(NEAR, 0), (FAR, 0)}
+    assert len(list(tmp_path.iterdir())) == 4

@@ -76,7 +76,12 @@ class LiveJob:
             surroundings=self.state,
             samples=self.samples,
             watch=ReplicaWatch(
-                policy, topology, rank=self.rank, held_alike=self.trainer.held_alike, teller=self.teller
+                policy,
+                topology,
+                rank=self.rank,
+                held_alike=self.trainer.held_alike,
+                distrust=self.trainer.distrust,
+                teller=self.teller,
             ),
             teller=self.teller,
         )

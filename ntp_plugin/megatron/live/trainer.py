@@ -297,6 +297,11 @@ class MegatronTrainer:
         """The one that the last walk came to."""
         return self.layout(self.lost, self._idle)
 
+    def distrust(self, since: int) -> None:
+        """What was copied of later steps than that; the job stops."""
+        if self.copies is not None:
+            self.copies.distrust_since(since)
+
     def held_alike(self) -> HeldAlike:
         """What all replicas have, with weights that are on their way; all members call this."""
         self.state.wait_for_weights()
