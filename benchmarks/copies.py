@@ -12,9 +12,9 @@ another host is folded into the parity of two.
 A copy costs what its bytes cost: they are read twice (digest, copying), written once, and for a far copy sent, received
 and read again. On a machine whose processors are all busy with the step this is time of the step; with a processor to
 spare it is none. So beside the measured time of a step stands what it would be if all of a version's copies were made
-in its time, on all processors, each at the pace of one that makes copies and nothing else here. That pace is bytes per
-second of processor time: sender and receiver of a far copy have a processor each, and both are at work. The claim is: a
-ratio of at most 1.03, or not more than that explains.
+in its time, on all processors, each at the pace of one that makes copies and nothing else here, while all others do the
+same: they share what carries the bytes. That pace is bytes per second of processor time: sender and receiver of a far
+copy have a processor each, and both are at work. The claim is: a ratio of at most 1.03, or not more than that explains.
 
 How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
 its main weights keep, each held once per TP slot, what is replicated as often as there are slots. What other hosts keep
@@ -23,11 +23,13 @@ N-th part of it.
 """
 
 import itertools
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +92,24 @@ def run(pairs: int, *, per_host: int, mode: str) -> tuple[list[float], list[Copi
 
 
 def speeds() -> tuple[dict[str, float], dict[str, int]]:
-    """Bytes a second on one processor: of digests, and of all that a near copy takes, a far one and a part in a parity;
-    and the bytes that a keeper has then of what two ranks hold."""
+    """Bytes a second on each processor while all do the same: of digests, and of all that a near copy takes, a far one
+    and a part in a parity; and the bytes that a keeper has then of what two ranks hold."""
+    count, context = os.cpu_count() or 1, multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, context, _begin, (context.Barrier(count),)) as processors:
+        found = list(processors.map(_speeds, range(count)))
+    return {what: statistics.mean(speed[what] for speed, _ in found) for what in found[0][0]}, found[0][1]
+
+
+_wait_for_all: list[Any] = []
+"""In a process of these: what lets them begin together."""
+
+
+def _begin(barrier: Any) -> None:
+    _wait_for_all.append(barrier)
+
+
+def _speeds(_processor: int) -> tuple[dict[str, float], dict[str, int]]:
+    torch.set_num_threads(1)
     size = 1 << 24
     values = [torch.randn(size) for _ in range(NUMBERS)]
     runs = digest.runs_of((size,), 0, ((0, size),))
@@ -150,6 +168,7 @@ def _fail(what: str) -> None:
 
 def _speed(work: Any, size: int) -> float:
     """Of all threads' time."""
+    _wait_for_all[0].wait()
     times = []
     for _ in range(5):
         began = time.process_time()
