@@ -166,9 +166,14 @@ def every_step(tmp_path_factory):
     return saved
 
 
-@pytest.mark.parametrize("slot", [0, 3])
-@pytest.mark.parametrize("moment", ["step", "forward", "backward", "reduced", "vote", "apply", "applied", "between"])
-@pytest.mark.parametrize("more", ["", SHARDED], ids=["plain", "sharded"])
+MOMENTS = ["step", "forward", "backward", "reduce", "reduced", "vote", "apply", "applied", "between"]
+
+
+@pytest.mark.parametrize("slot", range(4))
+@pytest.mark.parametrize(
+    ("more", "moment"),
+    [*(("", moment) for moment in MOMENTS), *((SHARDED, moment) for moment in (*MOMENTS, "gather"))],
+)
 def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step, more, moment, slot):
     """Which step is the first that the hurt job took, whether for the first time or again, is seen by who drew samples
     in the new epoch; the planned run begins from a checkpoint of the step before that one."""

@@ -7,16 +7,24 @@ import numpy as np
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
-from benchmarks.parity.job import Job, largest_differences, run
+from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, OLD, hurt, uniform
-from benchmarks.parity.live import as_if_always_there, live
-from ntp_plugin.errors import Refused, StateLost
+from benchmarks.parity.live import Play, as_if_always_there, live
+from ntp_plugin.errors import Excluded, Refused, StateLost
+from ntp_plugin.recovery.moments import MOMENTS
 from ntp_plugin.telemetry import Committed, Copied, CopyTrouble, Follower, Restored
-from ntp_plugin.testing.faults import kill
-from tests.megatron.test_live import IN_A_STEP, IN_A_WALK, assert_every_sample_once, assert_same_training, widths
+from ntp_plugin.testing.faults import freeze, kill
+from ntp_plugin.testing.ranks import Ranks
+from tests.megatron.test_live import (
+    IN_A_STEP,
+    IN_A_WALK,
+    OVERLAP,
+    SHARDED,
+    assert_every_sample_once,
+    assert_same_training,
+    widths,
+)
 
-SHARDED = "--use-distributed-optimizer"
-OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 BATCH = 6
 
 
@@ -151,6 +159,22 @@ def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
     assert any("does not arrive" in event.what for event in told(events, CopyTrouble))
 
 
+def test_a_keeper_that_stands_still_is_gone_on_without(events):
+    """It is stopped and not dead, so nothing hangs up on those who are sending it their copies."""
+    told_of = job(f"{OVERLAP} --ntp-events={events}", per_host=2)
+    have_megatron_imported()
+    with Ranks(4, Play(told_of), faults=[freeze(2, during="backward", step=5)], moments=MOMENTS) as ranks:
+        lived = ranks.wait(120, but=[2])
+        assert ranks.verdicts[2].kind == "frozen"
+        ranks.thaw(2)
+        with pytest.raises(Excluded, match=r"slot 2 .* the others went on without it"):
+            ranks.wait(30, but=[0, 1, 3])
+    assert widths(lived) == {0: 2, 1: 2, 3: 1}
+    assert_same_training(lived)
+    assert_every_sample_once(ranks.rows)
+    assert_little_was_lost(events)
+
+
 def test_a_host_is_lost_of_which_others_have_no_copy():
     faults = [kill(slot, during="backward", step=5) for slot in (2, 3)]
     with pytest.raises(StateLost, match=r"r1\.s0\.t0.* no version of it of which all parts are copied.*restart from"):
@@ -235,13 +259,23 @@ def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
     assert_every_sample_once(rows)
 
 
-@pytest.mark.parametrize("moment", ["backward", "applied"])
+@pytest.mark.parametrize("moment", [*IN_A_STEP, "exchange", "gather"])
 @pytest.mark.parametrize("slot", [0, 3, 6])
 def test_stages(slot, moment, events):
-    lived, _ = live(
-        job(f"{SHARDED} --overlap-grad-reduce --ntp-events={events}", pp=2), faults=[kill(slot, during=moment, step=5)]
-    )
+    """One of each replica in the first stage, and one in the last."""
+    lived, _ = live(job(f"{OVERLAP} --ntp-events={events}", pp=2), faults=[kill(slot, during=moment, step=5)])
+    assert len(lived) == 7
     assert_same_training(lived, run(uniform(BASE, tp=2, pp=2)))
+    assert_little_was_lost(events)
+
+
+@pytest.mark.parametrize("moment", ["forward", "exchange", "applied", "gather"])
+def test_the_stage_in_the_middle(moment, events):
+    pipeline = {"tp": 2, "pp": 3, "chunks": 1}
+    more = f"{OVERLAP} --ntp-events={events}"
+    lived, _ = live(job(more, dp=2, **pipeline), faults=[kill(7, during=moment, step=5)], timeout_s=300)
+    assert len(lived) == 11
+    assert_same_training(lived, run(uniform(BASE, **pipeline), 240))
     assert_little_was_lost(events)
 
 

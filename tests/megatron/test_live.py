@@ -14,10 +14,15 @@ from benchmarks.parity.job import RECIPES, STEPS, Job, largest_differences, run
 from benchmarks.parity.layouts import BASE, DROPOUT, HYBRID, MODELS, SEQUENCE, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import largest_difference, wholes_in
+from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, SilentCorruption, StateLost
 from ntp_plugin.telemetry import Began, Chosen, Committed, Corrupted, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
 
+SHARDED = "--use-distributed-optimizer"
+OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+KINDS = pytest.mark.parametrize("kind", ["", OVERLAP], ids=["plain", "sharded"])
+"""What a lost rank held comes from the live state of others, or from copies: `test_copies.py` is of the latter."""
 IN_A_STEP = ["step", "forward", "backward", "reduce", "reduced", "vote", "apply", "applied", "between"]
 PIPELINE = {"tp": 2, "pp": 2, "dp": 2}
 IN_A_WALK = ["report", "plan", "regroup", "stand on", "moved", "built", "made", "stood"]
@@ -78,8 +83,9 @@ def test_any_slot_may_be_the_one(slot, moment):
     assert_every_sample_once(rows)
 
 
-def test_before_the_first_step():
-    lived, rows = live(job(), faults=[kill(3, during="step", step=1)])
+@KINDS
+def test_before_the_first_step(kind):
+    lived, rows = live(job(more=kind), faults=[kill(3, during="step", step=1)])
     assert_same_training(lived)
     assert_every_sample_once(rows)
 
@@ -95,9 +101,10 @@ def test_another_dies_in_the_recovery(moment):
     assert_every_sample_once(rows)
 
 
-def test_a_replica_gets_narrower_until_it_is_gone():
+@KINDS
+def test_a_replica_gets_narrower_until_it_is_gone(kind):
     faults = [kill(3, during="backward", step=4), kill(2, during="forward", step=8)]
-    lived, rows = live(job(), faults=faults)
+    lived, rows = live(job(more=kind), faults=faults)
     assert widths(lived) == {0: 2, 1: 2}
     assert_same_training(lived)
     assert_every_sample_once(rows)
@@ -111,25 +118,28 @@ def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
     assert_every_sample_once(rows)
 
 
+@KINDS
 @pytest.mark.parametrize("second", [8, 12])
-def test_who_comes_back_stands_idle_until_its_replica_is_wide_enough(second):
+def test_who_comes_back_stands_idle_until_its_replica_is_wide_enough(second, kind):
     """The whole replica is gone, and its slots come back one after the other, at once or steps apart."""
     faults = [kill(slot, during="backward", step=5) for slot in (0, 1)]
-    lived, rows = live(job(more="--ntp-min-tp-width 2"), faults=faults, back={0: 8, 1: second})
+    lived, rows = live(job(more=f"{kind} --ntp-min-tp-width 2"), faults=faults, back={0: 8, 1: second})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
     assert_every_sample_once(rows)
 
 
-def test_a_replica_that_has_lost_a_stage_stands_idle():
+@KINDS
+def test_a_replica_that_has_lost_a_stage_stands_idle(kind):
     reference = run(uniform(BASE, tp=2, pp=2))
-    lived, _ = live(job(**PIPELINE), faults=[kill(slot, during="forward", step=5) for slot in (0, 1)])
+    lived, _ = live(job(**PIPELINE, more=kind), faults=[kill(slot, during="forward", step=5) for slot in (0, 1)])
     trained = {slot: one for slot, one in lived.items() if slot not in (4, 5)}
     assert_same_training(trained, reference)
 
 
-def test_a_whole_replica_dies_at_once():
-    lived, rows = live(job(), faults=[kill(slot, during="backward", step=5) for slot in (0, 1)])
+@KINDS
+def test_a_whole_replica_dies_at_once(kind):
+    lived, rows = live(job(more=kind), faults=[kill(slot, during="backward", step=5) for slot in (0, 1)])
     assert widths(lived) == {2: 2, 3: 2}
     assert_same_training(lived)
     assert_every_sample_once(rows)
@@ -210,7 +220,7 @@ def test_a_stage_is_hurt(slot, model, moment):
 def test_the_stage_in_the_middle_is_hurt(moment):
     """Of twelve ranks the one whose neighbours on both sides wait for it."""
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}
-    lived, _ = live(job(dp=2, **pipeline), faults=[kill(3, during=moment, step=5)], timeout_s=300)
+    lived, _ = live(job(dp=2, **pipeline), faults=[kill(7, during=moment, step=5)], timeout_s=300)
     assert len(lived) == 11
     assert_same_training(lived, run(uniform(BASE, **pipeline), 240))
 
@@ -223,20 +233,23 @@ def test_a_stage_of_a_hybrid_model_is_hurt_and_whole_again():
     assert_same_training(lived, run(Job(**model)))
 
 
-def test_a_rank_comes_back_into_its_stage():
-    lived, _ = live(job(**PIPELINE), faults=[kill(6, during="backward", step=5)], back={6: 10})
+@KINDS
+def test_a_rank_comes_back_into_its_stage(kind):
+    lived, _ = live(job(**PIPELINE, more=kind), faults=[kill(6, during="backward", step=5)], back={6: 10})
     assert widths(lived) == dict.fromkeys(range(8), 2)
     assert_same_training(lived, run(uniform(BASE, tp=2, pp=2)))
 
 
-def test_two_stages_of_a_replica_are_hurt_one_after_the_other_in_an_interleaved_pipeline():
+@KINDS
+def test_two_stages_of_a_replica_are_hurt_one_after_the_other_in_an_interleaved_pipeline(kind):
     interleaved = {**PIPELINE, "chunks": 2, "batch": 8}
     reference = run(uniform(BASE, tp=2, pp=2, chunks=2, batch=8))
     faults = [kill(0, during="backward", step=4), kill(5, during="forward", step=9)]
-    lived, _ = live(job(**interleaved), faults=faults)
+    lived, _ = live(job(**interleaved, more=kind), faults=faults)
     assert_same_training(lived, reference)
 
 
+@KINDS
 @pytest.mark.parametrize(
     "more",
     [
@@ -247,8 +260,8 @@ def test_two_stages_of_a_replica_are_hurt_one_after_the_other_in_an_interleaved_
         "--clip-grad 0",
     ],
 )
-def test_with(more):
-    options = {"more": more, "tp": 4}
+def test_with(more, kind):
+    options = {"more": f"{more} {kind}", "tp": 4}
     whole = run(uniform(BASE, more=more))
     lived, rows = live(job(**options), faults=[kill(5, during="backward", step=5)])
     assert_same_training(lived, whole)
@@ -266,19 +279,26 @@ def test_in_an_evaluation(moment):
     assert last == pytest.approx([whole[0].evaluated[-1]] * 3, rel=1e-12)
 
 
+@KINDS
 @pytest.mark.parametrize(
     ("moment", "section"),
     [pytest.param("save", 6, marks=pytest.mark.short), ("written", 6), ("vote", 6), ("applied", 6), ("forward", 7)],
 )
-def test_in_a_checkpoint(moment, section, tmp_path):
-    """After five steps the sixth section saves, and the last too; both checkpoints are those of a whole job."""
-    more = "--save {} --save-interval 5 --dist-ckpt-format torch_dist"
+def test_in_a_checkpoint(moment, section, kind, tmp_path):
+    """After five steps the sixth section saves, and the last too; both checkpoints are those of a whole job. What a
+    sharded optimizer has in them is cut as its ranks are, and is read in `test_checkpoints.py`."""
+    more = f"{kind} --save {{}} --save-interval 5 --dist-ckpt-format torch_dist"
     whole = uniform(BASE, tp=2, more=more.format(tmp_path / "whole"))
     lived, _ = live(job(more=more.format(tmp_path / "mine")), faults=[kill(3, during=moment, step=section)])
     assert_same_training(lived, run(whole))
     for step in (5, 10, STEPS):
-        mine, theirs = (wholes_in(tmp_path / name, step) for name in ("mine", "whole"))
+        mine, theirs = (weights_in(tmp_path / name, step, kind) for name in ("mine", "whole"))
         assert largest_difference(mine, theirs) <= BOUNDS["float64"]
+
+
+def weights_in(folder, step, kind):
+    found = wholes_in(folder, step)
+    return {name: whole for name, whole in found.items() if not (kind and name.startswith("optimizer"))}
 
 
 @pytest.mark.short
@@ -295,10 +315,11 @@ def test_who_has_first_saved_with_some_saves_with_all(tmp_path):
         assert largest_difference(mine, theirs) <= BOUNDS["float64"]
 
 
+@KINDS
 @pytest.mark.parametrize("slot", [1, 2])
-def test_a_checkpoint_while_a_replica_stands_idle(slot, tmp_path):
+def test_a_checkpoint_while_a_replica_stands_idle(slot, kind, tmp_path):
     """The idle slot is the first of all ranks, or the last; it does not write, and stops when the others do."""
-    more = "--save {} --save-interval 5 --exit-interval 10 --exit-duration-in-mins 60"
+    more = f"{kind} --save {{}} --save-interval 5 --exit-interval 10 --exit-duration-in-mins 60"
     whole = uniform(BASE, more=more.format(tmp_path / "whole"))
     mine = job(more=f"{more.format(tmp_path / 'mine')} --ntp-min-tp-width 2")
     lived, _ = live(mine, faults=[kill(slot, during="backward", step=5)])
@@ -306,15 +327,16 @@ def test_a_checkpoint_while_a_replica_stands_idle(slot, tmp_path):
     trained = {number: one for number, one in lived.items() if one.width == 2}
     assert_same_training(trained, run(whole))
     for step in (5, 10):
-        wholes = [wholes_in(tmp_path / name, step) for name in ("mine", "whole")]
+        wholes = [weights_in(tmp_path / name, step, kind) for name in ("mine", "whole")]
         assert largest_difference(*wholes) <= BOUNDS["float64"]
 
 
-def test_two_ranks_of_eight_are_left():
+@KINDS
+def test_two_ranks_of_eight_are_left(kind):
     """TP4 + TP4 shrinks six times, in every replica, to TP1 + TP1."""
     victims = {2: 7, 4: 0, 6: 5, 8: 2, 10: 6, 12: 3}
     faults = [kill(slot, during="backward", step=step) for step, slot in victims.items()]
-    lived, rows = live(job(tp=4), faults=faults, timeout_s=300)
+    lived, rows = live(job(tp=4, more=kind), faults=faults, timeout_s=300)
     assert widths(lived) == {1: 1, 4: 1}
     assert_same_training(lived)
     assert_every_sample_once(rows)
@@ -330,7 +352,7 @@ def test_units_that_are_put_in_the_wrong_place_are_noticed_by_their_digest():
         live(job(spoil="dealt_units_swapped"), faults=[kill(3, during="backward", step=5)])
 
 
-@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --overlap-grad-reduce"])
+@pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
 def test_a_flipped_bit_stops_the_job(more):
     """Of two replicas nobody can say which is wrong."""
     with pytest.raises(
@@ -339,7 +361,15 @@ def test_a_flipped_bit_stops_the_job(more):
         live(job(spoil="a_bit_flips", more=f"{more} --ntp-watch-steps 3"))
 
 
-@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --overlap-grad-reduce"])
+@pytest.mark.parametrize(("every", "left"), [(1, {4, 5}), (3, set())])
+def test_nobody_begins_from_copies_that_were_made_since_all_were_alike(every, left, tmp_path):
+    more = f"--use-distributed-optimizer --ntp-watch-steps {every}"
+    with pytest.raises(SilentCorruption, match=f"at step {5 if every == 1 else 3} all were alike"):
+        live(job(spoil="a_bit_flips", more=more, copies=str(tmp_path)))
+    assert {manifest.version.step for _, manifest in Store(tmp_path / "host-0").found()} == left
+
+
+@pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
 def test_a_flipped_bit_is_healed(more, tmp_path):
     """Of three replicas two agree: the slot that has other bits leaves, and its units come from the others."""
     more = f"{more} --ntp-watch-steps 3 --ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
@@ -405,18 +435,20 @@ def test_tokens_of_a_file(tmp_path):
     assert whole[0].losses != run(uniform(BASE))[0].losses
 
 
+@KINDS
 @pytest.mark.parametrize(("moment", "section"), [("vote", 6), ("applied", 6), ("forward", 7), ("save", 10)])
-def test_where_all_are_asked_after_each_step_whether_to_go_on(moment, section, tmp_path):
+def test_where_all_are_asked_after_each_step_whether_to_go_on(moment, section, kind, tmp_path):
     """Each second section asks; the tenth, after five steps, saves before it does."""
-    more = f"--exit-duration-in-mins 60 --exit-signal-handler --save {tmp_path} --save-interval 5"
+    more = f"{kind} --exit-duration-in-mins 60 --exit-signal-handler --save {tmp_path} --save-interval 5"
     lived, _ = live(job(more=more), faults=[kill(3, during=moment, step=section)])
     assert_same_training(lived)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_{step:07d}" for step in (5, 10, 15, 20)]
 
 
+@KINDS
 @pytest.mark.parametrize("model", [DROPOUT, f"{SEQUENCE}: {DROPOUT}"])
-def test_masks_stay_the_same_over_a_loss_and_a_return(model):
-    lived, rows = live(job(model=MODELS[model]), faults=[kill(3, during="backward", step=5)], back={3: 10})
+def test_masks_stay_the_same_over_a_loss_and_a_return(model, kind):
+    lived, rows = live(job(model=MODELS[model], more=kind), faults=[kill(3, during="backward", step=5)], back={3: 10})
     assert_same_training(lived, run(uniform(model)))
     assert_every_sample_once(rows)
 

@@ -1,0 +1,50 @@
+"""Two jobs on one host, each with its copies in the same memory."""
+
+from benchmarks.parity.job import Job
+from benchmarks.parity.layouts import BASE, MODELS
+from ntp_plugin.telemetry import Committed, CopyTrouble, Follower, Recovered
+from tests.megatron.test_export import SHARDED, run_of
+from tests.megatron.test_hosts import ENVIRONMENT, training, wait_for_step
+from tests.ranks.command import NTP, Command
+from tests.ranks.machines import machines
+
+
+def words(folder, name, steps):
+    job = Job(
+        model=MODELS[BASE],
+        tp=1,
+        dp=2,
+        enabled=True,
+        more=f"{SHARDED} --train-iters {steps} --lr-decay-iters {steps} --ntp-events={folder / name}",
+    )
+    return ["run", "--standalone", "--nproc-per-node", "2", *training(job, folder)]
+
+
+def told(path, *kinds):
+    return [one.event for one in Follower(path).news() if isinstance(one.event, kinds)]
+
+
+def test_what_one_leaves_when_it_is_killed_is_removed_by_the_next_and_the_other_keeps_its_own(tmp_path):
+    living = Command([*NTP, *words(tmp_path, "living", 4000)], tmp_path / "log of the living", **ENVIRONMENT)
+    try:
+        with machines(1, tmp_path) as hosts:
+            killed = hosts.run(1, *words(tmp_path, "killed", 4000), **ENVIRONMENT)
+            wait_for_step(4, tmp_path / "killed", killed)
+            wait_for_step(4, tmp_path / "living", living)
+            left, kept = run_of(tmp_path / "killed"), run_of(tmp_path / "living")
+            hosts.kill(1)
+        assert left != kept
+        assert any(left.rglob("near-*.json"))
+        code, said = Command([*NTP, *words(tmp_path, "next", 3)], tmp_path / "log", **ENVIRONMENT).end(180)
+        assert code == 0, said[-4000:]
+        assert f"removing {left}, of a run that is dead" in said
+        assert str(kept) not in said
+        assert not left.exists()
+        assert any(kept.rglob("near-*.json"))
+        now = max(event.step for event in told(tmp_path / "living", Committed))
+        wait_for_step(now + 5, tmp_path / "living", living)
+        assert not told(tmp_path / "living", CopyTrouble, Recovered)
+    finally:
+        living.process.terminate()
+        living.end()
+    assert not kept.exists()
