@@ -49,12 +49,20 @@ class Job:
     """The script trains on a loader that nobody can follow, after an evaluation by one that could be."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
+    saves_each: int = 0
+    """It asks for one after each micro-batch, where so many steps divide those that are over."""
     saves_turns: bool = False
     """It writes one after each turn through the data."""
     folder: str = ""
     """Of that; one of the run's own where there is none."""
+    gathers_turns: bool = False
+    """It asks all ranks for something after each turn, in a collective of its own."""
+    goes_on: bool = False
+    """It begins from the newest checkpoint there is, in the turn that is noted there."""
     copies: str = ""
     """A folder for them that outlives the ranks."""
+    resumes: str = ""
+    """One of a run that is dead, which it goes on from."""
     loads: bool = False
     """It only loads the checkpoint."""
     calls: tuple[Any, ...] = ()
@@ -180,7 +188,8 @@ class Play:
         return quietly(rank.slot, functools.partial(self._play, rank))
 
     def _play(self, rank: Rank) -> Seen:
-        os.environ |= rank.environment() | ({"NTP_COPIES": self.job.copies} if self.job.copies else {})
+        folders = {"NTP_COPIES": self.job.copies, "NTP_RESUME": self.job.resumes}
+        os.environ |= rank.environment() | {name: folder for name, folder in folders.items() if folder}
         import ntp_plugin.deepspeed.activation as ours  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
 
         if self.job.dtype == "float64":
@@ -263,7 +272,7 @@ class _Loop:
             return self._seen()
         if self._job.evaluates == 0:
             self._go_forward_only(next(iter(DataLoader(self._samples, batch_size=self._job.micro)))[1])
-        for epoch in range(self._job.epochs):
+        for epoch in range(self._first_turn(), self._job.epochs):
             if self._job.own_loader:
                 self._sampler.set_epoch(epoch)
             for numbers, x, y in self.loader:
@@ -285,8 +294,14 @@ class _Loop:
                     if self._job.calls:
                         getattr(engine, self._job.calls[0])(*self._job.calls[1:])
                     self._pause(x)
+                if self._job.saves_each and engine.global_steps and engine.global_steps % self._job.saves_each == 0:
+                    self._save(f"step{engine.global_steps}")
+            if self._job.gathers_turns:
+                told = torch.ones(1)
+                torch.distributed.all_reduce(told)
+                self._rank.write([["turn", epoch, self._rank.slot, int(told)]])
             if self._job.saves_turns:
-                self._save(f"turn{epoch}")
+                self._save(f"turn{epoch}", next_turn=epoch + 1)
         return self._seen()
 
     def _seen(self) -> Seen:
@@ -328,10 +343,16 @@ class _Loop:
                 self._rank.write([["evaluated", number, float(self.engine(x).sum())]])
         self.engine.train()
 
-    def _save(self, tag: str = "one") -> None:
+    def _first_turn(self) -> int:
+        if not self._job.goes_on:
+            return 0
+        path, noted = self.engine.load_checkpoint(self._job.folder)
+        return int(noted["next_turn"]) if path else 0
+
+    def _save(self, tag: str = "one", **noted: int) -> None:
         self._reached("save")
         folder = Path(self._job.folder or Path(self._rank.folder) / "checkpoints")
-        self.engine.save_checkpoint(str(folder), tag=tag)
+        self.engine.save_checkpoint(str(folder), tag=tag, client_state=noted)
         if (folder / tag).exists():  # not where the step that it was to be of is taken again
             self._rank.write([["saved", sorted(path.name for path in (folder / tag).iterdir())]])
         model = folder / tag / "mp_rank_00_model_states.pt"

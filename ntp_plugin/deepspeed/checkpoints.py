@@ -9,12 +9,20 @@ So there are copies of that step first, and then a loss in the writing, which ta
 Where the step was lost with the rank all the same, nothing is written, which the log says; and if the loop had no step
 left to take, the job ends by that.
 
+Once. Whoever has come through a walk goes through the end of its loop again without having taken a step, and a loop
+that goes by `engine.global_steps` alone asks after each micro-batch, of which ranks may have different numbers. So what
+was written of a step is not written again under the same name, and newcomers are told of it.
+
 Who comes in late. The script of a newcomer, or of a job that is resumed, goes through the turns that are behind the job
-in no time, past the checkpoints between them. These have been written.
+in no time, past the checkpoints between them. These have been written; only who is resumed may stand where one was not.
+And it reads none: what the others have is newer than any, and the newest there is now is not the one that this job
+began from. The script is given what the job's own `engine.load_checkpoint` has given then, so that it counts its turns
+alike; where there was none, as if there were none. For who resumes the run that is kept beside its copies.
 """
 
 import functools
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,34 +32,46 @@ import torch.distributed as dist
 
 from ntp_plugin.errors import StateLost
 from ntp_plugin.recovery.loop import Loop
+from ntp_plugin.recovery.rank import ElasticRank
 
 if TYPE_CHECKING:
     from ntp_plugin.deepspeed.window import Window
 
 _LOG = logging.getLogger(__name__)
+_NONE = None, None
+"""What DeepSpeed gives where there is no checkpoint."""
+_LOADED = "loaded-{}.pickle"
 _SHARDS = "*zero_pp_rank_{}_mp_rank_*_optim_states.pt"
 
 
 class Checkpoints:
     """Of one engine."""
 
-    def __init__(self, engine: Any, window: "Window", loop: Loop, *, newcomer: bool) -> None:
-        self._engine, self._window, self._loop = engine, window, loop
-        self.catches_up = newcomer
+    def __init__(self, engine: Any, window: "Window", *, rank: ElasticRank, loop: Loop) -> None:
+        self._engine, self._window, self._rank, self._loop = engine, window, rank, loop
+        self.catches_up = rank.place.joining
         """Whether the script goes through what the job has behind it, up to its first forward with the others."""
+        self._loaded: list[tuple[Any, Any]] = []
+        """What the script was given, load by load."""
+        self._before: list[tuple[Any, Any]] | None = None
+        """The same of the run that this one goes on from."""
+        self.saved: tuple[int, str] | None = None
+        """The newest of the state as it is: the step, and where."""
         self._owed: int | None = None
         """The step whose checkpoint was not written because it was lost, until it is taken again."""
 
     def into(self, engine: Any) -> None:
         """In the place of the engine's own."""
         engine.save_checkpoint = self._together(engine.save_checkpoint)
+        engine.load_checkpoint = self._as_at_the_start(engine.load_checkpoint)
+        engine.save_16bit_model = self._unless_behind(engine.save_16bit_model)
 
     def _together(self, original: Any) -> Any:
         @functools.wraps(original)
         def save(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self.catches_up:
+            window, folder = self._window, Path(save_dir) / self._name(tag)
+            if self._is_behind or self.saved == (window.step, str(folder)):
                 return True
-            window = self._window
             window.begin()
             of_step, saved = window.step, [None]
 
@@ -65,12 +85,32 @@ class Checkpoints:
                     if window.copies is not None:
                         window.copies.catch_up(self._vote_on_copies)
                     saved[:] = [self.write(functools.partial(original, save_dir, tag, *args, **kwargs))]
-                    self._remove_what_is_of_nobody(Path(save_dir), tag)
+                    self._remove_what_is_of_nobody(folder)
                 return self._loop.vote(lambda _: saved[0], window.no_words())
 
-            return window.section(work, lambda: saved[0])
+            result = window.section(work, lambda: saved[0])
+            if window.step == of_step:
+                self.saved = of_step, str(folder)
+            return result
 
         return save
+
+    def _unless_behind(self, original: Any) -> Any:
+        """Of what the others have written before this process came in, and have gone on from since."""
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            return self._is_behind or original(*args, **kwargs)
+
+        return save
+
+    def _name(self, tag: Any) -> str:
+        return f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether what the script asks for was over before it came to this."""
+        return self.catches_up and (self._before is None or not self._window.loop_is_where_the_job_is)
 
     def write(self, write: Callable[[], Any]) -> Any:
         """Now that there are copies; chaos comes here too."""
@@ -79,21 +119,55 @@ class Checkpoints:
     def _vote_on_copies(self, words: Sequence[bool]) -> Sequence[bool]:
         return self._loop.vote_again(self._window.are_of_all, torch.tensor(words, dtype=torch.float64))
 
-    def _remove_what_is_of_nobody(self, save_dir: Path, tag: Any) -> None:
+    def _remove_what_is_of_nobody(self, folder: Path) -> None:
         """By the first rank; nobody writes shards of these numbers."""
         if dist.get_rank():
             return
-        folder = save_dir / (f"global_step{self._engine.global_steps}" if tag is None else str(tag))
         number: int = self._engine.seq_dp_world_size
         while shards := list(folder.glob(_SHARDS.format(number))):
             for shard in shards:
                 shard.unlink()
             number += 1
 
+    # ------------------------------------------------ reading
+
+    def _as_at_the_start(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            number, place = len(self._loaded), self._rank.place
+            found = self._given_then(number) if self.catches_up else original(*args, **kwargs)
+            self.saved = None
+            self._loaded.append(found)
+            if not (place.slot or place.joining):
+                self._rank.leave_word(f"loaded {number}", found)
+            if self._window.copies is not None:
+                self._keep_beside_copies(place.copies / _LOADED.format(place.slot))
+            return found
+
+        return load
+
+    def _given_then(self, number: int) -> Any:
+        if self._before is None:
+            return self._rank.word_if_left(f"loaded {number}") or _NONE
+        return self._before[number] if number < len(self._before) else _NONE
+
+    def _keep_beside_copies(self, path: Path) -> None:
+        """For who resumes this run; the folder is its owner's alone."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unnamed = path.with_suffix(".new")
+        unnamed.write_bytes(pickle.dumps(self._loaded))
+        unnamed.rename(path)
+
+    def resumed(self, folder: Path) -> None:
+        """This run goes on from the copies there."""
+        kept = sorted(folder.glob(_LOADED.format("*")))
+        self.catches_up, self._before = True, pickle.loads(kept[0].read_bytes()) if kept else []
+
     # ------------------------------------------------ by the window
 
     def committed(self, step: int) -> None:
         """So far the state is, again or for the first time."""
+        self.saved = None
         if self._owed == step:
             self._owed = None
 

@@ -38,6 +38,8 @@ class Followed:
         self.in_hand: deque[int] = deque()
         """Drawn by the loop, and not gone forward with: how often the stream had restarted by then."""
         self._orders: dict[tuple[int, int], list[int]] = {}
+        self._between = False
+        """Whether the loop stands behind a turn's end."""
 
     def turn(self, loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """An iterator through one turn."""
@@ -47,7 +49,7 @@ class Followed:
                 f" {self.stream.per_turn} micro-batches",
                 way_out="let it go to the end of the loader; a smaller data set makes turns shorter",
             )
-        turn, self._turns = self._turns, self._turns + 1
+        turn, self._turns, self._between = self._turns, self._turns + 1, False
         self._epochs.append(self._sampler.epoch)
         return _Turn(self, turn, functools.partial(self._prepare, loader, original))
 
@@ -79,6 +81,12 @@ class Followed:
         size = loader.batch_size
         return self._orders[one.turn, one.replica][one.index * size : (one.index + 1) * size]
 
+    @property
+    def is_where_the_stream_is(self) -> bool:
+        """Not behind a turn that has ended long since: inside of one, or where the next one begins."""
+        ahead = self.stream.peek()
+        return not self._between or (ahead.turn, ahead.index) == (self._turns, 0)
+
     # ------------------------------------------------ by the engine
 
     def drawn(self) -> None:
@@ -94,6 +102,7 @@ class Followed:
 
     def ended(self) -> None:
         """A turn is over: where nothing of it was for training, nothing of it will be."""
+        self._between = True
         if not self.trains:
             self.in_hand.clear()
 

@@ -159,7 +159,8 @@ class EngineTrainer:
         slots = tuple(range(self.topology.size))
         step = self.copies.resume(folder, self._zero.make_room, slots)
         self._zero.have_weights(0)
-        self._window.resume(step, self._numbers(slots), self._how_far.found)
+        self._window.restart(step, self._numbers(slots), self._how_far.found)
+        self._window.checkpoints.resumed(folder)
         _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
     def _who_trains(self, slots: tuple[int, ...]) -> WhoTrains:
@@ -237,9 +238,18 @@ class EngineTrainer:
             self._put_together(self._zero, slots, self._rank.groups.rank_of(was_there))
         else:
             self._have_all(agreed)
+        if any(report.newcomer for report in agreed.reports.values()):
+            self._tell_what_is_saved()
         self._newcomer = False
         self._have_engine_know()
         self._tell(agreed)
+
+    def _tell_what_is_saved(self) -> None:
+        told: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+        checkpoints = self._window.checkpoints
+        dist.all_gather_object(told, checkpoints.saved)
+        if self._newcomer:
+            checkpoints.saved = next((one for one in told if one is not None), None)
 
     def _shares(self, slots: tuple[int, ...]) -> dict[int, list[int]]:
         return {slot: share.numbers for slot, share in even_shares(slots, self._batch).items()}

@@ -26,6 +26,7 @@ from ntp_plugin.deepspeed.cut_layers import without_numbers
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
 from ntp_plugin.deepspeed.refusals import CALLS, refuse_call, refuse_load
+from ntp_plugin.deepspeed.turns import Turns
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
@@ -75,6 +76,7 @@ class Window:
         self.look: Callable[[int], None] = _nothing_of
         """At the state after a step; all ranks come together."""
         self._followed: Followed | None = None
+        self._turns = Turns(rank)
         self._done = 0
         """Micro-batches of the window that have been through the backward."""
         self._stale = self._voted = self._unwinding = self._somebody_asks = False
@@ -92,7 +94,7 @@ class Window:
         """What the engine had counted when the window began, if it has."""
         self._drawn_from = drawn_from()
         self._began_at = time.monotonic()
-        self.checkpoints = Checkpoints(engine, self, loop, newcomer=rank.place.joining)
+        self.checkpoints = Checkpoints(engine, self, rank=rank, loop=loop)
         Loaders.follow = self._follow
 
     # ------------------------------------------------ who is there
@@ -112,11 +114,6 @@ class Window:
             return None
         nominal = range(self._replica * self._each, (self._replica + 1) * self._each)
         return Stream(per_step=self._each, per_turn=len(loader), numbers=nominal)
-
-    def resume(self, step: int, numbers: Sequence[int], counted: Any) -> None:
-        """From where another run of this job has come to."""
-        self.checkpoints.catches_up = True
-        self.restart(step, numbers, counted)
 
     def restart(self, step: int, numbers: Sequence[int], counted: Any = None) -> None:
         """From the first micro-batch of the step after `step` on; in a walk."""
@@ -145,11 +142,11 @@ class Window:
         engine.forward = self._forward(engine.forward)
         engine.backward = self._backward(engine.backward)
         engine.step = self._step(engine.step)
-        self.checkpoints.into(engine)
         if self.cut is not None:
             engine.load_checkpoint = refuse_load(
                 engine.load_checkpoint, hurt=lambda: self.begin_job is _nothing and self.hurt
             )
+        self.checkpoints.into(engine)
         for name in CALLS:
             setattr(engine, name, refuse_call(name))
         optimizer = engine.basic_optimizer
@@ -195,6 +192,8 @@ class Window:
             self._unwound()
 
     def _take_in_hand(self) -> None:
+        if self._goes_past_turns():
+            return
         self.begin()
         self._adopt_loader()
         if self._in_flight and self._has_none_in_hand:  # a second forward for one backward
@@ -217,6 +216,20 @@ class Window:
             self._engine.set_gradient_accumulation_boundary(self._is_last)
         if self._policy.dropout == "exact" and not self._stale:
             torch.manual_seed(_seed_of(self.seed, self.step, self.numbers[self._done]))
+
+    def _goes_past_turns(self) -> bool:
+        """As a newcomer, before it asks to be let in."""
+        if not self._rank.place.joining or self.begin_job is _nothing:
+            return False
+        self._adopt_loader()
+        assert self._followed is not None, "it is adopted"
+        turn, stream = self._turns.newest(), self._followed.stream
+        if stream.peek().turn >= turn:
+            return False
+        stream.restart(stream.first_step_of(turn), self.numbers)
+        self._followed.hand_over()
+        self._stale = self._in_flight = True
+        return True
 
     def _adopt_loader(self) -> None:
         if self._followed is None:
@@ -249,6 +262,8 @@ class Window:
     def _begin(self) -> None:
         self._before, self._drawn_from = count(self._engine), drawn_from()
         self._began_at, self._voted = time.monotonic(), False
+        assert self._followed is not None, "it was drawn from"
+        self._turns.begun(self._followed.stream.turn_of(self.step))
         if self.copies is not None:
             self.copies.begin()
         if self.hurt:
@@ -339,6 +354,11 @@ class Window:
         stream = self._followed.stream
         if tuple(stream.numbers) != tuple(self.numbers):
             stream.restart(self.step, self.numbers)
+
+    @property
+    def loop_is_where_the_job_is(self) -> bool:
+        """Not between turns that are over, where the script goes through them."""
+        return self._followed is not None and self._followed.is_where_the_stream_is
 
     def section[Result](self, work: Callable[[], Result], told: Callable[[], Result]) -> Result:
         """One that is no step of the training."""

@@ -67,9 +67,14 @@ class ElasticRank:
 
     def word(self, name: str) -> Any:
         """What was left, as a newcomer reads it."""
-        value = self._agreeing.read(f"word/{name}")
+        value = self.word_if_left(name)
         assert value is not None, "newcomers come when founders have begun"
-        return pickle.loads(base64.b64decode(value))
+        return value
+
+    def word_if_left(self, name: str) -> Any:
+        """The same, or None."""
+        value = self._agreeing.read(f"word/{name}")
+        return None if value is None else pickle.loads(base64.b64decode(value))
 
     def wait_to_be_let_in(self) -> None:
         """As a newcomer, before it is driven: until the members open for it."""

@@ -75,6 +75,14 @@ class Stream:
                 step, at = step + 1, 0
                 now = self._of(step)
 
+    def turn_of(self, step: int) -> int:
+        """That a step begins in."""
+        return step * self.per_step // self.per_turn
+
+    def first_step_of(self, turn: int) -> int:
+        """That begins in a turn."""
+        return -(-turn * self.per_turn // self.per_step)
+
     def restart(self, step: int, numbers: Sequence[int]) -> None:
         """From the first micro-batch of a step on, with these numbers of each global batch."""
         self.step, self.drawn, self.restarts = step, 0, self.restarts + 1

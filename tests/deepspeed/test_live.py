@@ -1,6 +1,9 @@
 """Real DeepSpeed in real ranks, some of which are killed: the training is that of an undisturbed run."""
 
 import dataclasses
+import functools
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -237,6 +240,70 @@ def test_who_comes_back_goes_past_the_checkpoints_that_were_written(stage):
     assert sorted(outcomes) == [0, 1, 2, 3]
     assert_same_training(outcomes, rows, job)
     assert len([row for row in rows if row[0] == "writes"]) == job.epochs
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "tp": 2, "ranks": 4}])
+def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options):
+    """Alone, before it is let in: so it hears of nobody, and nobody waits for it."""
+    job = Job(**options, gathers_turns=True)
+    outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 14})
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert_same_training(outcomes, rows, dataclasses.replace(job, gathers_turns=False))
+    found = [told for kind, _, slot, told in (row for row in rows if row[0] == "turn") if slot == 2]
+    assert found == [4, 1, 1, 1, 4, 4]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_loop_that_saves_by_the_number_of_steps_alone(tmp_path, stage):
+    """It asks after each micro-batch, of which the hurt have different numbers, and again where somebody comes in."""
+    job = Job(stage=stage, saves_each=4, folder=str(tmp_path))
+    outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 13})
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert {path.name for path in tmp_path.glob("step*")} == {f"step{step}" for step in (4, 8, 12, 16, 20)}
+    assert_same_training(outcomes, rows, dataclasses.replace(job, saves_each=0, folder=""))
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Two turns of five, and a copy of their checkpoints for whoever goes on from them."""
+    folder = tmp_path_factory.mktemp("begun")
+
+    @functools.cache
+    def turns(stage):
+        job = Job(stage=stage, own_loader=True, saves_turns=True, steps=8, epochs=2, folder=str(folder / str(stage)))
+        run(dataclasses.replace(job, enabled=False))
+        return Path(job.folder)
+
+    def copied(stage, to):
+        shutil.copytree(turns(stage), to)
+        return Job(stage=stage, own_loader=True, saves_turns=True, goes_on=True, folder=str(to))
+
+    return copied
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_who_comes_back_into_a_job_that_began_from_a_checkpoint(begun, tmp_path, stage):
+    """There is a newer one by then, and its script must not begin its turns from that."""
+    outcomes, _ = run(begun(stage, tmp_path / "mine"), faults=[kill(2, during="backward", step=10)], back={2: 7})
+    twin = run(dataclasses.replace(begun(stage, tmp_path / "twin"), enabled=False))[0][0]
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert twin.steps == 20
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+        assert of_weights(seen, twin.weights) <= BOUNDS["float64"]
+
+
+def test_a_job_that_is_resumed_reads_no_checkpoint(begun, tmp_path):
+    """It goes on from copies of a run that began from one, and has written newer ones since, which are not read."""
+    job = dataclasses.replace(begun(1, tmp_path / "mine"), copies=str(tmp_path / "dead"))
+    run(job, faults=[kill(slot, during="backward", step=18) for slot in range(4)], leaving=range(4))
+    twin = run(dataclasses.replace(begun(1, tmp_path / "twin"), enabled=False))[0][0]
+    outcomes, rows = run(dataclasses.replace(job, copies="", resumes=str(tmp_path / "dead")))
+    assert min(row[1] for row in rows if row[0] == "micro") in (17, 18)
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+        assert of_weights(seen, twin.weights) <= BOUNDS["float64"]
 
 
 @pytest.mark.parametrize(("stage", "back", "saves"), [(0, {}, 8), (1, {}, 8), (1, {0: 12}, 15)])

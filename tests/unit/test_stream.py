@@ -74,3 +74,15 @@ def test_it_goes_back_to_a_step_with_another_share():
         MicroBatch(turn=1, replica=1, index=1),
     ]
     assert (stream.step, stream.drawn, stream.restarts) == (3, 0, 1)
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 20))
+def test_the_first_step_of_a_turn_is_the_first_whose_first_micro_batch_is_of_that_turn_or_a_later_one(
+    per_step, per_turn, turn
+):
+    stream = Stream(per_step=per_step, per_turn=per_turn, numbers=range(per_step))
+    first = stream.first_step_of(turn)
+    assert stream.turn_of(first) >= turn
+    assert not first or stream.turn_of(first - 1) < turn
+    stream.restart(first, range(per_step))
+    assert stream.peek().turn == stream.turn_of(first)
