@@ -333,6 +333,8 @@ class Looker:
         from ntp_plugin.megatron.lane_sync import named  # noqa: PLC0415
 
         for name, parameter in named(self._chunks):
+            if not parameter.numel():  # of one who stands idle
+                continue
             values = parameter.detach().double().numpy()
             shape, dim = values.shape, 0
             ranges = [(0, shape[0])]

@@ -41,7 +41,8 @@ class LaneShard:
     def __init__(self, lane: GradientLane, parameters: Tensors, *, dtype: torch.dtype) -> None:
         self.lane, self._parameters = lane, parameters
         self._members = dist.get_world_size(lane.group) if lane.group is not None else 1
-        self._place = dist.get_rank(lane.group) if lane.group is not None else 0
+        # torch's get_rank goes by the world, which is another one while only some train.
+        self._place = lane.group.rank() if lane.group is not None else 0
         with torch.no_grad():
             mine = self._mine(self._packed(parameters))
             self.parameter = torch.nn.Parameter(mine.to(dtype, copy=True))

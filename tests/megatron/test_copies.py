@@ -285,9 +285,21 @@ def test_an_embedding_in_two_stages(slot):
     assert_same_training(lived, run(uniform(OLD, tp=2, pp=2)))
 
 
-@pytest.mark.parametrize(("moment", "section"), [("forward", 5), ("applied", 4), ("backward", 6)])
+@pytest.mark.short
+def test_in_the_last_gather():
+    """Which no step follows that would be taken again with it."""
+    lived, rows = live(job(), faults=[kill(3, during="gather", step=21)])
+    assert widths(lived) == {0: 2, 1: 2, 2: 1}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+@pytest.mark.parametrize(
+    ("moment", "section"), [("applied", 4), ("gather", 5), ("applied", 5), ("forward", 6), ("backward", 7)]
+)
 def test_beside_evaluations(moment, section):
-    """The fifth section is the first evaluation: a loss in it has a step taken again before it is begun again."""
+    """In the fifth section parameters are gathered that the next step would have gathered as it goes, and the sixth is
+    the first evaluation: a loss in either has a step taken again before it is begun again."""
     more = f"{OVERLAP} --eval-interval 4 --eval-iters 2"
     lived, _ = live(job(more), faults=[kill(3, during=moment, step=section)])
     whole = run(uniform(BASE, more="--eval-interval 4 --eval-iters 2"))
