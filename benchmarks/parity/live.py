@@ -134,7 +134,7 @@ def _record_samples(rank: Rank, job: Any) -> None:
     item = MockGPTDataset.__getitem__
 
     def drawn(dataset: Any, index: Any) -> Any:
-        if job.loop._inside and dataset is job.samples._sets[0]:
+        if job.loop.inside and dataset is job.samples._sets[0]:
             step = job.trainer.copies.state_of + 1 if job.step._again else job.loop.done + 1
             rank.write([["drawn", int(step), job.rank.groups.epoch, int(index)]])
         return item(dataset, index)

@@ -56,7 +56,8 @@ class Loop:
         self.in_step = False
         """Whether the section in flight is a training step."""
         self._apply: Callable[[bool], Any] = _nothing
-        self._inside = False
+        self.inside = False
+        """Whether there is a section in flight."""
         self._apart = newcomer
         """Others may be past what lies between here and the next section; where a newcomer starts, they are."""
 
@@ -65,7 +66,7 @@ class Loop:
     ) -> Result:
         """Do it, through whatever losses. `work` calls `vote` once; `told` says its result where the vote was followed
         by a loss."""
-        if self._inside:  # a part of another section
+        if self.inside:  # a part of another section
             return work()
         assert self.driver is not None, "sections are part of a driven job"
         number, recalled = self.done + 1, self._surroundings.recall()
@@ -82,11 +83,11 @@ class Loop:
             self._surroundings.begin_work()
             return work()
 
-        self._inside, self.in_step = True, is_step
+        self.inside, self.in_step = True, is_step
         try:
             return self.driver.carry_through(attempt)
         finally:
-            self._inside = self.in_step = False
+            self.inside = self.in_step = False
 
     def vote[Result](self, apply: Callable[[bool], Result], numbers: torch.Tensor) -> Result:
         """Wait for all to come here, have the sums of these numbers, and apply.
@@ -132,7 +133,7 @@ class Loop:
 
     def between[Result](self, work: Callable[[], Result], instead: Callable[[], Result]) -> Result:
         """Something that the framework does together between two sections, and can do without."""
-        if self._inside or (self.driver is None and not self._apart):
+        if self.inside or (self.driver is None and not self._apart):
             return work()
         if self.driver is not None and not self._apart:
             result = self.driver.let_go(work)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ntp_plugin.megatron.live.anatomy import set_forward_waits
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.replacements import Replacement
 
@@ -83,6 +84,11 @@ def _sections(job: "LiveJob") -> tuple[Replacement, ...]:
             target=f"{_TRAINING}:save_checkpoint_and_time",
             why="the same, and how its groups share the writing out is kept from the first time on",
             make=lambda original: _voted(job, _by_groups_of_now(job, original)),
+        ),
+        Replacement(
+            target=f"{_TRAINING}:disable_forward_pre_hook",
+            why="with --overlap-param-gather the last parameters are gathered there, before evaluations and at the end",
+            make=lambda original: _gathered(job, original),
         ),
         *(
             Replacement(
@@ -176,6 +182,22 @@ def _voted(job: "LiveJob", original: Any) -> Any:
         return loop.section(work, lambda: results[-1])
 
     return section
+
+
+def _gathered(job: "LiveJob", original: Any) -> Any:
+    """`disable_forward_pre_hook`: which is a section, unless it is a part of one. Who stands idle has nothing to
+    gather."""
+
+    @functools.wraps(original)
+    def disable(chunks: Any, optimizer: Any = None, param_sync: bool = True) -> None:
+        if job.loop.inside or not param_sync:
+            original(chunks, optimizer=optimizer, param_sync=param_sync)
+            return
+        _voted(job, original)(chunks, optimizer=optimizer)
+        for chunk in chunks:
+            set_forward_waits(chunk, waits=False)
+
+    return disable
 
 
 def _by_groups_of_now(job: "LiveJob", original: Any) -> Any:
