@@ -129,9 +129,9 @@ class ExactDropout:
             if value is get_bias_dropout_add and name[1]:
                 setattr(module, attribute, functools.partial(self._bias_dropout_add, which))
             elif isinstance(value, torch.nn.Dropout) and isinstance(module, DotProductAttention):
-                setattr(module, attribute, _Dropout(self.over_heads, which, value.p))
+                _have_drop(value, self.over_heads, which)
             elif isinstance(value, torch.nn.Dropout) and isinstance(module, LanguageModelEmbedding):
-                setattr(module, attribute, _Dropout(self.over_rows, which, value.p))
+                _have_drop(value, self.over_rows, which)
             elif value is get_bias_dropout_add or (isinstance(value, torch.nn.Dropout) and value.p):
                 raise _unknown(f"what {where}.{attribute} drops is not known")
             else:
@@ -183,15 +183,13 @@ class ExactDropout:
         return torch.cat([torch.arange(start * each, stop * each, device=device) for start, stop in held])
 
 
-class _Dropout(torch.nn.Module):
-    """In the place of a `torch.nn.Dropout`."""
+def _have_drop(module: torch.nn.Dropout, over: Callable[[int, torch.Tensor, float], torch.Tensor], which: int) -> None:
+    """It stays the module that it is: others may have hooks on it, as DDP has where parameters are on their way."""
 
-    def __init__(self, over: Callable[[int, torch.Tensor, float], torch.Tensor], which: int, p: float) -> None:
-        super().__init__()
-        self._over, self._which, self.p = over, which, p
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return over(which, x, module.p) if module.training else x
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._over(self._which, x, self.p) if self.training else x
+    setattr(module, "forward", forward)  # noqa: B010  (a plain assignment is not for methods)
 
 
 def _unknown(what: str) -> Refused:
