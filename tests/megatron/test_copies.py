@@ -308,6 +308,15 @@ def test_beside_evaluations(moment, section):
         assert np.allclose(one.seen.evaluated, whole[0].evaluated, rtol=1e-12, atol=0)
 
 
+def test_evaluations_while_a_replica_stands_idle():
+    """Megatron has all ranks gather what the next step would have gathered, and the idle one has nothing on its way."""
+    more = "--eval-interval 4 --eval-iters 2"
+    lived, _ = live(job(f"{OVERLAP} {more} --ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=6)])
+    trained = {slot: one for slot, one in lived.items() if one.width == 2}
+    assert sorted(trained) == [2, 3]
+    assert_same_training(trained, run(uniform(BASE, more=more)))
+
+
 def test_copies_may_lag(events):
     more = f"{OVERLAP} --ntp-copies-lag-steps 3 --ntp-events={events}"
     lived, rows = live(job(more), faults=[kill(3, during="backward", step=12)])
