@@ -311,7 +311,7 @@ def test_beside_evaluations(moment, section):
 def test_evaluations_while_a_replica_stands_idle():
     """Megatron has all ranks gather what the next step would have gathered, and the idle one has nothing on its way."""
     more = "--eval-interval 4 --eval-iters 2"
-    lived, _ = live(job(f"{OVERLAP} {more} --ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=6)])
+    lived, _ = live(job(f"{OVERLAP} {more} --ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=3)])
     trained = {slot: one for slot, one in lived.items() if one.width == 2}
     assert sorted(trained) == [2, 3]
     assert_same_training(trained, run(uniform(BASE, more=more)))
