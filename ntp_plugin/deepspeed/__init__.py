@@ -18,6 +18,8 @@ that the loop had in hand is stale: its forward is computed, and its backward an
     refusals.py        what does not work, and is refused at start
     loaders.py         a DataLoader that follows `training/stream.py`, forward and back
     window.py          what is put around the engine's forward, backward and step; the vote
+    checkpoints.py     what is written and read, through losses and by scripts that come in late
+    turns.py           which turn through the data the job is in, for those
     counted.py         what the engine has counted, as a window begins
     inventory.py       what becomes of every piece of state that comes from copies
     cut_layers.py      what AutoTP has cut: in which units, and what of a layer follows the width of its replica
