@@ -56,7 +56,7 @@ class Job:
     folder: str = ""
     """Of that; one of the run's own where there is none."""
     gathers_turns: bool = False
-    """It asks all ranks for something after each turn, in a collective of its own."""
+    """It asks all ranks for something after each turn, in a collective of its own; in its folder each rank writes."""
     goes_on: bool = False
     """It begins from the newest checkpoint there is, in the turn that is noted there."""
     copies: str = ""
@@ -296,12 +296,7 @@ class _Loop:
                     self._pause(x)
                 if self._job.saves_each and engine.global_steps and engine.global_steps % self._job.saves_each == 0:
                     self._save(f"step{engine.global_steps}")
-            if self._job.gathers_turns:
-                told = torch.ones(1)
-                torch.distributed.all_reduce(told)
-                self._rank.write([["turn", epoch, self._rank.slot, int(told)]])
-            if self._job.saves_turns:
-                self._save(f"turn{epoch}", next_turn=epoch + 1)
+            self._end_turn(epoch)
         return self._seen()
 
     def _seen(self) -> Seen:
@@ -342,6 +337,17 @@ class _Loop:
             with torch.no_grad():
                 self._rank.write([["evaluated", number, float(self.engine(x).sum())]])
         self.engine.train()
+
+    def _end_turn(self, epoch: int) -> None:
+        if self._job.gathers_turns:
+            told = torch.ones(1)
+            torch.distributed.all_reduce(told)
+            self._rank.write([["turn", epoch, self._rank.slot, int(told)]])
+            weights = [parameter.detach().clone() for parameter in self.model.parameters()]
+            if self._job.folder:
+                torch.save(weights, Path(self._job.folder) / f"{self._rank.slot}-{epoch}.pt")
+        if self._job.saves_turns:
+            self._save(f"turn{epoch}", next_turn=epoch + 1)
 
     def _first_turn(self) -> int:
         if not self._job.goes_on:

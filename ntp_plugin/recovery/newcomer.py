@@ -7,9 +7,13 @@ connected when it comes in.
 """
 
 import functools
+import logging
+import os
 from typing import Any
 
 from ntp_plugin.replacements import Replacement
+
+_LOG = logging.getLogger(__name__)
 
 
 class Alone:
@@ -24,6 +28,11 @@ class Alone:
         why = "there is nobody to ask before this process is let in"
         return (
             *(Replacement(target=f"torch.distributed:{name}", why=why, make=self._unchanged) for name in unchanged),
+            Replacement(
+                target="torch:save",
+                why="what the script writes on its way to the job was written, and not of weights that nobody trained",
+                make=self._to_no_file,
+            ),
             Replacement(target="torch.distributed:all_gather_object", why=why, make=self._everybody_says_the_same),
         )
 
@@ -33,6 +42,16 @@ class Alone:
             return original(*args, **kwargs) if self.over else None
 
         return ask
+
+    def _to_no_file(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def save(value: Any, to: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.over or not isinstance(to, str | os.PathLike):
+                return original(value, to, *args, **kwargs)
+            _LOG.warning("not written: %s, by a process that is not in the job yet", to)
+            return None
+
+        return save
 
     def _everybody_says_the_same(self, original: Any) -> Any:
         @functools.wraps(original)

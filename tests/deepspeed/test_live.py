@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.zero.compare import BOUNDS, differences, of_weights, used_once, within
 from benchmarks.zero.job import Job, Play, have_deepspeed_imported, run, undisturbed
@@ -243,12 +244,18 @@ def test_who_comes_back_goes_past_the_checkpoints_that_were_written(stage):
 
 
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "tp": 2, "ranks": 4}])
-def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options):
+def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options, tmp_path):
     """Alone, before it is let in: so it hears of nobody, and nobody waits for it."""
-    job = Job(**options, gathers_turns=True)
+    job = Job(**options, gathers_turns=True, folder=str(tmp_path))
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 14})
     assert sorted(outcomes) == [0, 1, 2, 3]
-    assert_same_training(outcomes, rows, dataclasses.replace(job, gathers_turns=False))
+    assert_same_training(outcomes, rows, dataclasses.replace(job, gathers_turns=False, folder=""))
+    mine = [path.name for path in tmp_path.glob("2-*.pt")]
+    assert sorted(mine) == ["2-0.pt", "2-3.pt", "2-4.pt"], "of turns that it was there for"
+    if job.tp == 1:
+        for turn in (0, 3, 4):
+            written, others = (torch.load(tmp_path / f"{slot}-{turn}.pt") for slot in (2, 3))
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(written, others, strict=True))
     found = [told for kind, _, slot, told in (row for row in rows if row[0] == "turn") if slot == 2]
     assert found == [4, 1, 1, 1, 4, 4]
 
@@ -304,6 +311,18 @@ def test_a_job_that_is_resumed_reads_no_checkpoint(begun, tmp_path):
     for seen in outcomes.values():
         assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
         assert of_weights(seen, twin.weights) <= BOUNDS["float64"]
+
+
+def test_a_job_that_died_in_its_last_checkpoint_writes_it_when_it_is_resumed(tmp_path):
+    """No step is left to take. Those of the turns before are not written again."""
+    job = Job(stage=1, saves_turns=True, folder=str(tmp_path / "saved"), copies=str(tmp_path / "dead"))
+    last = job.steps + job.epochs
+    run(job, faults=[kill(slot, during="written", step=last) for slot in range(4)], leaving=range(4))
+    for turn in range(job.epochs):
+        shutil.rmtree(tmp_path / f"saved/turn{turn}")
+    outcomes, _ = run(dataclasses.replace(job, copies="", resumes=str(tmp_path / "dead")))
+    assert {seen.steps for seen in outcomes.values()} == {20}
+    assert [path.name for path in (tmp_path / "saved").glob("turn*")] == ["turn4"]
 
 
 @pytest.mark.parametrize(("stage", "back", "saves"), [(0, {}, 8), (1, {}, 8), (1, {0: 12}, 15)])
