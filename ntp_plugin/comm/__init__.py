@@ -8,6 +8,7 @@ waits.py            waits that a break-out can end
 helpers.py          threads that wait in the place of the main thread, and may be left behind
 meeting_store.py    the store through which a group's members find each other
 group_backend.py    what differs between gloo and NCCL
+stand_in.py         nobody in the place of a backend, for who goes on alone
 gloo_backend.py     gloo's part in a group
 nccl_backend.py     NCCL's part in a group
 nccl_requirements.py  the versions and the environment that NCCL's part needs

@@ -107,7 +107,7 @@ class Agreement:
             before = self.member
             if before.phase is Phase.REPORTING:
                 agreed, digest, told = None, None, report(before.view)
-            elif before.phase is Phase.PLANNING and agreed is None:
+            elif before.phase is Phase.PLANNING and agreed is None and not self.newer_view_exists():
                 agreed = self._gather(before.view)
                 digest = plan(agreed)
             self.member, write = look()

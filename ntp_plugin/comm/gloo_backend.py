@@ -8,6 +8,7 @@ five time limits, and nothing in gloo can end that.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ReconfigureOptions, Work
 
+from ntp_plugin.comm.stand_in import BackendType, nobody_in_the_place_of
 from ntp_plugin.comm.waits import BreakableWaits
 
 _CPU = torch.device("cpu")
@@ -78,6 +80,16 @@ class GlooBackend:
         """Never: waits on gloo's operations raise."""
         return False
 
+    def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
+        """Until then nobody answers for the others."""
+        default = self._default
+        return nobody_in_the_place_of(self._handle, self._kind, _CPU, rank=rank, size=size, default=default)
+
+    @property
+    def _kind(self) -> BackendType:
+        """By which torch knows the backend that there is."""
+        return BackendType(_FIRST_FRESH_TYPE + self._generation) if self._generation else BackendType.GLOO
+
     def _make_fresh(self, rank: int, members: Sequence[int]) -> None:
         self._generation += 1
         handle, name = self._handle, self._handle.group_name
@@ -85,11 +97,10 @@ class GlooBackend:
         backend = c10d.ProcessGroupGloo(inner_store, rank, len(members), self._timeout, enable_reconfigure=True)
         backend.options.global_ranks_in_group = list(members)
         backend.options.group_name = name
-        kind = dist.ProcessGroup.BackendType(_FIRST_FRESH_TYPE + self._generation)
         description = handle.group_desc
-        handle._register_backend(_CPU, kind, backend)
+        handle._register_backend(_CPU, self._kind, backend)
         if self._default:
-            handle._set_default_backend(kind)
+            handle._set_default_backend(self._kind)
         handle._set_group_name(name)
         handle._set_group_desc(description)
         self._backend, self._half_edited = backend, False

@@ -1,6 +1,7 @@
 """What a process group asks of each of its backends: all that differs between gloo and NCCL."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 
@@ -21,3 +22,6 @@ class GroupBackend(Protocol):
 
     def failed(self) -> bool:
         """Whether an operation may have ended without its result and without an error; waits for those under way."""
+
+    def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
+        """Until then nobody answers for the others, at once (`stand_in.py`)."""

@@ -15,12 +15,15 @@ communicator. Only the first of the members sends others where to meet, through 
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, ReconfigureOptions
+
+from ntp_plugin.comm.stand_in import BackendType, nobody_in_the_place_of
 
 _CUDA = torch.device("cuda")
 CONNECT_S = 30.0
@@ -45,7 +48,7 @@ class NcclBackend:
         """`device` is bound, because an edit may happen on a thread whose current device is another."""
         backend: Any = handle._get_backend(_CUDA)
         backend.bound_device_id = device
-        self._backend, self._device = backend, device
+        self._handle, self._backend, self._device = handle, backend, device
 
     def busy(self) -> bool:
         """Never: after a break-out nothing runs any more."""
@@ -75,3 +78,7 @@ class NcclBackend:
         """Whether the communicator was revoked, by whomever, since the last edit: torch says so before it revokes."""
         torch.cuda.synchronize(self._device)
         return bool(self._backend.get_error() != ErrorType.SUCCESS)
+
+    def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
+        """Until then nobody answers for the others."""
+        return nobody_in_the_place_of(self._handle, BackendType.NCCL, _CUDA, rank=rank, size=size, default=True)

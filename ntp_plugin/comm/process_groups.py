@@ -7,6 +7,7 @@ where all are made, and can then
     offer       say how others reach this process in the next epoch
     regroup     edit all groups at once to the members of a view
     make_lanes  make groups that live until the next regroup, as far as they are not there
+    alone       go without the others through what a group does together
 
 Slots are for life; ranks are dense and change with every view. A group is remembered by the slots that it was made of,
 and holds those of them that are in the view. `torch`'s own table of ranks is mended after each edit.
@@ -24,7 +25,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -360,6 +361,18 @@ class ElasticGroups:
             if lane not in self._put_aside and lane.handle in c10d._world.pg_map:
                 lane.forget_works()
                 dist.destroy_process_group(lane.handle)
+
+    @contextlib.contextmanager
+    def alone(self, slots: Collection[int]) -> Iterator[None]:
+        """Go, without the others, through what these slots do together: their groups give something of the right shape,
+        and wait for nobody. Not for groups that others are in as well."""
+        with contextlib.ExitStack() as until_then:
+            for group in self._groups:
+                if len(group.slots) > 1 and set(group.slots) <= set(slots):
+                    rank, size = group.slots.index(self.slot), len(group.slots)
+                    for backend in group.backends().values():
+                        until_then.enter_context(backend.alone(rank, size))
+            yield
 
     def moved(self) -> tuple[float, bool]:
         """When this process last entered or left a wait for others, and whether it stands in one."""

@@ -3,10 +3,14 @@
 A newcomer asks, on the job's store, and waits. One member looks whether somebody asks, tells the others with its next
 vote, and opens; then all wait a moment for the view with the newcomer in it, which breaks nothing off. Askings of one
 epoch are numbered, so that one who asked and died does not hold the members up twice.
+
+Where slots can only train together newcomers ask together: each says that it has come, and asks once all others of its
+replica have said so. The first makes the view that it is in, the others the next ones. Who had said so and has died is
+waited for there by the driver, for a moment.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ntp_plugin.comm.membership import View, newest_view
 from ntp_plugin.comm.store import KeyStore
@@ -26,12 +30,25 @@ def _opened(epoch: int, number: int) -> str:
     return f"opened/{epoch}/{number}"
 
 
-def wait_to_be_let_in(store: KeyStore, first: View) -> None:
-    """As a newcomer: ask, again in each epoch, until a member opens; also who asks with others is let in."""
+def _has_come(epoch: int, slot: int) -> str:
+    return f"come/{epoch}/{slot}"
+
+
+def wait_to_be_let_in(store: KeyStore, first: View, *, slot: int, together: Collection[int] = ()) -> None:
+    """As a newcomer: ask, again in each epoch, until a member opens; also who asks with others is let in. `together`:
+    slots without which this one cannot train."""
     view, number = newest_view(store.read, first), 0
     while not view.over:  # whoever joins then is told that it comes too late
         if not view.seats:
             raise Excluded("all members have left the job, and nobody is there to let this process in")
+        if together:
+            store.create(_has_come(view.epoch, slot), "")
+            if set(view.newcomers) & set(together):  # the members wait for this one
+                return
+            if not _have_come(store, view, together):
+                time.sleep(_POLL_S)
+                view = newest_view(store.read, view)
+                continue
         while store.present([_opened(view.epoch, number)]):  # for those who asked before
             number += 1
         store.create(_asked(view.epoch, number), "")
@@ -40,6 +57,11 @@ def wait_to_be_let_in(store: KeyStore, first: View) -> None:
                 return
             time.sleep(_POLL_S)
         view, number = newest, 0
+
+
+def _have_come(store: KeyStore, view: View, slots: Collection[int]) -> bool:
+    """And none of them is a member that is about to leave, because this slot is lost."""
+    return not set(slots) & set(view.slots) and store.present([_has_come(view.epoch, slot) for slot in slots])
 
 
 class Doorkeeper:

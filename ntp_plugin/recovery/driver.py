@@ -17,7 +17,7 @@ from ntp_plugin.comm.agreement import Agreed, Agreement
 from ntp_plugin.comm.membership import Report, View
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.errors import PeerLost, Refused
-from ntp_plugin.recovery.trainer import Trainer
+from ntp_plugin.recovery.trainer import LeavesOut, Trainer
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,6 +121,8 @@ class Driver:
         while True:
             with self._timed("agree"):
                 agreed = self._agree()
+            if agreed is None:
+                continue
             try:
                 if self._some_are_put_out(agreed):
                     continue
@@ -143,14 +145,21 @@ class Driver:
         finally:
             self._phases[phase] += time.monotonic() - since
 
-    def _agree(self) -> Agreed:
-        return self._agreement.run(
-            lost=frozenset,
-            report=self._report,
-            plan=self._trainer.plan,
-            waiting=self._groups.waiting,
-            timeout_s=self._patience.agree_s,
-        )
+    def _agree(self) -> Agreed | None:
+        """None where that takes another epoch, without some of the members."""
+        try:
+            return self._agreement.run(
+                lost=frozenset,
+                report=self._report,
+                plan=self._trainer.plan,
+                waiting=self._groups.waiting,
+                timeout_s=self._patience.agree_s,
+            )
+        except LeavesOut as found:
+            if not (found.awaits and self._a_newer_view_comes()):
+                _LOG.warning("%s", found.why)
+                self._agreement.go_on_without(found.slots)
+            return None
 
     def _report(self, view: View) -> Report:
         self._groups.break_out(view.epoch)
@@ -200,6 +209,9 @@ class Driver:
         An error that is the job's own is raised when no view has come; if it happens beside a loss, it comes back when
         the step is run again.
         """
+        return self._a_newer_view_comes()
+
+    def _a_newer_view_comes(self) -> bool:
         deadline = time.monotonic() + self._patience.publish_s
         with self._groups.waiting():
             while time.monotonic() < deadline:

@@ -11,6 +11,7 @@ rank.leave()
 import base64
 import dataclasses
 import pickle
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -76,9 +77,10 @@ class ElasticRank:
         value = self._agreeing.read(f"word/{name}")
         return None if value is None else pickle.loads(base64.b64decode(value))
 
-    def wait_to_be_let_in(self) -> None:
-        """As a newcomer, before it is driven: until the members open for it."""
-        wait_to_be_let_in(self._agreeing, self.place.first_view)
+    def wait_to_be_let_in(self, together: Collection[int] = ()) -> None:
+        """As a newcomer, before it is driven: until the members open for it, and for those with whom alone it can
+        train."""
+        wait_to_be_let_in(self._agreeing, self.place.first_view, slot=self.place.slot, together=together)
 
     def walked(self) -> tuple[float, dict[str, float]]:
         """How long the walk under way has taken, and by phases."""

@@ -7,10 +7,20 @@ not change until `stand_on`. `stand_on` leaves it either on the decided step, wi
 has, or with an exception.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
+
+
+class LeavesOut(Exception):
+    """Raised by `plan`, on all members alike: some cannot train without others that are not there."""
+
+    def __init__(self, slots: Collection[int], *, why: str, awaits: bool) -> None:
+        """`awaits`: the others may be just coming in."""
+        super().__init__(why)
+        self.slots, self.why, self.awaits = tuple(slots), why, awaits
 
 
 class Trainer(Protocol):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from ntp_plugin.comm.membership import Seat, View, the_end, view_key, without
+from ntp_plugin.comm.membership import Seat, View, newest_view, the_end, view_key, with_newcomers, without
 from ntp_plugin.errors import Excluded
 from ntp_plugin.recovery import admission
 from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
@@ -32,7 +32,7 @@ def _no_long_waits(monkeypatch):
 
 
 def asking(store):
-    newcomer = threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), daemon=True)
+    newcomer = threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 1}, daemon=True)
     newcomer.start()
     return newcomer
 
@@ -100,4 +100,67 @@ def test_who_asks_for_a_job_that_all_have_left_ends():
         view = without(view, [slot])
         store.create(view_key(view.epoch), view.encode())
     with pytest.raises(Excluded, match="all members have left"):
-        wait_to_be_let_in(store, FIRST)
+        wait_to_be_let_in(store, FIRST, slot=1)
+
+
+# ------------------------------------------------ who can only train with others
+
+FOUR = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"{slot}/0") for slot in range(4)))
+
+
+def asking_together(store, slot, other):
+    def come():
+        wait_to_be_let_in(store, FOUR, slot=slot, together=[other])
+        wanted = None
+        while wanted is None or store.create(view_key(wanted.epoch), wanted.encode()) != wanted.encode():
+            wanted = with_newcomers(newest_view(store.read, FOUR), [Seat(slot=slot, occupant=f"{slot}/1")])
+
+    newcomer = threading.Thread(target=come, daemon=True)
+    newcomer.start()
+    return newcomer
+
+
+def put(store, view):
+    store.create(view_key(view.epoch), view.encode())
+    return view
+
+
+def test_nobody_asks_before_all_of_a_replica_have_come():
+    store = Keys()
+    view = put(store, without(FOUR, [2, 3]))
+    door = Doorkeeper(store, lambda: view.epoch, lambda: True)
+    first = asking_together(store, 2, 3)
+    while "come/1/2" not in store:
+        pass
+    first.join(0.05)
+    assert first.is_alive() and not door.somebody_asks()
+    second = asking_together(store, 3, 2)
+    wait_until_asked(door)
+    door.open(mine=True)
+    assert let_in(first) and let_in(second)
+    assert newest_view(store.read, FOUR).slots == (0, 1, 2, 3)
+
+
+def test_nobody_asks_beside_one_who_is_about_to_leave():
+    """The others have lost this slot, and have not yet gone on without its replica."""
+    store = Keys()
+    hurt = put(store, without(FOUR, [3]))
+    store.create("come/1/2", "")
+    newcomer = asking_together(store, 3, 2)
+    newcomer.join(0.05)
+    assert newcomer.is_alive() and "asked/1/0" not in store
+    put(store, without(hurt, [2]))
+    other = asking_together(store, 2, 3)
+    door = Doorkeeper(store, lambda: 2, lambda: True)
+    wait_until_asked(door)
+    door.open(mine=True)
+    assert let_in(newcomer) and let_in(other)
+
+
+def test_who_comes_second_does_not_ask_again():
+    """The members stand in the walk with the first one, and nobody would open."""
+    store = Keys()
+    view = put(store, with_newcomers(put(store, without(FOUR, [2, 3])), [Seat(slot=2, occupant="2/1")]))
+    assert view.newcomers == (2,)
+    assert let_in(asking_together(store, 3, 2))
+    assert "asked/2/0" not in store
