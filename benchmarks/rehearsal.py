@@ -50,12 +50,12 @@ def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], ch
             check()
 
 
-def tells_that_it_asks(rank: Rank, ask: Callable[[], None]) -> Callable[[], None]:
+def tells_that_it_asks(rank: Rank, ask: Callable[..., None]) -> Callable[..., None]:
     """As one who comes in."""
 
-    def told() -> None:
+    def told(*args: Any) -> None:
         _asks(rank, rank.seat.occupant).touch()
-        ask()
+        ask(*args)
 
     return told
 

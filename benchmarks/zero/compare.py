@@ -42,6 +42,8 @@ def undisturbed_weights(job: Job) -> dict[str, Any]:
 def together(outcomes: Mapping[int, Seen], job: Job) -> dict[str, Any]:
     """The weights of the slots of the first replica, which have lost nobody."""
     slots = [outcomes[slot] for slot in range(job.tp)]
+    if job.mpu:
+        return {name: value for slot in slots for name, value in slot.weights.items()}
     return {
         name: np.concatenate([slot.weights[name] for slot in slots], axis=slots[0].places[name][0])
         if name in slots[0].places
@@ -54,8 +56,8 @@ def of_weights(mine: Seen, theirs: Mapping[str, Any]) -> float:
     """Relative to the largest value of a tensor; of what this rank has of it. What training has moved by less than
     rounding of one step, as the bias of attention's keys, has no gradient: there it is relative to a step."""
     largest = 0.0
-    for name, whole in theirs.items():
-        dim, places = mine.places.get(name, (0, None))
+    for name in mine.weights:
+        whole, (dim, places) = theirs[name], mine.places.get(name, (0, None))
         other = whole if places is None else np.take(whole, places, axis=dim)
         assert mine.weights[name].shape == other.shape, (name, mine.weights[name].shape, other.shape)
         scale = np.abs(whole).max()

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from benchmarks.rehearsal import Asking, asking_of, played, quietly
 from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
 from benchmarks.zero.moments import FORWARDS, MOMENTS, hear_of_a_loss, tell_moments
+from benchmarks.zero.own_layers import Mpu, Own
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
 
@@ -29,6 +30,8 @@ class Job:
     ranks: int = 4
     tp: int = 1
     """Slots of a replica, cut by AutoTP."""
+    mpu: bool = False
+    """They are put together by an mpu of the script, and the layers are the script's own."""
     pair: bool = False
     """The model that is cut where `tp` is more, whatever it is."""
     transformer: str = ""
@@ -95,7 +98,8 @@ class Job:
         """As a `ds_config.json` has it."""
         adam = {"lr": RATE, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": True}
         return {
-            "train_batch_size": self.ranks * self.each * self.micro,  # DeepSpeed counts slots of a replica, too
+            # AutoTP's slots of a replica are all counted
+            "train_batch_size": (self.replicas if self.mpu else self.ranks) * self.each * self.micro,
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.each,
             # DeepSpeed takes norms in float32, by which a clipped gradient is off by as much.
@@ -111,7 +115,9 @@ class Job:
             "ntp": {"enabled": self.enabled, **dict(self.ntp)},
             **({HALVES[self.dtype]: {"enabled": True}} if self.dtype in HALVES else {}),
             **(
-                {"tensor_parallel": {"autotp_size": self.tp} | ({} if self.transformer else CUT)} if self.tp > 1 else {}
+                {"tensor_parallel": {"autotp_size": self.tp} | ({} if self.transformer else CUT)}
+                if self.tp > 1 and not self.mpu
+                else {}
             ),
             **dict(self.more),
         }
@@ -225,10 +231,14 @@ class _Loop:
 
         self._job, self._rank, self._asking = job, rank, asking
         dtype: torch.dtype = getattr(torch, job.dtype)
+        of_model = torch.float32 if job.dtype in HALVES else dtype
+        self.mpu = Mpu(job.tp) if job.mpu else None
         self.model = (
-            make_transformer(job.transformer)
+            Own(self.mpu).to(of_model)
+            if self.mpu is not None
+            else make_transformer(job.transformer)
             if job.transformer
-            else make_model(torch.float32 if job.dtype in HALVES else dtype, job.dropout, cut=job.tp > 1 or job.pair)
+            else make_model(of_model, job.dropout, cut=job.tp > 1 or job.pair)
         )
         if job.unlike and rank.slot == 1:
             dict(self.model.named_parameters())["norm.weight"].data[3] += 1
@@ -244,6 +254,7 @@ class _Loop:
             model_parameters=groups,
             training_data=None if job.own_loader else samples,
             config=job.config,
+            mpu=self.mpu,
         )
         if job.own_loader:
             self._sampler: Any = DistributedSampler(samples, job.replicas, rank.slot // job.tp, seed=3)
@@ -302,7 +313,10 @@ class _Loop:
     def _seen(self) -> Seen:
         engine = self.engine
         return Seen(
-            weights={name: value.detach().double().numpy().copy() for name, value in self.model.named_parameters()},
+            weights={
+                name + f" of {self._rank.slot % self._job.tp}" * self._job.mpu: value.detach().double().numpy().copy()
+                for name, value in self.model.named_parameters()
+            },
             losses=self._losses,
             norms=self._norms,
             rates=engine.get_lr(),
@@ -310,7 +324,7 @@ class _Loop:
             samples=engine.global_samples,
             epoch=self._epoch,
             members=torch.distributed.get_world_size(),
-            places=places(self.model, self._job) if self._job.tp > 1 else {},
+            places=places(self.model, self._job) if self._job.tp > 1 and not self._job.mpu else {},
             kept=sum(kept["exp_avg"].numel() for kept in engine.basic_optimizer.state.values()),
         )
 
@@ -392,8 +406,7 @@ class _Loop:
         from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
 
         assert LiveJob.now is not None, "the engine is one that can lose ranks"
-        cut = LiveJob.now.window.cut
-        return self._is_fresh and (cut is None or cut.speaks)
+        return self._is_fresh and LiveJob.now.window.replicas.speaks
 
     @property
     def _epoch(self) -> int:
@@ -407,8 +420,8 @@ def places(model: torch.nn.Module, job_of: Job) -> dict[str, tuple[int, list[int
     from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
 
     if job_of.enabled:
-        assert LiveJob.now is not None and LiveJob.now.window.cut is not None, "it is cut"
-        cut = LiveJob.now.window.cut
+        assert LiveJob.now is not None, "the engine is one that can lose ranks"
+        cut: Any = LiveJob.now.window.replicas
         tensors = [tensor for tensor, _ in cut._nominal.units.stages[0].tensors if tensor.family]
         held = {
             tensor.name: (tensor.dim, tensor.local_index(cut._plan.units_of(tensor, cut._slot))) for tensor in tensors

@@ -39,7 +39,7 @@ def tell_moments(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
         _be_slow_to_leave(job, job_of.slow_to_leave)
     moments.at(engine, "allreduce_gradients", "reduce")
     if job_of.tp > 1:
-        row = next(layer for layer in engine.module.modules() if type(layer).__name__ == "LinearAllreduce")
+        row = next(layer for layer in engine.module.modules() if type(layer).__name__ in ("LinearAllreduce", "Row"))
         moments.at(row, "forward", "within")
         row.weight.register_hook(lambda _: rank.reached("gradient", job.loop.done + 1))
     moments.at(job.loop, "vote", "vote")

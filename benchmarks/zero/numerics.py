@@ -51,7 +51,7 @@ CUT_MOMENTS = (
 something is gathered."""
 CONTROLS = (
     *("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored"),
-    *("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero"),
+    *("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero", "mean_over_who_is_left_of_an_mpu"),
 )
 """What is wrong on purpose."""
 RECOVERED_S = 1.0
@@ -72,6 +72,8 @@ def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
             yield Job(stage=stage, hear_at=(where, STEP, 1)), 2, "forward"
     for stage in (0, 1, 2):
         yield from _cut_cases(stage, scale)
+    for stage in (0, 1, 2):
+        yield from _own_cases(stage, scale)
 
 
 def _cut_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
@@ -88,14 +90,34 @@ def _cut_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
             yield Job(ranks=ranks, tp=tp, stage=stage), victim, "backward"
 
 
+def _own_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
+    for place, moment in enumerate(CUT_MOMENTS if stage else CUT_MOMENTS[:-1]):
+        if scale == "ci" and place != 3 * stage + 1:
+            continue
+        for victim in VICTIMS if scale != "ci" else VICTIMS[stage : stage + 1]:
+            yield Job(tp=2, mpu=True, stage=stage), victim, moment
+    if scale != "ci":
+        yield Job(tp=2, mpu=True, stage=stage, dtype="float32"), 2, "reduce"
+        yield Job(ranks=6, tp=3, mpu=True, stage=stage), 1, "backward"
+
+
 def feature(job: Job) -> str:
     """What the job is of."""
-    return f"ZeRO-{job.stage}{', AutoTP' if job.tp > 1 else ''}{job.transformer and f' of {job.transformer}'}"
+    cut = "mpu" if job.mpu else "AutoTP"
+    return f"ZeRO-{job.stage}{f', {cut}' if job.tp > 1 else ''}{job.transformer and f' of {job.transformer}'}"
 
 
 def layout(job: Job) -> str:
     """While one is lost: the widths of the replicas."""
+    if job.mpu:
+        return f"TP{job.tp}, the other replica gone"
     return f"DP{job.ranks}" if job.tp == 1 else f"TP{job.tp}+TP{job.tp - 1}"
+
+
+def leaving(job: Job, victim: int) -> list[int]:
+    """Who ends with it."""
+    first = victim - victim % job.tp
+    return list(range(first, first + job.tp)) if job.mpu else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,17 +158,16 @@ class _Now:
 
 
 def _spoil(what: str) -> None:
-    from ntp_plugin.deepspeed.trainer import EngineTrainer  # noqa: PLC0415
+    from ntp_plugin.deepspeed.whole_replicas import WholeReplicas  # noqa: PLC0415
     from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415
     from ntp_plugin.deepspeed.zero_state import ZeroState  # noqa: PLC0415
 
-    if what == "mean_over_who_is_left":
-        setattr(Window, "_weight", 1.0)  # noqa: B010
+    if what.startswith("mean_over_who_is_left"):
+        setattr(WholeReplicas, "weight", 1.0)  # noqa: B010
     elif what == "samples_not_dealt":
-        shares = EngineTrainer._shares
-        setattr(  # noqa: B010
-            EngineTrainer, "_shares", lambda *args: {slot: numbers[:2] for slot, numbers in shares(*args).items()}
-        )
+        shares: Any = vars(WholeReplicas)["shares"].fget
+        cut_short = property(lambda replicas: {slot: numbers[:2] for slot, numbers in shares(replicas).items()})
+        setattr(WholeReplicas, "shares", cut_short)  # noqa: B010
     elif what == "window_goes_on":
         unwound = Window._unwound
 
@@ -167,13 +188,15 @@ def _spoil(what: str) -> None:
 
 def lived(job: Job, faults: list[Fault], spoil: str = "") -> tuple[dict[int, zero.Seen], Rows]:
     """A run with times in its rows."""
-    return run(job, faults=faults, play=lambda job, asking: Play(job, asking, spoil))
+    gone = sorted({slot for fault in faults for slot in leaving(job, fault.slot)})
+    return run(job, faults=faults, leaving=gone, play=lambda job, asking: Play(job, asking, spoil))
 
 
 def recovered_s(rows: Rows) -> float:
     """From the kill to the first step that is over for all in the epoch after it."""
     struck = next(row[1] for row in rows if row[0] == "struck")
-    over = [row for row in rows if row[0] == "over" and row[1] == 1]
+    epochs = {row[1] for row in rows if row[0] == "over"}  # where others leave with it, that takes an epoch more
+    over = [row for row in rows if row[0] == "over" and row[1] == min(epochs - {0})]
     first = min(row[2] for row in over)
     return float(max(row[3] for row in over if row[2] == first) - struck)
 
@@ -183,6 +206,8 @@ def noticed(control: str) -> bool:
     job, moment = Job(), "accumulated"
     if control == "shards_not_restored":
         job, moment = Job(stage=1), "vote"
+    elif control == "mean_over_who_is_left_of_an_mpu":
+        job = Job(tp=2, mpu=True)
     elif control in ("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero"):
         job = Job(tp=2, stage=int(control.endswith("zero")))
     try:

@@ -24,9 +24,10 @@ that the loop had in hand is stale: its forward is computed, and its backward an
     inventory.py       what becomes of every piece of state that comes from copies
     cut_layers.py      what AutoTP has cut: in which units, and what of a layer follows the width of its replica
     cut_vocabulary.py  an output layer, its embedding and the loss, cut without gathering
-    cut_replicas.py    replicas over several slots: who holds what, and how gradients are summed while somebody is lost
+    cut_replicas.py    replicas that AutoTP has cut: who holds what, how gradients are summed while somebody is lost
+    whole_replicas.py  replicas that leave whole: of one slot, or of those of a user's mpu
     half_masters.py    half precision without ZeRO: a parameter's master moves with it
-    whole_state.py     every rank holds everything: compared after a loss, handed to who comes in
+    whole_state.py     every replica holds everything: compared after a loss, handed to who comes in
     zero_state.py      ZeRO-1 and ZeRO-2: shards, told as pieces, built anew for other members, filled from copies
     lane_zero.py       ZeRO-1 and ZeRO-2 of replicas that AutoTP has cut, while somebody is lost: sharded lane by lane
     trainer.py         report, plan, stand on

@@ -19,6 +19,7 @@ from ntp_plugin.deepspeed.cut_vocabulary import remembered_padding
 from ntp_plugin.deepspeed.job import LiveJob
 from ntp_plugin.deepspeed.loaders import dealt
 from ntp_plugin.deepspeed.settings import read_policy
+from ntp_plugin.deepspeed.whole_replicas import AskedOfGroups
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
@@ -81,7 +82,10 @@ def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
             return
         if job is None:
             raise _not_ours()
-        job.refuse(engine, config, policy, kwargs.get("mpu"))
+        mpu = kwargs.get("mpu")
+        job.refuse(engine, config, policy, mpu)
+        if mpu is not None:
+            kwargs["mpu"] = AskedOfGroups(mpu)
         original(engine, *args, **kwargs)
         job.take(engine, policy)
 

@@ -76,8 +76,8 @@ class Checkpoints:
             of_step, saved = window.step, [None]
 
             def work() -> Any:
-                if window.cut is not None and window.cut.why_none_is_saved:
-                    _LOG.warning("no checkpoint was written: %s", window.cut.why_none_is_saved)
+                if window.replicas.why_none_is_saved:
+                    _LOG.warning("no checkpoint was written: %s", window.replicas.why_none_is_saved)
                 elif window.step != of_step:
                     self._owed = of_step
                     _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)

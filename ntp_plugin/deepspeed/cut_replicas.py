@@ -21,6 +21,7 @@ micro-batch, however slow it is.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -122,6 +123,24 @@ class CutReplicas:
     def speaks(self) -> bool:
         """Whether this slot says what all of its replica would say."""
         return speaks(self._plan, self._slot)
+
+    weight = 1.0
+    """Of a loss: gradients are divided by the replicas that there were."""
+    lane = None
+    """What is not moved in parts all have alike."""
+    lanes_apart = 1
+
+    def lane_of(self, _slot: int) -> int:
+        """The one."""
+        return 0
+
+    def who_was_there(self, agreed: Agreed) -> int:
+        """The first slot that has not just come."""
+        return min(slot for slot, report in agreed.reports.items() if not report.newcomer)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Go forward without the other slots of the replica."""
+        return self.layers.alone()
 
     @property
     def widths(self) -> list[list[int]]:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed.refusals import refuse_configuration, refuse_engine
@@ -80,7 +81,8 @@ class LiveJob:
         """The engine is built."""
         refuse_engine(engine)
         place = self.rank.place
-        topology = place.topology(policy, tp=max(1, engine.autotp_size()))
+        tp = engine.autotp_size() if engine.autotp_size() > 1 else bwc_tensor_model_parallel_world_size(engine.mpu)
+        topology = place.topology(policy, tp=tp)
         # What an export tells of is for those whom the job tells it to, and is no part of a run's record.
         record = policy.events or (place.events if place.export is None else None)
         self._policy = policy
@@ -139,7 +141,7 @@ class LiveJob:
         each = self.engine.gradient_accumulation_steps()
         self.rank.beat()
         if place.joining:
-            self.rank.wait_to_be_let_in()
+            self.rank.wait_to_be_let_in(self.trainer.together())
             self.loop.driver = self.rank.drive(self.trainer)
             self._alone.over = True
             self.rank.watch()

@@ -4,12 +4,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 
 from ntp_plugin.config.sections import ActionsPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 
-_WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel or with AutoTP"
+_WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel, with AutoTP or with an mpu's tensor parallelism"
 
 
 def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
@@ -38,7 +40,10 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         and int(zero.stage) > 0
         and bool(raw.get("torch_autocast", {}).get("enabled")),
         "gradient_allreduce_op = sum grows with the number of ranks": config.gradient_allreduce_op == "sum",
-        "an mpu has groups of its own": mpu is not None,
+        "an mpu beside tensor_parallel.autotp_size > 1": cuts and mpu is not None,
+        "an mpu with stages of a pipeline": bwc_pipeline_parallel_world_size(mpu) > 1,
+        "an mpu with sequence parallelism of its own": _sequence_parallel_size(mpu) > 1,
+        "an mpu without get_data_parallel_group": mpu is not None and not hasattr(mpu, "get_data_parallel_group"),
         "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
         "managed_gradient_accumulation = false leaves nobody who knows which micro-batches a step has": raw.get(
             "managed_gradient_accumulation", True
@@ -51,13 +56,29 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
     for what, is_so in found.items():
         if is_so:
             raise Refused(f"{what}, and such a job cannot go on after a loss", way_out=_WHAT_WORKS)
-    _refuse_keys(policy, cuts=cuts)
+    if mpu is not None:
+        _refuse_one_replica(bwc_tensor_model_parallel_world_size(mpu), dist.get_world_size())
+    _refuse_keys(policy, cuts=cuts, mpu=mpu)
 
 
-def _refuse_keys(policy: TrainingPolicy, *, cuts: bool) -> None:
+def _sequence_parallel_size(mpu: Any) -> int:
+    return int(mpu.get_sequence_parallel_world_size()) if hasattr(mpu, "get_sequence_parallel_world_size") else 1
+
+
+def _refuse_one_replica(tp: int, ranks: int) -> None:
+    if 1 < tp == ranks:
+        raise Refused(
+            f"the mpu has all {ranks} ranks in one replica, and one that has lost a slot cannot be cut anew",
+            way_out=f"start {2 * tp} processes or more, or have AutoTP cut the model",
+        )
+
+
+def _refuse_keys(policy: TrainingPolicy, *, cuts: bool, mpu: Any) -> None:
     """Of our own block, that would be promised and not kept."""
     found = {
         "dropout = exact: masks within a layer that AutoTP has cut follow its width": cuts
+        and policy.dropout == "exact",
+        "dropout = exact: an mpu's layers draw their masks by rules of their own": mpu is not None
         and policy.dropout == "exact",
         "min_tp_width > 1: a replica that is narrower would stand idle, which is not built": cuts
         and policy.min_tp_width > 1,

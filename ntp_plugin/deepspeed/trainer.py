@@ -1,8 +1,8 @@
 """Report, plan, stand on, for a DeepSpeed job.
 
 What the job stands on is its last vote (`recovery/loop.py`). Without ZeRO every replica holds everything: who had not
-applied a step that others have applies it, newcomers are handed the state, and all compare; where replicas are of one
-slot nothing else is moved, where AutoTP has cut them what the lost slot held is dealt (`cut_replicas.py`). With ZeRO a
+applied a step that others have applies it, newcomers are handed the state, and all compare; where replicas leave whole
+nothing else is moved, where AutoTP has cut them what the lost slot held is dealt (`cut_replicas.py`). With ZeRO a
 rank takes its shard with it, so all go back to the newest copies, which may be of the step before: the loop goes
 through that step again. They are put into whatever layout is planned, cut or not.
 """
@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed.counted import count
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.inventory import refuse_unknown
-from ntp_plugin.deepspeed.whole_state import WholeState, hand_over, whole
+from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
+from ntp_plugin.deepspeed.whole_state import WholeState, hand_over
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.deepspeed.zero_state import ZeroState
 from ntp_plugin.errors import Refused, StateLost
-from ntp_plugin.planning.batch_split import NominalBatch, even_shares
 from ntp_plugin.planning.topology import Standing, Topology
 from ntp_plugin.recovery.job_copies import JobCopies, WhoTrains
 from ntp_plugin.recovery.loop import Loop
@@ -40,8 +40,6 @@ from ntp_plugin.telemetry import Recovered, Teller
 from ntp_plugin.training.rebuilding import WEIGHT
 
 _LOG = logging.getLogger(__name__)
-_EVEN = 1_000_000
-"""Every rank is taken for equally fast."""
 
 
 class HowFar:
@@ -84,11 +82,9 @@ class EngineTrainer:
         self._loop: Loop
         self._teller: Teller
         self.topology: Topology
-        self._batch: NominalBatch
-        self._whole: WholeState
-        """Where there is no ZeRO, and nothing is cut."""
-        self._cut: CutReplicas | None = None
-        """Where a replica has several slots."""
+        self._replicas: CutReplicas | WholeReplicas
+        self._state: WholeState
+        """Where there is no ZeRO, and replicas leave whole."""
         self._zero: ZeroState | None = None
         self._how_far: HowFar
         self._strict: bool
@@ -108,22 +104,21 @@ class EngineTrainer:
     ) -> None:
         """There is an engine now; all founders come together."""
         self._window, self._loop, self._teller, self.topology = window, loop, teller, topology
-        self._batch = NominalBatch(
-            replicas=topology.size,
-            per_replica=engine.gradient_accumulation_steps(),
-            micro_batch=engine.train_micro_batch_size_per_gpu(),
-            stages=1,
-            healthy_ns=_EVEN,
-        )
-        if topology.tp > 1:
-            self._cut = CutReplicas(engine, policy, topology, rank=self._rank, newcomer=self._newcomer)
-            window.cut = self._cut
+        if engine.autotp_size() > 1:
+            self._replicas = CutReplicas(engine, policy, topology, rank=self._rank, newcomer=self._newcomer)
+        else:
+            self._replicas = WholeReplicas(engine, topology, rank=self._rank)
+        window.replicas = self._replicas
         if int(engine.zero_optimization_stage()):
-            self._zero = ZeroState(engine, self._cut)
+            self._zero = ZeroState(engine, self._replicas)
             self._copy(engine, policy, self._zero)
-        elif self._cut is None:
-            self._whole = WholeState(engine)
+        elif isinstance(self._replicas, WholeReplicas):
+            self._state = WholeState(engine, self._replicas)
         self._engine = engine
+
+    def together(self) -> Collection[int]:
+        """The slots without which this one cannot train."""
+        return self._replicas.others_of_mine if isinstance(self._replicas, WholeReplicas) else ()
 
     def _copy(self, engine: Any, policy: TrainingPolicy, zero: ZeroState) -> None:
         if policy.copies.mode == "off":
@@ -158,8 +153,8 @@ class EngineTrainer:
         refuse_unknown(self._engine, strict=self._strict, resumes=True)
         slots = tuple(range(self.topology.size))
         step = self.copies.resume(folder, self._zero.make_room, slots)
-        self._zero.have_weights(0)
-        self._window.restart(step, self._numbers(slots), self._how_far.found)
+        self._zero.have_weights(self._replicas.lane_of(self._rank.place.slot))  # from the first of each lane
+        self._window.restart(step, self._replicas.numbers, self._how_far.found)
         self._window.checkpoints.resumed(folder)
         _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
@@ -171,23 +166,24 @@ class EngineTrainer:
 
     def weights(self) -> Iterator[Weight]:
         """What this slot has of the model."""
-        cut = self._cut
+        replicas = self._replicas
         for name, values in self._engine.module.named_parameters():
-            piece = whole(name, values) if cut is None else cut.part(name)
-            yield Weight(piece=piece, values=values, is_cut=cut is not None and cut.is_cut(name))
+            yield Weight(piece=replicas.part(name), values=values, is_cut=replicas.is_cut(name))
 
     def held_alike(self) -> HeldAlike:
         """What every replica has: with ZeRO the weights alone."""
-        if self._cut is not None:
-            yield from self._cut.held_alike()
+        replicas = self._replicas
+        if isinstance(replicas, CutReplicas):
+            yield from replicas.held_alike()
             return
-        of, stepped = f"r{self._rank.place.slot}", set[str]()
-        for told in self._whole.held_alike(of) if self._zero is None else ():
+        of, stepped = f"r{self.topology.slot_of(self._rank.place.slot).replica}", set[str]()
+        for told in self._state.held_alike(of) if self._zero is None else ():
             stepped.add(told[0])
             yield told
         for name, values in self._engine.module.named_parameters():
-            if name not in stepped:
-                yield name, dataclasses.replace(whole(name, values), whole=of), {WEIGHT: values}
+            piece = dataclasses.replace(replicas.part(name), whole=of)
+            if piece.tensor not in stepped:
+                yield piece.tensor, piece, {WEIGHT: values}
 
     def distrust(self, since: int) -> None:
         """What was copied of later steps than that; the job stops."""
@@ -203,13 +199,13 @@ class EngineTrainer:
         loop, held = self._loop, ""
         if self.copies is not None:
             held = self.copies.describe()
-        elif self._cut is not None:
-            held = self._cut.held()
+        elif isinstance(self._replicas, CutReplicas):
+            held = self._replicas.held()
         return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=held)
 
     def plan(self, agreed: Agreed) -> str:
         """Who computes what, which follows from the members; and which copies there are."""
-        versions, layout = "", "" if self._cut is None else self._cut.plan(agreed)
+        versions, layout = "", self._replicas.plan(agreed)
         if self._zero is not None:
             found = [] if self.copies is None else self.copies.choose(report.held for report in agreed.reports.values())
             if not found:
@@ -232,10 +228,8 @@ class EngineTrainer:
         loop.begin_again()
         loop.done = agreed.decision.step
         if self._zero is not None:
-            was_there = min(slot for slot, report in agreed.reports.items() if not report.newcomer)
-            if self._cut is not None:
-                self._cut.stand_on(agreed)
-            self._put_together(self._zero, slots, self._rank.groups.rank_of(was_there))
+            self._replicas.stand_on(agreed)
+            self._put_together(self._zero, slots, self._rank.groups.rank_of(self._replicas.who_was_there(agreed)))
         else:
             self._have_all(agreed)
         if any(report.newcomer for report in agreed.reports.values()):
@@ -251,13 +245,6 @@ class EngineTrainer:
         if self._newcomer:
             checkpoints.saved = next((one for one in told if one is not None), None)
 
-    def _shares(self, slots: tuple[int, ...]) -> dict[int, list[int]]:
-        return {slot: share.numbers for slot, share in even_shares(slots, self._batch).items()}
-
-    def _numbers(self, slots: tuple[int, ...]) -> list[int]:
-        """This rank's share."""
-        return self._shares(slots)[self._rank.groups.slot] if self._cut is None else self._cut.numbers
-
     # ------------------------------------------------ without ZeRO
 
     def _have_all(self, agreed: Agreed) -> None:
@@ -266,11 +253,10 @@ class EngineTrainer:
         told: Mapping[str, Any] = {}
         if any(report.newcomer for report in agreed.reports.values()):
             told = self._hand_over(knows=not (goes_on or self._newcomer))
-        if self._cut is None:
-            self._whole.compare(agreed.view.slots, agreed.decision.step)
-        else:
-            self._cut.stand_on(agreed)
-        numbers = self._numbers(agreed.view.slots)
+        self._replicas.stand_on(agreed)
+        if isinstance(self._replicas, WholeReplicas):
+            self._state.compare(agreed.view.slots, agreed.decision.step)
+        numbers = self._replicas.numbers
         if goes_on:
             self._window.go_on(numbers)
         elif self._newcomer:
@@ -280,14 +266,16 @@ class EngineTrainer:
 
     def _hand_over(self, *, knows: bool) -> Mapping[str, Any]:
         """To newcomers, by the first who has the decided step and all that follows it behind it; what they are told."""
-        mine = {"rank": dist.get_rank(), "step": self._window.step, "engine": self._window.counted()}
+        lane = self._replicas.lane_of(self._rank.place.slot)
+        mine = {"rank": dist.get_rank(), "lane": lane, "step": self._window.step, "engine": self._window.counted()}
         told: list[Mapping[str, Any] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(told, mine if knows else None)
-        giver = next((one for one in told if one is not None), None)
-        if giver is None:  # the driver goes on without newcomers then
+        givers = {one["lane"]: one for one in reversed(told) if one is not None}
+        if len(givers) < self._replicas.lanes_apart:  # the driver goes on without newcomers then
             raise RuntimeError("all members are within a step, and nobody can tell a newcomer where the job stands")
-        if self._cut is None:
-            self._whole.hand_over(giver["rank"], newcomer=self._newcomer)
+        giver: Mapping[str, Any] = givers[lane]
+        if isinstance(self._replicas, WholeReplicas):
+            self._state.hand_over(giver["rank"], newcomer=self._newcomer)
         else:  # the rest is moved in parts
             hand_over(self._engine.module.buffers(), giver["rank"], newcomer=self._newcomer)
         return giver
@@ -304,7 +292,7 @@ class EngineTrainer:
             raise StateLost(found.what, way_out="restart from the last checkpoint") from found
         zero.have_weights(giver)
         copies.steps = copies.state_of
-        self._window.restart(copies.state_of, self._numbers(slots), self._how_far.found)
+        self._window.restart(copies.state_of, self._replicas.numbers, self._how_far.found)
         copies.settle(self._who_trains(slots), zero.parts)
 
     # ------------------------------------------------ afterwards
@@ -316,15 +304,16 @@ class EngineTrainer:
         engine.global_rank, engine.world_size = dist.get_rank(), dist.get_world_size()
         if became_first:
             engine.monitor = MonitorMaster(engine._config.monitor_config)
-        if self._cut is None:  # a checkpoint says of how many shards it is
-            engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
-        if self._cut is None and not engine.use_node_local_storage():
+        if isinstance(self._replicas, CutReplicas):
+            return
+        # a checkpoint says of how many shards it is
+        engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
+        if not engine.use_node_local_storage():
             writes = engine.checkpoint_engine.is_data_parallel_writer
             engine.save_non_zero_checkpoint = writes(groups._get_sequence_data_parallel_rank())
 
     def _tell(self, agreed: Agreed) -> None:
-        slots, everybody, cut = set(agreed.view.slots), range(self.topology.size), self._cut
-        shares = self._shares(agreed.view.slots) if cut is None else cut.shares
+        slots, everybody, shares = set(agreed.view.slots), range(self.topology.size), self._replicas.shares
         named = {slot: str(self.topology.slot_of(slot)) for slot in everybody}
         seconds, phases = self._rank.walked()
         if self._engine.monitor.enabled and not dist.get_rank():
@@ -338,7 +327,7 @@ class EngineTrainer:
                 phases=phases,
                 lost=[named[slot] for slot in everybody if slot not in slots],
                 back=[named[slot] for slot, report in sorted(agreed.reports.items()) if report.newcomer],
-                widths=[[int(slot in slots)] for slot in everybody] if cut is None else cut.widths,
+                widths=self._replicas.widths,
                 micro_batches=[len(shares.get(replica, ())) for replica in range(self.topology.dp)],
             )
         )

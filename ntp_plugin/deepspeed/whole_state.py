@@ -1,12 +1,14 @@
-"""Every rank holds everything: weights, what is stepped for them, and what the optimizer keeps.
+"""Every replica holds everything: weights, what is stepped for them, and what the optimizer keeps.
 
-So nothing is lost with a rank. After a change of the membership all compare the digests of what they step, and a
-process that comes in is handed all of it, tensor by tensor, by one that was there.
+So nothing is lost with one. After a change of the membership all compare the digests of what they step, and a process
+that comes in is handed all of it, tensor by tensor, by one that was there. Where a replica has several slots, which
+hold different things, that is done with those of the same place in the others.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,25 @@ from ntp_plugin.training.optimizers import element_wise, refuse_unknown_state
 from ntp_plugin.training.stepped import Stepped, parts
 
 
+class Lanes(Protocol):
+    """Which ranks hold the same."""
+
+    lane: dist.ProcessGroup | None
+    """Those that hold what this one holds; None for all."""
+
+    @property
+    def lanes_apart(self) -> int:
+        """That hold different things."""
+
+    def named(self, name: str) -> str:
+        """One name for each lane's."""
+
+
 class WholeState:
     """Of a rank, in a job without ZeRO."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, lanes: Lanes) -> None:
+        self._engine, self._lanes = engine, lanes
         known = element_wise(engine.basic_optimizer)
         for name, parameter in self._steps():
             refuse_unknown_state(known, name, parameter, engine.basic_optimizer.state.get(parameter, {}))
@@ -39,12 +55,14 @@ class WholeState:
 
     @torch.no_grad()
     def hand_over(self, giver: int, *, newcomer: bool) -> None:
-        """All of it from the rank `giver` to those who have just come; all members come together."""
+        """All of it from the rank `giver` to those who have just come; all members come together, each with the giver
+        of its lane."""
+        lane = self._lanes.lane
         told: list[Any] = [self._described() if dist.get_rank() == giver else None]
-        dist.broadcast_object_list(told, src=giver)
+        dist.broadcast_object_list(told, src=giver, group=lane)
         if newcomer:
             self._make_room(told[0])
-        hand_over(self._tensors(told[0]), giver, newcomer=newcomer)
+        hand_over(self._tensors(told[0]), giver, newcomer=newcomer, lane=lane)
 
     def _described(self) -> list[dict[str, Any]]:
         """What the optimizer keeps, parameter by parameter: a type for what has its shape, or a number."""
@@ -89,11 +107,13 @@ class WholeState:
         """Raise unless all members hold the same, bit for bit; they come together."""
         told: list[Mapping[str, int]] = [{}] * len(slots)
         dist.all_gather_object(told, self._digests())
-        names = sorted({name for mine in told for name in mine})
-        wrong = [name for name in names if len({mine.get(name) for mine in told}) > 1]
+        said, of_each = defaultdict[str, dict[int, int]](dict), len(slots) // self._lanes.lanes_apart
+        for slot, mine in zip(slots, told, strict=True):
+            for name, number in mine.items():
+                said[name][slot] = number
+        wrong = [name for name, one in sorted(said.items()) if len(one) < of_each or len(set(one.values())) > 1]
         if wrong:
-            first = zip(slots, (mine.get(wrong[0], 0) for mine in told), strict=True)
-            named = ", ".join(f"slot {slot} {number:016x}" for slot, number in first)
+            named = ", ".join(f"slot {slot} {number:016x}" for slot, number in said[wrong[0]].items())
             raise StateLost(
                 f"after the recovery the members hold different state of step {step}, in {len(wrong)} tensors; the"
                 f" first is {wrong[0]}: {named}",
@@ -111,17 +131,20 @@ class WholeState:
 
     def _stepped(self) -> list[Stepped]:
         return [
-            Stepped(parameter=parameter, pieces=((whole(name, parameter), 0),)) for name, parameter in self._steps()
+            Stepped(parameter=parameter, pieces=((whole(self._lanes.named(name), parameter), 0),))
+            for name, parameter in self._steps()
         ]
 
 
 @torch.no_grad()
-def hand_over(tensors: Iterable[torch.Tensor], giver: int, *, newcomer: bool) -> None:
+def hand_over(
+    tensors: Iterable[torch.Tensor], giver: int, *, newcomer: bool, lane: dist.ProcessGroup | None = None
+) -> None:
     """From the rank `giver` to those who have just come; all members come together, and the others keep theirs."""
     for tensor in tensors:
         value = tensor if newcomer or dist.get_rank() == giver else torch.empty_like(tensor)
         value = value.contiguous()
-        dist.broadcast(value, src=giver)
+        dist.broadcast(value, src=giver, group=lane)
         if newcomer and value.data_ptr() != tensor.data_ptr():
             tensor.copy_(value)
 

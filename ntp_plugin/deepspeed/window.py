@@ -27,6 +27,7 @@ from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
 from ntp_plugin.deepspeed.refusals import CALLS, refuse_call, refuse_load
 from ntp_plugin.deepspeed.turns import Turns
+from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
@@ -59,7 +60,9 @@ class Window:
     ) -> None:
         self._engine, self._policy, self._rank, self._loop, self._teller = engine, policy, rank, loop, teller
         self._topology = topology
-        self._replica, self._replicas = topology.slot_of(rank.place.slot).replica, topology.dp
+        self._replica, self._nominal = topology.slot_of(rank.place.slot).replica, topology.dp
+        self._moves_together = topology.tp > 1
+        """Whether the slots of a replica wait for each other in the forward."""
         self._each: int = engine.gradient_accumulation_steps()
         self.numbers: Sequence[int] = range(self._replica * self._each, (self._replica + 1) * self._each)
         """Of the micro-batches of a global batch, those that this rank computes."""
@@ -69,8 +72,8 @@ class Window:
         """Optimizer steps of this job that are in the state: the window is of the one after them."""
         self.copies: JobCopies | None = None
         """Of shards, where there are any."""
-        self.cut: CutReplicas | None = None
-        """Where replicas are cut over several slots."""
+        self.replicas: CutReplicas | WholeReplicas
+        """Who computes what; until the trainer has it, nobody does."""
         self.begin_job: Callable[[], None] = _nothing
         """What there is to do before the first forward."""
         self.look: Callable[[int], None] = _nothing_of
@@ -104,13 +107,8 @@ class Window:
         """Whether somebody is lost."""
         return len(self._rank.groups.members) < self._topology.size
 
-    @property
-    def _weight(self) -> float:
-        """Of a loss, so that DeepSpeed's mean over those who are there is that over the nominal replicas."""
-        return 1.0 if self.cut is not None else len(self._rank.groups.members) / self._replicas
-
     def _follow(self, loader: Any) -> Stream | None:
-        if not can_follow(loader, replica=self._replica, replicas=self._replicas):
+        if not can_follow(loader, replica=self._replica, replicas=self._nominal):
             return None
         nominal = range(self._replica * self._each, (self._replica + 1) * self._each)
         return Stream(per_step=self._each, per_turn=len(loader), numbers=nominal)
@@ -142,7 +140,7 @@ class Window:
         engine.forward = self._forward(engine.forward)
         engine.backward = self._backward(engine.backward)
         engine.step = self._step(engine.step)
-        if self.cut is not None:
+        if isinstance(self.replicas, CutReplicas):
             engine.load_checkpoint = refuse_load(
                 engine.load_checkpoint, hurt=lambda: self.begin_job is _nothing and self.hurt
             )
@@ -161,11 +159,11 @@ class Window:
                 self._take_in_hand()
             else:
                 Loaders.evaluate()
-            return work() if self.cut is None else self._together_forward(self.cut, work, trains=trains)
+            return self._together_forward(work, trains=trains) if self._moves_together else work()
 
         return forward
 
-    def _together_forward(self, cut: CutReplicas, work: Callable[[], Any], *, trains: bool) -> Any:
+    def _together_forward(self, work: Callable[[], Any], *, trains: bool) -> Any:
         """Of all slots of a replica. Who is interrupted goes to its end alone: the loop is owed something, and what
         comes of it in the training is stale. An evaluation cannot be taken up again after a walk, wherever each slot
         was in it or how far before: they are together again in the next forward of the training."""
@@ -175,7 +173,7 @@ class Window:
             told = self._through(work)
             if told is not None:
                 return told[0]
-        with cut.layers.alone():
+        with self.replicas.alone():
             found = work()
         if trains:
             return found
@@ -268,8 +266,8 @@ class Window:
             self.copies.begin()
         if self.hurt:
             self._coalesce(begin=True)
-        if self._drawn_anew and self.cut is not None:  # all slots of a replica draw alike
-            torch.manual_seed(_seed_of(self.seed, self.step, self._replicas * self._each + self._replica))
+        if self._drawn_anew and self._moves_together:  # all slots of a replica draw alike
+            torch.manual_seed(_seed_of(self.seed, self.step, self._nominal * self._each + self._replica))
         self._drawn_anew = False
 
     def _coalesce(self, *, begin: bool) -> None:
@@ -285,7 +283,7 @@ class Window:
             self._in_flight = False
             if self._stale:
                 return loss / self._each
-            hurt, weight = self.hurt, self._weight
+            hurt, weight = self.hurt, self.replicas.weight
             work = functools.partial(original, loss * weight if hurt else loss, *args, **kwargs)
             told = self._through(work)
             if told is None:
@@ -345,8 +343,8 @@ class Window:
                     step=self._engine.global_steps,
                     epoch=self._loop.voted_in,
                     seconds=time.monotonic() - self._began_at,
-                    losses={"loss": float(self._loop.outcome[_LOSS]) / (self._replicas * self._each)},
-                    samples=list(self.numbers) if self.cut is None or self.cut.speaks else [],
+                    losses={"loss": float(self._loop.outcome[_LOSS]) / (self._nominal * self._each)},
+                    samples=list(self.numbers) if self.replicas.speaks else [],
                 )
             )
         self._done, self._loss = 0, 0.0
@@ -449,7 +447,7 @@ class Window:
 
     def _words(self) -> torch.Tensor:
         numbers = self.no_words()
-        numbers[_LOSS] = self._loss if self.cut is None or self.cut.speaks else 0.0
+        numbers[_LOSS] = self._loss if self.replicas.speaks else 0.0
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
         if self.copies is not None:

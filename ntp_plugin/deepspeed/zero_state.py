@@ -21,7 +21,7 @@ from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.lane_zero import Groups, LaneZero
-from ntp_plugin.deepspeed.whole_state import whole
+from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
 from ntp_plugin.replacements import Replacement
 from ntp_plugin.training.optimizers import element_wise
 from ntp_plugin.training.sharded_step import ShardedStep
@@ -31,8 +31,9 @@ from ntp_plugin.training.stepped import Stepped, make_room, parts, shards_of_lan
 class ZeroState:
     """Of a rank, in a job with ZeRO."""
 
-    def __init__(self, engine: Any, cut: CutReplicas | None) -> None:
-        self._engine, self._cut = engine, cut
+    def __init__(self, engine: Any, replicas: CutReplicas | WholeReplicas) -> None:
+        self._engine, self._replicas = engine, replicas
+        self._cut = replicas if isinstance(replicas, CutReplicas) else None
         element_wise(engine.basic_optimizer)
         zero = engine.optimizer
         self._kind, self._dtype = type(zero), zero.single_partition_of_fp32_groups[0].dtype
@@ -76,8 +77,7 @@ class ZeroState:
 
     def _part(self, parameter: torch.nn.Parameter) -> Piece:
         """What this rank's parameter is of its tensor."""
-        name = self._engine.param_names[parameter]
-        return whole(name, parameter) if self._cut is None else self._cut.part(name)
+        return self._replicas.part(self._engine.param_names[parameter])
 
     # ------------------------------------------------ built anew
 
@@ -132,7 +132,7 @@ class ZeroState:
 
     @torch.no_grad()
     def have_weights(self, giver: int) -> None:
-        """Of the shards, and what nobody steps from the rank `giver`; all members come together."""
+        """Of the shards, and what nobody steps from the rank `giver` of this lane; all members come together."""
         zero, module = self._zero, self._engine.module
         if isinstance(zero, LaneZero):
             zero.shards.spread()
@@ -143,4 +143,4 @@ class ZeroState:
         stepped = {id(parameter) for group in self._parameters for parameter in group}
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in stepped:
-                dist.broadcast(tensor.data, src=giver)
+                dist.broadcast(tensor.data, src=giver, group=self._replicas.lane)

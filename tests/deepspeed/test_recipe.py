@@ -59,6 +59,31 @@ def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
     assert numbers[:same] == pytest.approx(undisturbed[2][:same], rel=1e-6)
 
 
+@pytest.mark.parametrize("back", [pytest.param(False, marks=pytest.mark.short), True])
+def test_with_an_mpu_two_leave_and_two_come_back(tmp_path, back):
+    words = ["--nproc-per-node=4", str(RECIPES / "train_mpu.py"), "--epochs=1", "--deepspeed_config"]
+    found = []
+    for disturbed in (False, True):
+        config = json.loads((RECIPES / "ds_config_mpu.json").read_text()) | {"ntp": {"enabled": disturbed}}
+        path = tmp_path / f"{disturbed}.json"
+        path.write_text(json.dumps(config))
+        told = {"PAUSE_S": "1.0"} if disturbed and back else {}
+        process = start(*["--ntp-respawn=1"] * back, *words, str(path), **told)
+        for line in process.stdout if disturbed else ():
+            if line.startswith("slot 1 is pid"):
+                victim = int(line.split()[-1])
+            if line.startswith("step 8:"):
+                os.kill(victim, signal.SIGKILL)
+                break
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, said[-3000:]
+        found.append(re.search(r"done: step (\d+), samples (\d+), weights here ([\d.]+), (\d) ranks", said).groups())
+    (undisturbed, disturbed), ranks = [one[:2] for one in found], [one[3] for one in found]
+    assert disturbed == undisturbed == ("64", "1024")
+    assert ranks == ["4", "4" if back else "2"]
+    assert float(found[1][2]) == pytest.approx(float(found[0][2]), rel=1e-6)
+
+
 @pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
 def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path, config, stage):
     """The launcher and all workers are killed at once, and nothing was saved."""

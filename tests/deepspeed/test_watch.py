@@ -12,8 +12,8 @@ from ntp_plugin.errors import SilentCorruption
 from ntp_plugin.telemetry import Compared, Corrupted, Follower
 from ntp_plugin.testing.faults import kill
 
-CUT = {"tp": 2}
-JOBS = [{"stage": 0}, {"stage": 1}, {"stage": 0, **CUT}, {"stage": 1, **CUT}]
+CUT, OWN = {"tp": 2}, {"tp": 2, "mpu": True}
+JOBS = [{"stage": 0}, {"stage": 1}, {"stage": 0, **CUT}, {"stage": 1, **CUT}, {"stage": 0, **OWN}, {"stage": 1, **OWN}]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +68,16 @@ def steps_copied(folder):
     return {manifest.version.step for _, manifest in Store(folder / "host-0").found()}
 
 
-@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "ranks": 6, **CUT}])
+@pytest.mark.parametrize(
+    "options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "ranks": 6, **CUT}, {"stage": 0, "ranks": 6, **OWN}]
+)
 def test_a_flipped_bit_is_healed(options, tmp_path):
     """Before anybody has computed with it, so that the training is as if it had never been."""
     events = str(tmp_path / "events")
     healed = job(**options, ntp={"on_sdc": "heal", "events": events})
-    outcomes, rows = run(healed, play=Flips, leaving=[3])
-    assert sorted(outcomes) == [slot for slot in range(healed.ranks) if slot != 3]
+    leaving = [2, 3] if healed.mpu else [3]
+    outcomes, rows = run(healed, play=Flips, leaving=leaving)
+    assert sorted(outcomes) == [slot for slot in range(healed.ranks) if slot not in leaving]
     found = differences(outcomes, rows, healed)
     assert within(found, healed.dtype), found
     assert used_once(rows, healed)

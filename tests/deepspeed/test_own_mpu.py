@@ -1,0 +1,167 @@
+"""Replicas that a script's own mpu has put together: one that loses a slot leaves whole, and comes back whole."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.zero.compare import differences, of_weights, together, used_once, within
+from benchmarks.zero.job import Job, run, undisturbed
+from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.testing.faults import kill
+
+TWO = Job(ranks=4, tp=2, mpu=True)
+SHARDED = dataclasses.replace(TWO, stage=1)
+STAGES = [0, 1, 2]
+MOMENTS = ["forward", "within", "backward", "gradient", "accumulated", "reduce", "vote", "apply", "applied", "between"]
+
+
+def assert_same_training(outcomes, rows, job):
+    twin = undisturbed(job)[0]
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+    found = differences(outcomes, rows, job)
+    assert within(found, job.dtype), found
+    assert used_once(rows, job)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", STAGES)
+def test_nobody_is_lost(stage):
+    """Bit for bit as without us."""
+    job = dataclasses.replace(TWO, stage=stage)
+    outcomes, rows = run(job)
+    twin = undisturbed(job)
+    for slot, seen in outcomes.items():
+        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in twin[slot].weights.items())
+        assert (seen.losses, seen.norms) == (twin[slot].losses, twin[slot].norms)
+    assert used_once(rows, job)
+
+
+LOSSES = [
+    (stage, slot, moment)
+    for stage in STAGES
+    for slot in (0, 1, 3)
+    for moment in (*MOMENTS, *(["gather"] if stage else []))
+]
+SHORT = [(0, 3, "within"), (0, 0, "reduce"), (1, 1, "gradient"), (2, 3, "applied")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "slot", "moment"),
+    [pytest.param(*loss, marks=[pytest.mark.short] * (loss in SHORT)) for loss in LOSSES],
+)
+def test_a_slot_is_killed(stage, slot, moment):
+    job, mate = dataclasses.replace(TWO, stage=stage), slot ^ 1
+    outcomes, rows = run(job, faults=[kill(slot, during=moment, step=6)], leaving=[slot, mate])
+    assert sorted(outcomes) == [other for other in range(4) if other not in (slot, mate)]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize(("stage", "slot"), [(0, 0), pytest.param(1, 3, marks=pytest.mark.short), (2, 1)])
+def test_a_replica_comes_back(stage, slot):
+    """Once there are processes for all of its slots; and holds what the others hold, step by step."""
+    job, mate = dataclasses.replace(TWO, stage=stage, ntp=(("watch_steps", 3),)), slot ^ 1
+    outcomes, rows = run(job, faults=[kill(slot, during="vote", step=6)], back={slot: 12, mate: 12})
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert {seen.members for seen in outcomes.values()} == {4}
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_both_slots_at_once(stage):
+    job = dataclasses.replace(TWO, stage=stage)
+    outcomes, rows = run(job, faults=[kill(slot, during="backward", step=6) for slot in (0, 1)], leaving=[0, 1])
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("moment", ["report", "regroup", "stand on", "stood"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_second_one_in_the_recovery(stage, moment):
+    """Of three replicas; the first loss makes an epoch of its own before the others go on without its replica."""
+    job = Job(ranks=6, tp=2, mpu=True, stage=stage)
+    faults = [kill(0, during="reduce", step=5), kill(5, during=moment, epoch=1 if moment == "report" else 2)]
+    outcomes, rows = run(job, faults=faults, leaving=[0, 1, 4, 5])
+    assert sorted(outcomes) == [2, 3]
+    assert_same_training(outcomes, rows, job)
+
+
+def test_of_three_slots():
+    job = Job(ranks=6, tp=3, mpu=True, stage=1)
+    outcomes, rows = run(job, faults=[kill(1, during="within", step=6)], leaving=[0, 1, 2])
+    assert sorted(outcomes) == [3, 4, 5]
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize(("moment", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)])
+def test_the_others_hear_of_it_in_code_of_their_own(moment, number):
+    job = dataclasses.replace(TWO, hear_at=(moment, 6, number))
+    outcomes, rows = run(job, faults=[kill(2, during="between", step=5)], leaving=[2, 3])
+    assert_same_training(outcomes, rows, job)
+
+
+def test_one_of_each_replica():
+    """Nobody is whole: the job ends, and says so."""
+    with pytest.raises(StateLost, match="no replica has all of its 2 slots"):
+        run(TWO, faults=[kill(0, during="vote", step=5), kill(3, during="vote", step=5)], leaving=[0, 3])
+
+
+def test_in_an_evaluation():
+    """What is left of it gives nothing that could be taken for a result."""
+    job = dataclasses.replace(TWO, evaluates=6)
+    outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=6)], leaving=[2, 3])
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_checkpoint_without_the_first_replica(stage, tmp_path):
+    """The others write it, and all load it."""
+    job = dataclasses.replace(TWO, stage=stage, saves=9, folder=str(tmp_path))
+    outcomes, rows = run(job, faults=[kill(1, during="vote", step=6)], leaving=[0, 1])
+    assert_same_training(outcomes, rows, job)
+    assert {name for row in rows if row[0] == "saved" for name in row[1]} >= {
+        "mp_rank_00_model_states.pt",
+        "mp_rank_01_model_states.pt",
+    }
+    assert {tuple(row[1:]) for row in rows if row[0] == "writes"} == {(2, 1), (3, 1)}, "who, and of how many replicas"
+    if not stage:  # ZeRO's shards are loaded by as many ranks
+        _, told = run(dataclasses.replace(job, loads=True))
+        assert sorted(told) == [["loaded", slot, 9] for slot in range(4)]
+
+
+def test_in_float32_with_clipping():
+    """Norms are those of a replica."""
+    job = dataclasses.replace(SHARDED, dtype="float32")
+    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], leaving=[0, 1])
+    assert_same_training(outcomes, rows, job)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_half_precision(stage, dtype):
+    """No further from DeepSpeed alone than four times what one replica with all samples is."""
+    scaled = (("fp16", {"enabled": True, "initial_scale_power": 10}),) if dtype == "float16" else ()
+    job = dataclasses.replace(TWO, stage=stage, dtype=dtype, more=scaled)
+    alone = dataclasses.replace(job, enabled=False)
+    twin = run(alone)[0]
+    whole = together(twin, job)
+    one = run(dataclasses.replace(alone, ranks=2, each=2 * job.each))[0]
+    rounding = max(of_weights(seen, whole) for seen in one.values())
+    outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14, 0: 14})
+    assert rounding > 0
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin[0].steps, twin[0].samples, twin[0].rates)
+        assert of_weights(seen, whole) <= 4 * rounding
+    assert used_once(rows, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_mpu_of_data_parallel_ranks(stage):
+    job = Job(ranks=4, mpu=True, stage=stage)
+    outcomes, rows = run(job, faults=[kill(2, during="reduce", step=6)], back={2: 12})
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert_same_training(outcomes, rows, job)
+
+
+def test_one_replica_alone_is_refused():
+    with pytest.raises(Refused, match="all 2 ranks in one replica"):
+        run(Job(ranks=2, tp=2, mpu=True, steps=2, epochs=1))
