@@ -4,7 +4,7 @@
 READY := .venv/.ready
 PY := .venv/bin/python
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-soak show-recipes show-widths soak-cycles docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-recipes show-widths soak-cycles docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -67,6 +67,9 @@ bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
 
 show-overhead: $(READY)  # on a quiet machine; SCALE=ci for a slice
 	$(PY) -m benchmarks.overhead
+
+show-live-overhead: $(READY)  # on a quiet machine, ten minutes; SCALE=ci for a slice
+	$(PY) -m benchmarks.live_overhead
 
 show-soak: $(READY)  # 45 minutes; SCALE=ci for four faults in each of two jobs, SCALE=pairs for every kind at every moment, SCALE=full for more than a thousand; it goes on where it ended
 	$(PY) -m benchmarks.soak

@@ -178,10 +178,15 @@ def side_by_side(pairs: int, **settings: Any) -> tuple[list[float], bool]:
     with Ranks(2 * RANKS, play) as ranks:
         told: dict[int, Run] = ranks.wait(120 + 3.0 * pairs)
     off, on = ([told[slot] for slot in range(first, first + RANKS)] for first in (0, RANKS))
-    slowest = [[max(times) for times in zip(*(run.seconds for run in runs), strict=True)] for runs in (off, on)]
-    ratios = [mine / other for other, mine in zip(*slowest, strict=True)][WARM_UP:-1]  # the last has the end in it
+    ratios = ratios_of([run.seconds for run in off], [run.seconds for run in on])
     alike = all(one.collectives == other.collectives for one, other in zip(off, on, strict=True))
     return ratios, alike and not any(run.hooked for run in on)
+
+
+def ratios_of(off: Sequence[Sequence[float]], on: Sequence[Sequence[float]]) -> list[float]:
+    """Of the slowest ranks, step by step."""
+    slowest = [[max(times) for times in zip(*runs, strict=True)] for runs in (off, on)]
+    return [mine / other for other, mine in zip(*slowest, strict=True)][WARM_UP:-1]  # the last has the end in it
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
