@@ -34,6 +34,16 @@ def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str,
     }
 
 
+def assert_same_training(outcomes: Mapping[int, Seen], rows: Rows, job: Job, *, once: bool = True) -> None:
+    """As that of an undisturbed run, and every sample of it was used once."""
+    twin = undisturbed(job)[0]
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+    found = differences(outcomes, rows, job)
+    assert within(found, job.dtype), found
+    assert not once or used_once(rows, job)
+
+
 def undisturbed_weights(job: Job) -> dict[str, Any]:
     """Whole."""
     return together(undisturbed(job), job)

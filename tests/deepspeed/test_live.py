@@ -8,21 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.zero.compare import BOUNDS, differences, of_weights, used_once, within
+from benchmarks.zero.compare import BOUNDS, assert_same_training, of_weights, used_once
 from benchmarks.zero.job import Job, Play, have_deepspeed_imported, run, undisturbed
 from ntp_plugin.errors import ConfigError, Excluded, Refused, StateLost
 from ntp_plugin.testing.faults import freeze, kill
 from ntp_plugin.testing.ranks import Ranks
-
-
-def assert_same_training(outcomes, rows, job, *, once=True):
-    twin = undisturbed(job)[0]
-    for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
-    found = differences(outcomes, rows, job)
-    assert within(found, job.dtype), found
-    assert not once or used_once(rows, job)
-
 
 STAGES = [0, 1, 2]
 MOMENTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "between"]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.zero.compare import differences, of_weights, together, used_once, within
+from benchmarks.zero.compare import assert_same_training, of_weights, together, used_once
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.testing.faults import kill
@@ -13,15 +13,6 @@ TWO = Job(ranks=4, tp=2, mpu=True)
 SHARDED = dataclasses.replace(TWO, stage=1)
 STAGES = [0, 1, 2]
 MOMENTS = ["forward", "within", "backward", "gradient", "accumulated", "reduce", "vote", "apply", "applied", "between"]
-
-
-def assert_same_training(outcomes, rows, job):
-    twin = undisturbed(job)[0]
-    for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
-    found = differences(outcomes, rows, job)
-    assert within(found, job.dtype), found
-    assert used_once(rows, job)
 
 
 @pytest.mark.short

@@ -7,12 +7,11 @@ import pytest
 
 from benchmarks.zero.compare import (
     BOUNDS,
-    differences,
+    assert_same_training,
     of_weights,
     together,
     undisturbed_weights,
     used_once,
-    within,
 )
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused
@@ -20,15 +19,6 @@ from ntp_plugin.testing.faults import kill
 
 TWO = Job(ranks=4, tp=2)
 MOMENTS = ["forward", "within", "backward", "gradient", "accumulated", "reduce", "vote", "apply", "applied", "between"]
-
-
-def assert_same_training(outcomes, rows, job):
-    twin = undisturbed(job)[0]
-    for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
-    found = differences(outcomes, rows, job)
-    assert within(found, job.dtype), found
-    assert used_once(rows, job)
 
 
 @pytest.mark.short

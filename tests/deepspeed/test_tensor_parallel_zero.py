@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks.zero.compare import differences, of_weights, together, undisturbed_weights, used_once, within
+from benchmarks.zero.compare import assert_same_training, of_weights, together, undisturbed_weights, used_once
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.testing.faults import kill
@@ -16,15 +16,6 @@ STAGES = [1, 2]
 def two(stage, **more):
     """Two replicas of two slots."""
     return Job(ranks=4, tp=2, stage=stage, **more)
-
-
-def assert_same_training(outcomes, rows, job):
-    twin = undisturbed(job)[0]
-    for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
-    found = differences(outcomes, rows, job)
-    assert within(found, job.dtype), found
-    assert used_once(rows, job)
 
 
 @pytest.mark.parametrize("stage", STAGES)
