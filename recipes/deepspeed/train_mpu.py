@@ -1,7 +1,7 @@
 """A small network whose layers this script cuts itself, over groups of its own (an `mpu`): without a line of ours.
 
   cd recipes/deepspeed
-  ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train_mpu.py --deepspeed_config ds_config_mpu.json
+  ntp run --standalone --nproc-per-node=4 --ntp-respawn=2 train_mpu.py --deepspeed_config ds_config_mpu.json
 
 Two replicas of two ranks. While it runs, kill one of the four workers (their pids are printed). How these layers are
 cut is known here alone, so the other rank of that replica leaves too, and the other replica goes on with all samples;

@@ -68,7 +68,7 @@ def test_with_an_mpu_two_leave_and_two_come_back(tmp_path, back):
         path = tmp_path / f"{disturbed}.json"
         path.write_text(json.dumps(config))
         told = {"PAUSE_S": "1.0"} if disturbed and back else {}
-        process = start(*["--ntp-respawn=1"] * back, *words, str(path), **told)
+        process = start(*["--ntp-respawn=2"] * back, *words, str(path), **told)
         for line in process.stdout if disturbed else ():
             if line.startswith("slot 1 is pid"):
                 victim = int(line.split()[-1])
