@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks.parity.job import RECIPES
 from ntp_plugin.chaos.history import History
 from ntp_plugin.cli.main import main
@@ -37,6 +39,7 @@ def _name(item):
     return item.key or "/".join(item.nested_key)
 
 
+@pytest.mark.short
 def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_back(tmp_path, capsys):
     running = job(tmp_path, steps=60)
     record = tmp_path / "run"
