@@ -368,7 +368,7 @@ class ElasticGroups:
         and wait for nobody. Not for groups that others are in as well."""
         with contextlib.ExitStack() as until_then:
             for group in self._groups:
-                if len(group.slots) > 1 and set(group.slots) <= set(slots):
+                if set(group.slots) <= set(slots):  # also one of this slot alone: a newcomer's is not connected yet
                     rank, size = group.slots.index(self.slot), len(group.slots)
                     for backend in group.backends().values():
                         until_then.enter_context(backend.alone(rank, size))

@@ -9,6 +9,7 @@ because of an overflow, the end of that step. A loss inside the vote is walked r
 apply the step after all, because others have, returns into the engine and finishes it.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -159,7 +160,10 @@ class Window:
                 self._take_in_hand()
             else:
                 Loaders.evaluate()
-            return self._together_forward(work, trains=trains) if self._moves_together else work()
+            if self._moves_together:
+                return self._together_forward(work, trains=trains)
+            with self.replicas.alone() if self._is_not_in_yet else contextlib.nullcontext():
+                return work()
 
         return forward
 
@@ -181,6 +185,11 @@ class Window:
             _LOG.warning("a loss, or a return, has interrupted an evaluation: what is left of it gives NaN")
         self._told_of_evaluation = True
         return without_numbers(found)
+
+    @property
+    def _is_not_in_yet(self) -> bool:
+        """Whether this process comes in, and nothing that it has made is connected."""
+        return self._rank.place.joining and self.begin_job is not _nothing
 
     def begin(self) -> None:
         """What there is to do before anything is done together."""
@@ -217,7 +226,7 @@ class Window:
 
     def _goes_past_turns(self) -> bool:
         """As a newcomer, before it asks to be let in."""
-        if not self._rank.place.joining or self.begin_job is _nothing:
+        if not self._is_not_in_yet:
             return False
         self._adopt_loader()
         assert self._followed is not None, "it is adopted"

@@ -13,6 +13,7 @@ from benchmarks.zero.job import Job, Play, have_deepspeed_imported, run, undistu
 from ntp_plugin.errors import ConfigError, Excluded, Refused, StateLost
 from ntp_plugin.testing.faults import freeze, kill
 from ntp_plugin.testing.ranks import Ranks
+from tests.deepspeed.halves import HALVES
 
 STAGES = [0, 1, 2]
 MOMENTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "between"]
@@ -372,7 +373,7 @@ SCALED = (("fp16", {"enabled": True, "initial_scale_power": 10}),)
 """So that DeepSpeed's two widths do not begin with another number of steps that overflow."""
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_half_precision(stage, dtype):
     """With masters in float32. No further from four ranks of DeepSpeed alone than four times what two of its are."""

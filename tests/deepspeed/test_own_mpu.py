@@ -8,6 +8,7 @@ from benchmarks.zero.compare import assert_same_training, of_weights, together, 
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.testing.faults import kill
+from tests.deepspeed.halves import HALVES
 
 TWO = Job(ranks=4, tp=2, mpu=True)
 SHARDED = dataclasses.replace(TWO, stage=1)
@@ -126,7 +127,7 @@ def test_in_float32_with_clipping():
     assert_same_training(outcomes, rows, job)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_half_precision(stage, dtype):
     """No further from DeepSpeed alone than four times what one replica with all samples is."""

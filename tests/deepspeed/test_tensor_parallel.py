@@ -16,6 +16,7 @@ from benchmarks.zero.compare import (
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused
 from ntp_plugin.testing.faults import kill
+from tests.deepspeed.halves import NEEDS_FLOAT16
 
 TWO = Job(ranks=4, tp=2)
 MOMENTS = ["forward", "within", "backward", "gradient", "accumulated", "reduce", "vote", "apply", "applied", "between"]
@@ -135,7 +136,12 @@ SCALED = (("fp16", {"enabled": True, "initial_scale_power": 10}),)
 
 @pytest.mark.parametrize(
     ("dtype", "lost", "back"),
-    [("bfloat16", [1], {1: 14}), ("float16", [1], {1: 14}), ("bfloat16", [2], {}), ("float16", [0, 3], {0: 14})],
+    [
+        ("bfloat16", [1], {1: 14}),
+        ("bfloat16", [2], {}),
+        pytest.param("float16", [1], {1: 14}, marks=NEEDS_FLOAT16),
+        pytest.param("float16", [0, 3], {0: 14}, marks=NEEDS_FLOAT16),
+    ],
 )
 def test_in_half_precision(dtype, lost, back):
     """With masters in float32, which move with the parameters. The norm is that of DeepSpeed, which counts a replica's

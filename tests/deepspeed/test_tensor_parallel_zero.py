@@ -9,6 +9,7 @@ from benchmarks.zero.compare import assert_same_training, of_weights, together, 
 from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.testing.faults import kill
+from tests.deepspeed.halves import HALVES
 
 STAGES = [1, 2]
 
@@ -183,7 +184,7 @@ SCALED = (("fp16", {"enabled": True, "initial_scale_power": 10}),)
 """So that DeepSpeed's two widths do not begin with another number of steps that overflow."""
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_half_precision(stage, dtype):
     """With masters in float32. No further from AutoTP alone than four times what DeepSpeed without it is."""
