@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from tests.deepspeed.test_recipe import ENVIRONMENT, RECIPES, start, with_block
+from tests.deepspeed.test_recipe import ENVIRONMENT, RECIPES, pids_in, said_until, start, with_block
 
 SAVING = """
 import runpy, sys
@@ -71,17 +71,12 @@ def assert_equal(mine, own):
 def test_what_is_in_memory_is_what_deepspeed_would_have_saved(tmp_path, config, stage):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=20", "--deepspeed_config"]
     process = start(*words, with_block(tmp_path, {"enabled": True}, of=config, stage=stage), PAUSE_S="1")
-    pids = []
-    for line in process.stdout:
-        if " is pid " in line:
-            pids.append(int(line.split()[-1]))
-        if line.startswith("step 8:"):
-            break
+    pids = pids_in(said_until(process, r"step 8:"))
     living = export(tmp_path / "living")
     for line in process.stdout:  # it has gone on meanwhile, and does
         if (told := re.match(r"step (\d+):", line)) and int(told[1]) > living:
             break
-    for pid in (process.pid, *pids):
+    for pid in (process.pid, *pids.values()):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     dead = export(tmp_path / "dead")

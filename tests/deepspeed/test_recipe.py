@@ -25,6 +25,21 @@ def start(*words, **environment):
     )
 
 
+def said_until(process, pattern):
+    """All it has said by then. As with `python -u`, a worker may write in the middle of the line of another."""
+    said = ""
+    for line in process.stdout:
+        said += line
+        if re.search(pattern, said):
+            return said
+    raise AssertionError(f"it never said {pattern}: {said[-3000:]}")
+
+
+def pids_in(said):
+    """Slot -> pid."""
+    return {int(slot): int(pid) for slot, pid in re.findall(r"slot (\d+) is pid (\d+)", said)}
+
+
 def last_of(process, timeout_s=240):
     said = process.communicate(timeout=timeout_s)[0]
     assert process.returncode == 0, said[-3000:]
@@ -47,12 +62,7 @@ def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
     undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config)))
     process = start(*words, str(RECIPES / config))
-    for line in process.stdout:
-        if "slot 2 is pid" in line:
-            victim = int(line.split()[-1])
-        if line.startswith("step 8:"):
-            os.kill(victim, signal.SIGKILL)
-            break
+    os.kill(pids_in(said_until(process, r"step 8:"))[2], signal.SIGKILL)
     step, samples, numbers, ranks = last_of(process)
     assert (step, samples, ranks) == (*undisturbed[:2], 3)
     same = 1 if "tp" in config else 2  # where a replica has several slots, the first has more weights now
@@ -69,12 +79,8 @@ def test_with_an_mpu_two_leave_and_two_come_back(tmp_path, back):
         path.write_text(json.dumps(config))
         told = {"PAUSE_S": "1.0"} if disturbed and back else {}
         process = start(*["--ntp-respawn=2"] * back, *words, str(path), **told)
-        for line in process.stdout if disturbed else ():
-            if line.startswith("slot 1 is pid"):
-                victim = int(line.split()[-1])
-            if line.startswith("step 8:"):
-                os.kill(victim, signal.SIGKILL)
-                break
+        if disturbed:
+            os.kill(pids_in(said_until(process, r"step 8:"))[1], signal.SIGKILL)
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 0, said[-3000:]
         found.append(re.search(r"done: step (\d+), samples (\d+), weights here ([\d.]+), (\d) ranks", said).groups())
@@ -91,13 +97,7 @@ def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path, config, sta
     undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config, stage=stage)))
     switched_on = with_block(tmp_path, {"enabled": True}, of=config, stage=stage)
     process = start(*words, switched_on)
-    pids = []
-    for line in process.stdout:
-        if " is pid " in line:
-            pids.append(int(line.split()[-1]))
-        if line.startswith("step 16:"):
-            break
-    for pid in (process.pid, *pids):
+    for pid in (process.pid, *pids_in(said_until(process, r"step 16:")).values()):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     step, samples, numbers, ranks = last_of(start("--ntp-resume=latest", *words, switched_on))
