@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import Work
 
 from ntp_plugin.comm.device_meshes import DeviceMeshes
 from ntp_plugin.comm.gloo_backend import GlooBackend
@@ -39,11 +40,11 @@ from ntp_plugin.comm.group_backend import GroupBackend
 from ntp_plugin.comm.meeting_store import MeetingStore
 from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
 from ntp_plugin.comm.nccl_requirements import require_nccl
+from ntp_plugin.comm.operations import POINT_TO_POINT, WAIT_WHOLE, Operations, kind_of_device
 from ntp_plugin.comm.sockets import Connections
 from ntp_plugin.comm.waits import BreakableWaits
 from ntp_plugin.errors import PeerLost, Refused
 
-_HOOK = 0x4E5450
 _GROUPS_IN_AN_EPOCH = 10_000
 """More than anybody makes between two changes of the membership."""
 
@@ -66,13 +67,6 @@ class _Group:
     nccl: NcclBackend | None
     connected: tuple[int, ...]
     """The members of its last edit that came through."""
-
-    def forget_works(self) -> None:
-        """Take the hooks back that saw the group's works."""
-        if self.gloo is not None:
-            self.handle.unregister_post_hook(_HOOK)
-        if self.gloo is not None and self.nccl is not None:
-            self.handle.unregister_pre_hook(_HOOK)
 
     def busy(self) -> bool:
         return any(backend.busy() for backend in self.backends().values())
@@ -112,6 +106,7 @@ class ElasticGroups:
         self._lanes_made = 0
         self._put_aside: list[_Group] = []
         self._waits = BreakableWaits()
+        self._operations = Operations()
         self._connections = Connections()
         """Gloo's."""
         self._meshes = DeviceMeshes(slot)
@@ -129,6 +124,7 @@ class ElasticGroups:
         """See every group that is made from now on; call it before `init_process_group`."""
         assert self._make_group is None, "groups are attached once"
         self._waits.attach()
+        self._operations.attach()
         self._meshes.attach()
         self._make_group = c10d._new_process_group_helper
         c10d._new_process_group_helper = self._make_and_remember  # type: ignore[assignment]
@@ -138,10 +134,9 @@ class ElasticGroups:
         assert self._make_group is not None, "groups are attached"
         c10d._new_process_group_helper = self._make_group
         self._make_group = None
-        for group in (*self._groups, *self._lanes):
-            group.forget_works()
         self._groups.clear()
         self._lanes.clear()
+        self._operations.detach()
         self._waits.detach()
         self._meshes.detach()
 
@@ -198,25 +193,18 @@ class ElasticGroups:
             backend.edit(self.epoch, handles, timeout.total_seconds())
 
     def _watch_works(self, group: _Group, timeout: timedelta) -> None:
-        """See gloo's works. On NCCL's nobody waits on the host."""
-        gloo, elsewhere = group.gloo, set[int]()
+        """See gloo's works. On NCCL's nobody waits on the host, and a barrier is NCCL's where there are both."""
+        gloo, only_gloo, limit_s = group.gloo, group.nccl is None, timeout.total_seconds()
         if gloo is None:
             return
 
-        def starting(operation: Any) -> None:
-            tensors = [*operation.input_tensors, *operation.output_tensors]
-            if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):  # a barrier is NCCL's
-                elsewhere.add(operation.op_id)
+        def started(name: str, work: Work, given: tuple[Any, ...]) -> None:
+            if only_gloo or kind_of_device(given) == "cpu":
+                operation = self._waits.register(work, sliced=name not in WAIT_WHOLE, limit_s=limit_s)
+                if name not in POINT_TO_POINT:
+                    gloo.keep(operation)
 
-        def started(operation: Any) -> None:
-            if operation.op_id in elsewhere:
-                elsewhere.remove(operation.op_id)
-            elif operation.work is not None and self._waits.register(operation.name.name, operation.work, timeout):
-                gloo.keep(operation.op_id, operation.work)
-
-        if group.nccl is not None:
-            group.handle.register_pre_hook(_HOOK, starting)
-        group.handle.register_post_hook(_HOOK, started)
+        self._operations.tell(group.handle, started)
 
     # ------------------------------------------------ leaving, and coming together again
 
@@ -359,7 +347,7 @@ class ElasticGroups:
         self._put_aside = [lane for lane in lanes if lane.busy()]
         for lane in lanes:
             if lane not in self._put_aside and lane.handle in c10d._world.pg_map:
-                lane.forget_works()
+                self._operations.tell_no_more(lane.handle)
                 dist.destroy_process_group(lane.handle)
 
     @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """Waits that a break-out can end.
 
-Every wait on a collective goes in slices of 20 ms, and looks between them whether a break-out is under way. A send or
-receive must not be sliced: gloo takes a wait that runs out for an error and tears down a healthy group. It waits whole
-on a helper thread, and the main thread leaves that thread behind if gloo has lost the operation (it then ends at the
-group's own time limit).
+Every wait on a collective goes in slices of 20 ms, and looks between them whether a break-out is under way. Two kinds
+cannot be sliced. A send or receive: gloo takes a wait that runs out for an error and tears down a healthy group. And a
+reduce-scatter: torch makes it of an all-reduce, and its work waits for that without a limit, and never says that it is
+completed. They wait whole on a helper thread, and the main thread leaves that thread behind if gloo has lost the
+operation (it then ends at the group's own time limit).
 
 `Work.wait` is the one place where torch waits for gloo, whoever called; it is replaced while waits are attached, and
 only works of registered groups are treated. A work is recognised by identity, and kept alive until it is waited for.
@@ -12,9 +13,10 @@ only works of registered groups are treated. A work is recognised by identity, a
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Work
@@ -23,33 +25,55 @@ from ntp_plugin.comm.helpers import Helpers
 from ntp_plugin.errors import PeerLost
 
 SLICE_S = 0.02
+_SLICE = timedelta(seconds=SLICE_S)
 GRACE_S = 0.1
 """After a break-out gloo gets so long to fail an operation by itself; what still stands then is lost."""
 
 MOST_KEPT = 4096
 _EXPIRED = "Operation timed out!"
-_POINT_TO_POINT = ("SEND", "RECV")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Known:
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Operation:
+    """One that is under way, or was."""
+
     work: Work
-    collective: bool
+    sliced: bool
+    """Whether it can be waited for in slices; then its work says as well when it is over."""
     until: float
     """From then on the wait is whole again, so that the group's own time limit is told in torch's words."""
+    waited_for: bool = False
+    """To its end, however it ended."""
+
+    def is_over(self) -> bool:
+        """Whether gloo has done with it; one that cannot be sliced is over once it was waited for."""
+        return self.waited_for or (self.sliced and self.work.is_completed())
+
+
+class _Standing:
+    """That this process waits; no generator, because a step has many."""
+
+    def __init__(self) -> None:
+        self.moved_at = time.monotonic()
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.moved_at, self.depth = time.monotonic(), self.depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self.moved_at, self.depth = time.monotonic(), self.depth - 1
 
 
 class BreakableWaits:
     """Waits on the works of some groups."""
 
     def __init__(self) -> None:
-        self._works: dict[int, _Known] = {}
+        self._works: dict[int, Operation] = {}
         self._helpers = Helpers()
         self._original: Callable[..., bool] | None = None
         self._give_up_at: float | None = None
         self._lock = threading.Lock()
-        self._moved_at = time.monotonic()
-        self._waiting = 0
+        self._standing = _Standing()
 
     def attach(self) -> None:
         """Replace `Work.wait`."""
@@ -72,26 +96,25 @@ class BreakableWaits:
         self._works.clear()
         self._helpers.close()
 
-    def register(self, operation: str, work: Work, timeout: timedelta) -> bool:
-        """Treat waits on this work from now on; whether it is a collective."""
-        collective = operation not in _POINT_TO_POINT
+    def register(self, work: Work, *, sliced: bool, limit_s: float) -> Operation:
+        """Treat waits on this work from now on."""
+        operation = Operation(work=work, sliced=sliced, until=time.monotonic() + limit_s)
         with self._lock:
-            until = time.monotonic() + timeout.total_seconds()
             self._forget_the_oldest()
-            self._works[id(work)] = _Known(work=work, collective=collective, until=until)
-        return collective
+            self._works[id(work)] = operation
+        return operation
 
     def _forget_the_oldest(self) -> None:
         """Works hold their tensors, also if nobody waits: the ended and the too many are waited for as torch does."""
         while self._works:
             oldest = next(iter(self._works))
-            if len(self._works) < MOST_KEPT and not self._works[oldest].work.is_completed():
+            if len(self._works) < MOST_KEPT and not self._works[oldest].is_over():
                 return
             del self._works[oldest]
 
     def moved(self) -> tuple[float, bool]:
         """When a wait was last entered or left, and whether one is going on: what a heart tells."""
-        return self._moved_at, self._waiting > 0
+        return self._standing.moved_at, self._standing.depth > 0
 
     def begin_break_out(self) -> None:
         """From now on waits leave operations that gloo does not end within the grace."""
@@ -108,7 +131,7 @@ class BreakableWaits:
     def beside[Result](self, call: Callable[[], Result]) -> Result:
         """Call on a helper thread; raises `PeerLost` where a break-out finds the call lost, and leaves it behind."""
         calling = self._helpers.submit(call)
-        with self.standing():
+        with self._standing:
             while not concurrent.futures.wait([calling], SLICE_S).done:
                 self._leave_if_lost()
             return calling.result()
@@ -119,22 +142,28 @@ class BreakableWaits:
             known = self._works.pop(id(work), None)
         if known is None or known.work is not work:
             return self._original(work)
-        original = self._original
         try:
-            if known.collective:
-                with self.standing():
+            if known.sliced:
+                with self._standing:
                     return self._wait_sliced(work, known.until)
-            return self.beside(lambda: original(work))
+            return self.beside(functools.partial(self._wait_whole, known))
         except RuntimeError as error:
             if self._give_up_at is None:
                 raise
             raise PeerLost("an operation broke because the membership changes") from error
 
+    def _wait_whole(self, operation: Operation) -> bool:
+        assert self._original is not None, "waits are attached"
+        try:
+            return self._original(operation.work)
+        finally:
+            operation.waited_for = True
+
     def _wait_sliced(self, work: Work, until: float) -> bool:
         assert self._original is not None, "waits are attached"
         while time.monotonic() < until:
             try:
-                return self._original(work, timedelta(seconds=SLICE_S))
+                return self._original(work, _SLICE)
             except RuntimeError as error:
                 if _EXPIRED not in str(error):
                     raise
@@ -142,14 +171,9 @@ class BreakableWaits:
                 self._leave_if_lost()
         return self._original(work)
 
-    @contextlib.contextmanager
-    def standing(self) -> Iterator[None]:
+    def standing(self) -> contextlib.AbstractContextManager[None]:
         """What a heart is told: that this process waits for others."""
-        self._moved_at, self._waiting = time.monotonic(), self._waiting + 1
-        try:
-            yield
-        finally:
-            self._moved_at, self._waiting = time.monotonic(), self._waiting - 1
+        return self._standing
 
     def _leave_if_lost(self) -> None:
         if self._give_up_at is not None and self.given_up():
