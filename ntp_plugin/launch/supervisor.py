@@ -208,7 +208,7 @@ class Supervisor:
         if self.view.seats:
             self.last = self.view
         if not self.view.over:  # after the end of the job nobody is to be broken out
-            self._heartbeats.tell_epoch(self.view.epoch)
+            self._heartbeats.tell_epoch(self.view.epoch, list(self._wards))
 
     def _conclude(self) -> None:
         """Whether all hosts have ended: those of the last view that somebody was in, where the job is over. Then nobody

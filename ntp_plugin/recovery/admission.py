@@ -9,6 +9,7 @@ replica have said so. The first makes the view that it is in, the others the nex
 waited for there by the driver, for a moment.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection
 
@@ -18,6 +19,8 @@ from ntp_plugin.errors import Excluded
 
 _POLL_S = 0.01
 """A newcomer's look at the store, and a member's for the view that it has opened for."""
+_LOOK_S = 0.25
+"""From one look of the members to the next: one costs some tenths of a millisecond, and steps may be short."""
 _WAIT_S = 2.0
 """From the opening to the newcomer's view: it takes some milliseconds, unless the newcomer has just died."""
 
@@ -67,12 +70,24 @@ def _have_come(store: KeyStore, view: View, slots: Collection[int]) -> bool:
 class Doorkeeper:
     """The members' side, in each of them; one of them is the one who looks."""
 
-    def __init__(self, store: KeyStore, epoch: Callable[[], int], newer_view_exists: Callable[[], bool]) -> None:
-        self._store, self._epoch, self._newer_view_exists = store, epoch, newer_view_exists
+    def __init__(
+        self,
+        store: KeyStore,
+        epoch: Callable[[], int],
+        newer_view_exists: Callable[[], bool],
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._epoch, self._newer_view_exists, self._now = store, epoch, newer_view_exists, now
         self._of_epoch, self._number = 0, 0
+        self._looks_at = -math.inf
 
     def somebody_asks(self) -> bool:
-        """Whether the door should be opened."""
+        """Whether the door should be opened, as far as was looked by now."""
+        now = self._now()
+        if now < self._looks_at:
+            return False
+        self._looks_at = now + _LOOK_S
         self._begin_epoch()
         return self._store.present([_asked(self._epoch(), self._number)])
 

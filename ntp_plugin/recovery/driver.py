@@ -17,6 +17,7 @@ from ntp_plugin.comm.agreement import Agreed, Agreement
 from ntp_plugin.comm.membership import Report, View
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.errors import PeerLost, Refused
+from ntp_plugin.recovery.bell import Bell
 from ntp_plugin.recovery.trainer import LeavesOut, Trainer
 
 _LOG = logging.getLogger(__name__)
@@ -26,8 +27,8 @@ _LOG = logging.getLogger(__name__)
 class Patience:
     """How long the driver waits for what."""
 
-    watch_s: float = 0.005
-    """Between two looks at the newest epoch in shared memory: a look takes a microsecond."""
+    look_s: float = 0.005
+    """Between two looks at the store for a view that is about to come."""
     agree_s: float = 60.0
     """For a whole agreement. Who is frozen or hung in it is put out by the detector, which must come first."""
     regroup_s: float = 5.0
@@ -47,12 +48,13 @@ class Driver:
         *,
         agreement: Agreement,
         newest_epoch: Callable[[], int],
+        bell: Bell,
         groups: ElasticGroups,
         trainer: Trainer,
         patience: Patience | None = None,
     ) -> None:
         self._agreement = agreement
-        self._newest_epoch = newest_epoch
+        self._newest_epoch, self._bell = newest_epoch, bell
         self._groups = groups
         self._trainer = trainer
         self._patience = patience or Patience()
@@ -70,6 +72,7 @@ class Driver:
     def stop(self) -> None:
         """End the watcher."""
         self._stopping.set()
+        self._bell.wake()
         self._watcher.join()
 
     def carry_through[Result](self, step: Callable[[], Result]) -> Result:
@@ -200,7 +203,8 @@ class Driver:
     # ------------------------------------------------ signals
 
     def _watch(self) -> None:
-        while not self._stopping.wait(self._patience.watch_s):
+        while not self._stopping.is_set():
+            self._bell.wait()
             self._groups.break_out(self._newest_epoch())
 
     def _a_loss_follows(self) -> bool:
@@ -217,5 +221,5 @@ class Driver:
             while time.monotonic() < deadline:
                 if self._agreement.newer_view_exists():
                     return True
-                time.sleep(self._patience.watch_s)
+                time.sleep(self._patience.look_s)
         return False

@@ -16,8 +16,10 @@ import dataclasses
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from ntp_plugin.recovery.bell import ring
 
 _WORD = 8
 _EPOCH, _FIRST_RECORD, _WORDS_OF_A_RECORD = 0, 1, 2
@@ -52,8 +54,12 @@ class HeartbeatFile:
         self._words.release()
         self._memory.close()
 
-    def tell_epoch(self, epoch: int) -> None:
+    def tell_epoch(self, epoch: int, slots: Iterable[int]) -> None:
+        """And have these look, if it is a newer one."""
+        newer = epoch > self._words[_EPOCH]
         self._words[_EPOCH] = epoch
+        if newer:
+            ring(self.path, slots)
 
     def newest_epoch(self) -> int:
         return self._words[_EPOCH]

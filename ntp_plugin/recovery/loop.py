@@ -5,7 +5,7 @@ is what members report, and decide on, in a walk. Before the vote nothing has be
 section again. Whoever has left the vote knows that all have come to it: it applies, and if a loss keeps others from
 leaving, they apply in the next walk (`roll_forward`).
 
-The vote is one all-reduce over the world. It sums a few numbers, so that what is to be told of a section is known to
+The vote is one sum over the world, of a few numbers, so that what is to be told of a section is known to
 all who left it; who rolls forward is told by one of them.
 """
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.comm.small_sums import sum_of_all
 from ntp_plugin.recovery.driver import Driver
 
 
@@ -106,8 +107,7 @@ class Loop:
         return apply(self._sum(numbers))
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        summed = numbers.to("cpu" if dist.get_backend() == "gloo" else "cuda")
-        dist.all_reduce(summed)
+        summed = sum_of_all(numbers)
         self._groups.confirm()
         return summed.cpu()
 

@@ -22,6 +22,7 @@ from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
+from ntp_plugin.recovery.bell import Bell
 from ntp_plugin.recovery.driver import Driver, Patience
 from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
 from ntp_plugin.recovery.place import Place
@@ -45,6 +46,7 @@ class ElasticRank:
         rendezvous = PrefixStore(f"{place.corner}/c10d", meeting)
         dist.init_process_group(backend, store=rendezvous, rank=place.slot, world_size=place.slots, timeout=timeout)
         self._heartbeats = HeartbeatFile(place.heartbeats, place.slots)
+        self._bell = Bell(place.heartbeats, place.slot)
         self._heart = Heart(self._heartbeats, place.slot, every_s=place.beat_s, moved=self.groups.moved)
         self._driver: Driver | None = None
 
@@ -58,7 +60,12 @@ class ElasticRank:
         usual = Patience()
         patience = dataclasses.replace(usual, agree_s=max(usual.agree_s, 2 * place.hung_s))
         self._driver = Driver(
-            agreement=agreement, newest_epoch=newest, groups=self.groups, trainer=trainer, patience=patience
+            agreement=agreement,
+            newest_epoch=newest,
+            bell=self._bell,
+            groups=self.groups,
+            trainer=trainer,
+            patience=patience,
         )
         return self._driver
 
@@ -105,6 +112,7 @@ class ElasticRank:
         """End the threads, and leave torch as it was."""
         if self._driver is not None:
             self._driver.stop()
+        self._bell.close()
         self._heart.stop()
         self.groups.detach()
         ElasticRank.is_there = False

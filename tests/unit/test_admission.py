@@ -1,5 +1,6 @@
 """Who asks to be let in is let in, and who has died meanwhile holds nobody up twice."""
 
+import itertools
 import threading
 
 import pytest
@@ -37,6 +38,11 @@ def asking(store):
     return newcomer
 
 
+def door_of(store, epoch, newer_view_exists):
+    """Of a member that looks whenever it is asked."""
+    return Doorkeeper(store, epoch, newer_view_exists, now=itertools.count().__next__)
+
+
 def wait_until_asked(door):
     while not door.somebody_asks():
         pass
@@ -49,7 +55,7 @@ def let_in(newcomer):
 
 def test_who_asks_is_let_in_when_the_door_is_opened():
     store = Keys()
-    door = Doorkeeper(store, lambda: 0, lambda: True)
+    door = door_of(store, lambda: 0, lambda: True)
     assert not door.somebody_asks()
     newcomer = asking(store)
     wait_until_asked(door)
@@ -61,7 +67,7 @@ def test_who_asks_is_let_in_when_the_door_is_opened():
 def test_members_open_for_one_who_has_died_once():
     store = Keys()
     store.create("asked/0/0", "")
-    door, other = Doorkeeper(store, lambda: 0, lambda: False), Doorkeeper(store, lambda: 0, lambda: False)
+    door, other = door_of(store, lambda: 0, lambda: False), door_of(store, lambda: 0, lambda: False)
     assert door.somebody_asks()
     assert not door.open(mine=True), "nobody came"
     assert not other.open(mine=False)
@@ -73,9 +79,20 @@ def test_members_open_for_one_who_has_died_once():
     assert let_in(newcomer)
 
 
+def test_members_with_short_steps_do_not_look_in_each():
+    store, now = Keys(), 0.0
+    door = Doorkeeper(store, lambda: 0, lambda: True, now=lambda: now)
+    assert not door.somebody_asks()
+    store.create("asked/0/0", "")
+    now = 0.2
+    assert not door.somebody_asks(), "it has just looked"
+    now = 0.3
+    assert door.somebody_asks()
+
+
 def test_who_waits_asks_again_in_the_next_epoch():
     store, epoch = Keys(), 0
-    door = Doorkeeper(store, lambda: epoch, lambda: True)
+    door = door_of(store, lambda: epoch, lambda: True)
     newcomer = asking(store)
     wait_until_asked(door)
     following = without(FIRST, [1])
@@ -128,7 +145,7 @@ def put(store, view):
 def test_nobody_asks_before_all_of_a_replica_have_come():
     store = Keys()
     view = put(store, without(FOUR, [2, 3]))
-    door = Doorkeeper(store, lambda: view.epoch, lambda: True)
+    door = door_of(store, lambda: view.epoch, lambda: True)
     first = asking_together(store, 2, 3)
     while "come/1/2" not in store:
         pass
@@ -151,7 +168,7 @@ def test_nobody_asks_beside_one_who_is_about_to_leave():
     assert newcomer.is_alive() and "asked/1/0" not in store
     put(store, without(hurt, [2]))
     other = asking_together(store, 2, 3)
-    door = Doorkeeper(store, lambda: 2, lambda: True)
+    door = door_of(store, lambda: 2, lambda: True)
     wait_until_asked(door)
     door.open(mine=True)
     assert let_in(newcomer) and let_in(other)

@@ -1,0 +1,80 @@
+"""A rank that is rung looks at once, and one that is not looks by itself."""
+
+import threading
+import time
+
+import pytest
+
+from ntp_plugin.recovery import bell
+from ntp_plugin.recovery.bell import Bell, ring
+from ntp_plugin.recovery.heartbeat import HeartbeatFile
+
+
+@pytest.fixture(name="patient")
+def _patient(monkeypatch):
+    """Who does not look by itself in the time of a test."""
+    monkeypatch.setattr(bell, "_LOOK_S", 60.0)
+
+
+def waiting(mine):
+    thread = threading.Thread(target=mine.wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def ended(thread, within_s=5.0):
+    thread.join(within_s)
+    return not thread.is_alive()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_newer_epoch_wakes_who_waits(tmp_path):
+    path = tmp_path / "heartbeats"
+    file, mine = HeartbeatFile(path, 4), Bell(path, 2)
+    thread = waiting(mine)
+    assert not ended(thread, 0.1)
+    file.tell_epoch(0, [2])
+    assert not ended(thread, 0.1), "that is no news"
+    file.tell_epoch(1, [1, 2])
+    assert ended(thread) and file.newest_epoch() == 1
+    mine.close(), file.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_ring_before_the_wait_is_not_lost(tmp_path):
+    mine, other = Bell(tmp_path / "a", 0), Bell(tmp_path / "b", 0)
+    ring(tmp_path / "a", [0, 1])
+    assert ended(waiting(mine))
+    thread = waiting(other)
+    assert not ended(thread, 0.1), "it is of another job"
+    other.wake()
+    assert ended(thread)
+    mine.close(), other.close()
+
+
+def test_who_is_never_rung_looks_all_the_same(tmp_path):
+    mine, began = Bell(tmp_path / "a", 0), time.monotonic()
+    mine.wait()
+    assert 0.2 < time.monotonic() - began < 5.0
+    mine.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_comes_before_the_old_one_has_gone_looks_often(tmp_path):
+    old, new = Bell(tmp_path / "a", 0), Bell(tmp_path / "a", 0)
+    assert ended(waiting(new))
+    old.close()
+    third = Bell(tmp_path / "a", 0)
+    thread = waiting(third)
+    assert not ended(thread, 0.1), "the name is free"
+    third.wake()
+    assert ended(thread)
+    new.close(), third.close()
+
+
+def test_one_that_is_rung_too_often_holds_nobody_up(tmp_path):
+    mine = Bell(tmp_path / "a", 0)
+    for _ in range(10_000):
+        ring(tmp_path / "a", [0])
+    mine.wait()
+    mine.close()
