@@ -1,6 +1,6 @@
 """What being able to lose ranks costs a job that loses none: the evidence for `make show-live-overhead`.
 
-    python -m benchmarks.live_overhead            300 pairs of steps of each framework; to be run on a quiet machine
+    python -m benchmarks.live_overhead            to be run on a quiet machine
     SCALE=ci python -m benchmarks.live_overhead   a slice
 
 As in `overhead.py` two jobs stand side by side and take turns, step by step; a pair is two steps that ran one after the
@@ -8,11 +8,18 @@ other. Here the second job is a live one, as `ntp run` starts it: its groups can
 beat, it votes on each step and tells its record. Nothing is copied. Megatron trains TP2 x DP2, DeepSpeed four ranks
 with ZeRO-1.
 
+What it costs is a time in each step, and hardly more in a longer one: the vote is one message to the first rank and one
+back, whatever is trained. So there are steps of two lengths. That of the test model, some hundredths of a second of
+which most is Python and messages, tells what the time is; the claim is on one of about a second, which is short for
+who trains on many GPUs.
+
 The threads of the live job, its watcher and its heart, go on in the turns of both jobs, so that the ratio does not show
 them. Their processor time is measured by itself, as a share of all processors' time, and added: the claim is that the
-interval of the median and they together are within 1.01. What is not counted is the supervisor, one process on a host.
+interval of the median and they together are within 1.01 where the step is long. What is not counted is the supervisor,
+one process on a host.
 
-Beside them stands, for each framework, a pair with a live job that sleeps a twentieth of each step: it must be seen.
+Beside them stands, for each framework, a pair with a live job that sleeps a twentieth of each long step: it must be
+seen.
 """
 
 import dataclasses
@@ -39,9 +46,16 @@ from benchmarks.rehearsal import quietly
 from benchmarks.zero.job import have_deepspeed_imported
 from ntp_plugin.testing.ranks import Rank, Ranks
 
-FULL, CI = 300, 24
+SHORT, LONG = "short", "long"
+FULL, CI = {SHORT: 300, LONG: 120}, {SHORT: 24, LONG: 12}
 FRAMEWORKS = {"megatron": have_megatron_imported, "deepspeed": have_deepspeed_imported}
-EACH, FEATURES = 2, 512
+MEGATRON = {
+    SHORT: "",
+    LONG: "--hidden-size 512 --kv-channels 32 --ffn-hidden-size 1280 --seq-length 128 --max-position-embeddings 128",
+}
+DEEPSPEED = {SHORT: (512, 64), LONG: (1536, 320)}
+"""Features, and samples of a micro-batch."""
+EACH = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +72,7 @@ class SideBySide:
     """What a rank does: the first half of the ranks are the framework's own job, the others a live one."""
 
     framework: str
+    length: str
     steps: int
     second_port: int
     planted: float = 0.0
@@ -79,7 +94,7 @@ class SideBySide:
         turns = Turns(TCPStore("127.0.0.1", rank.port, None, False), live, RANKS)
         work = {"megatron": _train_megatron, "deepspeed": _train_deepspeed}[self.framework]
         began = time.monotonic()
-        clock, end = work(turns, self.planted if live else 0.0, self.steps, live, f"{rank.folder}/samples{live}")
+        clock, end = work(self, turns, live, f"{rank.folder}/samples{live}")
         took = _processor_seconds_of_threads() / (time.monotonic() - began)
         end()
         return Run(seconds=clock.seconds, threads=took)
@@ -110,14 +125,15 @@ def _processor_seconds_of_threads() -> float:
 # ---------------------------------------------------------------- the jobs
 
 
-def _train_megatron(turns: Turns, planted: float, steps: int, live: bool, samples: str) -> Any:
+def _train_megatron(asked: SideBySide, turns: Turns, live: bool, samples: str) -> Any:
     from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
 
     cpu.install(cpu.ON)
     if live:
         activation.install()
-    clock = Clock(turns, planted)
-    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=live, dtype="float32", more=f"--train-iters {steps}")
+    clock = Clock(turns, asked.planted if live else 0.0)
+    more = f"--train-iters {asked.steps} {MEGATRON[asked.length]}"
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=live, dtype="float32", more=more)
     sys.argv = [str(RECIPES / "pretrain_gpt.py"), *job.words, "--data-cache-path", samples]
     runpy.run_path(str(RECIPES / "pretrain_gpt.py"), run_name="__main__")
     clock.stop()
@@ -143,19 +159,20 @@ class _OwnClock(Clock):
         """The loop takes it."""
 
 
-def _train_deepspeed(turns: Turns, planted: float, steps: int, live: bool, _samples: str) -> Any:
+def _train_deepspeed(asked: SideBySide, turns: Turns, live: bool, _samples: str) -> Any:
     if live:
         from ntp_plugin.deepspeed import activation as ours  # noqa: PLC0415
     import deepspeed  # noqa: PLC0415
 
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
-    first, second = torch.nn.Linear(FEATURES, FEATURES), torch.nn.Linear(FEATURES, FEATURES)
-    model = torch.nn.Sequential(first, torch.nn.Tanh(), second, torch.nn.Linear(FEATURES, 1))
+    features, size = DEEPSPEED[asked.length]
+    first, second = torch.nn.Linear(features, features), torch.nn.Linear(features, features)
+    model = torch.nn.Sequential(first, torch.nn.Tanh(), second, torch.nn.Linear(features, 1))
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     config = {
-        "train_batch_size": RANKS * EACH * 64,
-        "train_micro_batch_size_per_gpu": 64,
+        "train_batch_size": RANKS * EACH * size,
+        "train_micro_batch_size_per_gpu": size,
         "gradient_accumulation_steps": EACH,
         "steps_per_print": 1_000_000,
         "optimizer": adam,
@@ -163,10 +180,10 @@ def _train_deepspeed(turns: Turns, planted: float, steps: int, live: bool, _samp
     }
     config |= {"ntp": {"enabled": True, "copies": {"mode": "off"}}} if live else {}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    samples = TensorDataset(torch.randn(steps * EACH * 64 * RANKS, FEATURES))
+    samples = TensorDataset(torch.randn(1, features).expand(asked.steps * EACH * size * RANKS, features))
     sampler: Any = DistributedSampler(samples, RANKS, int(os.environ["RANK"]), shuffle=False)
-    clock = _OwnClock(turns, planted)
-    for number, (x,) in enumerate(DataLoader(samples, batch_size=64, sampler=sampler)):
+    clock = _OwnClock(turns, asked.planted if live else 0.0)
+    for number, (x,) in enumerate(DataLoader(samples, batch_size=size, sampler=sampler)):
         if number % EACH == 0:
             clock.begin()
         loss = (engine(x).squeeze(-1) - x.sum(dim=-1)).square().mean()
@@ -183,14 +200,15 @@ def _nothing() -> None:
 # ---------------------------------------------------------------- pairs
 
 
-def side_by_side(framework: str, pairs: int, *, planted: float = 0.0) -> tuple[list[float], float, float]:
+def side_by_side(framework: str, length: str, pairs: int, *, planted: float = 0.0) -> tuple[list[float], float, float]:
     """The ratios of the live job to the other, the share of all processors that its threads take, and the seconds of a
     step of the other."""
     FRAMEWORKS[framework]()
     second = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    play = SideBySide(framework=framework, steps=WARM_UP + pairs + 1, second_port=second.port, planted=planted)
+    steps = WARM_UP + pairs + 1
+    play = SideBySide(framework=framework, length=length, steps=steps, second_port=second.port, planted=planted)
     with Ranks(2 * RANKS, play) as ranks:
-        told: dict[int, Run] = ranks.wait(120 + 3.0 * pairs)
+        told: dict[int, Run] = ranks.wait(120 + 6.0 * pairs)
     off, on = ([told[slot] for slot in range(first, first + RANKS)] for first in (0, RANKS))
     seconds = sorted(max(times) for times in zip(*(run.seconds for run in off), strict=True))
     threads = sum(run.threads for run in on) / (os.cpu_count() or 1)
@@ -201,12 +219,14 @@ def measured(framework: str, scale: str) -> list[dict[str, Any]]:
     """The rows of one framework, in a process of its own: both change torch."""
     pairs = CI if scale == "ci" else FULL
     rows = []
-    for what, planted in (("live, nobody lost / alone", 0.0), (f"live and {PLANTED:.0%} asleep / alone", PLANTED)):
-        ratios, threads, step_s = side_by_side(framework, pairs, planted=planted)
+    for length, planted in ((SHORT, 0.0), (LONG, 0.0), (LONG, PLANTED)):
+        ratios, threads, step_s = side_by_side(framework, length, pairs[length], planted=planted)
         low, high = interval(ratios)
-        found = row(what, ratios, framework=framework)
-        found |= {"threads": round(threads, 4), "step_ms": round(1000 * step_s, 1)}
-        rows.append(found | {"low": low + threads, "high": high + threads, "planted": planted})
+        asleep = f" and {planted:.0%} asleep" if planted else ""
+        found = row(f"live{asleep}, nobody lost / alone: {length} step", ratios, framework=framework)
+        added_ms = 1000 * step_s * (found["ratio"] - 1)
+        found |= {"threads": round(threads, 4), "step_ms": round(1000 * step_s, 1), "added_ms": round(added_ms, 1)}
+        rows.append(found | {"low": low + threads, "high": high + threads, "planted": planted, "length": length})
     return rows
 
 
@@ -216,21 +236,25 @@ def main(scale: str) -> int:
         words = [sys.executable, "-m", "benchmarks.live_overhead", framework]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         rows += json.loads(done.stdout.splitlines()[-1])
-    live = [found for found in rows if not found["planted"]]
+    live = [found for found in rows if found["length"] == LONG and not found["planted"]]
     slowed = [found for found in rows if found["planted"]]
     noticed = all(found["low"] > 1 + PLANTED / 5 for found in slowed)
     within = {found["framework"]: _verdict(found["low"], found["high"]) for found in live}
     resolved = all(found["high"] <= BOUND for found in live) and noticed
+    shown = [{key: value for key, value in found.items() if key not in _FOR_THE_VERDICT} for found in rows]
     return evidence.show(
         "live-overhead",
         holds=resolved or (scale == "ci" and all(found["low"] <= BOUND for found in live)),
         seed=SEED,
-        rows=[{key: value for key, value in found.items() if key not in ("low", "high", "planted")} for found in rows],
+        rows=shown,
         scale=scale or "default",
         bound=BOUND,
         healthy=within,
         negative_controls=[{"name": "a twentieth of each step asleep", "noticed": noticed}],
     )
+
+
+_FOR_THE_VERDICT = ("low", "high", "planted", "length")
 
 
 def _verdict(low: float, high: float) -> str:
