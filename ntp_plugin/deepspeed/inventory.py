@@ -10,6 +10,7 @@ from typing import Any
 
 from ntp_plugin.copies.inventory import EXACT, LEFT, RECOMPUTE, RESET, Item, require_known
 from ntp_plugin.deepspeed.counted import count
+from ntp_plugin.deepspeed.flat_shards import kind_of
 from ntp_plugin.training import optimizers
 
 _LOG = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ def _found(engine: Any) -> Iterator[str]:
     yield "drawn from torch"
     yield from optimizers.kept(engine.basic_optimizer)
     yield from (f"counted {name}" for name in count(engine))
-    module = engine.module
-    stepped = {id(parameter) for group in engine.optimizer.bit16_groups for parameter in group}
+    module, zero = engine.module, engine.optimizer
+    stepped = {id(parameter) for group in kind_of(zero).parameters(zero) for parameter in group}
     for name, parameter in module.named_parameters():
         yield f"weight {name}" if id(parameter) in stepped else f"the weight {name}, which nobody steps,"
     persistent = module.state_dict()

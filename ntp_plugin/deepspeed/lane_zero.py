@@ -18,10 +18,9 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_invalid_grad_norm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ntp_plugin.deepspeed.flat_shards import Groups
 from ntp_plugin.errors import Refused
 from ntp_plugin.training.sharded_step import ShardedStep
-
-type Groups = list[list[torch.nn.Parameter]]
 
 
 class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]

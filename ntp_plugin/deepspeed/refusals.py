@@ -99,21 +99,16 @@ def refuse_engine(engine: Any) -> None:
         raise Refused("there is no optimizer that could be taken through a loss", way_out="name one, or leave ntp out")
     if engine.has_moe_layers:
         raise Refused("layers of experts are not held alike by all ranks", way_out=_WHAT_WORKS)
-    if type(engine.optimizer).__name__ == "BF16_Optimizer":
-        raise Refused(
-            "bf16 with ZeRO-1 and gradients accumulated in float32 (BF16_Optimizer) cannot go on after a loss",
-            way_out='"data_types": {"grad_accum_dtype": "bf16"}, or ZeRO stage 2',
-        )
     if engine.autotp_size() > 1 and type(engine.optimizer).__name__ == "FP16_Optimizer":
         raise Refused(
             "DeepSpeed's FusedAdam in half precision, without ZeRO, flattens what AutoTP has cut (FP16_Optimizer)",
             way_out='"torch_adam": true in optimizer.params, or ZeRO stage 1 or 2',
         )
-    if engine.autotp_size() > 1 and getattr(engine.optimizer, "use_separate_grad_accum", False):
-        zero = engine.optimizer
+    of_model, accumulated = engine.get_data_types()
+    if engine.autotp_size() > 1 and of_model != accumulated:
         raise Refused(
-            f"gradients of {zero.dtype} are accumulated in {zero.gradient_accumulation_dtype}, which is not built where"
-            " AutoTP has cut the model",
+            f"gradients of {of_model} are accumulated in {accumulated}, which is not built where AutoTP has cut the"
+            " model",
             way_out="leave data_types.grad_accum_dtype out",
         )
 

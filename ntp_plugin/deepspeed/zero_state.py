@@ -11,7 +11,7 @@ part. While somebody is lost there are parts of other sizes, sharded lane by lan
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
-from ntp_plugin.deepspeed.lane_zero import Groups, LaneZero
+from ntp_plugin.deepspeed.flat_shards import Groups, kind_of
+from ntp_plugin.deepspeed.lane_zero import LaneZero
 from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
-from ntp_plugin.replacements import Replacement
 from ntp_plugin.training.optimizers import element_wise
 from ntp_plugin.training.sharded_step import ShardedStep
 from ntp_plugin.training.stepped import Stepped, make_room, parts, shards_of_lanes
@@ -36,8 +36,9 @@ class ZeroState:
         self._cut = replicas if isinstance(replicas, CutReplicas) else None
         element_wise(engine.basic_optimizer)
         zero = engine.optimizer
-        self._kind, self._dtype = type(zero), zero.single_partition_of_fp32_groups[0].dtype
-        self._parameters: list[list[Any]] = [list(group) for group in zero.bit16_groups]
+        self._kind, self._nominal = kind_of(zero), type(zero)
+        self._dtype = self._kind.shards(zero)[0].values.dtype
+        self._parameters: list[list[Any]] = [*self._kind.parameters(zero)]
         self._groups = engine.basic_optimizer.param_groups
         """All of them: within a step ZeRO has the optimizer see one at a time, and a loss may come there."""
 
@@ -55,25 +56,16 @@ class ZeroState:
         zero = self._zero
         if self._cut is not None and self._cut.lanes:
             return shards_of_lanes(zero.shards, self._cut.piece_of)
-        ranks = [dist.get_rank(group=group) for group in zero.real_dp_process_group]
         return [
-            Stepped(parameter=shard, pieces=tuple(self._pieces(number, rank * shard.numel(), shard.numel())))
-            for number, (rank, shard) in enumerate(zip(ranks, zero.single_partition_of_fp32_groups, strict=True))
+            Stepped(
+                parameter=shard.values,
+                pieces=tuple(
+                    (dataclasses.replace(self._part(parameter), start=start, stop=stop), at)
+                    for parameter, start, stop, at in shard.overlaps()
+                ),
+            )
+            for shard in self._kind.shards(zero)
         ]
-
-    def _pieces(self, number: int, begin: int, size: int) -> Iterator[tuple[Piece, int]]:
-        """Of the flat group, those in the shard that begins there; and where each begins in it."""
-        zero = self._zero
-        for parameter, meta, offset in zip(
-            zero.round_robin_bit16_groups[number],
-            zero.round_robin_bit16_meta[number],
-            zero.round_robin_bit16_offsets[number],
-            strict=True,
-        ):
-            start, stop = max(begin, offset), min(begin + size, offset + meta.numel())
-            if start < stop:
-                piece = dataclasses.replace(self._part(parameter), start=start - offset, stop=stop - offset)
-                yield piece, start - begin
 
     def _part(self, parameter: torch.nn.Parameter) -> Piece:
         """What this rank's parameter is of its tensor."""
@@ -94,25 +86,9 @@ class ZeroState:
         basic.state.clear()
         vars(zero).clear()
         in_lanes = self._cut is not None and bool(self._cut.lanes)
-        zero.__class__ = LaneZero if in_lanes else self._kind
+        zero.__class__ = LaneZero if in_lanes else self._nominal
         init = functools.partial(zero.__init__, shards=self._shards) if in_lanes else zero.__init__
-
-        def in_place(_: Any) -> Callable[..., Any]:
-            def build(*args: Any, **kwargs: Any) -> Any:
-                init(*args, **kwargs)
-                return zero
-
-            return build
-
-        take_back = Replacement(
-            target="deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
-            why="the script and the scheduler hold the object that there is",
-            make=in_place,
-        ).apply()
-        try:
-            engine._configure_zero_optimizer(basic)
-        finally:
-            take_back()
+        self._kind.make_again(zero, engine, init)
         if engine._support_torch_style_backward:
             zero.register_grad_acc_post_hook(engine._backward_post_hook)
 
@@ -137,9 +113,7 @@ class ZeroState:
         if isinstance(zero, LaneZero):
             zero.shards.spread()
         else:
-            zero.update_lp_params()
-            for number in range(len(zero.bit16_groups)):
-                zero._update_model_bit16_weights(number)
+            self._kind.spread(zero)
         stepped = {id(parameter) for group in self._parameters for parameter in group}
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in stepped:

@@ -33,6 +33,21 @@ def test_nobody_is_lost(stage):
     assert used_once(rows, job)
 
 
+IN_FLOAT32 = Job(stage=1, dtype="bfloat16", more=(("data_types", {"grad_accum_dtype": "fp32"}),))
+"""Gradients of bf16 are added up in float32: another optimizer of DeepSpeed's (`BF16_Optimizer`)."""
+
+
+@pytest.mark.short
+def test_nobody_is_lost_where_gradients_are_added_up_in_float32():
+    outcomes, rows = run(IN_FLOAT32)
+    twin = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0]
+    for slot, seen in outcomes.items():
+        weights, others = seen.weights, twin[slot].weights
+        assert all(weights[name].tobytes() == others[name].tobytes() for name in others)
+        assert (seen.losses, seen.norms) == (twin[slot].losses, twin[slot].norms)
+    assert used_once(rows, IN_FLOAT32)
+
+
 LOSSES = [
     (stage, slot, moment)
     for stage in STAGES
@@ -377,7 +392,10 @@ SCALED = (("fp16", {"enabled": True, "initial_scale_power": 10}),)
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_half_precision(stage, dtype):
     """With masters in float32. No further from four ranks of DeepSpeed alone than four times what two of its are."""
-    job = Job(stage=stage, dtype=dtype, more=SCALED if dtype == "float16" else ())
+    comes_back_in_half_precision(Job(stage=stage, dtype=dtype, more=SCALED if dtype == "float16" else ()))
+
+
+def comes_back_in_half_precision(job):
     alone = dataclasses.replace(job, enabled=False)
     twin = run(alone)[0][0]
     two = run(dataclasses.replace(alone, ranks=2, each=2 * job.each))[0][0]
@@ -386,6 +404,35 @@ def test_in_half_precision(stage, dtype):
         assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
         assert of_weights(seen, twin.weights) <= 4 * of_weights(two, twin.weights)
     assert used_once(rows, job)
+
+
+def test_where_gradients_are_added_up_in_float32():
+    comes_back_in_half_precision(IN_FLOAT32)
+
+
+def test_a_second_one_in_the_recovery_where_gradients_are_added_up_in_float32():
+    """And then both come back."""
+    faults = [kill(0, during="reduce", step=5), kill(2, during="stand on", epoch=1)]
+    outcomes, rows = run(IN_FLOAT32, faults=faults, back={0: 10, 2: 14})
+    twin = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0][0]
+    assert {seen.members for seen in outcomes.values()} == {4}
+    for seen in outcomes.values():
+        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+        assert seen.weights.keys() == twin.weights.keys()
+    first, *others = outcomes.values()
+    for seen in others:
+        assert all(seen.weights[name].tobytes() == first.weights[name].tobytes() for name in first.weights)
+    assert used_once(rows, IN_FLOAT32)
+
+
+def test_deepspeed_alone_loads_what_was_saved_where_gradients_are_added_up_in_float32(tmp_path):
+    job = dataclasses.replace(IN_FLOAT32, saves=20, folder=str(tmp_path))
+    saved, _ = run(job, faults=[kill(0, during="vote", step=6)])
+    outcomes, rows = run(dataclasses.replace(job, enabled=False, ranks=3, loads=True))
+    for seen in outcomes.values():
+        assert seen.steps == 20
+        assert all(seen.weights[name].tobytes() == saved[1].weights[name].tobytes() for name in seen.weights)
+    assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 3
 
 
 def test_the_monitor_goes_on_when_the_first_rank_is_lost(tmp_path):

@@ -254,8 +254,9 @@ def test_autocast_is_refused():
         run(two(1, steps=2, epochs=1, more=(("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),)))
 
 
-def test_gradients_accumulated_in_more_digits_are_refused():
-    job = two(2, steps=2, epochs=1, dtype="bfloat16", more=(("data_types", {"grad_accum_dtype": "fp32"}),))
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_accumulated_in_more_digits_are_refused(stage):
+    job = two(stage, steps=2, epochs=1, dtype="bfloat16", more=(("data_types", {"grad_accum_dtype": "fp32"}),))
     with pytest.raises(Refused, match=r"gradients of torch\.bfloat16 are accumulated in torch\.float32"):
         run(job)
 

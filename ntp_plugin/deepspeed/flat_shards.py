@@ -1,0 +1,120 @@
+"""The two optimizers of DeepSpeed that are sharded: ZeRO's own, and another one (`BF16_Optimizer`) for ZeRO-1 in bf16
+with gradients that are added up in float32.
+
+Both make each group of parameters flat, cut it evenly over the slots that hold it, and have torch's optimizer step this
+rank's part. How they call that, and how the engine makes them, is here; what is done with it is in `zero_state.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ntp_plugin.replacements import Replacement
+
+type Groups = list[list[torch.nn.Parameter]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FlatShard:
+    """Of one group of parameters, the part that is stepped here: where it begins in the group, and where each of the
+    parameters does."""
+
+    values: torch.Tensor
+    begin: int
+    parameters: tuple[tuple[torch.nn.Parameter, int], ...]
+
+    def overlaps(self) -> Iterator[tuple[torch.nn.Parameter, int, int, int]]:
+        """The parameters that have elements in it: from which to which of theirs, and where these begin here."""
+        end = self.begin + self.values.numel()
+        for parameter, offset in self.parameters:
+            start, stop = max(self.begin, offset), min(end, offset + parameter.numel())
+            if start < stop:
+                yield parameter, start - offset, stop - offset, start - self.begin
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """One of the two."""
+
+    name: str
+    make: Callable[[Any, Any], Any]
+    """By an engine, of an optimizer of torch."""
+    parameters: Callable[[Any], Groups]
+    shards: Callable[[Any], list[FlatShard]]
+    spread: Callable[[Any], None]
+    """Have the weights of what is stepped, everywhere; all who hold them come together."""
+
+    def make_again(self, zero: Any, engine: Any, init: Callable[..., None]) -> None:
+        """In the object that there is, which the script and the scheduler hold."""
+
+        def in_place(_: Any) -> Callable[..., Any]:
+            def build(*args: Any, **kwargs: Any) -> Any:
+                init(*args, **kwargs)
+                return zero
+
+            return build
+
+        take_back = Replacement(
+            target=f"deepspeed.runtime.engine:{self.name}",
+            why="the script and the scheduler hold the object that there is",
+            make=in_place,
+        ).apply()
+        try:
+            self.make(engine, engine.basic_optimizer)
+        finally:
+            take_back()
+
+
+def kind_of(zero: Any) -> Kind:
+    """By the class that the engine has made."""
+    return _IN_FLOAT32 if type(zero).__name__ == _IN_FLOAT32.name else _ZERO
+
+
+def _shards_of_zero(zero: Any) -> list[FlatShard]:
+    in_order = zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
+    parameters = [tuple(zip(group, offsets, strict=True)) for group, offsets in in_order]
+    return _shards(zero, zero.single_partition_of_fp32_groups, parameters)
+
+
+def _shards_in_float32(zero: Any) -> list[FlatShard]:
+    return _shards(zero, zero.fp32_groups_flat_partition, [tuple(_one_after_another(one)) for one in zero.bf16_groups])
+
+
+def _one_after_another(group: Iterable[torch.nn.Parameter]) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    offset = 0
+    for parameter in group:
+        yield parameter, offset
+        offset += parameter.numel()
+
+
+def _shards(zero: Any, values: Iterable[torch.Tensor], parameters: Iterable[Any]) -> list[FlatShard]:
+    ranks = (dist.get_rank(group=group) for group in zero.real_dp_process_group)
+    return [
+        FlatShard(values=shard, begin=rank * shard.numel(), parameters=of_group)
+        for rank, shard, of_group in zip(ranks, values, parameters, strict=True)
+    ]
+
+
+def _spread_by_zero(zero: Any) -> None:
+    zero.update_lp_params()
+    for number in range(len(zero.bit16_groups)):
+        zero._update_model_bit16_weights(number)
+
+
+_ZERO = Kind(
+    name="DeepSpeedZeroOptimizer",
+    make=lambda engine, optimizer: engine._configure_zero_optimizer(optimizer),
+    parameters=lambda zero: [list(group) for group in zero.bit16_groups],
+    shards=_shards_of_zero,
+    spread=_spread_by_zero,
+)
+_IN_FLOAT32 = Kind(
+    name="BF16_Optimizer",
+    make=lambda engine, optimizer: engine._configure_bf16_optimizer(optimizer),
+    parameters=lambda zero: [list(group) for group in zero.bf16_groups],
+    shards=_shards_in_float32,
+    spread=lambda zero: zero.update_lp_params(),
+)

@@ -1,0 +1,98 @@
+"""A run that is hurt in the middle of a step is, bit for bit, one that had lost the rank before that step began: of the
+step in flight nothing is left over.
+
+With ZeRO the step from which the others go on is what the newest copies are of, so it is looked up in the run."""
+
+import pytest
+
+from benchmarks.zero.job import Job, Play, run
+from ntp_plugin.testing.faults import kill
+
+STEPS = {"steps": 12, "epochs": 3, "dtype": "float32"}
+IN_FLOAT32 = (("data_types", {"grad_accum_dtype": "fp32"}),)
+"""Gradients of bf16 are added up in it, by another optimizer of DeepSpeed's."""
+JOBS = {
+    **{f"zero {stage}": Job(stage=stage, **STEPS) for stage in (0, 1, 2)},
+    "zero 1, bf16 in float32": Job(stage=1, **{**STEPS, "dtype": "bfloat16"}, more=IN_FLOAT32),
+    **{f"autotp, zero {stage}": Job(tp=2, stage=stage, **STEPS) for stage in (0, 1, 2)},
+    **{f"mpu, zero {stage}": Job(tp=2, mpu=True, stage=stage, **STEPS) for stage in (0, 1)},
+    "mpu, bf16 in float32": Job(tp=2, mpu=True, stage=1, **{**STEPS, "dtype": "bfloat16"}, more=IN_FLOAT32),
+}
+MOMENTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied"]
+SHORT = [("zero 1, bf16 in float32", "applied"), ("autotp, zero 1", "reduce")]
+LOST, STEP = 2, 6
+
+
+def without(name, **fault):
+    """What is left of it when the rank was lost then; with an mpu its replica leaves with it."""
+    job = JOBS[name]
+    return run(job, faults=[kill(LOST, **fault)], leaving=[LOST + 1] if job.mpu else [])
+
+
+def first_hurt_step(rows):
+    """That counts."""
+    return min(row[1] for row in rows if row[0] == "micro" and row[2])
+
+
+def bits(outcomes):
+    return {
+        slot: {name: value.tobytes() for name, value in seen.weights.items()} for slot, seen in sorted(outcomes.items())
+    }
+
+
+_PLANNED = {}
+
+
+def planned(name, first):
+    """What a run comes to that loses the rank between two steps, and goes on without it from that one."""
+    for step in (first - 1, first, first + 1):
+        if (name, first) in _PLANNED:
+            break
+        outcomes, rows = without(name, during="between", step=step)
+        _PLANNED.setdefault((name, first_hurt_step(rows)), bits(outcomes))
+    return _PLANNED[name, first]
+
+
+@pytest.mark.parametrize(
+    ("name", "moment"),
+    [
+        pytest.param(name, moment, marks=[pytest.mark.short] * ((name, moment) in SHORT))
+        for name in JOBS
+        for moment in MOMENTS
+    ],
+)
+def test_a_loss_within_a_step(name, moment):
+    outcomes, rows = without(name, during=moment, step=STEP)
+    assert bits(outcomes) == planned(name, first_hurt_step(rows))
+
+
+def test_the_step_makes_a_difference():
+    """What is compared tells one run from another."""
+    runs = [without("zero 0", during="between", step=step) for step in (4, 7)]
+    (early, first), (late, last) = runs
+    assert first_hurt_step(first) != first_hurt_step(last)
+    assert bits(early) != bits(late)
+
+
+class LeavesGradients(Play):
+    """Of the step in flight, where the window restarts."""
+
+    def _play(self, rank):
+        from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
+
+        unwound = Window._unwound
+
+        def leave(window):
+            held = {one: one.grad for one in window._engine.module.parameters()}
+            unwound(window)
+            for one, gradient in held.items():
+                one.grad = gradient
+
+        Window._unwound = leave
+        return super()._play(rank)
+
+
+def test_what_is_left_over_is_noticed():
+    faults = [kill(LOST, during="accumulated", step=STEP)]
+    outcomes, rows = run(JOBS["zero 0"], faults=faults, play=LeavesGradients)
+    assert bits(outcomes) != planned("zero 0", first_hurt_step(rows))
