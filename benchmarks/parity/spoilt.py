@@ -33,6 +33,7 @@ from ntp_plugin.replacements import Replacement
 from ntp_plugin.training import core_seats, rebuilding, relayout
 from ntp_plugin.training.core_seats import CoreSeat
 from ntp_plugin.training.gradient_lanes import GradientLane, Slice
+from ntp_plugin.training.rebuilding import WEIGHT, Entries
 
 
 def scale_by_replicas() -> None:
@@ -329,6 +330,26 @@ def dealt_units_swapped() -> None:
 def dealt_units_swapped_and_not_compared() -> None:
     """The same where nobody looks."""
     dealt_units_swapped()
+    _put(relayout, "compare", lambda *_, **__: None)
+
+
+def what_an_optimizer_keeps_arrives_doubled() -> None:
+    """Where it comes behind the weights."""
+    arrived = relayout._UnderWay._arrived
+
+    def doubled(under_way: relayout._UnderWay) -> dict[str, Entries]:
+        built = arrived(under_way)
+        for name, one in under_way.rebuildings.items():
+            if one.arriving and WEIGHT not in built[name]:
+                built[name]["exp_avg"].mul_(2)
+        return built
+
+    _put(relayout._UnderWay, "_arrived", doubled)
+
+
+def what_an_optimizer_keeps_arrives_doubled_and_is_not_compared() -> None:
+    """The digests would have told."""
+    what_an_optimizer_keeps_arrives_doubled()
     _put(relayout, "compare", lambda *_, **__: None)
 
 

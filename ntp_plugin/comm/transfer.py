@@ -6,44 +6,62 @@ alone, and no description travels. What goes to one slot goes as one message: wh
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+_ALIGNED = 16
+"""Bytes: each tensor of a message begins at a multiple, so that it can be used where it lies."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Parcel:
-    """A contiguous tensor that goes to a slot or, with `arriving`, that is filled by what comes from it."""
+    """A contiguous tensor that goes to a slot; or, with `arriving`, one that comes from it: that is a shape and a dtype
+    (on the meta device) until it is there."""
 
     peer: int
     tensor: torch.Tensor
     arriving: bool
 
     @property
-    def bytes(self) -> torch.Tensor:
-        return self.tensor.view(-1).view(torch.uint8)
+    def room(self) -> int:
+        """Bytes of a message that it takes."""
+        return -(-self.tensor.nbytes // _ALIGNED) * _ALIGNED
 
 
-def exchange(parcels: Sequence[Parcel], rank_of: Callable[[int], int]) -> None:
-    """Send and receive them all over the world group; returns when every one is through."""
-    leaving, arriving = _by_peer(parcels, arriving=False), _by_peer(parcels, arriving=True)
-    incoming = {
-        peer: torch.cat([torch.empty_like(parcel.bytes) for parcel in theirs]) for peer, theirs in arriving.items()
-    }
-    works = [dist.irecv(buffer, rank_of(peer)) for peer, buffer in incoming.items()]
-    works += [
-        dist.isend(torch.cat([parcel.bytes for parcel in theirs]), rank_of(peer)) for peer, theirs in leaving.items()
-    ]
-    for work in works:
-        assert work is not None, "every member is in the world group"
-        work.wait()
-    for peer, theirs in arriving.items():
-        at = 0
-        for parcel in theirs:
-            until = at + parcel.bytes.numel()
-            parcel.bytes.copy_(incoming[peer][at:until])
-            at = until
+class Exchange:
+    """Parcels on their way, over the world group."""
+
+    def __init__(self, parcels: Sequence[Parcel], rank_of: Callable[[int], int], device: torch.device) -> None:
+        leaving, self._arriving = _by_peer(parcels, arriving=False), _by_peer(parcels, arriving=True)
+        self._incoming = {
+            peer: torch.empty(sum(parcel.room for parcel in theirs), dtype=torch.uint8, device=device)
+            for peer, theirs in self._arriving.items()
+        }
+        self._works = [dist.irecv(buffer, rank_of(peer)) for peer, buffer in self._incoming.items()]
+        self._works += [
+            dist.isend(torch.cat(list(_message(theirs))), rank_of(peer)) for peer, theirs in leaving.items()
+        ]
+
+    def wait(self) -> None:
+        """Until every one is through; what arrives has its values then."""
+        for work in self._works:
+            assert work is not None, "every member is in the world group"
+            work.wait()
+        for peer, theirs in self._arriving.items():
+            at = 0
+            for parcel in theirs:
+                like = parcel.tensor
+                values = self._incoming[peer][at : at + like.nbytes].view(like.dtype)
+                parcel.tensor, at = values.view(like.shape), at + parcel.room
+
+
+def _message(parcels: Sequence[Parcel]) -> Iterator[torch.Tensor]:
+    for parcel in parcels:
+        values = parcel.tensor.view(-1).view(torch.uint8)
+        yield values
+        yield values.new_zeros(parcel.room - len(values))
 
 
 def _by_peer(parcels: Sequence[Parcel], *, arriving: bool) -> dict[int, list[Parcel]]:

@@ -44,6 +44,8 @@ OF_WALKS: Mapping[str, str] = {
     "built": "the model has its new layout; before its buffers are made again (Megatron)",
     "made": "after that (Megatron)",
     "stood": "at the end of a recovery, before the step is taken again",
+    "arriving": "in the first step of a slot that came back, before all have what its optimizer keeps (Megatron)",
+    "arrived": "after that (Megatron)",
 }
 MOMENTS = (*OF_STEPS, *OF_WALKS)
 ALL_DONE = "all done"

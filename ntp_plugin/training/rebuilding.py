@@ -58,42 +58,44 @@ class Rebuilding:
     entries: Entries
     dtypes: Mapping[str, torch.dtype]
     parcels: list[Parcel]
-    arriving: list[tuple[str, Spans, torch.Tensor]]
+    arriving: list[tuple[str, Spans, Parcel]]
 
     @classmethod
     def begin(cls, recut: Recut, entries: Entries, dtypes: Mapping[str, torch.dtype]) -> "Rebuilding":
         """The old parts stay as they are."""
-        tensor, device = recut.tensor, entries[WEIGHT].device
+        tensor = recut.tensor
         parcels, arriving = [], []
         for name, dtype in dtypes.items():
             for piece in recut.outgoing:
                 values = _take(tensor, entries[name], recut.before, piece.units)
                 parcels.append(Parcel(peer=piece.peer, tensor=values, arriving=False))
             for piece in recut.incoming:
-                values = torch.empty(local_shape(tensor, piece.units), dtype=dtype, device=device)
-                parcels.append(Parcel(peer=piece.peer, tensor=values, arriving=True))
-                arriving.append((name, piece.units, values))
+                like = torch.empty(local_shape(tensor, piece.units), dtype=dtype, device="meta")
+                parcels.append(Parcel(peer=piece.peer, tensor=like, arriving=True))
+                arriving.append((name, piece.units, parcels[-1]))
         return cls(recut=recut, entries=entries, dtypes=dtypes, parcels=parcels, arriving=arriving)
 
     def end(self) -> Entries:
         """The new part of every entry, once the parcels are through."""
         recut, tensor, device = self.recut, self.recut.tensor, self.entries[WEIGHT].device
         if recut.before == recut.after and not self.arriving:
-            return self.entries
+            return {name: self.entries[name] for name in self.dtypes if name in self.entries}
         shape = local_shape(tensor, recut.after)
         built = {name: torch.empty(shape, dtype=dtype, device=device) for name, dtype in self.dtypes.items()}
         kept = sp.intersection(sp.union(recut.before), sp.union(recut.after))
         for name, new in built.items() if kept else ():
             _put(tensor, new, recut.after, kept, _take(tensor, self.entries[name], recut.before, kept))
-        for name, units, values in self.arriving:
-            _put(tensor, built[name], recut.after, units, values)
+        for name, units, parcel in self.arriving:
+            _put(tensor, built[name], recut.after, units, parcel.tensor)
         return built
 
 
 def survey(recut: Recut, before: Entries, after: Entries, *, step: int) -> Survey:
     """What this member has to compare with the others before anybody switches."""
     new = _digests(recut.tensor, after, recut.after, step)
-    old = new if before is after else _digests(recut.tensor, before, recut.before, step)
+    had = {name: before[name] for name in after if name in before}
+    stays = all(had.get(name) is values for name, values in after.items())
+    old = new if stays else _digests(recut.tensor, had, recut.before, step)
     return {name: (old.get(name, 0), number) for name, number in new.items()}
 
 

@@ -15,16 +15,34 @@ held by nobody. Versions are reported before each walk, and the plan is made of 
 
 Memory: what a batch moves with its optimizer entries, twice; nothing else, and a batch is no more than the largest
 tensor, or what is little anyhow (`relayout_plan.LEAST`).
+
+Weights first. What the optimizer keeps is not asked for before it steps, and is most of what a returning slot gets: two
+parts of three with Adam in float32, six of seven with masters. So a move may be had in two halves. The weights are
+moved, compared, and lent to the parameters, and the others need not wait longer; the rest is on its way while all of
+them compute, and is compared and switched to, weights and all, before anybody applies the step. A loss in between finds
+every tensor in its old layout still, since nothing has been applied: what was lent is given back, and the move begins
+anew. That costs the weights once more in memory for as long, and what arrives.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
 from ntp_plugin.comm.process_groups import ElasticGroups
-from ntp_plugin.comm.transfer import exchange
+from ntp_plugin.comm.transfer import Exchange
 from ntp_plugin.errors import Refused, StateLost
-from ntp_plugin.training.rebuilding import Kept, Options, Rebuilding, Survey, compare, compare_kept, survey
+from ntp_plugin.training.rebuilding import (
+    WEIGHT,
+    Entries,
+    Kept,
+    Options,
+    Rebuilding,
+    Survey,
+    compare,
+    compare_kept,
+    survey,
+)
 from ntp_plugin.training.relayout_plan import RelayoutPlan, TensorMove
 from ntp_plugin.training.sharded_state import ShardedState
 
@@ -35,16 +53,25 @@ type Told = dict[str, tuple[str, Survey]]
 def relayout(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups, *, step: int) -> None:
     """Take every tensor into the layout of its stage's plan, on all members of the world together; they stand on the
     same step."""
-    slot = plans[0].nominal.topology.slot_of(groups.slot)
-    plan = plans[slot.stage]
-    state.settle({move.tensor.name: move.version for move in plan.moves})
-    kept = {move.tensor.name: state.kept(move.tensor.name) for move in plan.moves}
-    if any(each.somebody_lacks_something for each in plans):
-        held = [move.tensor.name for move in plan.moves if slot in move.holders]
-        kept |= _kept_by_others({name: kept[name] for name in held}, state, slot.stage)
-    for number in range(max(len(each.batches) for each in plans)):
-        moves = plan.batches[number] if number < len(plan.batches) else ()
-        _move(plan, moves, kept, state=state, groups=groups, step=step)
+    for batch in _batches(plans, state, groups, step=step):
+        batch.post(batch.entries).end()
+
+
+def relayout_weights(
+    plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups, *, step: int
+) -> Callable[[], None]:
+    """The same for the weights alone; what is called before anybody applies a step, by all members together, waits for
+    the rest, and switches."""
+    batches = _batches(plans, state, groups, step=step)
+    for batch in batches:
+        batch.post({WEIGHT}).lend()
+    rest = [batch.post(batch.entries - {WEIGHT}) for batch in batches]
+
+    def have_the_rest() -> None:
+        while rest:
+            rest.pop(0).end()
+
+    return have_the_rest
 
 
 def refuse_unequal_replicas(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups) -> None:
@@ -58,6 +85,19 @@ def refuse_unequal_replicas(plans: Sequence[RelayoutPlan], state: ShardedState, 
         ) from found
 
 
+def _batches(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups, *, step: int) -> list["_Batch"]:
+    """Of this stage, as many as of any, with whatever an interrupted move has left settled."""
+    slot = plans[0].nominal.topology.slot_of(groups.slot)
+    plan = plans[slot.stage]
+    state.settle({move.tensor.name: move.version for move in plan.moves})
+    kept = {move.tensor.name: state.kept(move.tensor.name) for move in plan.moves}
+    if any(each.somebody_lacks_something for each in plans):
+        held = [move.tensor.name for move in plan.moves if slot in move.holders]
+        kept |= _kept_by_others({name: kept[name] for name in held}, state, slot.stage)
+    moves = [*plan.batches, *[()] * max(len(each.batches) - len(plan.batches) for each in plans)]
+    return [_Batch(plan=plan, moves=these, kept=kept, state=state, groups=groups, step=step) for these in moves]
+
+
 def _kept_by_others(held: dict[str, Kept], state: ShardedState, stage: int) -> dict[str, Kept]:
     """For who lacks them; and who is new has its optimizer set as the others have."""
     nothing: tuple[int, dict[str, Kept], Options] = (stage, {}, [])
@@ -69,28 +109,71 @@ def _kept_by_others(held: dict[str, Kept], state: ShardedState, stage: int) -> d
     return {name: one for theirs, _ in of_stage for name, one in theirs.items()} | held
 
 
-def _move(
-    plan: RelayoutPlan,
-    moves: Sequence[TensorMove],
-    kept: Mapping[str, Kept],
-    *,
-    state: ShardedState,
-    groups: ElasticGroups,
-    step: int,
-) -> None:
-    slot = plan.nominal.topology.slot_of(groups.slot)
-    recuts = {move.tensor.name: plan.recut(move, slot) for move in moves}
-    under_way = {
-        name: Rebuilding.begin(recut, state.entries(name), kept[name].dtypes) for name, recut in recuts.items()
-    }
-    exchange([parcel for one in under_way.values() for parcel in one.parcels], groups.rank_of)
-    mine: Told = {}
-    for name, one in under_way.items():
-        built = one.end()
-        state.build(name, plan.version, built, kept[name].numbers)
-        mine[name] = str(kept[name]) if one.recut.after else "", survey(one.recut, one.entries, built, step=step)
-    _compare_all(plan, moves, mine, groups=groups, step=step)
-    state.switch()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Tensors that are moved together."""
+
+    plan: RelayoutPlan
+    moves: Sequence[TensorMove]
+    kept: Mapping[str, Kept]
+    state: ShardedState
+    groups: ElasticGroups
+    step: int
+
+    @property
+    def entries(self) -> set[str]:
+        """All that its tensors have."""
+        return {name for move in self.moves for name in self.kept[move.tensor.name].dtypes}
+
+    def post(self, entries: Collection[str]) -> "_UnderWay":
+        """These of every tensor begin to move."""
+        slot = self.plan.nominal.topology.slot_of(self.groups.slot)
+        rebuildings = {}
+        for move in self.moves:
+            name = move.tensor.name
+            dtypes = {entry: dtype for entry, dtype in self.kept[name].dtypes.items() if entry in entries}
+            rebuildings[name] = Rebuilding.begin(self.plan.recut(move, slot), self.state.entries(name), dtypes)
+        parcels = [parcel for one in rebuildings.values() for parcel in one.parcels]
+        device = next(iter(self.state.parameters.values())).device
+        exchange = Exchange(parcels, self.groups.rank_of, device)
+        return _UnderWay(batch=self, rebuildings=rebuildings, exchange=exchange)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _UnderWay:
+    """What of a batch is on its way; all members come together where it ends."""
+
+    batch: _Batch
+    rebuildings: Mapping[str, Rebuilding]
+    exchange: Exchange
+
+    def end(self) -> None:
+        """Switch to it, and to what was lent before."""
+        batch, state = self.batch, self.batch.state
+        built = self._arrived()
+        for name, entries in built.items():
+            weights = {WEIGHT: state.parameters[name].data}
+            state.build(name, batch.plan.version, weights | entries, batch.kept[name].numbers)
+        self._compare(built)
+        state.switch()
+
+    def lend(self) -> None:
+        """Let the parameters have it, whatever goes with it."""
+        built = self._arrived()
+        self._compare(built)
+        for name, entries in built.items():
+            self.batch.state.lend(name, entries[WEIGHT])
+
+    def _arrived(self) -> dict[str, Entries]:
+        self.exchange.wait()
+        return {name: one.end() for name, one in self.rebuildings.items()}
+
+    def _compare(self, built: Mapping[str, Entries]) -> None:
+        batch, mine = self.batch, dict[str, tuple[str, Survey]]()
+        for name, one in self.rebuildings.items():
+            kept = str(batch.kept[name]) if one.recut.after else ""
+            mine[name] = kept, survey(one.recut, one.entries, built[name], step=batch.step)
+        _compare_all(batch.plan, batch.moves, mine, groups=batch.groups, step=batch.step)
 
 
 def _compare_all(

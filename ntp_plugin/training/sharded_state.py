@@ -31,6 +31,8 @@ class ShardedState:
         self._known = element_wise(optimizer)
         self.versions = dict.fromkeys(self.parameters, NOT_HELD if newcomer else 0)
         self._built: dict[str, tuple[int, Entries, Mapping[str, object]]] = {}
+        self._lent: dict[str, torch.Tensor] = {}
+        """The weights of parameters that have others for as long as what goes with these is on its way."""
 
     def held(self, lost: Mapping[int, tuple[int, ...]]) -> Held:
         """What is reported before a walk: `lost` are the losses behind the versions."""
@@ -74,14 +76,23 @@ class ShardedState:
             self._switch(name, *self._built[name])
             del self._built[name]
 
-    def _switch(self, name: str, version: int, entries: Entries, numbers: Mapping[str, object]) -> None:
+    def lend(self, name: str, weights: torch.Tensor) -> None:
+        """Let a parameter have weights that are to be switched to, before all that belongs to them is there."""
+        self._lent[name] = self.parameters[name].data
+        self._have(name, weights)
+
+    def _have(self, name: str, weights: torch.Tensor) -> None:
         parameter = self.parameters[name]
-        if entries[WEIGHT].shape != parameter.shape:
+        if weights.shape != parameter.shape:
             parameter.grad = None
             # While a graph of the interrupted step is alive, in a traceback say, autograd remembers the old shape with
             # the parameter, and forgets it only for another dtype.
             parameter.data = torch.empty(0, dtype=torch.half if parameter.dtype != torch.half else torch.float)
-        parameter.data = entries[WEIGHT]
+        parameter.data = weights
+
+    def _switch(self, name: str, version: int, entries: Entries, numbers: Mapping[str, object]) -> None:
+        self._have(name, entries[WEIGHT])
+        self._lent.pop(name, None)
         if MAIN in entries:
             self._mains[name].grad, self._mains[name].data = None, entries[MAIN]
         own: dict[str, object] = {key: value for key, value in entries.items() if key not in (WEIGHT, MAIN)}
@@ -92,9 +103,13 @@ class ShardedState:
         self.versions[name] = version
 
     def settle(self, newest: Mapping[str, int]) -> None:
-        """After an interrupted move: switch to what anybody has switched to, and drop what else was built."""
+        """After an interrupted move: switch to what anybody has switched to, and drop what else was built, or lent."""
         self._built = {name: built for name, built in self._built.items() if newest[name] == built[0]}
         self.switch()
+        while self._lent:
+            name = next(iter(self._lent))
+            self._have(name, self._lent[name])
+            del self._lent[name]
 
     @property
     def is_new(self) -> bool:

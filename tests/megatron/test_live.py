@@ -200,6 +200,36 @@ def test_who_has_come_back_lives_through_the_next_loss_and_return():
     assert_every_sample_once(rows)
 
 
+@pytest.mark.parametrize("moment", ["moved", "made", "stood", "arriving", "arrived"])
+@pytest.mark.parametrize(
+    "slot", [0, 2, pytest.param(3, marks=pytest.mark.short, id="who came back"), pytest.param(5, id="of a third")]
+)
+def test_a_loss_while_what_an_optimizer_keeps_comes_to_who_has_come_back(slot, moment):
+    """It has weights, and trains, and is lost; or one that sends to it, or another. Who is left comes to the same."""
+    size = 2 if slot < 4 else 3
+    faults = [kill(3, during="backward", step=5), kill(slot, during=moment, epoch=2)]
+    lived, rows = live(job(dp=size), faults=faults, back={3: 10})
+    assert len(lived) == 2 * size - 1
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_what_an_optimizer_keeps_comes_in_bf16_and_over_stages():
+    """With masters in float32, of which most of what arrives is."""
+    options = PIPELINE | BF16
+    lived, _ = live(job(**options), faults=[kill(5, during="backward", step=5)], back={5: 10})
+    reference = run(uniform(BASE, tp=2, pp=2, **BF16))
+    worst = largest_differences(as_if_always_there(lived), reference)
+    bounds = bounds_of(BASE, "bfloat16")
+    assert all(worst[what] <= bound for what, bound in bounds.items()), worst
+
+
+def test_what_arrives_wrong_behind_the_weights_is_noticed_by_its_digest():
+    spoil = "what_an_optimizer_keeps_arrives_doubled"
+    with pytest.raises(StateLost, match=r"\(exp_avg\) is not the same wherever it is held"):
+        live(job(spoil=spoil), faults=[kill(3, during="backward", step=5)], back={3: 10})
+
+
 @pytest.mark.parametrize(
     ("model", "moment"),
     [
@@ -404,9 +434,16 @@ def told(path, kind):
     return [one.event for one in Follower(path).news() if isinstance(one.event, kind)]
 
 
-@pytest.mark.parametrize("spoil", ["samples_not_rewound", "dealt_units_swapped_and_not_compared"])
-def test_the_comparison_notices(spoil):
-    lived, _ = live(job(spoil=spoil), faults=[kill(3, during="backward", step=5)])
+@pytest.mark.parametrize(
+    ("spoil", "back"),
+    [
+        ("samples_not_rewound", {}),
+        ("dealt_units_swapped_and_not_compared", {}),
+        ("what_an_optimizer_keeps_arrives_doubled_and_is_not_compared", {3: 10}),
+    ],
+)
+def test_the_comparison_notices(spoil, back):
+    lived, _ = live(job(spoil=spoil), faults=[kill(3, during="backward", step=5)], back=back)
     worst = largest_differences({slot: one.seen for slot, one in lived.items()}, run(uniform(BASE)))
     assert worst["weights"] > 1e-6, worst
 

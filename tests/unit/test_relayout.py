@@ -190,3 +190,31 @@ def test_who_switches_takes_what_the_others_keep():
     state.settle({"w": 3})  # also in the walk after one that was interrupted
     assert optimizer.state[parameter]["step"] == theirs.state[other]["step"] == 1
     assert torch.equal(optimizer.state[parameter]["exp_avg"], torch.ones(3))
+
+
+def lent(version):
+    """A parameter of two elements that has got another one's four, while its optimizer keeps what it did."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    state = ShardedState({"w": parameter}, torch.optim.Adam([parameter]), newcomer=False)
+    state.lend("w", torch.full((4,), 7.0))
+    assert parameter.shape == (4,) and state.held({}).versions == (0,) and not state.held({}).built
+    state.settle({"w": version})
+    return parameter, state
+
+
+def test_what_is_lent_is_given_back_where_nobody_has_switched():
+    parameter, state = lent(0)
+    assert torch.equal(parameter, torch.ones(2))
+    assert state.held({}).versions == (0,)
+
+
+def test_what_is_lent_stays_with_what_was_built_of_it():
+    parameter, state = lent(0)
+    weights = torch.full((4,), 7.0)
+    state.lend("w", weights)
+    state.build("w", 3, {WEIGHT: weights}, {})
+    state.settle({"w": 3})  # another has switched
+    assert torch.equal(parameter, weights)
+    assert state.held({}).versions == (3,)
+    state.settle({"w": 3})
+    assert torch.equal(parameter, weights)

@@ -39,6 +39,7 @@ def tell_of_walks(job: start.LiveJob, reached: Reached) -> None:
     moments = of_walks(job.driver, job.trainer, reached)
     moments.at(job.trainer, "_put_in", "moved")
     moments.at(job.anatomy, "wrap_again", "built", "made")
+    moments.at(job.trainer, "wait_for_the_rest", "arriving", "arrived")
 
 
 def _weights(job: start.LiveJob) -> Iterator[Weight]:

@@ -42,7 +42,7 @@ from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import HeldAlike
 from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import CopyTrouble, Recovered, Teller
-from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
+from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout, relayout_weights
 from ntp_plugin.training.relayout_plan import Held, plan_relayout
 
 _LOG = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class MegatronTrainer:
         self._alone: Any = None
         self._own: tuple[Any, Any] | None = None
         """The model's configuration, and how Megatron itself ends a backward."""
-        self._take_back = _nothing
+        self._take_back = self._rest = _nothing
         self._ranks = MegatronRanks()
         self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
 
@@ -203,6 +203,7 @@ class MegatronTrainer:
             self._loop.roll_forward(mine=mine, newcomer=self._newcomer, really=not self._plan.from_copies)
         self._loop.begin_again()
         self._put_back()
+        self._rest = _nothing
         if self._plan.from_copies:
             self._put_together = True
             gone = tuple(rank for rank in range(self._topology.size) if rank not in agreed.reports)
@@ -210,7 +211,7 @@ class MegatronTrainer:
             self.state.lose(self.layout(self.lost, frozenset(self._plan.goal.idle)), agreed.view.epoch)
         else:
             self._lost = self._plan.moves[self.layout().slot.stage].lost
-            relayout(self._plan.moves, self.state.live, self._groups, step=agreed.decision.step)
+            self._move(agreed)
         if any(report.newcomer for report in agreed.reports.values()):
             self._share_counts()
         assert self._loop.done == agreed.decision.step, "all stand on one step"
@@ -229,6 +230,25 @@ class MegatronTrainer:
         self._newcomer = False
         self._tell(agreed)
         self._tell_if_held_once(layout)
+
+    def _move(self, agreed: Agreed) -> None:
+        """What a newcomer's optimizer keeps comes while all train; but copies are of whole states."""
+        ahead = self.copies is None and any(report.newcomer for report in agreed.reports.values())
+        moved = (relayout_weights if ahead else relayout)(
+            self._plan.moves, self.state.live, self._groups, step=agreed.decision.step
+        )
+        if moved is not None:
+            self._rest = moved
+
+    def have_the_rest(self) -> None:
+        """Of the state, where newcomers came in with weights alone; all members call this, before anybody steps."""
+        if self._rest is not _nothing:
+            self.wait_for_the_rest()
+
+    def wait_for_the_rest(self) -> None:
+        """Also those who had it all compare it with theirs; chaos comes here too."""
+        self._rest()
+        self._rest = _nothing
 
     def _tell_if_held_once(self, layout: Layout) -> None:
         """Once, until there are several again. Whether copies are made was decided at the start, by how many there
@@ -303,7 +323,8 @@ class MegatronTrainer:
             self.copies.distrust_since(since)
 
     def held_alike(self) -> HeldAlike:
-        """What all replicas have, with weights that are on their way; all members call this."""
+        """What all replicas have, with what is on its way; all members call this."""
+        self.have_the_rest()
         self.state.wait_for_weights()
         yield from self.state.held_alike(self.layout_now)
 

@@ -90,6 +90,7 @@ class TrainingStep:
                 raise PeerLost("a newcomer comes in")
         self._losses, self._norm, self._skipped = [], None, False
         if self._trainer.idle:
+            self._trainer.have_the_rest()
             self._vote(_nothing)
             return self._told()
         return self._take()
@@ -102,6 +103,8 @@ class TrainingStep:
     def catch_up(self) -> None:
         """Have the state that the job has come to, and compare and copy it if it is time; before any section."""
         copies = self._trainer.copies
+        if not self._loop.in_step:
+            self._trainer.have_the_rest()
         if copies is None:
             self.watch.look(self._args.curr_iteration)
             return
@@ -144,6 +147,7 @@ class TrainingStep:
         @functools.wraps(step)
         def step_or_skip() -> Any:
             self._voted = False
+            self._trainer.have_the_rest()
             result = step()
             if not self._voted:
                 self._skipped = True
