@@ -97,11 +97,24 @@ def tell_moments(rank: Rank, asking: Asking) -> None:
         begin(job, *args)
         moments.tell(job, rank.reached)
         _record_samples(rank, job)
-        if not rank.joining:  # no fault is planned for who comes back, and it is driven later
+        if rank.joining:  # it is driven later
+            job.rank.drive = _then_tell_of_walks(rank, job, job.rank.drive)
+        else:
             moments.tell_of_walks(job, rank.reached)
         _wait_for_those_who_come_back(rank, job, asking)
 
     setattr(start.LiveJob, "__init__", told)  # noqa: B010
+
+
+def _then_tell_of_walks(rank: Rank, job: Any, drive: Any) -> Any:
+    def driven(trainer: Any) -> Any:
+        from ntp_plugin.megatron.live import moments  # noqa: PLC0415
+
+        job.driver = drive(trainer)
+        moments.tell_of_walks(job, rank.reached)
+        return job.driver
+
+    return driven
 
 
 def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:

@@ -25,7 +25,7 @@ class When(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What happens to a slot's first process when it gets to a moment."""
+    """What happens to a slot's first process when it gets to a moment; with an epoch, to any process of it."""
 
     slot: int
     moment: str

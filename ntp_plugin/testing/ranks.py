@@ -113,7 +113,7 @@ class Rank:
     def reached(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
         """Say where this rank is; if a fault was planned for it here, it strikes."""
         for index, fault in enumerate(self.faults):
-            if not self.joining and fault.is_for(self.slot, moment, step, epoch):
+            if (fault.epoch is not None or not self.joining) and fault.is_for(self.slot, moment, step, epoch):
                 with (Path(self.folder) / "struck").open("ab", buffering=0) as struck:
                     struck.write(b"%d\n" % index)
                 fault.strike()
