@@ -383,12 +383,13 @@ def test_is_bit_for_bit_a_run_that_was_planned_so():
             assert np.array_equal(one.seen.parts[name].values, part.values), name
 
 
-@pytest.mark.parametrize("more", [OVERLAP, ""])
-def test_bf16(more):
+@pytest.mark.parametrize(("more", "back"), [(OVERLAP, {}), (OVERLAP, {2: 10}), ("", {})])
+def test_bf16(more, back):
     """What is copied is what is stepped, in float32; the weights are had from it."""
     options = BF16 | {"more": f"{BF16['more']} {more}"}
     layout = {"tp": 2, "dp": 2} if more else {"tp": 4, "dp": 1}
-    lived, _ = live(job(**options, **layout), faults=[kill(2, during="applied", step=5)])
+    lived, _ = live(job(**options, **layout), faults=[kill(2, during="applied", step=5)], back=back)
+    assert len(lived) == 3 + len(back)
     worst = largest_differences(as_if_always_there(lived), run(uniform(BASE, **BF16)))
     bounds = bounds_of(BASE, "bfloat16")
     assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)

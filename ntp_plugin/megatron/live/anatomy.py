@@ -98,6 +98,7 @@ class Anatomy:
                 assert (name, type(module)) == (other, type(model)), "a recipe builds the same model again"
                 _take_sizes(module, model, (real.config, new.config))
             copy_cuts(real, new)
+            _have_groups_of(real, chunk)
 
     def wrap_again(self) -> None:
         """Have DDP make its buffers, buckets and hooks anew, for the parameters of now."""
@@ -185,6 +186,15 @@ def _take_sizes(module: torch.nn.Module, model: torch.nn.Module, configs: tuple[
             setattr(module, key, _as_changed(real, built, value))
         elif _is_plain(value) or isinstance(value, ProcessGroupCollection | dist.ProcessGroup):
             setattr(module, key, value)
+
+
+def _have_groups_of(model: torch.nn.Module, wrapper: Any) -> None:
+    """What a model in half precision is wrapped in has kept the groups that the model had when it was wrapped, and is
+    asked for them first."""
+    while wrapper is not model:
+        if isinstance(getattr(wrapper, "pg_collection", None), ProcessGroupCollection):
+            wrapper.pg_collection = model.pg_collection
+        wrapper = wrapper.module
 
 
 def _is_plain(value: Any) -> bool:
