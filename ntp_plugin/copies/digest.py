@@ -33,6 +33,8 @@ _AT_ONCE = 1 << 19
 """Words that are converted, unless a page has more: they stay in a processor's cache."""
 _TOGETHER = 1 << 22
 """Words, where the device is another one."""
+_REMEMBERED = 256
+"""Cuts: the layers of a model are alike. To look at the places of a small part costs more than the product."""
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _thread = threading.local()
 
@@ -121,6 +123,11 @@ class Runs:
 
 def runs_of(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Runs:
     """All of a tensor of this shape, but along `dim`, where it is these ranges."""
+    return _runs_of(tuple(shape), dim, tuple(ranges))
+
+
+@functools.lru_cache(_REMEMBERED)
+def _runs_of(shape: tuple[int, ...], dim: int, ranges: tuple[tuple[int, int], ...]) -> Runs:
     inner, outer = _product(shape[dim + 1 :]), _product(shape[:dim])
     starts, lengths = (
         torch.tensor([(start, stop - start) for start, stop in ranges], dtype=torch.int64).view(-1, 2).T * inner
