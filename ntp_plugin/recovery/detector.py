@@ -31,10 +31,10 @@ from ntp_plugin.errors import ConfigError
 class Thresholds:
     """How long each proof takes, in seconds."""
 
-    beat_s: float = 0.02
-    """Between two beats: a beat is a write of some bytes to shared memory, a microsecond."""
+    beat_s: float = 0.05
+    """Between two beats: a thread of the rank wakes for each, some tenths of a millisecond of a loaded processor."""
     frozen_s: float = 0.3
-    """Fifteen beats missed in a stopped process; who is stopped for less than that is left alone."""
+    """Six beats missed in a stopped process; who is stopped for less than five is left alone."""
     silent_s: float = 5.0
     """A Python lock held for so long is a fault; loading a checkpoint or compiling gives it back within tenths."""
     hung_s: float = 30.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ntp_plugin.simulator.protocol.job import VirtualJob
 
 THRESHOLDS = Thresholds(
-    beat_s=0.02, frozen_s=0.3, silent_s=1.0, hung_s=1.5, start_s=600.0, host_beat_s=0.25, host_s=1.0, store_s=2.0
+    beat_s=0.05, frozen_s=0.3, silent_s=1.0, hung_s=1.5, start_s=600.0, host_beat_s=0.25, host_s=1.0, store_s=2.0
 )
 """Shorter than live, so that a run is: only their order matters to what is searched."""
 LOOK_S = 0.4
