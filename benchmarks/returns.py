@@ -4,8 +4,8 @@
     SCALE=ci python -m benchmarks.returns     the slice for CI: 3 cycles
 
 In each cycle a random slot is killed at a random moment, its replica goes on narrower, and a new process comes into the
-slot; the others do not wait for it while it starts, but in the end they do, so that it comes in in this cycle. One slot
-lives through all of it. Three things are looked at:
+slot; the others do not wait for it while it starts, but in the end they do. The next one dies when all have been there
+for a step. One slot lives through all of it. Three things are looked at:
 
     the stop    between two steps of which the second is the first one with the new process: it is let in, gets its
                 state, and the nominal layout is there again. An ordinary step is in it; `step_s` tells how long it is.
@@ -71,6 +71,8 @@ def _tell_of_steps(rank: Rank) -> None:
             groups = job.rank.groups
             rank.write([[_step(job.loop.done), rank.slot, job.loop.done, time.monotonic(), len(groups.members)]])
             if len(groups.members) == RANKS and groups.epoch not in epochs:
+                if rank.slot == LIVES:
+                    rank.write([[_whole_again(len(epochs))]])
                 epochs.add(groups.epoch)
                 rank.write([["held", rank.slot, rank.seat.occupant, *held(groups)]])
             return result
@@ -82,6 +84,10 @@ def _tell_of_steps(rank: Rank) -> None:
 
 def _step(number: int) -> str:
     return f"step {number}"
+
+
+def _whole_again(times: int) -> str:
+    return f"all are there, {times} times again"
 
 
 # ---------------------------------------------------------------- one job
@@ -109,6 +115,7 @@ def cycles_of(count: int, chance: random.Random) -> Cycles:
         with ranks:
             for number, slot in enumerate(victims):
                 ranks.wait_for_rows(1, _step(number * STEPS_EACH + 2), timeout_s=PATIENCE_S)
+                ranks.wait_for_rows(1, _whole_again(number), timeout_s=PATIENCE_S)
                 time.sleep(chance.uniform(0, _WITHIN_S))
                 killed_at.append(ranks.kill(slot))
                 ranks.wait_for_death(slot)
