@@ -34,7 +34,8 @@ _AT_ONCE = 1 << 19
 _TOGETHER = 1 << 22
 """Words, where the device is another one."""
 _REMEMBERED = 256
-"""Cuts: the layers of a model are alike. To look at the places of a small part costs more than the product."""
+"""Cuts: the layers of a model are alike, and copied step after step. To look at the places of a small part costs more
+than the product."""
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _thread = threading.local()
 
@@ -121,13 +122,23 @@ class Runs:
         return Runs(starts=starts, lengths=ends - starts, page=self.page)
 
 
-def runs_of(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Runs:
-    """All of a tensor of this shape, but along `dim`, where it is these ranges."""
-    return _runs_of(tuple(shape), dim, tuple(ranges))
+def runs_of(
+    shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]], start: int = 0, stop: int | None = None
+) -> Runs:
+    """All of a tensor of this shape, but along `dim`, where it is these ranges; of that, the elements from `start` to
+    `stop`."""
+    return _runs_of(tuple(shape), dim, tuple(ranges), start, stop)
 
 
 @functools.lru_cache(_REMEMBERED)
-def _runs_of(shape: tuple[int, ...], dim: int, ranges: tuple[tuple[int, int], ...]) -> Runs:
+def _runs_of(
+    shape: tuple[int, ...], dim: int, ranges: tuple[tuple[int, int], ...], start: int, stop: int | None
+) -> Runs:
+    runs = _all_runs_of(shape, dim, ranges)
+    return runs if start == 0 and stop in (None, runs.size) else _clipped(runs, start, stop)
+
+
+def _all_runs_of(shape: tuple[int, ...], dim: int, ranges: tuple[tuple[int, int], ...]) -> Runs:
     inner, outer = _product(shape[dim + 1 :]), _product(shape[:dim])
     starts, lengths = (
         torch.tensor([(start, stop - start) for start, stop in ranges], dtype=torch.int64).view(-1, 2).T * inner
@@ -139,6 +150,14 @@ def _runs_of(shape: tuple[int, ...], dim: int, ranges: tuple[tuple[int, int], ..
         lengths=lengths[filled].expand(outer, -1).reshape(-1),
         page=_page(shape),
     )
+
+
+def _clipped(runs: Runs, start: int, stop: int | None) -> Runs:
+    """Those elements of a part from `start` to `stop`."""
+    begins, ends = runs.offsets, runs.offsets + runs.lengths
+    first, last = begins.clamp(min=start), ends.clamp(max=stop if stop is not None else runs.size)
+    left = last > first
+    return dataclasses.replace(runs, starts=(runs.starts + first - begins)[left], lengths=(last - first)[left])
 
 
 def _page(shape: Sequence[int]) -> int:

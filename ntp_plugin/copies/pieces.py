@@ -8,7 +8,6 @@ Shapes and places are of the whole tensor, so that whoever reads a copy needs to
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +35,7 @@ class Piece:
     @property
     def runs(self) -> Runs:
         """Where they stand in the whole."""
-        return _runs(self.shape, self.dim, self.ranges, self.start, self.stop)
+        return runs_of(self.shape, self.dim, self.ranges, self.start, self.stop)
 
 
 def read_piece(told: Sequence[object]) -> Piece:
@@ -51,20 +50,6 @@ def read_piece(told: Sequence[object]) -> Piece:
         stop=int(stop),  # type: ignore[call-overload]
         whole=str(whole),
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _runs(shape: tuple[int, ...], dim: int, ranges: Spans, start: int, stop: int) -> Runs:
-    """The same pieces are copied step after step, and many tensors are cut alike."""
-    return _clipped(runs_of(shape, dim, ranges), start, stop)
-
-
-def _clipped(runs: Runs, start: int, stop: int) -> Runs:
-    """Those elements of a part from `start` to `stop`."""
-    begins, ends = runs.offsets, runs.offsets + runs.lengths
-    first, last = begins.clamp(min=start), ends.clamp(max=stop)
-    left = last > first
-    return dataclasses.replace(runs, starts=(runs.starts + first - begins)[left], lengths=(last - first)[left])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Thresholds:
     """How long each proof takes, in seconds."""
 
     beat_s: float = 0.05
-    """Between two beats: a thread of the rank wakes for each, some tenths of a millisecond of a loaded processor."""
+    """Between two beats: a thread of the rank wakes for each, about a tenth of a millisecond of a processor."""
     frozen_s: float = 0.3
     """Six beats missed in a stopped process; who is stopped for less than five is left alone."""
     silent_s: float = 5.0

@@ -206,6 +206,12 @@ def test_the_bits_of_nans_and_zeros_count():
     assert len({of_whole(values) for values in nans + zeros}) == 5
 
 
+def test_the_places_of_a_cut_are_looked_at_once():
+    cut = [6, 4], 0, ((0, 2), (3, 5))
+    assert runs_of(*cut).rectangles is runs_of(torch.Size((6, 4)), 0, [(0, 2), (3, 5)]).rectangles
+    assert runs_of(*cut, 1).rectangles is not runs_of(*cut).rectangles
+
+
 def test_nothing_has_the_digest_zero():
     nothing = Piece(tensor="t", shape=(4, 3), dim=1, ranges=((0, 2),), start=5, stop=5)
     assert digest(torch.empty(0), nothing.runs, salt="salt") == 0
