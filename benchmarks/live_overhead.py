@@ -1,31 +1,29 @@
 """What being able to lose ranks costs a job that loses none: the evidence for `make show-live-overhead`.
 
-    python -m benchmarks.live_overhead            40 minutes; to be run on a quiet machine of two processors or more
+    python -m benchmarks.live_overhead            an hour; to be run on a quiet machine of two processors
     SCALE=ci python -m benchmarks.live_overhead   a slice
 
-A live job, as `ntp run` starts it, takes every other step as the framework alone would: each function of torch's and
-the framework's that the plugin has replaced is put back for that step, on all ranks alike. A pair is two steps that
-came one after the other, in the order on-off, off-on, and so on; its ratio is of the times of their slowest ranks, from
-the beginning of a step to that of the next. Nothing is copied.
+In a live job, as `ntp run` starts it, every other step is taken as the framework alone would: what the plugin has
+replaced is put back for that step, on all ranks alike. A pair is two steps that came one after the other, in the order
+on-off, off-on, and so on; its ratio is of the times of their slowest ranks, from the beginning of a step to that of the
+next. Nothing is copied.
 
-Pairs of two jobs would be the plainer thing, and were tried: two jobs without the plugin differed from each other by
-2 %, for as long as they lived, and in another run by 2 % the other way. Within one job both steps have the same
+Pairs of two jobs would be the plainer thing, and were tried: two jobs without the plugin differed from each other, for
+as long as they lived, by 2.4 % with Megatron and by 1.7 % with DeepSpeed. Within one job both steps have the same
 processes and the same memory.
 
-What stays in the steps without the plugin is what there is between steps (loaders that can go back, a record of what
-happens) and its threads, a watcher and a heart. The processor time of the threads is measured by itself, as a share of
-all processors' time, and added. What is not counted is the supervisor, one process on a host.
+Three things stay in the steps without the plugin: groups that can be edited, loaders that can go back, with what
+Megatron's schedule tells of the losses, and the threads, a watcher and a heart. The processor time of the threads is
+measured by itself, as a share of all processors' time, and added. What is not counted is the supervisor, one process on
+a host.
 
-There are two ranks, so that each has a processor, as each has a device and some processors where models are trained.
-What it costs is a time in each step, and the same in a longer one: the vote is one message to the first rank and one
-back, whatever is trained. So many short steps tell what that time is, which no number of long ones could among what a
-machine does meanwhile, and the claim is that it is within a hundredth of a step of a second, threads included, by the
-upper end of the interval of the median (order statistics, 95 %). Long steps stand beside them: a time that grew with
-the step would be seen there. Four ranks on two processors are shown as well: what it is where ranks wait for each
-other's turn to compute.
+The claim is on long steps, of half a second or more, which is short for who trains on many devices: the interval of the
+median ratio (order statistics, 95 %) and the threads together are within 1.01; with four ranks, which share the
+processors, and with two, so that each has one. Short steps, of which most is Python and messages, tell what the time
+is. If only a part of an interval is within, the number is not resolved, and that is said.
 
-Controls: two steps both without the plugin, whose ratio must be one, and a twentieth of a short step asleep where the
-plugin is in, which must be seen.
+Controls for each framework: pairs of two steps both without the plugin, whose ratio must be one, and a twentieth of
+each step asleep where the plugin is in, which must be seen.
 """
 
 import dataclasses
@@ -33,6 +31,7 @@ import functools
 import json
 import os
 import runpy
+import statistics
 import subprocess
 import sys
 import threading
@@ -56,16 +55,14 @@ from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 SHORT, LONG = "short", "long"
-FULL, CI = {SHORT: 1500, LONG: 150}, {SHORT: 60, LONG: 10}
+FULL, CI = {SHORT: 600, LONG: 300}, {SHORT: 24, LONG: 12}
 WARM_UP = 6
-STEP_S = 1.0
-"""Of which the claim is."""
 FRAMEWORKS = {"megatron": have_megatron_imported, "deepspeed": have_deepspeed_imported}
 MEGATRON = {
     SHORT: "",
-    LONG: "--hidden-size 512 --kv-channels 32 --ffn-hidden-size 1280 --seq-length 256 --max-position-embeddings 256",
+    LONG: "--hidden-size 512 --kv-channels 32 --ffn-hidden-size 1280 --seq-length 128 --max-position-embeddings 128",
 }
-DEEPSPEED = {SHORT: (256, 64), LONG: (2048, 448)}
+DEEPSPEED = {SHORT: (512, 64), LONG: (1536, 320)}
 """Features, and samples of a micro-batch."""
 EACH = 2
 
@@ -76,32 +73,36 @@ class Case:
 
     what: str
     framework: str
-    length: str = SHORT
+    length: str = LONG
     tp: int = 1
     dp: int = 2
     live: bool = True
     """Whether the plugin is in the first step of a pair at all."""
     planted: float = 0.0
     """Of each step with the plugin it sleeps so much."""
-    judged: bool = False
 
     @property
     def ranks(self) -> int:
         return self.tp * self.dp
 
+    @property
+    def judged(self) -> bool:
+        """Whether the claim is on it."""
+        return self.length == LONG and self.live and not self.planted
+
 
 CASES = (
-    Case(what="on / off: two replicas of a rank", framework="megatron", judged=True),
-    Case(what="on / off: a replica of two ranks", framework="megatron", tp=2, dp=1, judged=True),
-    Case(what="on / off: a replica of two ranks, long steps", framework="megatron", length=LONG, tp=2, dp=1),
-    Case(what="on / off: four ranks on two processors", framework="megatron", tp=2),
-    Case(what="off / off", framework="megatron", live=False),
-    Case(what=f"on, {PLANTED:.0%} asleep / off", framework="megatron", planted=PLANTED),
-    Case(what="on / off: two ranks, ZeRO-1", framework="deepspeed", judged=True),
-    Case(what="on / off: two ranks, ZeRO-1, long steps", framework="deepspeed", length=LONG),
-    Case(what="on / off: four ranks on two processors", framework="deepspeed", dp=4),
-    Case(what="off / off", framework="deepspeed", live=False),
-    Case(what=f"on, {PLANTED:.0%} asleep / off", framework="deepspeed", planted=PLANTED),
+    Case(what="on / off: four ranks", framework="megatron", tp=2),
+    Case(what="on / off: two replicas of a rank", framework="megatron"),
+    Case(what="on / off: a replica of two ranks", framework="megatron", tp=2, dp=1),
+    Case(what="off / off", framework="megatron", tp=2, live=False),
+    Case(what=f"on, {PLANTED:.0%} asleep / off", framework="megatron", tp=2, planted=PLANTED),
+    Case(what="on / off: four ranks, short steps", framework="megatron", length=SHORT, tp=2),
+    Case(what="on / off: four ranks, ZeRO-1", framework="deepspeed", dp=4),
+    Case(what="on / off: two ranks, ZeRO-1", framework="deepspeed"),
+    Case(what="off / off", framework="deepspeed", dp=4, live=False),
+    Case(what=f"on, {PLANTED:.0%} asleep / off", framework="deepspeed", dp=4, planted=PLANTED),
+    Case(what="on / off: four ranks, short steps", framework="deepspeed", length=SHORT, dp=4),
 )
 
 
@@ -167,7 +168,7 @@ class Clock:
 
 
 def is_first(step: int) -> bool:
-    """Of its pair, in what is told: pairs begin with either, by turns."""
+    """Of its pair, in what is told, which has the plugin in: pairs begin with either, by turns."""
     pair, place = divmod(step, 2)
     return place == pair % 2
 
@@ -240,6 +241,7 @@ def _have_steps_begin(clock: Clock) -> None:
         clock.replaced = Replaced(job.rank.groups)
         clock.replaced.add(job.anatomy.optimizer, "step", "step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
         clock.replaced.add(Timers, "log", "write")
+        clock.replaced.add(dist, "barrier")
         clock.replaced.add(training, "reduce_max_stat_across_model_parallel_group")
         ours = training.train_step
 
@@ -299,7 +301,7 @@ def _train_deepspeed(asked: Play, clock: Clock, _samples: str) -> Trained:
 
 
 def pairs_of(runs: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Of the slowest ranks, by pairs: what the first of each took, and what the other did."""
+    """Of the slowest ranks, by pairs: what the step with the plugin took, and what the other did."""
     slowest = [max(times) for times in zip(*runs, strict=True)][WARM_UP:]
     told = {True: list[float](), False: list[float]()}
     for step, seconds in enumerate(slowest[: len(slowest) // 2 * 2], start=WARM_UP):
@@ -317,17 +319,13 @@ def measured(case: Case, scale: str) -> dict[str, Any]:
     assert all(run.votes >= steps_with_votes for run in told.values()), "the plugin was in"
     assert all(run.votes <= steps_with_votes + 3 for run in told.values()), "and was not"
     on, off = pairs_of([run.seconds for run in told.values()])
-    added = [1000 * (mine - other) for mine, other in zip(on, off, strict=True)]
-    low_ms, high_ms = interval(added)
-    return {
-        **row(case.what, [mine / other for mine, other in zip(on, off, strict=True)], framework=case.framework),
-        "step_ms": round(1000 * sorted(off)[len(off) // 2], 1),
-        "added_ms": round(sorted(added)[len(added) // 2], 3),
-        "added_ms_95": f"{low_ms:.3f} to {high_ms:.3f}",
-        "threads": round(sum(run.threads for run in told.values()) / (os.cpu_count() or 1), 4),
-        "low": low_ms / 1000,
-        "high": high_ms / 1000,
-    }
+    ratios = [mine / other for mine, other in zip(on, off, strict=True)]
+    threads = sum(run.threads for run in told.values()) / (os.cpu_count() or 1)
+    found, step_ms = row(case.what, ratios, framework=case.framework), 1000 * statistics.median(off)
+    found |= {"threads": round(threads, 4), "step_ms": round(step_ms, 1)}
+    found["added_ms"] = round(step_ms * (found["ratio"] - 1), 1)
+    low, high = interval(ratios)
+    return found | {"low": low, "high": high}
 
 
 def main(scale: str) -> int:
@@ -337,24 +335,31 @@ def main(scale: str) -> int:
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     found = list(zip(CASES, rows, strict=True))
-    most = {
-        f"{case.framework}, {case.what}": round(1 + row["high"] / STEP_S + row["threads"], 4)
+    judged = {
+        f"{case.framework}, {case.what}": (row["low"] + row["threads"], row["high"] + row["threads"])
         for case, row in found
         if case.judged
     }
-    noticed = all(row["low"] > PLANTED / 5 * row["step_ms"] / 1000 for case, row in found if case.planted)
-    alike = all(row["low"] <= 0 <= row["high"] for case, row in found if not case.live)
+    noticed = all(row["low"] > 1 + PLANTED / 5 for case, row in found if case.planted)
+    alike = all(row["low"] <= 1 <= row["high"] for case, row in found if not case.live)
+    resolved = all(high <= BOUND for _, high in judged.values()) and noticed and alike
     return evidence.show(
         "live-overhead",
-        holds=scale == "ci" or (all(ratio <= BOUND for ratio in most.values()) and noticed and alike),
+        holds=resolved or (scale == "ci" and all(low <= BOUND for low, _ in judged.values())),
         seed=SEED,
         rows=[{key: value for key, value in row.items() if key not in ("low", "high")} for row in rows],
         scale=scale or "default",
         bound=BOUND,
-        at_most_in_a_step_of_a_second=most,
+        healthy={what: _verdict(low, high) for what, (low, high) in judged.items()},
         without_the_plugin_alike=alike,
         negative_controls=[{"name": "a twentieth of each step asleep", "noticed": noticed}],
     )
+
+
+def _verdict(low: float, high: float) -> str:
+    if high <= BOUND:
+        return "at most 1.01"
+    return "above 1.01" if low > BOUND else "not resolved: too few or noisy pairs"
 
 
 if __name__ == "__main__":
