@@ -1,7 +1,8 @@
 """What being able to lose ranks costs a job that loses none: the evidence for `make show-live-overhead`.
 
-    python -m benchmarks.live_overhead            an hour; to be run on a quiet machine of two processors
-    SCALE=ci python -m benchmarks.live_overhead   a slice
+    python -m benchmarks.live_overhead                        an hour; to be run on a quiet machine of two processors
+    FRAMEWORK=deepspeed python -m benchmarks.live_overhead    the rows of one framework
+    SCALE=ci python -m benchmarks.live_overhead               a slice
 
 In a live job, as `ntp run` starts it, every other step is taken as the framework alone would: what the plugin has
 replaced is put back for that step, on all ranks alike. A pair is two steps that came one after the other, in the order
@@ -55,14 +56,18 @@ from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 SHORT, LONG = "short", "long"
-FULL, CI = {SHORT: 600, LONG: 300}, {SHORT: 24, LONG: 12}
+FULL, CI = {SHORT: 600, LONG: 150}, {SHORT: 24, LONG: 12}
 WARM_UP = 6
 FRAMEWORKS = {"megatron": have_megatron_imported, "deepspeed": have_deepspeed_imported}
 MEGATRON = {
-    SHORT: "",
-    LONG: "--hidden-size 512 --kv-channels 32 --ffn-hidden-size 1280 --seq-length 128 --max-position-embeddings 128",
+    SHORT: (6, ""),
+    LONG: (
+        24,
+        "--hidden-size 512 --kv-channels 32 --ffn-hidden-size 1280 --seq-length 128 --max-position-embeddings 128",
+    ),
 }
-DEEPSPEED = {SHORT: (512, 64), LONG: (1536, 320)}
+"""Samples of a step, and the model."""
+DEEPSPEED = {SHORT: (512, 64), LONG: (1536, 1024)}
 """Features, and samples of a micro-batch."""
 EACH = 2
 
@@ -215,8 +220,9 @@ def _train_megatron(asked: Play, clock: Clock, samples: str) -> Trained:
     cpu.install(cpu.ON)
     activation.install()
     case = asked.case
-    more = f"--train-iters {asked.steps} --ntp-copies-mode off {MEGATRON[case.length]}"
-    job = Job(model=MODELS[BASE], tp=case.tp, dp=case.dp, enabled=True, dtype="float32", more=more)
+    batch, model = MEGATRON[case.length]
+    more = f"--train-iters {asked.steps} --ntp-copies-mode off {model}"
+    job = Job(model=MODELS[BASE], tp=case.tp, dp=case.dp, batch=batch, enabled=True, dtype="float32", more=more)
     sys.argv = [str(RECIPES / "pretrain_gpt.py"), *job.words, "--data-cache-path", samples]
     _have_steps_begin(clock)
     runpy.run_path(str(RECIPES / "pretrain_gpt.py"), run_name="__main__")
@@ -328,13 +334,17 @@ def measured(case: Case, scale: str) -> dict[str, Any]:
     return found | {"low": low, "high": high}
 
 
-def main(scale: str) -> int:
+def main(scale: str, framework: str) -> int:
+    """All rows, or those of one framework."""
+    cases = [(number, case) for number, case in enumerate(CASES) if framework in ("", case.framework)]
+    assert cases, f"FRAMEWORK is one of {', '.join(FRAMEWORKS)}, and not {framework}"
     rows: list[dict[str, Any]] = []
-    for number, _ in enumerate(CASES):
+    for number, _ in cases:
         words = [sys.executable, "-m", "benchmarks.live_overhead", str(number)]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
-    found = list(zip(CASES, rows, strict=True))
+        print(rows[-1], file=sys.stderr, flush=True)
+    found = list(zip([case for _, case in cases], rows, strict=True))
     judged = {
         f"{case.framework}, {case.what}": (row["low"] + row["threads"], row["high"] + row["threads"])
         for case, row in found
@@ -349,6 +359,7 @@ def main(scale: str) -> int:
         seed=SEED,
         rows=[{key: value for key, value in row.items() if key not in ("low", "high")} for row in rows],
         scale=scale or "default",
+        framework=framework or "both",
         bound=BOUND,
         healthy={what: _verdict(low, high) for what, (low, high) in judged.items()},
         without_the_plugin_alike=alike,
@@ -366,4 +377,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         print(json.dumps(measured(CASES[int(sys.argv[1])], os.environ.get("SCALE", ""))))
     else:
-        sys.exit(main(os.environ.get("SCALE", "")))
+        sys.exit(main(os.environ.get("SCALE", ""), os.environ.get("FRAMEWORK", "")))
