@@ -131,10 +131,13 @@ class BreakableWaits:
     def beside[Result](self, call: Callable[[], Result]) -> Result:
         """Call on a helper thread; raises `PeerLost` where a break-out finds the call lost, and leaves it behind."""
         calling = self._helpers.submit(call)
-        with self._standing:
-            while not concurrent.futures.wait([calling], SLICE_S).done:
-                self._leave_if_lost()
-            return calling.result()
+        try:
+            with self._standing:
+                while not concurrent.futures.wait([calling], SLICE_S).done:
+                    self._leave_if_lost()
+                return calling.result()
+        finally:
+            del calling  # it has the error, and the error has this frame: nobody but the collector would end them
 
     def _wait(self, work: Work) -> bool:
         assert self._original is not None, "waits are attached"

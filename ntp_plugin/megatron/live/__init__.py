@@ -21,6 +21,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     samples.py      loaders that are made when they are asked, and made again
     ranks.py        Megatron's lists of ranks, after groups were edited
     anatomy.py      a model that is built again elsewhere, and sizes that are taken over from it
+    unsynced.py     micro-batches whose gradients are not summed yet, in a form that can be broken off
     next_plan.py    what to do next, from what everybody has reported
     trainer.py      report, plan, stand on
     state.py        what this rank trains, moved from peers or put in anew from copies

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ntp_plugin.megatron.live.anatomy import set_forward_waits
+from ntp_plugin.megatron.live.unsynced import Unsynced
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.replacements import Replacement
 
@@ -49,6 +50,11 @@ def _what_is_built(job: "LiveJob") -> tuple[Replacement, ...]:
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             why="its buffers are made again, with what it was first given",
             make=job.anatomy.wrapper,
+        ),
+        Replacement(
+            target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.no_sync",
+            why="a schedule that a loss breaks off leaves it suspended, to go on whenever Python collects what is left",
+            make=lambda _: lambda ddp: Unsynced(ddp),
         ),
         Replacement(
             target=f"{_TRAINING}:build_train_valid_test_datasets",
