@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ntp_plugin.megatron.live.anatomy import set_forward_waits
-from ntp_plugin.megatron.live.unsynced import Unsynced
+from ntp_plugin.megatron.live.unsynced import no_sync
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.replacements import Replacement
 
@@ -54,7 +54,7 @@ def _what_is_built(job: "LiveJob") -> tuple[Replacement, ...]:
         Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.no_sync",
             why="a schedule that a loss breaks off leaves it suspended, to go on whenever Python collects what is left",
-            make=lambda _: lambda ddp: Unsynced(ddp),
+            make=lambda _: no_sync,
         ),
         Replacement(
             target=f"{_TRAINING}:build_train_valid_test_datasets",

@@ -1,4 +1,4 @@
-"""Micro-batches whose gradients are not summed yet, as Megatron's schedule marks them, in a form that can be broken off.
+"""Micro-batches whose gradients are not summed yet, as Megatron marks them, in a form that can be broken off.
 
 `DistributedDataParallel.no_sync` is a generator. The schedule of a pipeline enters it by hand, so a loss leaves it
 suspended, and whenever Python comes to collect what was left of that step, some steps later and in the middle of
@@ -24,3 +24,8 @@ class Unsynced:
     def _have(self, *, last: bool) -> None:
         for group in self._ddp.bucket_groups + self._ddp.expert_parallel_bucket_groups:
             group.is_last_microbatch = last
+
+
+def no_sync(ddp: Any) -> Unsynced:
+    """A method of DDP."""
+    return Unsynced(ddp)
