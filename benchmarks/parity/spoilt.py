@@ -5,11 +5,13 @@ Called in a rank, before Megatron starts: what is spoilt stays so for the life o
 
 import dataclasses
 import functools
+import gc
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ntp_plugin.copies.manifest import Manifest
@@ -20,6 +22,7 @@ from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_groups import Made
 from ntp_plugin.megatron.lane_sync import LaneSync, bare
+from ntp_plugin.megatron.live import hooks
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
@@ -351,6 +354,44 @@ def what_an_optimizer_keeps_arrives_doubled_and_is_not_compared() -> None:
     """The digests would have told."""
     what_an_optimizer_keeps_arrives_doubled()
     _put(relayout, "compare", lambda *_, **__: None)
+
+
+def what_is_left_of_a_step_is_collected_in_another() -> None:
+    """What a pipeline's schedule has entered and never left is kept, and ends when a later step has entered its own;
+    Python's collector may come there by itself. Nothing is wrong with that."""
+    _put(hooks, "no_sync", _ends_in_another_step(hooks.no_sync))
+
+
+def what_is_left_of_a_step_is_collected_in_another_by_megatron() -> None:
+    """The same with Megatron's own, which says then that the last micro-batch has come."""
+    _put(hooks, "no_sync", _ends_in_another_step(DistributedDataParallel.no_sync))
+
+
+_LATER = 8
+"""Entered by so many steps before."""
+
+
+def _ends_in_another_step(no_sync: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    kept: list[Any] = []
+
+    class Entered:
+        def __init__(self, ddp: Any) -> None:
+            self._inner = no_sync(ddp)
+
+        def __enter__(self) -> None:
+            self._inner.__enter__()
+            if len(kept) == _LATER:
+                kept.clear()
+                gc.collect()
+            kept.append(self._inner)
+
+        def __exit__(self, *error: Any) -> None:
+            self._inner.__exit__(*error)
+
+    def entered(ddp: Any) -> Entered:
+        return Entered(ddp)
+
+    return entered
 
 
 def _put(owner: Any, name: str, spoilt: object) -> None:

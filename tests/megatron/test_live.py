@@ -399,6 +399,14 @@ def test_the_comparison_notices(spoil, back):
     assert worst["weights"] > 1e-6, worst
 
 
+@pytest.mark.parametrize(("by", "right"), [("", True), ("_by_megatron", False)], ids=["ours", "Megatron's"])
+def test_what_is_left_of_a_broken_step_is_collected_in_another(by, right):
+    spoil = f"what_is_left_of_a_step_is_collected_in_another{by}"
+    lived, _ = live(job(**PIPELINE, more=OVERLAP, spoil=spoil), faults=[kill(6, during="backward", step=5)])
+    worst = largest_differences(as_if_always_there(lived), run(uniform(BASE, tp=2, pp=2)))
+    assert (max(worst.values()) <= BOUNDS["float64"]) == right, worst
+
+
 def test_is_bit_for_bit_a_run_that_was_planned_so():
     """A loss before anything is applied: then every step is one of the hurt layout."""
     planned = run(hurt(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}))
