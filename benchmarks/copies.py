@@ -16,8 +16,8 @@ in its time, on all processors, each at the pace of one that makes copies and no
 same: they share what carries the bytes. That pace is bytes per second of processor time: sender and receiver of a far
 copy have a processor each, and both are at work. The claim is: a ratio of at most 1.03, or not more than that explains.
 
-Where each rank has a processor to spare, as on a host of GPUs, nothing of that is time of the step. Two processors are
-enough to see it with one rank, which trains on the first, while the threads that make its copies have the other one to
+Where each rank has a processor to spare, as on a host of GPUs, nothing of that ought to be time of the step. Two
+processors are enough to see whether it is, with one rank, which trains on the first, while the threads that make its copies have the other one to
 themselves: a row that bytes do not excuse, with a ratio of at most 1.03.
 
 How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and

@@ -337,7 +337,9 @@ def measured(case: Case, scale: str) -> dict[str, Any]:
 def main(scale: str, framework: str) -> int:
     """All rows, or those of one framework."""
     cases = [(number, case) for number, case in enumerate(CASES) if framework in ("", case.framework)]
-    assert cases, f"FRAMEWORK is one of {', '.join(FRAMEWORKS)}, and not {framework}"
+    if not cases:
+        print(f"FRAMEWORK is {framework}, and has to be one of {', '.join(FRAMEWORKS)}", file=sys.stderr)
+        return 2
     rows: list[dict[str, Any]] = []
     for number, _ in cases:
         words = [sys.executable, "-m", "benchmarks.live_overhead", str(number)]

@@ -3,7 +3,7 @@
 `DistributedDataParallel.no_sync` is a generator. The schedule of a pipeline enters it by hand, so a loss leaves it
 suspended, and whenever Python comes to collect what was left of that step, some steps later and in the middle of
 another one, it says then and there that the last micro-batch has come. The buckets were summed too early, without an
-error: weights were off by half a percent (tests/megatron/test_unsynced.py). This one says nothing by itself.
+error: weights were off by half a percent (tests/megatron/test_live.py has both). This one says nothing by itself.
 """
 
 from typing import Any
