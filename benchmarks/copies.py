@@ -10,15 +10,15 @@ each copy goes to the other one as well. With parities (`--ntp-copies-mode xor:2
 another host is folded into the parity of two.
 
 A copy costs what its bytes cost: they are read twice (digest, copying), written once, and for a far copy sent, received
-and read again. On a machine whose processors are all busy with the step this is time of the step; with a processor to
-spare it is none. So beside the measured time of a step stands what it would be if all of a version's copies were made
-in its time, on all processors, each at the pace of one that makes copies and nothing else here, while all others do the
-same: they share what carries the bytes. That pace is bytes per second of processor time: sender and receiver of a far
-copy have a processor each, and both are at work. The claim is: a ratio of at most 1.03, or not more than that explains.
+and read again. On a machine whose processors are all busy with the step this is time of the step. So beside the
+measured time of a step stands what it would be if all of a version's copies were made in its time, on all processors,
+each at the pace of one that makes copies and nothing else here, while all others do the same: they share what carries
+the bytes. That pace is bytes per second of processor time: sender and receiver of a far copy have a processor each, and
+both are at work. The claim is: a ratio of at most 1.03, or not more than that explains.
 
 Where each rank has a processor to spare, as on a host of GPUs, nothing of that ought to be time of the step. Two
-processors are enough to see whether it is, with one rank, which trains on the first, while the threads that make its copies have the other one to
-themselves: a row that bytes do not excuse, with a ratio of at most 1.03.
+processors are enough to see whether it is, with one rank: it trains on the first, and the threads that make its copies
+have the other one to themselves. A row that bytes do not excuse, with a ratio of at most 1.03.
 
 How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
 its main weights keep, each held once per TP slot, what is replicated as often as there are slots. What other hosts keep

@@ -22,7 +22,7 @@ from ntp_plugin.megatron.buckets import LaneBucketGroup
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.lane_groups import Made
 from ntp_plugin.megatron.lane_sync import LaneSync, bare
-from ntp_plugin.megatron.live import hooks
+from ntp_plugin.megatron.live import hooks, unsynced
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
@@ -359,7 +359,7 @@ def what_an_optimizer_keeps_arrives_doubled_and_is_not_compared() -> None:
 def what_is_left_of_a_step_is_collected_in_another() -> None:
     """What a pipeline's schedule has entered and never left is kept, and ends when a later step has entered its own;
     Python's collector may come there by itself. Nothing is wrong with that."""
-    _put(hooks, "no_sync", _ends_in_another_step(hooks.no_sync))
+    _put(hooks, "no_sync", _ends_in_another_step(unsynced.no_sync))
 
 
 def what_is_left_of_a_step_is_collected_in_another_by_megatron() -> None:
