@@ -119,7 +119,8 @@ class Supervisor:
         self._stopping.set()
         if not wait:
             return
-        self._thread.join()
+        if self._thread.ident is not None:  # workers that cannot be started are not watched
+            self._thread.join()
         for ward in self._wards.values():
             os.close(ward.pidfd)
         self._wards.clear()
