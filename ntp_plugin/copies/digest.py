@@ -51,24 +51,27 @@ class Rectangle:
     keys: torch.Tensor
     """Those of the places in one of them."""
 
-    @functools.cached_property
     def of_keys(self) -> int:
         """The sum of the keys of all places."""
         return int(self.pages.sum()) * int(self.keys.sum())
 
     def sums(self, parts: Sequence[torch.Tensor]) -> list[int]:
         """Of each part's words times these."""
-        size, totals = len(self.keys), torch.zeros(len(parts), dtype=torch.int64)
-        at_once = max(1, _AT_ONCE // (size * len(parts)))
-        for first in range(0, len(self.pages), at_once):
-            pages = self.pages[first : first + at_once]
-            begin, words = self.offset + first * size, len(pages) * size
-            converted = _buffer(len(parts) * words).view(len(parts), words)
-            for part, place in zip(parts, converted, strict=True):
-                place.copy_(part[begin : begin + words])
-            totals += torch.mv(converted.view(-1, size), self.keys).view(len(parts), -1).mv(pages)
+        pages, at_once = self.pages.shape[0], max(1, _AT_ONCE // (self.keys.shape[0] * len(parts)))
+        totals = self._sums(parts, 0, min(at_once, pages))
+        for first in range(at_once, pages, at_once):
+            totals += self._sums(parts, first, min(at_once, pages - first))
         found: list[int] = totals.tolist()
         return found
+
+    def _sums(self, parts: Sequence[torch.Tensor], first: int, pages: int) -> torch.Tensor:
+        """So many pages from one on. For small parts the calls take longer than what they do: there are few of them."""
+        size = self.keys.shape[0]
+        begin, words = self.offset + first * size, pages * size
+        converted = _buffer(len(parts) * words).view(len(parts), words)
+        for part, place in zip(parts, converted.unbind(), strict=True):
+            place.copy_(part.narrow(0, begin, words))
+        return converted.view(-1, size).mv(self.keys).view(-1, pages).mv(self.pages.narrow(0, first, pages))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,11 @@ class Runs:
     def of_two_words(self) -> "Runs":
         """The same where each element is two."""
         return Runs(starts=self.starts * 2, lengths=self.lengths * 2, page=self.page * 2)
+
+    @functools.cached_property
+    def of_keys(self) -> int:
+        """The sum of the keys of all places."""
+        return sum(one.of_keys() for one in self.rectangles)
 
     @functools.cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:
@@ -195,10 +203,10 @@ def _sums(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
     """Of the keys of all places, and of each part's words times these."""
     if parts[0].device.type != "cpu":
         return _sums_by_blocks(parts, runs)
-    found = [0] * (1 + len(parts))
+    found = [0] * len(parts)
     for one in runs.rectangles:
-        found = [total + more for total, more in zip(found, (one.of_keys, *one.sums(parts)), strict=True)]
-    return found
+        found = [total + more for total, more in zip(found, one.sums(parts), strict=True)]
+    return [runs.of_keys, *found]
 
 
 def _sums_by_blocks(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:

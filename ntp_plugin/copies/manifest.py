@@ -6,8 +6,10 @@ without one are nothing. It ends with a checksum of itself.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +73,11 @@ class Manifest:
     extras: Mapping[str, Any]
 
     def encode(self) -> bytes:
+        """Bytes among the extras are told as hexadecimal digits."""
+        return self._encoded
+
+    @functools.cached_property
+    def _encoded(self) -> bytes:
         body = json.dumps(
             [
                 self.run,
@@ -78,12 +85,10 @@ class Manifest:
                 self.slot,
                 self.holders,
                 self.size,
-                [
-                    [list(_values(held.piece)), [list(_values(entry)) for entry in held.entries], held.numbers]
-                    for held in self.held
-                ],
+                [[_values(held.piece), [_values(entry) for entry in held.entries], held.numbers] for held in self.held],
                 self.extras,
-            ]
+            ],
+            default=bytes.hex,
         ).encode()
         return body + b"\n" + _checksum(body)
 
@@ -163,4 +168,8 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _values(one: Any) -> tuple[Any, ...]:
-    return tuple(getattr(one, field.name) for field in dataclasses.fields(one))
+    values: tuple[Any, ...] = _ALL_OF[type(one)](one)
+    return values
+
+
+_ALL_OF = {kind: operator.attrgetter(*(field.name for field in dataclasses.fields(kind))) for kind in (Piece, Entry)}

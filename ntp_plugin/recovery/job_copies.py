@@ -53,7 +53,7 @@ class Carried(Protocol):
     """What goes with the tensors."""
 
     def extras(self) -> dict[str, Any]:
-        """As it is now, in what JSON has."""
+        """As it is now, in what JSON has, and bytes: those are told as hexadecimal digits."""
 
     def go_back(self, extras: Mapping[str, Any]) -> None:
         """Have it so again."""

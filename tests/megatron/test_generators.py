@@ -23,7 +23,7 @@ def draw():
     return own, torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
 
 draw()
-told = json.loads(json.dumps(generators.states()))
+told = json.loads(json.dumps(generators.states(), default=bytes.hex))  # as a manifest has it
 first, second = draw(), draw()
 generators.put_back(told)
 assert draw() == first != second

@@ -1,5 +1,6 @@
 """Copies beside the training: of the state as it was when they were begun, two by turns, whatever other hosts do."""
 
+import dataclasses
 import shutil
 import socket
 import time
@@ -110,6 +111,13 @@ def here(tmp_path):
 def there(tmp_path):
     with closing(There(tmp_path / "there")) as there:
         yield there
+
+
+def test_bytes_among_the_extras_are_told_as_digits(here):
+    drawn = torch.get_rng_state().numpy().tobytes()
+    assert here.copy(dataclasses.replace(snapshot(5), extras={"random": {"torch": drawn}}))
+    ((_, manifest),) = here.store.found()
+    assert bytes.fromhex(manifest.extras["random"]["torch"]) == drawn
 
 
 def test_a_snapshot_becomes_a_copy_on_the_own_host(here):
@@ -388,15 +396,17 @@ def test_a_walk_costs_no_far_copy_after_it(here, there):
     assert here.copy(snapshot(6, epoch=3))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_copied_over_what_is(here, value):
+@pytest.mark.parametrize("part", [0, -1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_not_copied_over_what_is(here, value, part):
     assert here.copy(snapshot(5))
     here.replicator.commit()
     assert here.copy(snapshot(6))
     parts = some_parts(7)
-    next(iter(parts[0].values.values())).view(-1)[3] = value
+    name, values = list(parts[part].values.items())[part]
+    values.view(-1)[3] = value
     assert not here.copy(snapshot(7, parts=parts))
-    assert "is not finite after step 7" in here.trouble[-1]
+    assert f"{parts[part].piece.tensor} ({name}) is not finite after step 7" in here.trouble[-1]
     assert [version.step for _, version, _ in here.store.versions()] == [5, 6]
     assert here.copy(snapshot(8))
 

@@ -1,4 +1,4 @@
-"""Every generator of random numbers that a Megatron process has, as JSON has it, and put back.
+"""Every generator of random numbers that a Megatron process has, as a manifest takes it, and put back as it tells it.
 
 Those of torch, NumPy and Python, that of the device, and Megatron's own by name (what tensor-parallel regions draw
 from). They belong to a slot: a process that takes over what another held keeps its own.
@@ -20,7 +20,7 @@ def states() -> dict[str, Any]:
         "torch": _told(torch.get_rng_state()),
         "device": _told(torch.cuda.get_rng_state()),
         "megatron": {of: _told(state) for of, state in get_cuda_rng_tracker().get_states().items()},
-        "numpy": [name, np.asarray(keys).tobytes().hex(), *rest],
+        "numpy": [name, np.asarray(keys).tobytes(), *rest],
         "python": [list(value) if isinstance(value, tuple) else value for value in random.getstate()],
     }
 
@@ -44,8 +44,8 @@ def names() -> list[str]:
     ]
 
 
-def _told(state: torch.Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
+def _told(state: torch.Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
 
 
 def _heard(told: str) -> torch.Tensor:
