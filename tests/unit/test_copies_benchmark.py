@@ -1,0 +1,38 @@
+"""What `make show-copies` makes of what clocks say."""
+
+import pytest
+
+from benchmarks import copies
+from benchmarks.copies import Pair, Step
+
+
+@pytest.fixture(autouse=True)
+def two_processors(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+
+
+def test_a_step_lasts_as_long_as_its_slowest_rank_and_costs_what_all_took():
+    read = [[0, 7, 10.0, 1.0, 0.5], [1, 7, 10.1, 2.0, 1.5], [0, 8, 11.0, 1.75, 1.0], [1, 8, 11.5, 2.5, 1.75]]
+    assert copies._steps(read, ranks=2) == {7: Step(seconds=pytest.approx(1.4), busy=1.25, training=0.75)}
+
+
+def test_a_step_that_one_rank_has_not_told_of_is_none():
+    read = [[0, 7, 10.0, 1.0, 0.5], [0, 8, 11.0, 1.75, 1.0], ["drawn", 1, 0, 3]]
+    assert copies._steps(read, ranks=2) == {}
+
+
+def pair(*, more_seconds, more_busy, more_training=0.0, spared=False):
+    off = Step(seconds=2.0, busy=4.0, training=3.0)
+    on = Step(seconds=2.0 + more_seconds, busy=4.0 + more_busy, training=3.0 + more_training)
+    return Pair(on=on, off=off, spared=spared)
+
+
+def test_processor_time_explains_a_longer_step_by_as_much_as_there_are_processors_for_it():
+    assert pair(more_seconds=0.2, more_busy=0.4).explained == pytest.approx(1.1)
+    waiting = pair(more_seconds=0.3, more_busy=0.4)
+    assert waiting.ratio - waiting.explained == pytest.approx(0.05)
+
+
+def test_where_copies_have_a_processor_of_their_own_theirs_explains_nothing():
+    assert pair(more_seconds=0.2, more_busy=0.4, spared=True).explained == pytest.approx(1.0)
+    assert pair(more_seconds=0.2, more_busy=0.4, more_training=0.1, spared=True).explained == pytest.approx(1.05)
