@@ -63,11 +63,11 @@ class NotFinite(NtpError):
 
 def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """A NaN is both the least and the largest, and to look for these takes a tenth of the time that a sum takes. There
-    is one answer for all, because a GPU is waited for."""
-    ends = defaultdict[torch.dtype, list[torch.Tensor]](list)
+    is one answer for all of a kind, because a GPU is waited for."""
+    ends = defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]](list)
     for values in tensors:
         if values.is_floating_point() and values.numel():
-            ends[values.dtype] += torch.aminmax(values)
+            ends[values.dtype, values.device] += torch.aminmax(values)
     return all(bool(torch.stack(found).isfinite().all()) for found in ends.values())
 
 
