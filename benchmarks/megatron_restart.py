@@ -27,7 +27,8 @@ from benchmarks.parity.job import Job
 from benchmarks.parity.layouts import BASE, MODELS
 
 _MOST_LIVES = 1
-_ITERATION = re.compile(r"^ \[.*\] iteration +(\d+)/")
+_ITERATION = re.compile(r" \[[^]]*\] iteration +(\d+)/")
+"""Anywhere in a line: unbuffered, a process writes a line and its end apart, and those of another come in between."""
 _BEFORE = 5
 """So many iterations are logged before a worker is killed; two checkpoints are complete then."""
 _PATIENCE_S = 180.0
@@ -122,7 +123,7 @@ class _Log:
         assert self._job.stdout is not None, "it is a pipe"
         for line in self._job.stdout:
             self._said.append(line)
-            found = _ITERATION.match(line)
+            found = _ITERATION.search(line)
             if found:
                 self._times.append(time.monotonic())
                 self.iterations.append(int(found[1]))
