@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ntp_plugin.comm import process_groups
+from ntp_plugin.comm import process_groups, waits
 from ntp_plugin.comm.operations import POINT_TO_POINT
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.errors import PeerLost
@@ -71,6 +71,27 @@ def test_a_reduce_scatter_that_was_waited_for_in_slices_would_not_be():
     play = functools.partial(wait_for_who_never_comes, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
     with pytest.raises(TimeoutError, match="slot 0 did not finish within 2"), Ranks(SIZE, play) as ranks:
         ranks.wait(2)
+
+
+def wait_for_who_is_late(rank, longest_s=None):
+    """How often the wait looked whether a break-out is under way."""
+    if longest_s is not None:
+        waits._LONGEST_S = longest_s
+    groups = attached(rank)
+    dist.barrier()
+    if rank.slot:
+        time.sleep(1.0)
+    looked, look = [], groups._waits._leave_if_lost
+    groups._waits._leave_if_lost = lambda: (looked.append(time.monotonic()), look())
+    dist.all_reduce(torch.ones(4))
+    return len(looked)
+
+
+@pytest.mark.parametrize(("longest_s", "at_least", "at_most"), [(None, 5, 13), (0.02, 30, 50)])
+def test_a_long_wait_looks_seldom(longest_s, at_least, at_most):
+    """A slice that runs out costs time of a processor; the second row is as it was once."""
+    with Ranks(SIZE, functools.partial(wait_for_who_is_late, longest_s=longest_s)) as ranks:
+        assert at_least <= ranks.wait(30)[0] <= at_most
 
 
 def do_it_often(rank, name):
