@@ -22,7 +22,9 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 MODULUS = 1 << 64
 PAGE = 1 << 13
@@ -39,6 +41,9 @@ than the product."""
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _thread = threading.local()
 
+type Words = NDArray[np.int64]
+"""Or of fewer bits, before they are converted."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rectangle:
@@ -46,32 +51,35 @@ class Rectangle:
 
     offset: int
     """Where they begin in the part."""
-    pages: torch.Tensor
+    pages: Words
     """Their keys."""
-    keys: torch.Tensor
+    keys: Words
     """Those of the places in one of them."""
 
     def of_keys(self) -> int:
         """The sum of the keys of all places."""
         return int(self.pages.sum()) * int(self.keys.sum())
 
-    def sums(self, parts: Sequence[torch.Tensor]) -> list[int]:
+    def sums(self, parts: Sequence[Words]) -> list[int]:
         """Of each part's words times these."""
-        pages, at_once = self.pages.shape[0], max(1, _AT_ONCE // (self.keys.shape[0] * len(parts)))
+        pages, at_once = len(self.pages), max(1, _AT_ONCE // (len(self.keys) * len(parts)))
         totals = self._sums(parts, 0, min(at_once, pages))
         for first in range(at_once, pages, at_once):
             totals += self._sums(parts, first, min(at_once, pages - first))
         found: list[int] = totals.tolist()
         return found
 
-    def _sums(self, parts: Sequence[torch.Tensor], first: int, pages: int) -> torch.Tensor:
-        """So many pages from one on. For small parts the calls take longer than what they do: there are few of them."""
-        size = self.keys.shape[0]
+    def _sums(self, parts: Sequence[Words], first: int, pages: int) -> Words:
+        """So many pages from one on. For small parts the calls take longer than what they do: there are few, and they
+        are NumPy's, which take less than torch's."""
+        size = len(self.keys)
         begin, words = self.offset + first * size, pages * size
-        converted = _buffer(len(parts) * words).view(len(parts), words)
-        for part, place in zip(parts, converted.unbind(), strict=True):
-            place.copy_(part.narrow(0, begin, words))
-        return converted.view(-1, size).mv(self.keys).view(-1, pages).mv(self.pages.narrow(0, first, pages))
+        converted = _buffer(len(parts) * words).reshape(len(parts), words)
+        for part, place in zip(parts, converted, strict=True):
+            np.copyto(place, part[begin : begin + words])
+        by_page = np.einsum("pi,i->p", converted.reshape(-1, size), self.keys).reshape(-1, pages)
+        totals: Words = np.einsum("np,p->n", by_page, self.pages[first : first + pages])
+        return totals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,8 +124,8 @@ class Runs:
         begins = _unlike_the_one_before(counts, torch.stack((at, runs.lengths)))
         for number, until in itertools.pairwise([*begins, len(counts)]):
             begin, end = int(first[number]), int(first[number] + counts[number])
-            keys = _keys_at(at[begin:end], runs.lengths[begin:end])
-            yield Rectangle(offset=int(offsets[begin]), pages=page_keys[number:until], keys=keys)
+            keys = _keys_at(at[begin:end], runs.lengths[begin:end]).numpy()
+            yield Rectangle(offset=int(offsets[begin]), pages=page_keys[number:until].numpy(), keys=keys)
 
     def _cut_at_pages(self) -> "Runs":
         """Each run within one page."""
@@ -203,9 +211,9 @@ def _sums(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
     """Of the keys of all places, and of each part's words times these."""
     if parts[0].device.type != "cpu":
         return _sums_by_blocks(parts, runs)
-    found = [0] * len(parts)
+    found, words = [0] * len(parts), [part.numpy() for part in parts]
     for one in runs.rectangles:
-        found = [total + more for total, more in zip(found, one.sums(parts), strict=True)]
+        found = [total + more for total, more in zip(found, one.sums(words), strict=True)]
     return [runs.of_keys, *found]
 
 
@@ -222,11 +230,11 @@ def _sums_by_blocks(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
     return found
 
 
-def _buffer(size: int) -> torch.Tensor:
+def _buffer(size: int) -> Words:
     """Memory of this thread's own: to take it from the system each time would cost more than what is done in it."""
     if getattr(_thread, "size", 0) < size:
-        _thread.size, _thread.words = size, torch.empty(size, dtype=torch.int64)
-    words: torch.Tensor = _thread.words[:size]
+        _thread.size, _thread.words = size, np.empty(size, dtype=np.int64)
+    words: Words = _thread.words[:size]
     return words
 
 
