@@ -36,3 +36,22 @@ def test_processor_time_explains_a_longer_step_by_as_much_as_there_are_processor
 def test_where_copies_have_a_processor_of_their_own_theirs_explains_nothing():
     assert pair(more_seconds=0.2, more_busy=0.4, spared=True).explained == pytest.approx(1.0)
     assert pair(more_seconds=0.2, more_busy=0.4, more_training=0.1, spared=True).explained == pytest.approx(1.05)
+
+
+def test_a_long_step_is_judged_by_what_is_added_to_a_short_one_and_by_itself():
+    assert copies.is_within(1.03, 0.98, 1.0)
+    assert not copies.is_within(1.031, 0.98, 1.0), "short steps say more"
+    assert not copies.is_within(1.02, 1.031, 1.0), "long ones are longer beyond doubt"
+
+
+def test_more_than_the_bound_is_within_where_bytes_explain_it():
+    assert copies.is_within(1.05, 1.04, 1.05)
+    assert not copies.is_within(1.051, 1.04, 1.05)
+
+
+def test_each_long_kind_has_a_short_one_before_it():
+    short = {kind.alike for kind in copies.KINDS if kind.short}
+    long = [kind for kind in copies.KINDS if not kind.short]
+    assert len(long) == len(copies.COPIES)
+    assert all(kind.alike in short for kind in long)
+    assert copies.KINDS.index(long[0]) >= len(long)
