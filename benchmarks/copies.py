@@ -28,8 +28,8 @@ processor each, and both are at work. More than 1.03 is within the claim where i
 
 Where each rank has a processor to spare, as on a host of GPUs, nothing of that ought to be time of the step. Two
 processors are enough to see whether it is, with one rank: it trains on the first, and the threads that make its copies
-have the other one to themselves. A row that bytes do not excuse. Beside it stands one in which as many bytes are read,
-read and written by three calls of torch: what the machine takes for it.
+have the other one to themselves; a long step of it has 1,536 tokens. A row that bytes do not excuse. Beside it stands
+one in which as many bytes are read, read and written by three calls of torch: what the machine takes for it.
 
 Where the time goes is told besides. By how much more processor time all ranks took in the step with a copy than in the
 one before, over the number of processors, that step has to be longer; where copies have a processor of their own, by
