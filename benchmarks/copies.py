@@ -10,26 +10,24 @@ each copy goes to the other one as well. With parities (`--ntp-copies-mode xor:2
 another host is folded into the parity of two.
 
 A copy costs what its bytes cost: they are read twice (digest, copying), written once, and for a far copy sent, received
-and read again. On a machine whose processors are all busy with the step this is time of the step. A version has as many
-bytes whatever the batch is. So the time that it adds is measured in short steps, of 384 tokens, in which it is a large
-part of what there is to do: its median over all pairs, and the interval of that (order statistics, 95 %).
+and read again. On a machine whose processors are all busy with the step this is time of the step. So beside the
+measured time of a step stands what it would be if all of a version's copies were made in its time, on all processors,
+each at the pace of one that makes copies and nothing else here, while all others do the same: they share what carries
+the bytes. That pace is bytes per second of processor time: sender and receiver of a far copy have a processor each, and
+both are at work. The claim is: a ratio of at most 1.03, or not more than that explains.
 
-The claim is on steps of 3,072 tokens, as many as the long ones of `live_overhead` have. Copies move 11 MB then in a
+It is on short steps, of 384 tokens, in which a copy is a large part of what there is to do, and on long ones, of 3,072
+tokens, as many as those of `live_overhead` have. Long steps differ from one another by more than a copy takes. But a
+version has as many bytes whatever the batch is. So what it adds to a short step, put over the time of a long one, has
+to be within the claim with all of its interval (order statistics, 95 %); and because it is an inference that a long
+step pays no more, the interval of pairs of long ones must not be above it as a whole. Copies move 11 MB then in a
 second of each processor; Llama 3 405B on 16,384 GPUs of 400 TFLOP/s, with 16 million tokens in a step (arXiv
-2407.21783), would have them move 50 MB in a second of each GPU, whose host has a dozen processors for it. Such steps
-take seconds, and differ from one another by more than a copy takes. What is added to a short one, put over the time of
-a long one, is at most 1.03 with all of its interval. That it is no more there is an inference, and so long steps are
-measured in pairs as well: their interval must not be above 1.03 as a whole.
-
-Or the ratio is explained. Beside it stands what it would be if all of a version's copies were made in the step's time,
-on all processors, each at the pace of one that makes copies and nothing else here, while all others do the same: they
-share what carries the bytes. That pace is bytes per second of processor time: sender and receiver of a far copy have a
-processor each, and both are at work. More than 1.03 is within the claim where it is not more than that.
+2407.21783), would have them move 50 MB in a second of each GPU, whose host has a dozen processors for it.
 
 Where each rank has a processor to spare, as on a host of GPUs, nothing of that ought to be time of the step. Two
 processors are enough to see whether it is, with one rank: it trains on the first, and the threads that make its copies
-have the other one to themselves; a long step of it has 1,536 tokens. A row that bytes do not excuse. Beside it stands
-one in which as many bytes are read, read and written by three calls of torch: what the machine takes for it.
+have the other one to themselves; a long step of it has 1,536 tokens. Bytes excuse nothing there. Beside it stands a row
+in which as many bytes are read, read and written by three calls of torch: what the machine takes for it.
 
 Where the time goes is told besides. By how much more processor time all ranks took in the step with a copy than in the
 one before, over the number of processors, that step has to be longer; where copies have a processor of their own, by
@@ -121,7 +119,7 @@ class Kind:
 
     @property
     def short(self) -> bool:
-        """Whether the claim is on the pace of copies, and not on the ratio."""
+        """Whether its ratio is judged by itself."""
         return self.samples == SHORT
 
     @property
@@ -449,7 +447,7 @@ def measured(kind: Kind, pairs: int, speed: float, added: Added) -> dict[str, An
     if kind.short:
         low, high = added[kind.alike] = interval([pair.added for pair in found])
         told |= {"added_ms_95": f"{1000 * low:.1f} to {1000 * high:.1f}", "gb_per_s": round(pace / 1e9, 2)}
-        holds &= pace >= PACES[kind.mode]
+        holds &= told["ratio"] <= max(BOUND, by_bytes) and pace >= PACES[kind.mode]
     else:
         low, high = (1 + seconds / off for seconds in added[kind.alike])
         told["ratio_by_short_steps_95"] = f"{low:.4f} to {high:.4f}"

@@ -2,6 +2,7 @@
 was waited for keeps nothing alive, and has no backend replaced."""
 
 import functools
+import itertools
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
 
 from ntp_plugin.comm import process_groups, waits
 from ntp_plugin.comm.operations import POINT_TO_POINT
@@ -17,6 +19,7 @@ from ntp_plugin.errors import PeerLost
 from ntp_plugin.testing.ranks import Ranks
 
 SIZE = 2
+LOOKS = 10
 OPERATIONS = {
     "all_reduce": lambda: dist.all_reduce(torch.ones(4)),
     "reduce_scatter": lambda: dist.reduce_scatter(torch.ones(2), [torch.ones(2), torch.ones(2)]),
@@ -73,25 +76,35 @@ def test_a_reduce_scatter_that_was_waited_for_in_slices_would_not_be():
         ranks.wait(2)
 
 
-def wait_for_who_is_late(rank, longest_s=None):
-    """How often the wait looked whether a break-out is under way."""
+def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
+    """The seconds between one look, whether a break-out is under way, and the next."""
     if longest_s is not None:
         waits._LONGEST_S = longest_s
-    groups = attached(rank)
+    groups, store = attached(rank), c10d._get_default_store()
     dist.barrier()
-    if rank.slot:
-        time.sleep(1.0)
     looked, look = [], groups._waits._leave_if_lost
-    groups._waits._leave_if_lost = lambda: (looked.append(time.monotonic()), look())
+
+    def look_and_tell():
+        looked.append(time.monotonic())
+        if len(looked) == LOOKS:
+            store.set("looked often", b"")
+        look()
+
+    groups._waits._leave_if_lost = look_and_tell
+    if rank.slot:
+        store.wait(["looked often"])
     dist.all_reduce(torch.ones(4))
-    return len(looked)
+    return [after - before for before, after in itertools.pairwise(looked)]
 
 
-@pytest.mark.parametrize(("longest_s", "at_least", "at_most"), [(None, 5, 13), (0.02, 30, 50)])
-def test_a_long_wait_looks_seldom(longest_s, at_least, at_most):
+@pytest.mark.parametrize(("longest_s", "seldom"), [(None, True), (0.02, False)])
+def test_a_long_wait_looks_seldom(longest_s, seldom):
     """A slice that runs out costs time of a processor; the second row is as it was once."""
-    with Ranks(SIZE, functools.partial(wait_for_who_is_late, longest_s=longest_s)) as ranks:
-        assert at_least <= ranks.wait(30)[0] <= at_most
+    play = functools.partial(wait_for_who_comes_when_it_was_looked_often, longest_s=longest_s)
+    with Ranks(SIZE, play) as ranks:
+        between = ranks.wait(30)[0]
+    assert len(between) >= LOOKS - 1
+    assert (min(between[4:]) >= 0.09) == seldom, "the first four are of 20 to 100 ms"
 
 
 def do_it_often(rank, name):
