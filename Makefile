@@ -1,5 +1,5 @@
 # Two commands do everything on a machine that has Python 3.12:  make demo   and   make test
-# The first of them sets up .venv; later runs skip that until pyproject.toml or constraints.txt changes.
+# The first of them sets up .venv; later runs skip that until what it installs changes.
 
 READY := .venv/.ready
 PY := .venv/bin/python
@@ -89,5 +89,5 @@ docs: $(READY)  # the pages as a site in build/site; fails where a link leads no
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml constraints.txt .ci/setup
+$(READY): pyproject.toml constraints.txt .ci/setup hatch_build.py ntp_plugin/copies/machine.c
 	@bash .ci/setup

@@ -54,6 +54,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -63,6 +64,7 @@ from typing import Any
 import torch
 
 from benchmarks import evidence
+from benchmarks.bare_copies import Bare
 from benchmarks.overhead import PLANTED, interval, row
 from benchmarks.parity.job import Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
@@ -72,6 +74,7 @@ from ntp_plugin.copies import digest
 from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.runs import runs_of
 from ntp_plugin.copies.store import Store
 from ntp_plugin.copies.wire import Server
 from ntp_plugin.recovery.job_copies import JobCopies
@@ -140,8 +143,9 @@ COPIES = (
     Kind(what="near copies, a processor to spare", mode="near", samples=LONG // 2, tp=1, dp=1, spared=True),
     Kind(what="bytes moved, a processor to spare", mode="near", samples=LONG // 2, tp=1, dp=1, spared=True, bare=True),
 )
+BARE_SHORT = tuple(dataclasses.replace(kind, what=f"bytes of {kind.what}", bare=True) for kind in COPIES[:3])
 KINDS = (
-    *(dataclasses.replace(kind, what=f"{kind.what}, short steps", samples=SHORT) for kind in COPIES),
+    *(dataclasses.replace(kind, what=f"{kind.what}, short steps", samples=SHORT) for kind in COPIES + BARE_SHORT),
     *COPIES,
     Kind(what=f"near copies, {PLANTED:.0%} asleep, short steps", mode="near", samples=SHORT, asleep=PLANTED),
 )
@@ -160,6 +164,8 @@ class Clocked(Play):
         read, begun, begin = list[list[Any]](), set[int](), JobCopies.begin
 
         def read_and_begin(copies: JobCopies) -> None:
+            if self.kind.bare:  # nothing is looked for either
+                copies._parts, copies._carried = list, types.SimpleNamespace(extras=dict)
             read.append([rank.slot, copies.state_of, time.monotonic(), time.process_time(), time.thread_time()])
             begin(copies)
             begun.update([copies.state_of] if copies._last == copies.state_of else [])
@@ -168,7 +174,7 @@ class Clocked(Play):
         if self.kind.spared:
             _have_copies_made_on_the_last_processor()
         if self.kind.bare:
-            _have_bytes_moved()
+            _have_bytes_moved(self.kind)
         if self.kind.asleep:
             _have_it_sleep(self.kind.asleep, read, begun)
         lived = super()._play(rank)
@@ -190,17 +196,16 @@ def _have_copies_made_on_the_last_processor() -> None:
     setattr(threading.Thread, "run", run)  # noqa: B010
 
 
-def _have_bytes_moved() -> None:
-    """Read, read and written."""
-    source = torch.randn(bytes_wanted(1) // 4)
-    target = torch.empty_like(source)
+def _have_bytes_moved(kind: Kind) -> None:
+    """In place of copies."""
+    bare = Bare(bytes_wanted(kind.tp) // (kind.tp * kind.dp), kind.mode)
 
     def moved(made: Replicator, snapshot: Snapshot, *_: Any) -> bool:
-        source.sum()
-        source.sum()
-        target.copy_(source)
+        began = time.monotonic()
+        size = bare.move(made._taken.set)
         made._near = True
-        made._done(Copied(step=snapshot.version.step, size=source.nbytes, taken_s=0.0, seconds=0.0, far=0))
+        seconds = time.monotonic() - began
+        made._done(Copied(step=snapshot.version.step, size=size, taken_s=seconds, seconds=seconds, far=0))
         return True
 
     setattr(Replicator, "_copy", moved)  # noqa: B010
@@ -334,7 +339,7 @@ def _speeds(_processor: int) -> tuple[dict[str, float], dict[str, int]]:
     torch.set_num_threads(1)
     size = 1 << 24
     values = [torch.randn(size) for _ in range(NUMBERS)]
-    runs = digest.runs_of((size,), 0, ((0, size),))
+    runs = runs_of((size,), 0, ((0, size),))
     found = {"digest": _speed(lambda: digest.digests(values, runs, salts=["a", "b", "c"]), NUMBERS * size * 4)}
     kept: dict[str, int] = {}
     for mode in ("near", "copy", "xor:2"):

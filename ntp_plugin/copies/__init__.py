@@ -1,6 +1,8 @@
 """State beside the state: what proves that it is what it was, and what brings it back.
 
     digest.py       a number for a tensor that does not depend on how the tensor is cut
+    runs.py         where the elements of a part stand in the whole tensor, and the keys of these places
+    machine.py      machine code for what is done with every byte
     sketch.py       numbers for a model by which two runs are told to agree but for rounding
     pieces.py       which elements of a tensor somebody holds, and what two holders have in common
     manifest.py     what a copy says of itself

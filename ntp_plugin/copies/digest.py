@@ -9,178 +9,42 @@ A single word that differs is always found, since a key is odd. Several cancel e
 for one digest: words have 32 bits at most, so that a flip of the highest bits of two of them leaves 33 bits of the
 difference of two keys to be zero. Elements of eight bytes are two words, of two places, for that reason.
 
-Speed. The key of a place is that of its place in its page, which is the same for all pages and stays in a processor's
-cache, times that of the page. A page is some rows of the tensor. So a part has the same places in one page as in the
-next, be it cut by rows or by columns, and its pages are a matrix with one vector of keys (`Rectangle`): what is left to
-do is a conversion and a product. The sum is linear, so the part that the seed plays is counted by itself.
+Speed. Pages that a part holds alike are a matrix with one vector of keys (`runs.py`): what is left to do is a product.
+The sum is linear, so the part that the seed plays is counted by itself. All of a state is one call of machine code
+(`native.py`), which sees on its way whether all is finite; or it is made by NumPy, piece by piece.
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-MODULUS = 1 << 64
-PAGE = 1 << 13
-"""Elements: of a page as many rows as fit, and one if it is longer."""
-_LONGEST = 8 * PAGE
-"""Elements of a row."""
+from ntp_plugin.copies.machine import Machine, machine
+from ntp_plugin.copies.runs import MODULUS, Rectangle, Runs, Words, blocks, keys_in_page, odd_numbers
+
 _AT_ONCE = 1 << 19
-"""Words that are converted, unless a page has more: they stay in a processor's cache."""
+"""Words that NumPy converts, unless a page has more: they stay in a processor's cache."""
 _TOGETHER = 1 << 22
 """Words, where the device is another one."""
-_REMEMBERED = 256
-"""Cuts: the layers of a model are alike, and copied step after step. To look at the places of a small part costs more
-than the product."""
-_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INFINITE = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+"""The least bits of what is not finite, but for the sign; of more than one word nothing is told by the largest."""
 _thread = threading.local()
 
-type Words = NDArray[np.int64]
-"""Or of fewer bits, before they are converted."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rectangle:
-    """Pages in which a part has the same places."""
+class Values:
+    """The same part of several tensors; a salt tells each from others, and from itself at another time."""
 
-    offset: int
-    """Where they begin in the part."""
-    pages: Words
-    """Their keys."""
-    keys: Words
-    """Those of the places in one of them."""
-
-    def of_keys(self) -> int:
-        """The sum of the keys of all places."""
-        return int(self.pages.sum()) * int(self.keys.sum())
-
-    def sums(self, parts: Sequence[Words]) -> list[int]:
-        """Of each part's words times these."""
-        pages, at_once = len(self.pages), max(1, _AT_ONCE // (len(self.keys) * len(parts)))
-        totals = self._sums(parts, 0, min(at_once, pages))
-        for first in range(at_once, pages, at_once):
-            totals += self._sums(parts, first, min(at_once, pages - first))
-        found: list[int] = totals.tolist()
-        return found
-
-    def _sums(self, parts: Sequence[Words], first: int, pages: int) -> Words:
-        """So many pages from one on. For small parts the calls take longer than what they do: there are few, and they
-        are NumPy's, which take less than torch's."""
-        size = len(self.keys)
-        begin, words = self.offset + first * size, pages * size
-        converted = _buffer(len(parts) * words).reshape(len(parts), words)
-        for part, place in zip(parts, converted, strict=True):
-            np.copyto(place, part[begin : begin + words])
-        by_page = np.einsum("pi,i->p", converted.reshape(-1, size), self.keys).reshape(-1, pages)
-        totals: Words = np.einsum("np,p->n", by_page, self.pages[first : first + pages])
-        return totals
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Runs:
-    """Places in the whole tensor, told as runs of flat indices, in the order in which a part holds them."""
-
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    page: int = PAGE
-    """Elements of the tensor's pages."""
-
-    @property
-    def size(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def offsets(self) -> torch.Tensor:
-        """Where in the part each run begins."""
-        return self.lengths.cumsum(0) - self.lengths
-
-    @functools.cached_property
-    def of_two_words(self) -> "Runs":
-        """The same where each element is two."""
-        return Runs(starts=self.starts * 2, lengths=self.lengths * 2, page=self.page * 2)
-
-    @functools.cached_property
-    def of_keys(self) -> int:
-        """The sum of the keys of all places."""
-        return sum(one.of_keys() for one in self.rectangles)
-
-    @functools.cached_property
-    def rectangles(self) -> tuple[Rectangle, ...]:
-        """All of these places, in the order of the part."""
-        return tuple(self._rectangles())
-
-    def _rectangles(self) -> Iterator[Rectangle]:
-        runs = self._cut_at_pages()
-        page, at, offsets = runs.starts // self.page, runs.starts % self.page, runs.offsets
-        of_page, counts = page.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-        first = counts.cumsum(0) - counts
-        page_keys = odd_numbers(of_page)
-        begins = _unlike_the_one_before(counts, torch.stack((at, runs.lengths)))
-        for number, until in itertools.pairwise([*begins, len(counts)]):
-            begin, end = int(first[number]), int(first[number] + counts[number])
-            keys = _keys_at(at[begin:end], runs.lengths[begin:end]).numpy()
-            yield Rectangle(offset=int(offsets[begin]), pages=page_keys[number:until].numpy(), keys=keys)
-
-    def _cut_at_pages(self) -> "Runs":
-        """Each run within one page."""
-        first = self.starts // self.page
-        counts = (self.starts + self.lengths - 1) // self.page - first + 1
-        run = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        begins = (torch.arange(len(run)) - (counts.cumsum(0) - counts)[run] + first[run]) * self.page
-        starts = torch.maximum(self.starts[run], begins)
-        ends = torch.minimum((self.starts + self.lengths)[run], begins + self.page)
-        return Runs(starts=starts, lengths=ends - starts, page=self.page)
-
-
-def runs_of(
-    shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]], start: int = 0, stop: int | None = None
-) -> Runs:
-    """All of a tensor of this shape, but along `dim`, where it is these ranges; of that, the elements from `start` to
-    `stop`."""
-    return _runs_of(tuple(shape), dim, tuple(ranges), start, stop)
-
-
-@functools.lru_cache(_REMEMBERED)
-def _runs_of(
-    shape: tuple[int, ...], dim: int, ranges: tuple[tuple[int, int], ...], start: int, stop: int | None
-) -> Runs:
-    runs = _all_runs_of(shape, dim, ranges)
-    return runs if start == 0 and stop in (None, runs.size) else _clipped(runs, start, stop)
-
-
-def _all_runs_of(shape: tuple[int, ...], dim: int, ranges: tuple[tuple[int, int], ...]) -> Runs:
-    inner, outer = _product(shape[dim + 1 :]), _product(shape[:dim])
-    starts, lengths = (
-        torch.tensor([(start, stop - start) for start, stop in ranges], dtype=torch.int64).view(-1, 2).T * inner
-    )
-    before = torch.arange(outer).unsqueeze(-1) * (shape[dim] * inner)
-    filled = lengths > 0
-    return Runs(
-        starts=(before + starts[filled]).reshape(-1),
-        lengths=lengths[filled].expand(outer, -1).reshape(-1),
-        page=_page(shape),
-    )
-
-
-def _clipped(runs: Runs, start: int, stop: int | None) -> Runs:
-    """Those elements of a part from `start` to `stop`."""
-    begins, ends = runs.offsets, runs.offsets + runs.lengths
-    first, last = begins.clamp(min=start), ends.clamp(max=stop if stop is not None else runs.size)
-    left = last > first
-    return dataclasses.replace(runs, starts=(runs.starts + first - begins)[left], lengths=(last - first)[left])
-
-
-def _page(shape: Sequence[int]) -> int:
-    """A row is all that comes after the first dim, or after the second one where that is too much, and so on."""
-    rows = (_product(shape[dim:]) for dim in range(1, len(shape) + 1))
-    row = next((row for row in rows if row <= _LONGEST), 1)
-    return max(1, PAGE // row) * row if row else PAGE
+    tensors: Sequence[torch.Tensor]
+    runs: Runs
+    salts: Sequence[str]
 
 
 def digest(tensor: torch.Tensor, runs: Runs, *, salt: str) -> int:
@@ -190,37 +54,147 @@ def digest(tensor: torch.Tensor, runs: Runs, *, salt: str) -> int:
 
 
 def digests(tensors: Sequence[torch.Tensor], runs: Runs, *, salts: Sequence[str]) -> list[int]:
-    """The sums for the same part of several tensors: the places are looked at once."""
-    parts = [tensor.detach().reshape(-1) for tensor in tensors]
-    found = [0] * len(parts)
-    for words in {_words(part) for part in parts}:
-        alike = [number for number, part in enumerate(parts) if _words(part) == words]
-        bits = [parts[number].view(_WIDTHS[parts[number].element_size()]) for number in alike]
-        keys, *sums = _sums(bits, runs if words == 1 else runs.of_two_words)
-        for number, total in zip(alike, sums, strict=True):
-            found[number] = (total + _seed(salts[number]) * keys) % MODULUS
+    """The sums for the same part of several tensors."""
+    (found,) = digests_of([Values(tensors=tensors, runs=runs, salts=salts)])
     return found
 
 
-def _words(part: torch.Tensor) -> int:
-    """Of one element."""
-    return max(1, part.element_size() // 4)
+def digests_of(several: Sequence[Values]) -> list[list[int]]:
+    """The sums for many parts: it takes less than one after the other."""
+    return _numbers(several, _sums(several))
 
 
-def _sums(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
+def digests_if_finite(several: Sequence[Values]) -> list[list[int]] | None:
+    """The same, or none of them where a value is not finite."""
+    sums = _sums(several)
+    each = (tensor for values in several for tensor in values.tensors)
+    untold = [tensor for tensor, found in zip(each, sums, strict=True) if found.finite is None]
+    if any(found.finite is False for found in sums) or not are_finite(untold):
+        return None
+    return _numbers(several, sums)
+
+
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """A NaN is both the least and the largest, and to look for these takes a tenth of the time that a sum takes. There
+    is one answer for all of a kind, because a GPU is waited for."""
+    ends = defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]](list)
+    for values in tensors:
+        if values.is_floating_point() and values.numel():
+            ends[values.dtype, values.device] += torch.aminmax(values)
+    return all(bool(torch.stack(found).isfinite().all()) for found in ends.values())
+
+
+# ---------------------------------------------------------------- sums
+
+
+class _Part(NamedTuple):
+    """One tensor, and the places of its words."""
+
+    flat: torch.Tensor
+    width: int
+    """Bytes of a word."""
+    runs: Runs
+
+    def words(self) -> torch.Tensor:
+        """Its bits."""
+        return self.flat.view(_WORDS[self.width])
+
+
+class _Sum(NamedTuple):
+    """Of a part's words times the keys of their places, and of these keys."""
+
+    words: int
+    keys: int
+    finite: bool | None = None
+    """Whether all values are, where that was seen."""
+
+
+def _numbers(several: Sequence[Values], sums: Sequence[_Sum]) -> list[list[int]]:
+    found = iter(sums)
+    return [
+        [(one.words + _seed(salt) * one.keys) % MODULUS for salt, one in zip(values.salts, found, strict=False)]
+        for values in several
+    ]
+
+
+def _sums(several: Sequence[Values]) -> list[_Sum]:
+    parts = [_part(tensor, values.runs) for values in several for tensor in values.tensors]
+    found: list[_Sum] = []
+    for on_cpu, those in itertools.groupby(parts, key=lambda part: part.flat.is_cpu):
+        by_machine = machine() if on_cpu else None
+        if by_machine is not None:
+            found += _sums_by_machine(by_machine, list(those))
+            continue
+        for _, alike in itertools.groupby(those, key=lambda part: (id(part.runs), part.width)):
+            found += _sums_by_torch(list(alike))
+    return found
+
+
+def _part(tensor: torch.Tensor, runs: Runs) -> _Part:
+    size = tensor.element_size()
+    whole = tensor.dim() == 1 and tensor.is_contiguous()  # as a rule, and what is many times done takes long
+    flat = tensor if whole else tensor.detach().reshape(-1).contiguous()
+    return _Part(flat=flat, width=min(size, 4), runs=runs if size < 8 else runs.of_two_words)
+
+
+def _sums_by_machine(found_by: Machine, parts: Sequence[_Part]) -> list[_Sum]:
+    found: dict[int, _Sum] = {}
+    for width in {part.width for part in parts}:
+        alike = [(number, part) for number, part in enumerate(parts) if part.width == width]
+        rows = [
+            (part.flat.data_ptr() + width * one.offset, *one.in_memory, place)
+            for place, (_, part) in enumerate(alike)
+            for one in part.runs.rectangles
+        ]
+        told = found_by.sums(rows, width=width, values=len(alike))
+        for (number, part), (total, largest) in zip(alike, told, strict=True):
+            infinite = _INFINITE.get(part.flat.dtype)
+            finite = largest < infinite if infinite is not None else None
+            found[number] = _Sum(words=total, keys=part.runs.of_keys, finite=finite)
+    return [found[number] for number in range(len(parts))]
+
+
+def _sums_by_torch(parts: Sequence[_Part]) -> list[_Sum]:
+    """Of the same places."""
+    words, runs = [part.words() for part in parts], parts[0].runs
+    keys, *sums = (_sums_by_numpy if words[0].is_cpu else _sums_by_blocks)(words, runs)
+    return [_Sum(words=total, keys=keys) for total in sums]
+
+
+def _sums_by_numpy(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
     """Of the keys of all places, and of each part's words times these."""
-    if parts[0].device.type != "cpu":
-        return _sums_by_blocks(parts, runs)
     found, words = [0] * len(parts), [part.numpy() for part in parts]
     for one in runs.rectangles:
-        found = [total + more for total, more in zip(found, one.sums(words), strict=True)]
+        found = [total + more for total, more in zip(found, _sums_of_rectangle(one, words), strict=True)]
     return [runs.of_keys, *found]
 
 
+def _sums_of_rectangle(one: Rectangle, parts: Sequence[Words]) -> list[int]:
+    pages, at_once = len(one.pages), max(1, _AT_ONCE // (len(one.keys) * len(parts)))
+    totals = _sums_of_pages(one, parts, 0, min(at_once, pages))
+    for first in range(at_once, pages, at_once):
+        totals += _sums_of_pages(one, parts, first, min(at_once, pages - first))
+    found: list[int] = totals.tolist()
+    return found
+
+
+def _sums_of_pages(one: Rectangle, parts: Sequence[Words], first: int, pages: int) -> Words:
+    """So many from one on. For small parts the calls take longer than what they do: there are few, and they are
+    NumPy's, which take less than torch's."""
+    size = len(one.keys)
+    begin, words = one.offset + first * size, pages * size
+    converted = _buffer(len(parts) * words).reshape(len(parts), words)
+    for part, place in zip(parts, converted, strict=True):
+        np.copyto(place, part[begin : begin + words])
+    by_page = np.einsum("pi,i->p", converted.reshape(-1, size), one.keys).reshape(-1, pages)
+    totals: Words = np.einsum("np,p->n", by_page, one.pages[first : first + pages])
+    return totals
+
+
 def _sums_by_blocks(parts: Sequence[torch.Tensor], runs: Runs) -> list[int]:
-    """Element by element, where memory is fast and a matrix of integers is not multiplied."""
+    """The same element by element, where memory is fast and a matrix of integers is not multiplied."""
     device = parts[0].device
-    in_page, found = _keys_in_page(device), [0] * (1 + len(parts))
+    in_page, found = keys_in_page(device), [0] * (1 + len(parts))
     for begin, places in blocks(runs, _TOGETHER, device):
         pages = places // runs.page
         keys = in_page.index_select(0, places - pages * runs.page) * odd_numbers(pages)
@@ -238,66 +212,5 @@ def _buffer(size: int) -> Words:
     return words
 
 
-def _unlike_the_one_before(counts: torch.Tensor, runs: torch.Tensor) -> list[int]:
-    """The pages of whose runs, so many, one is not like that in the page before."""
-    before = torch.arange(runs.shape[1]) - torch.repeat_interleave(counts, counts)
-    differing = (runs != runs[:, before.clamp(min=0)]).any(0).cumsum(0)[counts.cumsum(0) - 1]
-    unlike = torch.ones(len(counts), dtype=torch.bool)
-    unlike[1:] = (differing[1:] != differing[:-1]) | (counts[1:] != counts[:-1])
-    found: list[int] = unlike.nonzero().view(-1).tolist()
-    return found
-
-
-def _keys_at(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Of places in a page."""
-    keys = _keys_in_page(torch.device("cpu"))
-    if len(starts) == 1:
-        return keys.narrow(0, int(starts), int(lengths))
-    offsets = lengths.cumsum(0) - lengths
-    ahead = torch.repeat_interleave(starts - offsets, lengths)
-    return keys.index_select(0, torch.arange(len(ahead)) + ahead)
-
-
-@functools.cache
-def _keys_in_page(device: torch.device) -> torch.Tensor:
-    """Of the places in a page: not those of any page."""
-    return odd_numbers(-1 - torch.arange(2 * _LONGEST, device=device))
-
-
-def odd_numbers(numbers: torch.Tensor) -> torch.Tensor:
-    """Pseudo-random ones: the finalizer of splitmix64."""
-    numbers = numbers * -0x61C8864680B583EB
-    numbers = (numbers ^ _shifted(numbers, 30)) * -0x40A7B892E31B1A47
-    numbers = (numbers ^ _shifted(numbers, 27)) * -0x6B2FB644ECCEEE15
-    return (numbers ^ _shifted(numbers, 31)) | 1
-
-
-def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, filled with zeros: torch fills with the sign."""
-    return (numbers >> by) & ((1 << (64 - by)) - 1)
-
-
-def blocks(runs: Runs, size: int, device: torch.device | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-    """So many elements of the part at a time: where the block begins, and the places of its elements."""
-    ends, total = runs.lengths.cumsum(0), runs.size
-    steps = torch.arange(min(size, total), device=device)
-    ahead = runs.starts - (ends - runs.lengths)  # what is added to an index of the part, run by run
-    for begin in range(0, total, size):
-        end = min(begin + size, total)
-        first, last = torch.searchsorted(ends, torch.tensor([begin, end - 1]), right=True).tolist()
-        inside = steps[: end - begin] + begin
-        if first == last:
-            yield begin, inside + int(ahead[first])
-            continue
-        lengths = runs.lengths[first : last + 1].clone()
-        lengths[0] = ends[first] - begin
-        lengths[-1] = end - (ends[last] - runs.lengths[last])
-        yield begin, inside + torch.repeat_interleave(ahead[first : last + 1], lengths).to(inside.device)
-
-
 def _seed(salt: str) -> int:
     return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest())
-
-
-def _product(sizes: Sequence[int]) -> int:
-    return int(torch.Size(sizes).numel())

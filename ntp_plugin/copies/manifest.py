@@ -58,6 +58,13 @@ class Held:
     def bytes_of(self, entry: Entry) -> int:
         return self.piece.size * DTYPES[entry.dtype].itemsize
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where its bytes begin and end."""
+        begins = [entry.offset for entry in self.entries]
+        ends = [entry.offset + self.bytes_of(entry) for entry in self.entries]
+        return min(begins, default=0), max(ends, default=0)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -139,14 +146,35 @@ def wrong(manifest: Manifest, held: Held, values: Mapping[str, torch.Tensor]) ->
     ]
 
 
-def views(memory: torch.Tensor, held: Held) -> dict[str, torch.Tensor]:
-    """The values of a piece where they lie in a copy's bytes, entry by entry."""
-    return {entry.name: view(memory, held, entry) for entry in held.entries}
+def wrong_in(memory: torch.Tensor, manifest: Manifest) -> list[str]:
+    """The same of all the values of a copy, in its bytes."""
+    several = [
+        digest.Values(
+            tensors=list(views(memory, held).values()),
+            runs=held.piece.runs,
+            salts=[manifest.salt(held, entry) for entry in held.entries],
+        )
+        for held in manifest.held
+    ]
+    return [
+        f"{held.piece.tensor} ({entry.name})"
+        for held, numbers in zip(manifest.held, digest.digests_of(several), strict=True)
+        for entry, number in zip(held.entries, numbers, strict=True)
+        if number != entry.digest
+    ]
 
 
-def view(memory: torch.Tensor, held: Held, entry: Entry) -> torch.Tensor:
-    """One kind of them."""
-    return memory[entry.offset : entry.offset + held.bytes_of(entry)].view(DTYPES[entry.dtype])
+def views(memory: torch.Tensor, held: Held, since: int = 0) -> dict[str, torch.Tensor]:
+    """The values of a piece where they lie in a copy's bytes `since` this one, entry by entry."""
+    return {entry.name: view(memory, held, entry, since) for entry in held.entries}
+
+
+def view(memory: torch.Tensor, held: Held, entry: Entry, since: int = 0) -> torch.Tensor:
+    """One kind of them. There are hundreds, and each call of torch takes as long as to read some thousand of them."""
+    dtype, start = DTYPES[entry.dtype], entry.offset - since
+    if start % dtype.itemsize or memory.numel() % dtype.itemsize:  # nobody but a stranger lays them out like that
+        return memory[start : start + held.bytes_of(entry)].view(dtype)
+    return memory.view(dtype).narrow(0, start // dtype.itemsize, held.piece.size)
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -158,6 +186,7 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, at
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """As manifests write it."""
     return str(dtype).removeprefix("torch.")

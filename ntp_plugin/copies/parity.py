@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, places, salt, views, wrong
+from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, places, salt, wrong, wrong_in
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import PARITY, REBUILT, Place, Store
 from ntp_plugin.errors import NtpError
@@ -204,7 +204,7 @@ def rebuild(
             for number, held in enumerate(other.held if other.slot != lost.slot else ()):
                 if held.entries and held.entries[0].offset < lost.size:
                     fold(memory, held, read(other, number, held))
-        found = [what for held in lost.held for what in wrong(lost, held, views(memory, held))]
+        found = wrong_in(memory, lost)
         if found:
             raise WrongParity(f"{found[0]} of slot {lost.slot} does not come out of it as it was")
         store.complete(target, lost)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ntp_plugin.copies.digest import Runs, runs_of
+from ntp_plugin.copies.runs import Runs, runs_of
 from ntp_plugin.planning.spans import Spans
 
 

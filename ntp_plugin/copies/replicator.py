@@ -22,14 +22,14 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, dtype_name, places, salt, view
+from ntp_plugin.copies.machine import machine
+from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, dtype_name, places, salt
 from ntp_plugin.copies.parity import parity_place
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
@@ -61,14 +61,8 @@ class NotFinite(NtpError):
     """State that nobody would want back."""
 
 
-def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """A NaN is both the least and the largest, and to look for these takes a tenth of the time that a sum takes. There
-    is one answer for all of a kind, because a GPU is waited for."""
-    ends = defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]](list)
-    for values in tensors:
-        if values.is_floating_point() and values.numel():
-            ends[values.dtype, values.device] += torch.aminmax(values)
-    return all(bool(torch.stack(found).isfinite().all()) for found in ends.values())
+_LOOK = 0.05
+"""So many times of what is late pass from one look to the next."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -89,6 +83,34 @@ class Lateness:
         """One that took so long; where it did not come to all who keep it that says nothing of the next."""
         if ok and seconds < self.after_s:
             self.told = False
+
+
+def _not_finite(snapshot: Snapshot) -> NotFinite:
+    values = ((part, name, live) for part in snapshot.parts for name, live in part.values.items())
+    named = next(f"{part.piece.tensor} ({name})" for part, name, live in values if not digest.are_finite([live]))
+    return NotFinite(
+        f"{named} is not finite after step {snapshot.version.step}: no copy is made",
+        way_out="look for the step that made it so; the copies before it are kept",
+    )
+
+
+def _held(part: Part, at: Iterator[int], numbers: Sequence[int]) -> Held:
+    entries = tuple(
+        Entry(name=name, dtype=dtype_name(live.dtype), offset=next(at), digest=number)
+        for (name, live), number in zip(part.values.items(), numbers, strict=True)
+    )
+    return Held(piece=part.piece, entries=entries, numbers=dict(part.numbers))
+
+
+def _copy(lives: Sequence[torch.Tensor], memory: torch.Tensor, offsets: Sequence[int]) -> None:
+    each, by_machine = list(zip(lives, offsets, strict=True)), machine()
+    if by_machine is not None and all(live.is_cpu and live.is_contiguous() for live in lives):
+        by_machine.copy([(memory.data_ptr() + offset, live.data_ptr(), live.nbytes) for live, offset in each])
+        return
+    for live, offset in each:
+        target, chunk = memory[offset : offset + live.nbytes].view(live.dtype), max(1, CHUNK // live.element_size())
+        for start in range(0, len(live), chunk):
+            target[start : start + chunk].copy_(live.detach()[start : start + chunk], non_blocking=True)
 
 
 type Beside = Callable[[], contextlib.AbstractContextManager[None]]
@@ -140,7 +162,9 @@ class Replicator:
         self._wake, self._taken, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._taken.set()
         self._idle.set()
-        self._stopping, self._given_up = False, threading.Event()
+        self._closed, self._given_up = threading.Event(), threading.Event()
+        self._under_way: tuple[Version, float] | None = None
+        """What is copied now, and since when."""
         self._ok = self._near = True
         self._begun: Place | None = None
         self._committed: Place | None = None
@@ -150,8 +174,10 @@ class Replicator:
         self._may_keep = True
         self._far_number = 0
         """Of the two places there, the one that is written to."""
-        self._thread = threading.Thread(target=self._run_thread, name="ntp-copies-sender", daemon=True)
-        self._thread.start()
+        works = {"ntp-copies-sender": self._run_thread, "ntp-copies-clock": self._look_if_late}
+        self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in works.items()]
+        for thread in self._threads:
+            thread.start()
 
     # ------------------------------------------------ by the training
 
@@ -226,12 +252,13 @@ class Replicator:
             peer.give_up()
 
     def close(self) -> None:
-        """End the thread; the copies stay."""
+        """End the threads; the copies stay."""
         self.hold()
         self._idle.wait()
-        self._stopping = True
+        self._closed.set()
         self._wake.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         for peer in self._peers.values():
             peer.close()
 
@@ -241,41 +268,33 @@ class Replicator:
         while True:
             self._wake.wait()
             self._wake.clear()
-            if self._stopping:
+            if self._closed.is_set():
                 return
             assert self._work is not None, "it is woken with some"
+            began = time.monotonic()
+            self._under_way = self._work[0].version, began
             try:
-                with self._told_if_late(self._work[0].version):
-                    self._ok = self._copy(*self._work)
+                self._ok = self._copy(*self._work)
+                self._lateness.ended(time.monotonic() - began, ok=self._ok)
             except Exception as error:  # whatever it is, the training must not wait for this thread for ever
                 self._ok = False
                 self._trouble(f"a copy was not made: {error!r}")
             finally:
-                self._work = None
+                self._work = self._under_way = None
                 self._taken.set()
                 self._idle.set()
 
-    @contextlib.contextmanager
-    def _told_if_late(self, version: Version) -> Iterator[None]:
-        """By a thread of its own: the one that copies may be waiting for another host."""
-        began = time.monotonic()
-
-        def tell() -> None:
-            if self._lateness.is_news(time.monotonic() - began):
+    def _look_if_late(self) -> None:
+        """On a thread of its own, since the one that copies may be waiting for another host. It looks from time to
+        time: to begin a thread with each copy would take as long as to copy a megabyte."""
+        while not self._closed.wait(self._lateness.after_s * _LOOK):
+            under_way = self._under_way
+            if under_way is not None and self._lateness.is_news(time.monotonic() - under_way[1]):
                 self._trouble(
-                    f"{version} is not copied after {self._lateness.after_s:g} s, by slot {self._slot} to"
+                    f"{under_way[0]} is not copied after {self._lateness.after_s:g} s, by slot {self._slot} to"
                     f" {_told(self._far[0])}: it goes on, and until it is through a loss costs the steps since the"
                     " copy before it (look at that host, or raise copies.lag_steps)"
                 )
-
-        timer = threading.Timer(self._lateness.after_s, tell)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-            self._lateness.ended(time.monotonic() - began, ok=self._ok)
-        finally:
-            timer.cancel()
 
     def _copy(self, snapshot: Snapshot, place: Place, beside: Beside | None) -> bool:
         began = time.monotonic()
@@ -303,26 +322,31 @@ class Replicator:
 
     def _take(self, snapshot: Snapshot, place: Place, *, pinned: bool) -> tuple[Manifest, torch.Tensor]:
         """What is copied from a GPU into pinned memory is there when its stream is through."""
-        values = [(part, name, live) for part in snapshot.parts for name, live in part.values.items()]
-        if not _are_finite(live for _, _, live in values):  # before anything that is there is given up
-            named = next(f"{part.piece.tensor} ({name})" for part, name, live in values if not _are_finite([live]))
-            raise NotFinite(
-                f"{named} is not finite after step {snapshot.version.step}: no copy is made",
-                way_out="look for the step that made it so; the copies before it are kept",
+        several = [
+            digest.Values(
+                tensors=list(part.values.values()),
+                runs=part.piece.runs,
+                salts=[salt(self._run, snapshot.version.step, part.piece.tensor, name) for name in part.values],
             )
-        offsets, size = places([live.nbytes for _, _, live in values])
+            for part in snapshot.parts
+        ]
+        numbers = digest.digests_if_finite(several)
+        if numbers is None:  # before anything that is there is given up
+            raise _not_finite(snapshot)
+        lives = [live for part in snapshot.parts for live in part.values.values()]
+        offsets, size = places([live.nbytes for live in lives])
         memory = self._store.open(place, size)
         if pinned:
             self._pin(place)
+        _copy(lives, memory, offsets)
         at = iter(offsets)
-        held = tuple(self._take_part(snapshot.version.step, part, at, memory) for part in snapshot.parts)
         manifest = Manifest(
             run=self._run,
             version=snapshot.version,
             slot=self._slot,
             holders=snapshot.holders,
             size=size,
-            held=held,
+            held=tuple(_held(part, at, of_part) for part, of_part in zip(snapshot.parts, numbers, strict=True)),
             extras=snapshot.extras,
         )
         return manifest, memory
@@ -334,21 +358,6 @@ class Replicator:
         except RuntimeError as error:
             self._may_pin = False
             self._trouble(f"copies are made through memory that is not pinned, which is slower: {error}")
-
-    def _take_part(self, step: int, part: Part, at: Any, memory: torch.Tensor) -> Held:
-        salts = [salt(self._run, step, part.piece.tensor, name) for name in part.values]
-        numbers = digest.digests(list(part.values.values()), part.piece.runs, salts=salts)
-        entries = tuple(
-            Entry(name=name, dtype=dtype_name(live.dtype), offset=next(at), digest=number)
-            for (name, live), number in zip(part.values.items(), numbers, strict=True)
-        )
-        held = Held(piece=part.piece, entries=entries, numbers=dict(part.numbers))
-        for entry in entries:
-            target, live = view(memory, held, entry), part.values[entry.name].detach()
-            chunk = max(1, CHUNK // live.element_size())
-            for start in range(0, len(live), chunk):
-                target[start : start + chunk].copy_(live[start : start + chunk], non_blocking=True)
-        return held
 
     def _send(
         self, address: Address, place: Place, manifest: Manifest, memory: torch.Tensor, members: Sequence[int]

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ntp_plugin.copies.digest import blocks, odd_numbers
 from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.runs import blocks, odd_numbers
 
 SIZE = 256
 _BITS = 8

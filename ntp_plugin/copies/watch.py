@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from ntp_plugin.copies.digest import MODULUS
+from ntp_plugin.copies.runs import MODULUS
 
 type Told = Mapping[str, tuple[str, str, int]]
 """What one slot has: a tensor's values -> the whole that they are of, which part of it, and their digest."""

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.digest import Runs
-from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, views, wrong
+from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, views, wrong, wrong_in
 from ntp_plugin.copies.parity import Parities, Unwanted
 from ntp_plugin.copies.pieces import indices
+from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, PARITY, NoRoom, Place, Store
 from ntp_plugin.errors import NtpError
 
@@ -161,7 +161,7 @@ class Server:
         with self._one_at_a_time[place]:
             memory = self._store.open(place, manifest.size)
             coming.into(memory)
-            found = [what for held in manifest.held for what in wrong(manifest, held, views(memory, held))]
+            found = wrong_in(memory, manifest)
             if not found:
                 self._store.complete_raw(place, text)
         return found
@@ -195,6 +195,7 @@ class _Coming:
 
     def __init__(self, connection: socket.socket, manifest: Manifest) -> None:
         self._connection, self._manifest, self._at = connection, manifest, 0
+        self._room = torch.empty(0, dtype=torch.uint8)
 
     def into(self, memory: torch.Tensor) -> None:
         """The next of them."""
@@ -207,15 +208,15 @@ class _Coming:
         self._at = offset
 
     def pieces(self) -> Iterator[tuple[Held, dict[str, torch.Tensor]]]:
-        """The values of each piece, which are in no other's memory."""
+        """The values of each piece, in memory that the next piece takes."""
         for held in self._manifest.held:
-            values = {}
-            for entry in held.entries:
-                self.skip_to(entry.offset)
-                memory = torch.empty(held.bytes_of(entry), dtype=torch.uint8)
-                self.into(memory)
-                values[entry.name] = memory.view(DTYPES[entry.dtype])
-            yield held, values
+            begin, end = held.span
+            self.skip_to(begin)
+            if self._room.numel() < end - begin:
+                self._room = torch.empty(end - begin, dtype=torch.uint8)
+            memory = self._room[: end - begin]
+            self.into(memory)
+            yield held, views(memory, held, begin)
 
 
 def select(

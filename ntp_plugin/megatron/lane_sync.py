@@ -27,6 +27,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.utils import get_attr_wrapped_model
 
 from ntp_plugin.copies import digest
+from ntp_plugin.copies.runs import MODULUS, runs_of
 from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
 from ntp_plugin.megatron.core_groups import find_crossing
@@ -315,7 +316,7 @@ def _sum_losses_alone(chunks: list[Any], alone: Any) -> None:
 
 def _digest(tensor: Tensor, held: Spans, parameter: torch.nn.Parameter) -> int:
     """Of the part that is held; those of all parts add up to the whole's, whatever the cut."""
-    runs = digest.runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held))
+    runs = runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held))
     return digest.digest(parameter.detach(), runs, salt=tensor.family if tensor.family == SHARED else tensor.name)
 
 
@@ -325,7 +326,7 @@ def _require_equal(told: Iterable[Mapping[str, tuple[str, int]]]) -> None:
     for said in told:
         for title, (holder, value) in said.items():
             wholes = tensors.setdefault(title, {})
-            wholes[holder] = (wholes.get(holder, 0) + value) % digest.MODULUS
+            wholes[holder] = (wholes.get(holder, 0) + value) % MODULUS
     for title, wholes in tensors.items():
         if len(set(wholes.values())) > 1:
             found = ", ".join(f"{holder} {value:016x}" for holder, value in wholes.items())

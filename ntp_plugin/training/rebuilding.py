@@ -12,6 +12,7 @@ import torch
 
 from ntp_plugin.comm.transfer import Parcel
 from ntp_plugin.copies import digest
+from ntp_plugin.copies.runs import MODULUS, runs_of
 from ntp_plugin.errors import StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
@@ -103,7 +104,7 @@ def _digests(tensor: Tensor, entries: Entries, held: Spans, step: int) -> dict[s
     if not held:
         return dict.fromkeys(entries, 0)
     salts = [f"{tensor.name} {name} {step}" for name in entries]
-    runs = digest.runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held))
+    runs = runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held))
     return dict(zip(entries, digest.digests(list(entries.values()), runs, salts=salts), strict=True))
 
 
@@ -120,8 +121,8 @@ def compare(
     slot by itself. Before the move only those count that all of its slots have survived.
     """
     for entry in next(iter(surveys.values())):
-        before = [sum(surveys[slot][entry][0] for slot in whole) % digest.MODULUS for whole in wholes_before]
-        after = [sum(surveys[slot][entry][1] for slot in whole) % digest.MODULUS for whole in wholes_after]
+        before = [sum(surveys[slot][entry][0] for slot in whole) % MODULUS for whole in wholes_before]
+        after = [sum(surveys[slot][entry][1] for slot in whole) % MODULUS for whole in wholes_after]
         if len({*before, *after}) > 1:
             found = [("before", *pair) for pair in zip(wholes_before, before, strict=True)]
             found += [("after", *pair) for pair in zip(wholes_after, after, strict=True)]

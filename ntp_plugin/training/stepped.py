@@ -91,8 +91,14 @@ def _like(piece: Piece, kinds: Mapping[str, Held]) -> Held:
 
 def _parts(one: Stepped, values: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> Iterator[Part]:
     for piece, at in one.pieces:
-        flat = {name: value.detach().view(-1)[at : at + piece.size] for name, value in values.items()}
+        flat = {name: _flat(value, at, piece.size) for name, value in values.items()}
         yield Part(piece=piece, values=flat, numbers=numbers)
+
+
+def _flat(value: torch.Tensor, at: int, size: int) -> torch.Tensor:
+    if value.dim() == 1 and size == value.numel():  # a shard of its own, as most are: a step has hundreds of them
+        return value
+    return value.detach().view(-1).narrow(0, at, size)
 
 
 def _told(value: Any) -> Any:

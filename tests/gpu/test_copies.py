@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from ntp_plugin.copies.digest import digests, runs_of
+from ntp_plugin.copies.digest import digests
 from ntp_plugin.copies.manifest import Version, views
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.runs import runs_of
 from ntp_plugin.copies.store import NEAR, Place, Store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -457,6 +457,7 @@ def test_it_would_be_noticed_if_what_comes_out_were_not_verified(written_thirds,
     monkeypatch.setattr("ntp_plugin.copies.parity.wrong", lambda *_: [])
     monkeypatch.setattr("ntp_plugin.copies.restore.wrong", lambda *_: [])
     monkeypatch.setattr("ntp_plugin.copies.wire.wrong", lambda *_: [])
+    monkeypatch.setattr("ntp_plugin.copies.parity.wrong_in", lambda *_: [])
     left, layout = without(written_thirds, 0)
     for found in restore(left, layout):
         assert isinstance(found, StateLost)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntp_plugin.copies.digest import Runs
 from ntp_plugin.copies.pieces import Piece, common, indices
+from ntp_plugin.copies.runs import Runs
 
 
 @st.composite

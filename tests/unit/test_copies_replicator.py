@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ntp_plugin.copies import replicator, wire
-from ntp_plugin.copies.digest import Runs
 from ntp_plugin.copies.manifest import Version, view
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Lateness, Part, Replicator, Snapshot
+from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, NEAR, Place, Store
 from tests.unit.copies_bytes import bytes_of, wrong_in
 from tests.unit.test_copies_wire import SECRET, There, deaf_server, until
@@ -417,7 +417,7 @@ def test_an_idle_replicator_holds_and_closes(tmp_path):
         here.replicator.wait_until_taken()
         assert here.replicator.through
         assert here.replicator.ok
-    assert not here.replicator._thread.is_alive()
+    assert not any(thread.is_alive() for thread in here.replicator._threads)
 
 
 def test_what_all_have_near_is_kept_while_far_copies_do_not_arrive(here):

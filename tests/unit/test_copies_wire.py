@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntp_plugin.copies.digest import Runs
 from ntp_plugin.copies.manifest import view
 from ntp_plugin.copies.pieces import indices
+from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, Place, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble, Server, WrongCopy
 from tests.unit.copies_bytes import bytes_of, mapped

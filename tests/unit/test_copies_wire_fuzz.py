@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ntp_plugin.copies.digest import Runs
+from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, NEAR, PARITY, REBUILT, Place
 from ntp_plugin.copies.wire import PeerTrouble
 from tests.unit.copies_bytes import wrong_in

@@ -9,7 +9,7 @@ from benchmarks.corruption.__main__ import CONTROLS, negative_controls, trial
 from benchmarks.corruption.injections import KINDS, PAGES
 from benchmarks.corruption.parities import PARITY_KINDS, parity_trial
 from benchmarks.corruption.state import PAGED, TENSORS, Job, dealt, elements
-from ntp_plugin.copies import digest
+from ntp_plugin.copies import runs
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,14 @@ def test_what_is_injected_where_slots_share_a_parity_is_found(job_of_parities, k
 
 
 def test_it_notices_when_what_comes_out_of_a_parity_is_not_compared(job_of_parities, monkeypatch):
-    monkeypatch.setattr("ntp_plugin.copies.parity.wrong", lambda *_: [])
+    monkeypatch.setattr("ntp_plugin.copies.parity.wrong_in", lambda *_: [])
     seen = parity_trial(job_of_parities, "stale parity", random.Random(5))
     assert not seen.found
 
 
 def test_it_notices_when_pages_are_not_told_apart(monkeypatch):
-    digest._keys_in_page(torch.device("cpu"))  # the places in a page still are
-    monkeypatch.setattr(digest, "odd_numbers", torch.ones_like)
+    runs.keys_in_page(torch.device("cpu"))  # the places in a page still are
+    monkeypatch.setattr(runs, "odd_numbers", torch.ones_like)
     with Job(random.Random(4)) as job:
         assert not any(trial(job, PAGES, random.Random(seed), all_copies=False).found for seed in range(4))
         assert trial(job, "wrong place", random.Random(4), all_copies=False).found

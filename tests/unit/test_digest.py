@@ -1,6 +1,8 @@
 """The digest: one number for all cuts of a tensor, and another one for every change of it."""
 
 import hashlib
+import os
+import shutil
 
 import pytest
 import torch
@@ -8,9 +10,27 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.copies import digest as module
-from ntp_plugin.copies.digest import MODULUS, PAGE, Runs, digest, digests, runs_of
+from ntp_plugin.copies import machine as machine_code
+from ntp_plugin.copies.digest import Values, are_finite, digest, digests, digests_if_finite, digests_of
 from ntp_plugin.copies.pieces import Piece, indices
+from ntp_plugin.copies.runs import MODULUS, PAGE, Runs, runs_of
 from tests.unit.test_copies_pieces import cuts, places_of, shapes
+
+BY = {"machine": machine_code.machine, "numpy": lambda: None}
+
+
+@pytest.fixture(params=BY, autouse=True, scope="module")
+def by(request):
+    """All of it holds of both ways to come to a sum."""
+    if request.param == "machine" and machine_code.machine() is None:
+        assert not shutil.which(os.environ.get("CC", "cc")), (
+            f"there is a C compiler, and no {machine_code.LIBRARY} that is right: install again"
+        )
+        pytest.skip("there is no C compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "machine", BY[request.param])
+        yield request.param
+
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
 dtypes = st.sampled_from(DTYPES)
@@ -107,8 +127,9 @@ def test_a_device_without_products_of_matrices_of_integers_comes_to_the_same_num
     for dim, ranges in ((0, ((0, shape[0]),)), (last, ((2, shape[-1]), (0, 2))), (last, ((1, 2), (5, 40)))):
         runs = runs_of(shape, dim, ranges)
         part = torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim).reshape(-1)
-        words, runs = part.view(module._WIDTHS[dtype.itemsize]), runs.of_two_words if dtype.itemsize == 8 else runs
-        found, expected = module._sums_by_blocks([words], runs), module._sums([words], runs)
+        values_of = module._part(part, runs)
+        found = module._sums_by_blocks([values_of.words()], values_of.runs)
+        expected = module._sums_by_numpy([values_of.words()], values_of.runs)
         assert [one % MODULUS for one in found] == [one % MODULUS for one in expected]
 
 
@@ -216,3 +237,36 @@ def test_nothing_has_the_digest_zero():
     nothing = Piece(tensor="t", shape=(4, 3), dim=1, ranges=((0, 2),), start=5, stop=5)
     assert digest(torch.empty(0), nothing.runs, salt="salt") == 0
     assert digest(torch.empty(4, 0), runs_of((4, 3), 1, ()), salt="salt") == 0
+
+
+NUMBERS = st.floats(width=16) | st.sampled_from([float("nan"), float("inf"), -float("inf"), 6e4])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(NUMBERS, max_size=9), max_size=4), st.sampled_from(DTYPES))
+def test_there_are_numbers_where_all_values_are_finite_and_none_elsewhere(several, dtype):
+    tensors = [torch.tensor(numbers, dtype=torch.float64) for numbers in several]
+    tensors = [one.to(dtype) if dtype.is_floating_point else one.nan_to_num(0, 0, 0).to(dtype) for one in tensors]
+    asked = [
+        Values(tensors=[one, one], runs=runs_of((len(one),), 0, ((0, len(one)),)), salts=["a", "b"]) for one in tensors
+    ]
+    found = digests_if_finite(asked)
+    finite = all(bool(one.isfinite().all()) for one in tensors)
+    assert found == (digests_of(asked) if finite else None)
+    assert are_finite(tensors) == finite
+
+
+@settings(max_examples=30)
+@given(shapes, seeds)
+def test_many_parts_at_once_have_the_numbers_of_each(shape, seed):
+    parts = [bits(shape, dtype, seed) for dtype in DTYPES]
+    runs = runs_of(shape, 0, ((0, shape[0]),))
+    asked = [Values(tensors=parts[:number], runs=runs, salts=["a"] * number) for number in range(len(parts) + 1)]
+    assert digests_of(asked) == [[digest(part, runs, salt="a") for part in parts[:number]] for number in range(7)]
+
+
+def test_a_part_with_gaps_in_memory_is_read_without_them():
+    whole = torch.arange(40, dtype=torch.float32).view(10, 4)
+    runs = runs_of((10, 4), 1, ((0, 2),))
+    assert digest(whole[:, :2], runs, salt="s") == digest(whole[:, :2].clone(), runs, salt="s")
+    assert digest(whole.view(-1)[::2], runs, salt="s") == digest(whole.view(-1)[::2].clone(), runs, salt="s")

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntp_plugin.copies.digest import MODULUS, digest, runs_of
+from ntp_plugin.copies.digest import digest
+from ntp_plugin.copies.runs import MODULUS, runs_of
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.shard_layout import lay_out

@@ -4,6 +4,7 @@ Those of torch, NumPy and Python, that of the device, and Megatron's own by name
 from). They belong to a slot: a process that takes over what another held keeps its own.
 """
 
+import array
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +17,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 def states() -> dict[str, Any]:
     """As they are now."""
     name, keys, *rest = np.random.get_state(legacy=True)
+    version, numbers, last = random.getstate()
     return {
         "torch": _told(torch.get_rng_state()),
         "device": _told(torch.cuda.get_rng_state()),
         "megatron": {of: _told(state) for of, state in get_cuda_rng_tracker().get_states().items()},
         "numpy": [name, np.asarray(keys).tobytes(), *rest],
-        "python": [list(value) if isinstance(value, tuple) else value for value in random.getstate()],
+        "python": [version, array.array("I", numbers).tobytes(), last],
     }
 
 
@@ -33,6 +35,8 @@ def put_back(told: Mapping[str, Any]) -> None:
     name, keys, *rest = told["numpy"]
     np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
     version, numbers, last = told["python"]
+    if isinstance(numbers, str):  # earlier versions of the plugin told them one by one
+        numbers = array.array("I", bytes.fromhex(numbers))
     random.setstate((version, tuple(numbers), last))
 
 

@@ -1,0 +1,55 @@
+"""What a machine takes for the bytes of a copy, in the job: as many are moved as a copy moves, by as few calls as there
+may be, in the thread that makes copies.
+
+They are read for a digest, and read and written; for a far copy sent through a socket, received and read again, by a
+thread that takes copies; for a part of a parity folded into it besides, which is cleared before and read in the end,
+by one of those who share it. Nothing is found out of them: no digest, no manifest, nobody to agree with.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+
+import torch
+
+SHARERS = 2
+
+
+class Bare:
+    """Of one rank."""
+
+    def __init__(self, size: int, mode: str) -> None:
+        self._source = torch.randn(size // 4)
+        self._target = torch.empty_like(self._source)
+        self._mode = mode
+        self._arrived = threading.Semaphore(0)
+        if mode != "near":
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                self._out = socket.create_connection(server.getsockname())
+                self._in, _ = server.accept()
+            threading.Thread(target=self._receive, name="ntp-copies", daemon=True).start()
+
+    def move(self, taken: Callable[[], None]) -> int:
+        """So many bytes; the training may go on from where it is `taken`."""
+        self._source.sum()
+        self._target.copy_(self._source)
+        taken()
+        if self._mode != "near":
+            self._out.sendall(memoryview(self._target.numpy()).cast("B"))
+            self._arrived.acquire()
+        return self._source.nbytes
+
+    def _receive(self) -> None:
+        arriving, parity = torch.empty_like(self._source), torch.zeros_like(self._source)
+        memory = memoryview(arriving.numpy()).cast("B")
+        while True:
+            at = 0
+            while at < len(memory):
+                at += self._in.recv_into(memory[at:])
+            arriving.sum()
+            if self._mode != "copy":
+                part = parity[: len(parity) // SHARERS]  # of each parity, what is this member's to do
+                part.zero_()
+                parity.view(torch.int32).bitwise_xor_(arriving.view(torch.int32))
+                part.sum()
+            self._arrived.release()
