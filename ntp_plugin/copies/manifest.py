@@ -24,6 +24,9 @@ DTYPES = {
 }
 _ALIGNED = 64
 
+type Values = Mapping[str, torch.Tensor]
+"""Of a piece, entry by entry."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Version:
@@ -58,12 +61,9 @@ class Held:
     def bytes_of(self, entry: Entry) -> int:
         return self.piece.size * DTYPES[entry.dtype].itemsize
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """Where its bytes begin and end."""
-        begins = [entry.offset for entry in self.entries]
-        ends = [entry.offset + self.bytes_of(entry) for entry in self.entries]
-        return min(begins, default=0), max(ends, default=0)
+    def ends(self) -> list[int]:
+        """Where its bytes do, entry by entry."""
+        return [entry.offset + self.bytes_of(entry) for entry in self.entries]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,30 +135,29 @@ def salt(run: str, step: int, tensor: str, entry: str) -> str:
     return f"{run} {step} {tensor} {entry}"
 
 
-def wrong(manifest: Manifest, held: Held, values: Mapping[str, torch.Tensor]) -> list[str]:
+def wrong(manifest: Manifest, held: Held, values: Values) -> list[str]:
     """Which of these values of a piece are not what was written."""
-    salts = [manifest.salt(held, entry) for entry in held.entries]
-    numbers = digest.digests([values[entry.name] for entry in held.entries], held.piece.runs, salts=salts)
-    return [
-        f"{held.piece.tensor} ({entry.name})"
-        for entry, number in zip(held.entries, numbers, strict=True)
-        if number != entry.digest
-    ]
+    return wrong_of(manifest, [(held, values)])
 
 
 def wrong_in(memory: torch.Tensor, manifest: Manifest) -> list[str]:
     """The same of all the values of a copy, in its bytes."""
+    return wrong_of(manifest, [(held, views(memory, held)) for held in manifest.held])
+
+
+def wrong_of(manifest: Manifest, pieces: Sequence[tuple[Held, Values]]) -> list[str]:
+    """The same of several pieces."""
     several = [
         digest.Values(
-            tensors=list(views(memory, held).values()),
+            tensors=[values[entry.name] for entry in held.entries],
             runs=held.piece.runs,
             salts=[manifest.salt(held, entry) for entry in held.entries],
         )
-        for held in manifest.held
+        for held, values in pieces
     ]
     return [
         f"{held.piece.tensor} ({entry.name})"
-        for held, numbers in zip(manifest.held, digest.digests_of(several), strict=True)
+        for (held, _), numbers in zip(pieces, digest.digests_of(several), strict=True)
         for entry, number in zip(held.entries, numbers, strict=True)
         if number != entry.digest
     ]

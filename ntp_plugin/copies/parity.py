@@ -6,9 +6,9 @@ parity is itself a copy, of one tensor of words that nobody has but it, with a d
 that manifest holds those of all members. So whoever finds a parity can tell what of each of them has to come out of it.
 
 How does it come about? Each member sends its copy as it would send a far one, with the names of those who share. The
-keeper takes it piece by piece, verifies each, and only then folds it into the parity. It counts the pieces of each
+keeper takes some pieces at a time, verifies them, and only then folds them into the parity. It counts those of each
 member that are in. So what breaks off in the middle of a piece has left no trace, and of what is sent again only the
-pieces that are not in yet are folded: none twice. It needs memory for a piece of each member at a time, and for no
+pieces that are not in yet are folded: none twice. It needs memory for a chunk of each member at a time, and for no
 copy.
 
 A member that is told that its part arrived can rely on it: pieces of one version are never given up for another try at
@@ -24,22 +24,20 @@ any other, for everybody, until there are copies of a newer epoch.
 """
 
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, places, salt, wrong, wrong_in
+from ntp_plugin.copies.manifest import Entry, Held, Manifest, Values, Version, places, salt, wrong_in, wrong_of
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import PARITY, REBUILT, Place, Store
 from ntp_plugin.errors import NtpError
 
 TENSOR, ENTRY = "parity", "xor"
 _MEMBERS = "members"
-
-type Values = Mapping[str, torch.Tensor]
-"""Of a piece, entry by entry."""
 
 
 class Unwanted(NtpError):
@@ -92,17 +90,23 @@ class Parities:
         self._lock = threading.Lock()
 
     def take(
-        self, place: Place, members: tuple[int, ...], manifest: Manifest, pieces: Iterable[tuple[Held, Values]]
+        self,
+        place: Place,
+        members: tuple[int, ...],
+        manifest: Manifest,
+        batches: Iterable[Sequence[tuple[Held, Values]]],
     ) -> list[str]:
         """A member's copy, as it comes; what of it did not come as it was. Nothing of that is in."""
         with self._lock:
             staged = self._begun(place, members, manifest)
-        for number, (held, values) in enumerate(pieces):
-            found = wrong(manifest, held, values)
+        numbers = itertools.count()
+        for pieces in batches:
+            found = wrong_of(manifest, pieces)
             if found:
                 return found
             with self._lock:
-                self._fold_once(place, staged, manifest, number, values)
+                for _, values in pieces:
+                    self._fold_once(place, staged, manifest, next(numbers), values)
         with self._lock:
             if staged.all_in and not staged.complete:
                 self._complete(place, staged)

@@ -17,13 +17,13 @@ import logging
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, views, wrong, wrong_in
+from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, Values, views, wrong, wrong_in
 from ntp_plugin.copies.parity import Parities, Unwanted
 from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.runs import Runs
@@ -31,6 +31,9 @@ from ntp_plugin.copies.store import FAR, PARITY, NoRoom, Place, Store
 from ntp_plugin.errors import NtpError
 
 CHUNK = 16 << 20
+_BATCH = 1 << 20
+"""Bytes of a parity's parts that are received, verified and folded before the next come: a processor's cache has them
+until then."""
 _VERIFIED_PER_S = 5e7
 """Bytes, at the least: whoever takes a copy answers when it is verified, and all who share a parity send at once."""
 _LINE = 1 << 26
@@ -143,7 +146,7 @@ class Server:
         place, coming = _place(request, FAR, PARITY), _Coming(connection, manifest)
         try:
             if place.kind == PARITY:
-                found = self._parities.take(place, tuple(request["members"]), manifest, coming.pieces())
+                found = self._parities.take(place, tuple(request["members"]), manifest, coming.batches())
             else:
                 found = self._take(place, manifest, text, coming)
         except (NoRoom, Unwanted) as error:
@@ -207,16 +210,30 @@ class _Coming:
         _drain(self._connection, offset - self._at)
         self._at = offset
 
-    def pieces(self) -> Iterator[tuple[Held, dict[str, torch.Tensor]]]:
-        """The values of each piece, in memory that the next piece takes."""
-        for held in self._manifest.held:
-            begin, end = held.span
+    def batches(self) -> Iterator[list[tuple[Held, Values]]]:
+        """The values of all pieces, of one or of some small ones at a time, in memory that the next ones take."""
+        for pieces in _batches(self._manifest.held):
+            begin = min((entry.offset for held in pieces for entry in held.entries), default=self._at)
+            end = max((end for held in pieces for end in held.ends()), default=begin)
             self.skip_to(begin)
             if self._room.numel() < end - begin:
                 self._room = torch.empty(end - begin, dtype=torch.uint8)
             memory = self._room[: end - begin]
             self.into(memory)
-            yield held, views(memory, held, begin)
+            yield [(held, views(memory, held, begin)) for held in pieces]
+
+
+def _batches(pieces: Iterable[Held]) -> Iterator[list[Held]]:
+    batch, size = list[Held](), 0
+    for held in pieces:
+        more = sum(map(held.bytes_of, held.entries))
+        if batch and size + more > _BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(held)
+        size += more
+    if batch:
+        yield batch
 
 
 def select(

@@ -53,7 +53,8 @@ def copies_of(*seeds, step=5, sizes=(1000, 700, 400)):
 
 
 def pieces_of(memory, manifest):
-    return [(held, views(memory, held)) for held in manifest.held]
+    """As they come, one by one."""
+    return [[(held, views(memory, held))] for held in manifest.held]
 
 
 def is_parity_of(store, place, *copies):
@@ -105,9 +106,24 @@ def send_in_pieces(there, copies, breaks):
         assert there.peer().put(PLACE, manifest, memory, pace=no_pace, members=MEMBERS) == []
 
 
+def test_a_piece_without_values_is_taken_like_any_other(there):
+    copies = [
+        (
+            memory,
+            dataclasses.replace(manifest, held=(nothing, *manifest.held[:1], nothing, *manifest.held[1:], nothing)),
+        )
+        for memory, manifest in copies_of(1, 2)
+        for nothing in [dataclasses.replace(manifest.held[0], entries=())]
+    ]
+    send_in_pieces(there, copies, ())
+    assert is_parity_of(there.store, PLACE, *copies)
+
+
+@pytest.mark.parametrize("batch", [500, 1 << 20], ids=["one by one", "at once"])
 @pytest.mark.parametrize("breaks", [(0,), (3,), (23,), (23, 1, 20), (24, 24)])
-def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypatch, breaks):
+def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypatch, breaks, batch):
     monkeypatch.setattr(wire, "CHUNK", 500)
+    monkeypatch.setattr(wire, "_BATCH", batch)
     copies = copies_of(1, 2)
     first, second, _ = copies[0][1].held
     assert first.bytes_of(first.entries[0]) == 500 * 24, "it breaks off in the first piece, behind it, and in the end"
@@ -127,6 +143,7 @@ def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch):
 
     monkeypatch.setattr(Parities, "_fold_once", forgetful)
     monkeypatch.setattr(wire, "CHUNK", 500)
+    monkeypatch.setattr(wire, "_BATCH", 500)
     copies = copies_of(1, 2)
     send_in_pieces(there, copies, [23])
     assert not is_parity_of(there.store, PLACE, *copies)
@@ -454,7 +471,7 @@ def test_a_host_without_room_for_what_is_rebuilt_says_so(written_thirds, tmp_pat
 def test_it_would_be_noticed_if_what_comes_out_were_not_verified(written_thirds, tmp_path, monkeypatch):
     """A negative control: a wrong parity is believed; the comparison in the end finds it."""
     flipped(tmp_path, 2)
-    monkeypatch.setattr("ntp_plugin.copies.parity.wrong", lambda *_: [])
+    monkeypatch.setattr("ntp_plugin.copies.parity.wrong_of", lambda *_: [])
     monkeypatch.setattr("ntp_plugin.copies.restore.wrong", lambda *_: [])
     monkeypatch.setattr("ntp_plugin.copies.wire.wrong", lambda *_: [])
     monkeypatch.setattr("ntp_plugin.copies.parity.wrong_in", lambda *_: [])
