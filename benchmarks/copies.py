@@ -26,8 +26,10 @@ second of each processor; Llama 3 405B on 16,384 GPUs of 400 TFLOP/s, with 16 mi
 
 Where each rank has a processor to spare, as on a host of GPUs, nothing of that ought to be time of the step. Two
 processors are enough to see whether it is, with one rank: it trains on the first, and the threads that make its copies
-have the other one to themselves; a long step of it has 1,536 tokens. Bytes excuse nothing there. Beside it stands a row
-in which as many bytes are read, read and written by three calls of torch: what the machine takes for it.
+have the other one to themselves; a long step of it has 1,536 tokens. Bytes excuse nothing there.
+
+Beside each stands a row in which as many bytes are moved in place of copies, by as few calls as there may be
+(`bare_copies.py`): what the machine takes for it. Nothing is judged by that.
 
 Where the time goes is told besides. By how much more processor time all ranks took in the step with a copy than in the
 one before, over the number of processors, that step has to be longer; where copies have a processor of their own, by
