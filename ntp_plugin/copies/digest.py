@@ -11,7 +11,7 @@ difference of two keys to be zero. Elements of eight bytes are two words, of two
 
 Speed. Pages that a part holds alike are a matrix with one vector of keys (`runs.py`): what is left to do is a product.
 The sum is linear, so the part that the seed plays is counted by itself. All of a state is one call of machine code
-(`native.py`), which sees on its way whether all is finite; or it is made by NumPy, piece by piece.
+(`machine.py`), which sees on its way whether all is finite; or it is made by NumPy, piece by piece.
 """
 
 import dataclasses
@@ -132,6 +132,8 @@ def _sums(several: Sequence[Values]) -> list[_Sum]:
 
 def _part(tensor: torch.Tensor, runs: Runs) -> _Part:
     size = tensor.element_size()
+    if tensor.numel() != runs.size:  # machine code would read what is behind it, and what has no place is in no digest
+        raise ValueError(f"a part of {tensor.numel()} elements has places for {runs.size}")
     whole = tensor.dim() == 1 and tensor.is_contiguous()  # as a rule, and what is many times done takes long
     flat = tensor if whole else tensor.detach().reshape(-1).contiguous()
     return _Part(flat=flat, width=min(size, 4), runs=runs if size < 8 else runs.of_two_words)

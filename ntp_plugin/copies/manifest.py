@@ -171,7 +171,7 @@ def views(memory: torch.Tensor, held: Held, since: int = 0) -> dict[str, torch.T
 def view(memory: torch.Tensor, held: Held, entry: Entry, since: int = 0) -> torch.Tensor:
     """One kind of them. There are hundreds, and each call of torch takes as long as to read some thousand of them."""
     dtype, start = DTYPES[entry.dtype], entry.offset - since
-    if start % dtype.itemsize or memory.numel() % dtype.itemsize:  # nobody but a stranger lays them out like that
+    if start % dtype.itemsize or memory.numel() % dtype.itemsize:  # some bytes of a copy, or what a stranger laid out
         return memory[start : start + held.bytes_of(entry)].view(dtype)
     return memory.view(dtype).narrow(0, start // dtype.itemsize, held.piece.size)
 

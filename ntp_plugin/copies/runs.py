@@ -58,7 +58,7 @@ class Runs:
     page: int = PAGE
     """Elements of the tensor's pages."""
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return int(self.lengths.sum())
 

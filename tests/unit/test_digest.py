@@ -265,6 +265,13 @@ def test_many_parts_at_once_have_the_numbers_of_each(shape, seed):
     assert digests_of(asked) == [[digest(part, runs, salt="a") for part in parts[:number]] for number in range(7)]
 
 
+@pytest.mark.parametrize("size", [0, 9, 11])
+def test_a_part_that_has_not_as_many_elements_as_places_is_refused(size):
+    """Of what is behind it nothing may be read, and what has no place would be in no digest."""
+    with pytest.raises(ValueError, match=f"a part of {size} elements has places for 10"):
+        digest(torch.zeros(size), runs_of((10,), 0, ((0, 10),)), salt="s")
+
+
 def test_a_part_with_gaps_in_memory_is_read_without_them():
     whole = torch.arange(40, dtype=torch.float32).view(10, 4)
     runs = runs_of((10, 4), 1, ((0, 2),))
