@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from ntp_plugin.copies import replicator, wire
+from ntp_plugin.copies import digest, replicator, wire
 from ntp_plugin.copies.manifest import Version, view
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Lateness, Part, Replicator, Snapshot
@@ -101,6 +101,13 @@ class Here:
         self.store.close()
 
 
+@pytest.fixture(params=["by machine code", "by NumPy and torch"])
+def _either_way(request, monkeypatch):
+    if request.param == "by NumPy and torch":
+        for module in (replicator, digest):
+            monkeypatch.setattr(module, "machine", lambda: None)
+
+
 @pytest.fixture
 def here(tmp_path):
     with closing(Here(tmp_path / "here")) as here:
@@ -120,6 +127,7 @@ def test_bytes_among_the_extras_are_told_as_digits(here):
     assert bytes.fromhex(manifest.extras["random"]["torch"]) == drawn
 
 
+@pytest.mark.usefixtures("_either_way")
 def test_a_snapshot_becomes_a_copy_on_the_own_host(here):
     parts = some_parts(5)
     assert here.copy(snapshot(5, parts=parts))
@@ -157,6 +165,7 @@ def bytes_in(store, place):
     return torch.cat([memory[entry.offset : entry.offset + held.bytes_of(entry)] for held, entry in entries])
 
 
+@pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("chunk", [500, 501, 4096, 40_000])
 def test_copies_of_many_chunks_are_the_state_byte_for_byte(here, there, monkeypatch, chunk):
     """Near, far, and what is asked for of the far one; 501 is no whole number of elements, 40,000 half of a tensor."""
@@ -396,6 +405,7 @@ def test_a_walk_costs_no_far_copy_after_it(here, there):
     assert here.copy(snapshot(6, epoch=3))
 
 
+@pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("part", [0, -1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_not_copied_over_what_is(here, value, part):
