@@ -12,16 +12,14 @@ from collections.abc import Callable
 
 import torch
 
-SHARERS = 2
-
 
 class Bare:
     """Of one rank."""
 
-    def __init__(self, size: int, mode: str) -> None:
+    def __init__(self, size: int, mode: str, *, sharers: int) -> None:
         self._source = torch.randn(size // 4)
         self._target = torch.empty_like(self._source)
-        self._mode = mode
+        self._mode, self._sharers = mode, sharers
         self._arrived = threading.Semaphore(0)
         if mode != "near":
             with socket.create_server(("127.0.0.1", 0)) as server:
@@ -48,7 +46,7 @@ class Bare:
                 at += self._in.recv_into(memory[at:])
             arriving.sum()
             if self._mode != "copy":
-                part = parity[: len(parity) // SHARERS]  # of each parity, what is this member's to do
+                part = parity[: len(parity) // self._sharers]  # of each parity, what is this member's to do
                 part.zero_()
                 parity.view(torch.int32).bitwise_xor_(arriving.view(torch.int32))
                 part.sum()

@@ -1,0 +1,141 @@
+"""Copies that processes make which do nothing else: how fast these are, and how many bytes there have to be.
+
+All processors do it at once, so that they share what carries the bytes, as in a job. Speeds are bytes in a second of
+processor time, of all threads of a process.
+"""
+
+import itertools
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.parity.layouts import BASE, MODELS
+from ntp_plugin.copies import digest
+from ntp_plugin.copies.manifest import Version
+from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.runs import runs_of
+from ntp_plugin.copies.store import Store
+from ntp_plugin.copies.wire import Server
+
+RANKS, TP = 4, 2
+PARTS = 26
+"""That a rank has of the model's tensors."""
+NUMBERS = 3
+"""Main weights and two moments."""
+SHARERS = (0, 1)
+"""Of a parity."""
+
+
+def speeds() -> tuple[dict[str, float], dict[str, int]]:
+    """Bytes a second on each processor while all do the same: of digests, and of all that a near copy takes, a far one
+    and a part in a parity; and the bytes that a keeper has then of what two ranks hold."""
+    count, context = os.cpu_count() or 1, multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, context, _begin, (context.Barrier(count),)) as processors:
+        found = list(processors.map(_speeds, range(count)))
+    return {what: statistics.mean(speed[what] for speed, _ in found) for what in found[0][0]}, found[0][1]
+
+
+_wait_for_all: list[Any] = []
+"""In a process of these: what lets them begin together."""
+
+
+def _begin(barrier: Any) -> None:
+    _wait_for_all.append(barrier)
+
+
+def _speeds(_processor: int) -> tuple[dict[str, float], dict[str, int]]:
+    torch.set_num_threads(1)
+    size = 1 << 24
+    values = [torch.randn(size) for _ in range(NUMBERS)]
+    runs = runs_of((size,), 0, ((0, size),))
+    found = {"digest": _speed(lambda: digest.digests(values, runs, salts=["a", "b", "c"]), NUMBERS * size * 4)}
+    kept: dict[str, int] = {}
+    for mode in ("near", "copy", "xor:2"):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            found[mode], kept[mode] = _speed_of_copies(Path(folder), mode)
+    return found, kept
+
+
+def _speed_of_copies(folder: Path, mode: str) -> tuple[float, int]:
+    """Of two ranks' parts of the model, one after the other."""
+    size = bytes_wanted() // RANKS
+    parts = [_part(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
+    server = Server(Store(folder / "there"), run="r", secret="s", host="127.0.0.1", told=_fail)
+    replicators = [
+        Replicator(Store(folder / f"{slot}"), run="r", secret="s", slot=slot, trouble=_fail) for slot in SHARERS
+    ]
+    for replicator in replicators:
+        replicator.send_to([] if mode == "near" else [server.address], members=SHARERS if mode == "xor:2" else ())
+
+    def copy(step: int) -> None:
+        for replicator in replicators:
+            replicator.begin(Snapshot(version=Version(step=step, epoch=0), holders=SHARERS, parts=parts, extras={}))
+            replicator.wait()
+            assert replicator.ok, "it is where it should be"
+        for replicator in replicators:
+            replicator.commit()
+
+    copy(0)
+    copy(1)
+    steps = itertools.count(2)
+    speed = _speed(lambda: copy(next(steps)), len(SHARERS) * size)
+    for replicator in replicators:
+        replicator.close()
+    server.close()
+    return speed, sum(path.stat().st_size for path in (folder / "there").iterdir() if not path.suffix)
+
+
+def kept_wanted(mode: str) -> int:
+    """Two versions of what the ranks hold, or of a parity of it; each value begins at a multiple of 64 bytes."""
+    values = NUMBERS * PARTS
+    one = values * -(-(bytes_wanted() // RANKS // values // 4 * 4) // 64) * 64
+    return 2 * one * {"near": 0, "copy": len(SHARERS), "xor:2": 1}[mode]
+
+
+def _part(number: int, size: int) -> Part:
+    piece = Piece(tensor=f"w{number}", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    return Part(piece=piece, values={name: torch.randn(size) for name in ("main", "m", "v")}, numbers={})
+
+
+def _fail(what: str) -> None:
+    raise AssertionError(what)
+
+
+def _speed(work: Any, size: int) -> float:
+    """Of all threads' time."""
+    _wait_for_all[0].wait()
+    times = []
+    for _ in range(5):
+        began = time.process_time()
+        work()
+        times.append(time.process_time() - began)
+    return size / statistics.median(times)
+
+
+def bytes_wanted(tp: int = TP) -> int:
+    """Of all ranks together, for one version."""
+    hidden, ffn, layers, heads, groups, channels = 256, 640, 4, 16, _groups(), 16
+    vocabulary = -(-2000 // (32 * tp)) * 32 * tp
+    cut = 2 * vocabulary * hidden
+    cut += layers * (hidden * (heads + 2 * groups) * channels + heads * channels * hidden + 3 * hidden * ffn)
+    replicated = (2 * layers + 1) * hidden
+    return (cut + tp * replicated) * NUMBERS * 4
+
+
+def _groups() -> int:
+    words = MODELS[BASE].split()
+    return int(words[words.index("--num-query-groups") + 1])
+
+
+def explained_alone(off: float, speed: float) -> float:
+    """The ratio that there would be if all ranks' copies were made in time of the step, on all processors, as fast as
+    by processes that do nothing else."""
+    return 1 + bytes_wanted() / speed / (os.cpu_count() or 1) / off
