@@ -143,10 +143,12 @@ def _sums_by_machine(found_by: Machine, parts: Sequence[_Part]) -> list[_Sum]:
     found: dict[int, _Sum] = {}
     for width in {part.width for part in parts}:
         alike = [(number, part) for number, part in enumerate(parts) if part.width == width]
+        # They have to live for as long as their addresses are used: another thread may be the last to remember its own.
+        rectangles = [part.runs.rectangles for _, part in alike]
         rows = [
             (part.flat.data_ptr() + width * one.offset, *one.in_memory, place)
-            for place, (_, part) in enumerate(alike)
-            for one in part.runs.rectangles
+            for place, ((_, part), those) in enumerate(zip(alike, rectangles, strict=True))
+            for one in those
         ]
         told = found_by.sums(rows, width=width, values=len(alike))
         for (number, part), (total, largest) in zip(alike, told, strict=True):

@@ -1,8 +1,10 @@
 """The digest: one number for all cuts of a tensor, and another one for every change of it."""
 
+import gc
 import hashlib
 import os
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from ntp_plugin.copies import digest as module
 from ntp_plugin.copies import machine as machine_code
 from ntp_plugin.copies.digest import Values, are_finite, digest, digests, digests_if_finite, digests_of
+from ntp_plugin.copies.machine import Machine
 from ntp_plugin.copies.pieces import Piece, indices
 from ntp_plugin.copies.runs import MODULUS, PAGE, Runs, runs_of
 from tests.unit.test_copies_pieces import cuts, places_of, shapes
@@ -263,6 +266,25 @@ def test_many_parts_at_once_have_the_numbers_of_each(shape, seed):
     runs = runs_of(shape, 0, ((0, shape[0]),))
     asked = [Values(tensors=parts[:number], runs=runs, salts=["a"] * number) for number in range(len(parts) + 1)]
     assert digests_of(asked) == [[digest(part, runs, salt="a") for part in parts[:number]] for number in range(7)]
+
+
+def test_keys_live_for_as_long_as_they_are_read_whoever_forgets_them(monkeypatch, by):
+    """Two threads may come to the same places at once, and only what one of them came to is remembered."""
+    if by == "numpy":
+        pytest.skip("it has the keys themselves, and not where they are")
+    values, runs, call = torch.randn(3000), Runs(starts=torch.tensor([5]), lengths=torch.tensor([3000])), Machine.sums
+    alive = []
+
+    def sums(found_by, *asked, **more):
+        alive.extend(map(weakref.ref, runs.__dict__.pop("rectangles")))
+        gc.collect()
+        assert alive
+        assert all(one() is not None for one in alive)
+        return call(found_by, *asked, **more)
+
+    monkeypatch.setattr(Machine, "sums", sums)
+    digest(values, runs, salt="s")
+    assert alive
 
 
 @pytest.mark.parametrize("size", [0, 9, 11])
