@@ -52,75 +52,40 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
-import time
-import types
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import evidence
-from benchmarks.bare_copies import Bare
-from benchmarks.copies_alone import RANKS, SHARERS, TP, bytes_wanted, explained_alone, kept_wanted, speeds
+from benchmarks.copies_alone import (
+    RANKS,
+    bytes_wanted,
+    explained_alone,
+    kept_wanted,
+    speed_of_digests,
+    speeds,
+)
+from benchmarks.copying_rank import LONG, SHORT, Clocked, Kind
 from benchmarks.overhead import PLANTED, interval, row
 from benchmarks.parity.job import Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.parity.live import Lived, Play
 from benchmarks.rehearsal import played
-from ntp_plugin.copies.replicator import Replicator, Snapshot
-from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.moments import MOMENTS
 from ntp_plugin.telemetry import Copied, Follower
-from ntp_plugin.testing.ranks import Rank
 
 SEED = 1234
 BOUND, WAITING = 1.03, 0.03
 """Of the ratio, and of what is left of it."""
-SHORT, LONG = 6, 48
-"""Samples of a step, of 64 tokens each."""
 PACES = {"near": 0.5e9, "copy": 0.25e9, "xor:2": 0.2e9}
 """Bytes in a second of processor time, in the job: about half of what a slow machine had."""
-FULL, CI = (150, 30), (20, 4)
+FULL, CI = (300, 30), (20, 4)
 """Pairs of short steps, and of long ones."""
 WARM_UP = 4
 LARGER = "--hidden-size 256 --ffn-hidden-size 640 --kv-channels 16 --num-layers 4 --vocab-size 2000 --seq-length 64"
 LARGER += " --max-position-embeddings 64"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """Of copies, and of the job that makes them."""
-
-    what: str
-    mode: str
-    samples: int = LONG
-    per_host: int = 0
-    tp: int = TP
-    dp: int = RANKS // TP
-    spared: bool = False
-    """Whether they have a processor of their own."""
-    bare: bool = False
-    """Whether in their place as many bytes are moved, by as few calls as there may be."""
-    asleep: float = 0.0
-    """Of each step with a copy the thread that trains sleeps so much."""
-
-    @property
-    def short(self) -> bool:
-        """Whether its ratio is judged by itself."""
-        return self.samples == SHORT
-
-    @property
-    def alike(self) -> "Kind":
-        """What short and long steps have in common."""
-        return dataclasses.replace(self, what="", samples=0)
-
-    @property
-    def judged(self) -> bool:
-        """Whether any claim is on it."""
-        return not (self.bare or self.asleep)
 
 
 COPIES = (
@@ -136,78 +101,6 @@ KINDS = (
     *COPIES,
     Kind(what=f"near copies, {PLANTED:.0%} asleep, short steps", mode="near", samples=SHORT, asleep=PLANTED),
 )
-
-
-# ---------------------------------------------------------------- one rank
-
-
-@dataclasses.dataclass(frozen=True)
-class Clocked(Play):
-    """A rank that writes down what its clocks say where each step begins."""
-
-    kind: Kind = KINDS[0]
-
-    def _play(self, rank: Rank) -> Lived:
-        read, begun, begin = list[list[Any]](), set[int](), JobCopies.begin
-
-        def read_and_begin(copies: JobCopies) -> None:
-            if self.kind.bare:  # nothing is looked for either
-                copies._parts, copies._carried = list, types.SimpleNamespace(extras=dict)
-            read.append([rank.slot, copies.state_of, time.monotonic(), time.process_time(), time.thread_time()])
-            begin(copies)
-            begun.update([copies.state_of] if copies._last == copies.state_of else [])
-
-        setattr(JobCopies, "begin", read_and_begin)  # noqa: B010  (a plain assignment is not for methods)
-        if self.kind.spared:
-            _have_copies_made_on_the_last_processor()
-        if self.kind.bare:
-            _have_bytes_moved(self.kind)
-        if self.kind.asleep:
-            _have_it_sleep(self.kind.asleep, read, begun)
-        lived = super()._play(rank)
-        rank.write(read)
-        return lived
-
-
-def _have_copies_made_on_the_last_processor() -> None:
-    """And all else on the others."""
-    *others, last = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, others)
-    begin = threading.Thread.run
-
-    def run(thread: threading.Thread) -> None:
-        if thread.name.startswith("ntp-copies"):
-            os.sched_setaffinity(threading.get_native_id(), [last])
-        begin(thread)
-
-    setattr(threading.Thread, "run", run)  # noqa: B010
-
-
-def _have_bytes_moved(kind: Kind) -> None:
-    """In place of copies."""
-    bare = Bare(bytes_wanted(kind.tp) // (kind.tp * kind.dp), kind.mode, sharers=len(SHARERS))
-
-    def moved(made: Replicator, snapshot: Snapshot, *_: Any) -> bool:
-        began = time.monotonic()
-        size = bare.move(made._taken.set)
-        made._near = True
-        seconds = time.monotonic() - began
-        made._done(Copied(step=snapshot.version.step, size=size, taken_s=seconds, seconds=seconds, far=0))
-        return True
-
-    setattr(Replicator, "_copy", moved)  # noqa: B010
-
-
-def _have_it_sleep(part: float, read: Sequence[Sequence[Any]], begun: Container[int]) -> None:
-    """In each step with a copy, once that is taken."""
-    wait = Replicator.wait_until_taken
-
-    def wait_and_sleep(made: Replicator) -> None:
-        wait(made)
-        if len(read) > 1 and read[-1][1] in begun:
-            time.sleep(part * (read[-1][2] - read[-2][2]))
-
-    setattr(Replicator, "wait_until_taken", wait_and_sleep)  # noqa: B010
 
 
 # ---------------------------------------------------------------- pairs
@@ -309,17 +202,29 @@ type Added = dict[Kind, tuple[float, float]]
 """The interval of what is added to a short step, in seconds."""
 
 
-def measured(kind: Kind, pairs: int, speed: float, added: Added) -> dict[str, Any]:
-    """The row of one; `exact` and `holds` say what is claimed of it. A short one is noted for the long one like it."""
+def measured(kind: Kind, pairs: int, added: Added) -> dict[str, Any]:
+    """The row of one; `exact` and `holds` say what is claimed of it. A short one is noted for the long one like it.
+    Copies alone are made before and after, since a machine is not as fast in one minute as in the next."""
+    alone = [speeds(kind.mode)] if kind.explained else []
     found, copied = run(kind, pairs)
+    alone += [speeds(kind.mode)] if kind.explained else []
     ratios, waiting = [pair.ratio for pair in found], [pair.ratio - pair.explained for pair in found]
     wanted, off = bytes_wanted(kind.tp), statistics.median(pair.off.seconds for pair in found)
     versions = {event.step for event in copied if event.step}
     sizes = {sum(event.size for event in copied if event.step == step) for step in versions}
     pace = wanted / statistics.median(pair.more_busy for pair in found)
-    by_bytes = 1.0 if kind.spared else explained_alone(off, speed)
-    told = row(kind.what, ratios) | {
-        "explained_by_bytes": round(by_bytes, 4),
+    told, by_bytes = row(kind.what, ratios), 1.0
+    if alone:
+        speed, at_once = (statistics.mean(both) for both in list(zip(*alone, strict=True))[:2])
+        by_bytes = explained_alone(off, speed)
+        told |= {
+            "explained_by_bytes": round(by_bytes, 4),
+            "explained_if_at_once": round(explained_alone(off, at_once), 4),
+            "gb_per_s_alone": round(speed / 1e9, 2),
+            "kept_far_of_two_ranks": alone[0][2],
+            "kept_far_wanted": kept_wanted(kind.mode),
+        }
+    told |= {
         "processor_time": round(statistics.median(pair.explained for pair in found), 4),
         "waiting": round(statistics.median(waiting), 4),
         "waiting_95": "{:.4f} to {:.4f}".format(*interval(waiting)),
@@ -338,7 +243,8 @@ def measured(kind: Kind, pairs: int, speed: float, added: Added) -> dict[str, An
         told["ratio_by_short_steps_95"] = f"{low:.4f} to {high:.4f}"
         holds &= is_within(high, interval(ratios)[0], by_bytes)
     slack = 64 * RANKS * 200  # each value begins at a multiple of 64 bytes
-    return told | {"exact": all(wanted <= size <= wanted + slack for size in sizes), "holds": holds}
+    exact = all(wanted <= size <= wanted + slack for size in sizes)
+    return told | {"exact": exact and all(kept == kept_wanted(kind.mode) for *_, kept in alone), "holds": holds}
 
 
 def is_within(by_short_steps: float, at_least: float, by_bytes: float) -> bool:
@@ -350,16 +256,16 @@ def is_within(by_short_steps: float, at_least: float, by_bytes: float) -> bool:
 def main(scale: str) -> int:
     torch.set_num_threads(1)
     short, long = CI if scale == "ci" else FULL
-    speed, kept = speeds()
+    of_digests = speed_of_digests()
     rows: list[dict[str, Any]] = []
     added: Added = {}
     for kind in KINDS:
-        rows.append(measured(kind, short if kind.short else long, speed[kind.mode], added))
+        rows.append(measured(kind, short if kind.short else long, added))
         print(rows[-1], file=sys.stderr, flush=True)
     judged = [row["holds"] for kind, row in zip(KINDS, rows, strict=True) if kind.judged]
     noticed = [row["waiting"] > WAITING for kind, row in zip(KINDS, rows, strict=True) if kind.asleep]
-    exact = all(row["exact"] for row in rows) and all(size == kept_wanted(mode) for mode, size in kept.items())
-    resolved = all(judged) and all(noticed) and speed["digest"] >= 1e9
+    exact = all(row["exact"] for row in rows)
+    resolved = all(judged) and all(noticed) and of_digests >= 1e9
     return evidence.show(
         "copies",
         holds=exact and (resolved or scale == "ci"),
@@ -368,9 +274,7 @@ def main(scale: str) -> int:
         scale=scale or "default",
         bound=BOUND,
         waiting_bound=WAITING,
-        kept_far_of_two_ranks=kept,
-        kept_far_wanted={mode: kept_wanted(mode) for mode in kept},
-        gb_per_s_alone={name: round(value / 1e9, 2) for name, value in speed.items()},
+        gb_per_s_of_digests=round(of_digests / 1e9, 2),
         negative_controls=[{"name": "a twentieth of each step with a copy asleep", "noticed": all(noticed)}],
     )
 

@@ -1,15 +1,19 @@
 """Copies that processes make which do nothing else: how fast these are, and how many bytes there have to be.
 
 All processors do it at once, so that they share what carries the bytes, as in a job. Speeds are bytes in a second of
-processor time, of all threads of a process.
+processor time, of all threads of a process. Before each copy a processor's caches are filled with something else, which
+is not counted: in a job the step has them, and a copy finds neither its bytes nor its code there. What copies take that
+come one right after the other is told besides.
 """
 
+import functools
 import itertools
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,15 +36,29 @@ NUMBERS = 3
 """Main weights and two moments."""
 SHARERS = (0, 1)
 """Of a parity."""
+GENERATORS = 4
+"""Of random numbers, each with as many bytes as torch's, of whose states a manifest tells."""
+CACHES = 1 << 26
+"""Bytes, of which all of a processor's caches have fewer."""
+COPIES = 15
 
 
-def speeds() -> tuple[dict[str, float], dict[str, int]]:
-    """Bytes a second on each processor while all do the same: of digests, and of all that a near copy takes, a far one
-    and a part in a parity; and the bytes that a keeper has then of what two ranks hold."""
+def speed_of_digests() -> float:
+    """Bytes a second on each processor while all do the same."""
+    return statistics.mean(_on_all_processors(_speed_of_digests))
+
+
+def speeds(mode: str) -> tuple[float, float, int]:
+    """The same of all that copies of this kind take, near, far or as a part in a parity, and where each comes right
+    after another; and the bytes that a keeper has then of what two ranks hold."""
+    after_others, at_once, kept = zip(*_on_all_processors(functools.partial(_speeds, mode)), strict=True)
+    return statistics.mean(after_others), statistics.mean(at_once), kept[0]
+
+
+def _on_all_processors[Found](work: Callable[[int], Found]) -> list[Found]:
     count, context = os.cpu_count() or 1, multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, context, _begin, (context.Barrier(count),)) as processors:
-        found = list(processors.map(_speeds, range(count)))
-    return {what: statistics.mean(speed[what] for speed, _ in found) for what in found[0][0]}, found[0][1]
+        return list(processors.map(work, range(count)))
 
 
 _wait_for_all: list[Any] = []
@@ -51,20 +69,21 @@ def _begin(barrier: Any) -> None:
     _wait_for_all.append(barrier)
 
 
-def _speeds(_processor: int) -> tuple[dict[str, float], dict[str, int]]:
+def _speed_of_digests(_processor: int) -> float:
     torch.set_num_threads(1)
     size = 1 << 24
     values = [torch.randn(size) for _ in range(NUMBERS)]
     runs = runs_of((size,), 0, ((0, size),))
-    found = {"digest": _speed(lambda: digest.digests(values, runs, salts=["a", "b", "c"]), NUMBERS * size * 4)}
-    kept: dict[str, int] = {}
-    for mode in ("near", "copy", "xor:2"):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            found[mode], kept[mode] = _speed_of_copies(Path(folder), mode)
-    return found, kept
+    return _speed(lambda: digest.digests(values, runs, salts=["a", "b", "c"]), NUMBERS * size * 4)
 
 
-def _speed_of_copies(folder: Path, mode: str) -> tuple[float, int]:
+def _speeds(mode: str, _processor: int) -> tuple[float, float, int]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        return _speeds_of_copies(Path(folder), mode)
+
+
+def _speeds_of_copies(folder: Path, mode: str) -> tuple[float, float, int]:
     """Of two ranks' parts of the model, one after the other."""
     size = bytes_wanted() // RANKS
     parts = [_part(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
@@ -77,7 +96,9 @@ def _speed_of_copies(folder: Path, mode: str) -> tuple[float, int]:
 
     def copy(step: int) -> None:
         for replicator in replicators:
-            replicator.begin(Snapshot(version=Version(step=step, epoch=0), holders=SHARERS, parts=parts, extras={}))
+            replicator.begin(
+                Snapshot(version=Version(step=step, epoch=0), holders=SHARERS, parts=parts, extras=_extras())
+            )
             replicator.wait()
             assert replicator.ok, "it is where it should be"
         for replicator in replicators:
@@ -86,11 +107,13 @@ def _speed_of_copies(folder: Path, mode: str) -> tuple[float, int]:
     copy(0)
     copy(1)
     steps = itertools.count(2)
-    speed = _speed(lambda: copy(next(steps)), len(SHARERS) * size)
+    filler, made = torch.empty(CACHES // 4), len(SHARERS) * size
+    speed = _speed(lambda: copy(next(steps)), made, before=filler.zero_)
+    speed_at_once = _speed(lambda: copy(next(steps)), made)
     for replicator in replicators:
         replicator.close()
     server.close()
-    return speed, sum(path.stat().st_size for path in (folder / "there").iterdir() if not path.suffix)
+    return speed, speed_at_once, sum(path.stat().st_size for path in (folder / "there").iterdir() if not path.suffix)
 
 
 def kept_wanted(mode: str) -> int:
@@ -101,19 +124,25 @@ def kept_wanted(mode: str) -> int:
 
 
 def _part(number: int, size: int) -> Part:
-    piece = Piece(tensor=f"w{number}", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    return Part(piece=piece, values={name: torch.randn(size) for name in ("main", "m", "v")}, numbers={})
+    piece = Piece(tensor=f"layers.{number}.weight", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    step = {"step": {"value": 1.0, "dtype": "float32", "device": "cpu"}}
+    return Part(piece=piece, values={name: torch.randn(size) for name in ("main", "m", "v")}, numbers=step)
+
+
+def _extras() -> dict[str, Any]:
+    return {"random": [torch.get_rng_state().numpy().tobytes() for _ in range(GENERATORS)]}
 
 
 def _fail(what: str) -> None:
     raise AssertionError(what)
 
 
-def _speed(work: Any, size: int) -> float:
+def _speed(work: Callable[[], object], size: int, before: Callable[[], object] = lambda: None) -> float:
     """Of all threads' time."""
     _wait_for_all[0].wait()
     times = []
-    for _ in range(5):
+    for _ in range(COPIES):
+        before()
         began = time.process_time()
         work()
         times.append(time.process_time() - began)

@@ -1,5 +1,5 @@
-/* The sums of digest.py, by whatever vector instructions the processor has, and copying; `machine.py` says when these
-   are used.
+/* The sums of digest.py, by whatever vector instructions the processor has, copying, and folding into a parity;
+   `machine.py` says when these are used.
 
    All parts of a state come in one call. They are many and small, and a call from Python takes as long as to read some
    ten thousand words. */
@@ -67,10 +67,10 @@ typedef struct {
     void *to;
     const void *from;
     uint64_t bytes;
-} Copy;
+} Bytes;
 
 /* Past the caches, which belong to the training: nobody reads a copy soon. */
-static void copy_one(const Copy *one)
+static void copy_one(const Bytes *one)
 {
     uint64_t done = 0;
 #ifdef __SSE2__
@@ -85,8 +85,23 @@ static void copy_one(const Copy *one)
     memcpy((char *)one->to + done, (const char *)one->from + done, one->bytes - done);
 }
 
-void ntp_copy(const Copy *all, uint64_t count)
+void ntp_copy(const Bytes *all, uint64_t count)
 {
     for (uint64_t number = 0; number < count; number++)
         copy_one(&all[number]);
+}
+
+ON_ANY_PROCESSOR static void fold_one(const Bytes *one)
+{
+    unsigned char *restrict to = one->to;
+    const unsigned char *restrict from = one->from;
+    uint64_t bytes = one->bytes; /* which a write to bytes might change, for all that a compiler knows */
+    for (uint64_t place = 0; place < bytes; place++)
+        to[place] ^= from[place];
+}
+
+void ntp_fold(const Bytes *all, uint64_t count)
+{
+    for (uint64_t number = 0; number < count; number++)
+        fold_one(&all[number]);
 }

@@ -106,7 +106,7 @@ class Manifest:
         if checksum != _checksum(body):
             return None
         run, (step, epoch), slot, holders, size, held, extras = json.loads(body)
-        return cls(
+        found = cls(
             run=run,
             version=Version(step=step, epoch=epoch),
             slot=slot,
@@ -125,6 +125,8 @@ class Manifest:
             ),
             extras=extras,
         )
+        vars(found)["_encoded"] = text  # who hands it on, or keeps it, need not write it anew
+        return found
 
     def salt(self, held: Held, entry: Entry) -> str:
         return salt(self.run, self.version.step, held.piece.tensor, entry.name)

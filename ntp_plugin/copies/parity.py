@@ -24,13 +24,13 @@ any other, for everybody, until there are copies of a newer epoch.
 """
 
 import dataclasses
-import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
 from ntp_plugin.copies import digest
+from ntp_plugin.copies.machine import machine
 from ntp_plugin.copies.manifest import Entry, Held, Manifest, Values, Version, places, salt, wrong_in, wrong_of
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import PARITY, REBUILT, Place, Store
@@ -99,14 +99,14 @@ class Parities:
         """A member's copy, as it comes; what of it did not come as it was. Nothing of that is in."""
         with self._lock:
             staged = self._begun(place, members, manifest)
-        numbers = itertools.count()
+        first = 0
         for pieces in batches:
             found = wrong_of(manifest, pieces)
             if found:
                 return found
             with self._lock:
-                for _, values in pieces:
-                    self._fold_once(place, staged, manifest, next(numbers), values)
+                self._fold_once(place, staged, manifest, first, pieces)
+            first += len(pieces)
         with self._lock:
             if staged.all_in and not staged.complete:
                 self._complete(place, staged)
@@ -136,14 +136,17 @@ class Parities:
         self._staged[place] = staged
         return staged
 
-    def _fold_once(self, place: Place, staged: _Staged, manifest: Manifest, number: int, values: Values) -> None:
-        """Unless it is in: it may have come before, over a connection that broke."""
+    def _fold_once(
+        self, place: Place, staged: _Staged, manifest: Manifest, first: int, pieces: Sequence[tuple[Held, Values]]
+    ) -> None:
+        """From the `first` on, but for those that are in: they came before, over a connection that broke."""
         memory = self._store.written(place)
         if self._staged.get(place) is not staged or memory is None:
             raise Unwanted(f"{manifest.version} of slot {manifest.slot} came while a newer version was begun")
-        if number == staged.folded[manifest.slot]:
-            fold(memory, manifest.held[number], values)
-            staged.folded[manifest.slot] += 1
+        folded = staged.folded[manifest.slot]
+        assert first <= folded, "they come in their order"
+        fold(memory, pieces[folded - first :])
+        staged.folded[manifest.slot] = max(folded, first + len(pieces))
 
     def _complete(self, place: Place, staged: _Staged) -> None:
         memory = self._store.written(place)
@@ -189,11 +192,17 @@ def _whole_words(size: int) -> int:
 # ---------------------------------------------------------------- folding
 
 
-def fold(memory: torch.Tensor, held: Held, values: Values) -> None:
-    """A piece of a copy into bytes that may be shorter than the copy: in, or if it is in, out again."""
-    for entry in held.entries:
-        target = memory[entry.offset : entry.offset + held.bytes_of(entry)]
-        target.bitwise_xor_(values[entry.name].reshape(-1).view(torch.uint8)[: len(target)])
+def fold(memory: torch.Tensor, pieces: Sequence[tuple[Held, Values]]) -> None:
+    """Pieces of a copy into bytes that may be shorter than the copy: in, or if they are in, out again."""
+    each = [(entry.offset, values[entry.name].reshape(-1)) for held, values in pieces for entry in held.entries]
+    by_machine = machine()
+    if by_machine is not None and all(flat.is_contiguous() for _, flat in each):
+        rows = [(at, flat, min(flat.nbytes, len(memory) - at)) for at, flat in each if at < len(memory)]
+        by_machine.fold([(memory.data_ptr() + at, flat.data_ptr(), size) for at, flat, size in rows])
+        return
+    for at, flat in each:
+        target = memory[at : at + flat.nbytes]
+        target.bitwise_xor_(flat.view(torch.uint8)[: len(target)])
 
 
 def rebuild(
@@ -207,7 +216,7 @@ def rebuild(
         for other in members_of(parity):
             for number, held in enumerate(other.held if other.slot != lost.slot else ()):
                 if held.entries and held.entries[0].offset < lost.size:
-                    fold(memory, held, read(other, number, held))
+                    fold(memory, [(held, read(other, number, held))])
         found = wrong_in(memory, lost)
         if found:
             raise WrongParity(f"{found[0]} of slot {lost.slot} does not come out of it as it was")

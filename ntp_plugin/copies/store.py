@@ -17,6 +17,7 @@ that is full must not find it out when that member is lost.
 import contextlib
 import dataclasses
 import errno
+import functools
 import mmap
 import os
 import re
@@ -30,6 +31,8 @@ from ntp_plugin.errors import NtpError
 
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 NEAR, FAR, PARITY, REBUILT = "near", "far", "parity", "rebuilt"
+_REMEMBERED = 256
+"""Places, of those that a process has to do with."""
 _NAME = re.compile(rf"({NEAR}|{FAR}|{PARITY}|{REBUILT})-(\d+)-e(\d+)-([012])")
 
 
@@ -89,7 +92,7 @@ class Store:
     def grow(self, place: Place, size: int) -> None:
         """More room for what this process writes there; what is there stays, and what is added is zero."""
         self._check_room(place, size)
-        self._maps[place] = self._mapped(self.folder / str(place), os.O_RDWR, size)
+        self._maps[place] = self._mapped(self._path(place), os.O_RDWR, size)
 
     def written(self, place: Place) -> torch.Tensor | None:
         """What this process writes there, as long as nobody has given it up."""
@@ -99,7 +102,7 @@ class Store:
         """Whether what is mapped is the file, and all of it: to write behind the end of one ends the process."""
         inode, memory = self._maps.get(place, (0, torch.empty(0)))
         try:
-            now = (self.folder / str(place)).stat()
+            now = self._path(place).stat()
         except FileNotFoundError:
             return False
         return (now.st_ino, now.st_size) == (inode, size) and len(memory) == size
@@ -130,7 +133,7 @@ class Store:
         )
 
     def _take(self, place: Place, size: int) -> tuple[int, torch.Tensor]:
-        path = self.folder / str(place)
+        path = self._path(place)
         self._let_go(place)
         path.unlink(missing_ok=True)  # whoever still reads the old bytes goes on reading them
         self._check_room(place, size)
@@ -148,7 +151,7 @@ class Store:
         if then <= max(used, self._at_most):
             return
         raise NoRoom(
-            f"{self.folder / str(place)} would take {(then - used) / 1e6:.1f} MB, copies on this host have "
+            f"{self._path(place)} would take {(then - used) / 1e6:.1f} MB, copies on this host have "
             f"{used / 1e6:.1f} MB, and copies.max_host_gb is {self._at_most / 1e9}",
             way_out="raise it, keep fewer far copies (copies.count), parities in place of them (copies.mode = xor:N),"
             " or near copies only (copies.mode = near)",
@@ -194,7 +197,7 @@ class Store:
     def manifest(self, place: Place) -> Manifest | None:
         """None where there is no whole copy."""
         manifest = self._manifest(place)
-        whole = manifest is not None and _size(self.folder / str(place)) >= manifest.size
+        whole = manifest is not None and _size(self._path(place)) >= manifest.size
         return manifest if whole else None
 
     def broken(self) -> Iterator[tuple[Place, Version | None]]:
@@ -214,7 +217,7 @@ class Store:
     def read(self, place: Place, held: Held) -> dict[str, torch.Tensor]:
         """The values of a piece, entry by entry: bytes of their own, which nobody changes after they were looked at."""
         values = {}
-        with (self.folder / str(place)).open("rb") as file:
+        with self._path(place).open("rb") as file:
             for entry in held.entries:
                 memory = torch.empty(held.bytes_of(entry), dtype=torch.uint8)
                 file.seek(entry.offset)
@@ -225,7 +228,7 @@ class Store:
 
     def read_into(self, place: Place, memory: torch.Tensor) -> None:
         """So many of its bytes, from the first on."""
-        with (self.folder / str(place)).open("rb") as file:
+        with self._path(place).open("rb") as file:
             if file.readinto(memory.numpy()) != len(memory):
                 raise EOFError(f"{place} ends before {len(memory)} bytes")
 
@@ -249,7 +252,7 @@ class Store:
     def forget(self, place: Place) -> None:
         """It is no copy any more, and takes nothing."""
         self._manifest_path(place).unlink(missing_ok=True)
-        (self.folder / str(place)).unlink(missing_ok=True)
+        self._path(place).unlink(missing_ok=True)
         self._let_go(place)
 
     def forget_before(self, epoch: int) -> None:
@@ -288,8 +291,17 @@ class Store:
             self._pinned.remove(place)
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))  # type: ignore[no-untyped-call]
 
+    def _path(self, place: Place) -> Path:
+        return _paths(self.folder, place)[0]
+
     def _manifest_path(self, place: Place) -> Path:
-        return self.folder / f"{place}.json"
+        return _paths(self.folder, place)[1]
+
+
+@functools.lru_cache(_REMEMBERED)
+def _paths(folder: Path, place: Place) -> tuple[Path, Path]:
+    """Of the bytes, and of their manifest: to put them together takes as long as what the system does with them."""
+    return folder / str(place), folder / f"{place}.json"
 
 
 def _claimed(sizes: Mapping[Place, int]) -> int:

@@ -3,7 +3,8 @@
 Each process serves the copies of its host, and takes those that others send to it. A request is a line of JSON, then
 bytes, and so is the answer:
 
-    put  a copy's manifest and its bytes; taken for a copy when all digests are right, or as a part of a parity
+    put  a copy's manifest, as long as the request says, and its bytes; taken for a copy when all digests are right, or
+         as a part of a parity
     get  some elements of a piece; they are verified before they go, and their own digest goes with them
 
 A request names the run. A stranger gets no answer, and neither does a run of the same name with another secret.
@@ -139,7 +140,7 @@ class Server:
             connection.close()
 
     def _put(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
-        text = request["manifest"].encode()
+        text = _read_bytes(connection, int(request["manifest"]))
         manifest = Manifest.decode(text)
         if manifest is None or not _is_sound(manifest):
             raise ValueError("a manifest came that is not what was written")
@@ -302,8 +303,9 @@ class Peer:
     ) -> list[str]:
         """Send a copy, or a part in the parity of these members; which of its values did not come as they were."""
         with self._connected() as connection:
-            of = {"place": dataclasses.asdict(place), "manifest": manifest.encode().decode(), "members": list(members)}
-            _send_line(connection, self._asked_by | {"do": "put"} | of)
+            text = manifest.encode()
+            of = {"place": dataclasses.asdict(place), "manifest": len(text), "members": list(members)}
+            _send_line(connection, self._asked_by | {"do": "put"} | of, text)
             connection.settimeout(self._timeout_s + max(1, len(members)) * manifest.size / _VERIFIED_PER_S)
             for start in range(0, manifest.size, CHUNK):
                 chunk = memory[start : min(start + CHUNK, manifest.size)]
@@ -377,31 +379,38 @@ class Peer:
 # ---------------------------------------------------------------- bytes
 
 
-def _send_line(connection: socket.socket, told: Mapping[str, Any]) -> None:
+def _send_line(connection: socket.socket, told: Mapping[str, Any], then: bytes = b"") -> None:
     text = json.dumps(told).encode()
-    connection.sendall(len(text).to_bytes(8) + text)
+    connection.sendall(len(text).to_bytes(8) + text + then)
 
 
 def _read_line(connection: socket.socket) -> dict[str, Any] | None:
     """None where the other side has hung up."""
-    head = torch.empty(8, dtype=torch.uint8)
-    if not _receive(connection, head, may_end=True):
+    head = bytearray(8)
+    if not _receive_into(connection, memoryview(head), may_end=True):
         return None
-    size = int.from_bytes(bytes(head.tolist()))
-    if size > _LINE:
-        raise ValueError(f"a line of {size} bytes")
-    text = torch.empty(size, dtype=torch.uint8)
-    _receive(connection, text)
-    told: dict[str, Any] = json.loads(text.numpy().tobytes())
+    told: dict[str, Any] = json.loads(_read_bytes(connection, int.from_bytes(head)))
     return told
+
+
+def _read_bytes(connection: socket.socket, size: int) -> bytes:
+    if not 0 <= size <= _LINE:
+        raise ValueError(f"a line of {size} bytes")
+    text = bytearray(size)
+    _receive_into(connection, memoryview(text))
+    return bytes(text)
 
 
 def _send(connection: socket.socket, values: torch.Tensor) -> None:
     connection.sendall(memoryview(values.contiguous().numpy()))
 
 
-def _receive(connection: socket.socket, values: torch.Tensor, *, may_end: bool = False) -> bool:
-    memory, at = memoryview(values.numpy()), 0
+def _receive(connection: socket.socket, values: torch.Tensor) -> None:
+    _receive_into(connection, memoryview(values.numpy()))
+
+
+def _receive_into(connection: socket.socket, memory: memoryview, *, may_end: bool = False) -> bool:
+    at = 0
     while at < len(memory):
         count = connection.recv_into(memory[at : at + CHUNK])
         if not count:

@@ -8,6 +8,7 @@ Told as pieces of whole tensors (`copies/pieces.py`), all three are the same to 
 back into another layout. The weights themselves are not told: they are what is stepped, rounded, and are had from it.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,14 +28,16 @@ class Naming:
     """Tensors of one stage, as the whole job calls them."""
 
     def __init__(self, layout: Layout, units: StageUnits) -> None:
-        self._layout = layout
+        self.layout = layout
         self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
         self._families = {family.name: family for family in units.families}
+        # They are asked for with each copy, and are the same for as long as there is this layout.
+        self.piece, self.places = functools.cache(self._piece), functools.cache(self._places)
 
-    def piece(self, name: str, places: Spans, start: int, stop: int, whole: str) -> Piece:
+    def _piece(self, name: str, places: Spans, start: int, stop: int, whole: str) -> Piece:
         """Of a tensor, by its name on this rank."""
-        tensor, stage = self.tensors[name], self._layout.slot.stage
-        title = f"s{stage}.{name}" if self._layout.topology.pp > 1 else name
+        tensor, stage = self.tensors[name], self.layout.slot.stage
+        title = f"s{stage}.{name}" if self.layout.topology.pp > 1 else name
         return Piece(
             tensor="the shared word embedding" if tensor.family == SHARED else title,
             shape=tensor.shape,
@@ -47,16 +50,16 @@ class Naming:
 
     def units(self, tensor: Tensor) -> Spans:
         """That this slot has, in storage order."""
-        return self._layout.held(self._families[tensor.family]) if tensor.family else WHOLE_UNITS
+        return self.layout.held(self._families[tensor.family]) if tensor.family else WHOLE_UNITS
 
-    def places(self, name: str) -> Spans:
+    def _places(self, name: str) -> Spans:
         """Of this slot's part."""
         tensor = self.tensors[name]
         return global_ranges(tensor, self.units(tensor))
 
     def stage(self, name: str) -> str:
         """What tells wholes of several stages apart, where they have the same tensor."""
-        return f"s{self._layout.slot.stage}" if self.tensors[name].family == SHARED else ""
+        return f"s{self.layout.slot.stage}" if self.tensors[name].family == SHARED else ""
 
 
 # ---------------------------------------------------------------- three kinds

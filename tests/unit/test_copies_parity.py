@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntp_plugin.copies import wire
+from ntp_plugin.copies import parity, wire
 from ntp_plugin.copies.manifest import Version, views
-from ntp_plugin.copies.parity import Parities, Unwanted, WrongParity, members_of, parity_place, rebuild
+from ntp_plugin.copies.parity import Parities, Unwanted, WrongParity, fold, members_of, parity_place, rebuild
 from ntp_plugin.copies.restore import describe, standable
 from ntp_plugin.copies.store import FAR, NEAR, PARITY, REBUILT, NoRoom, Place, Store
 from ntp_plugin.copies.wire import PeerTrouble
@@ -251,6 +251,22 @@ def test_two_versions_are_kept_by_turns_and_the_memory_is_the_gth_part(tmp_path,
 
 
 # ---------------------------------------------------------------- back again
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=3), st.integers(0, 4000), st.randoms())
+def test_machine_code_folds_what_torch_folds(sizes, cut, dice):
+    """Into bytes that end before the copy, within it, or after it."""
+    if parity.machine() is None:
+        pytest.skip("it was not built")
+    memory, manifest = written({f"{size} of {at}": torch.zeros(size) for at, size in enumerate(sizes)})
+    memory.copy_(torch.frombuffer(bytearray(dice.randbytes(len(memory))), dtype=torch.uint8))
+    pieces = [(held, views(memory, held)) for held in manifest.held]
+    parities = [torch.arange(cut, dtype=torch.int64).to(torch.uint8) for _ in range(2)]
+    fold(parities[0], pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity, "machine", lambda: None)
+        fold(parities[1], pieces)
+    assert torch.equal(*parities)
 
 
 @settings(max_examples=25, deadline=None)

@@ -33,6 +33,7 @@ ASKED_BY = {"run": "run", "secret": SECRET}
 ELSEWHERE = replace(FAR_PLACE, slot=5)
 MEMORY, MANIFEST = written(some_values(1), step=6, slot=5)
 BYTES = MEMORY.numpy().tobytes()
+TEXT = MANIFEST.encode()
 
 
 def line(said):
@@ -41,9 +42,8 @@ def line(said):
     return len(text).to_bytes(8) + text
 
 
-def putting(place, manifest=None):
-    text = MANIFEST.encode() if manifest is None else manifest
-    return ASKED_BY | {"do": "put", "place": asdict(place), "manifest": text.decode(), "members": [5, 6]}
+def putting(place, text=TEXT):
+    return ASKED_BY | {"do": "put", "place": asdict(place), "manifest": len(text), "members": [5, 6]}
 
 
 def getting():
@@ -61,30 +61,35 @@ def spoilt_strangers(dice):
     said = dice.choice([putting(ELSEWHERE), getting()])
     said |= dice.choice([{"secret": "guessed"}, {"secret": None}, {"run": "another" * dice.randrange(1, 1000)}])
     whole = json.dumps(said).encode()
-    return line(dice.choice([whole, whole.replace(SECRET.encode(), b"?")[: dice.randrange(len(whole))]])) + BYTES
+    return line(dice.choice([whole, whole.replace(SECRET.encode(), b"?")[: dice.randrange(len(whole))]])) + TEXT + BYTES
 
 
 def spoilt_requests(dice):
-    """By who knows the secret: any of its fields, any byte of its line, or the end is wrong."""
+    """By who knows the secret: any of its fields, any byte of its line or of the manifest, or the end is wrong."""
     said = dice.choice([putting(ELSEWHERE), putting(replace(ELSEWHERE, kind=PARITY)), getting()])
-    kind = dice.randrange(4)
+    follows = (TEXT if said["do"] == "put" else b"") + BYTES
+    kind = dice.randrange(5)
     if kind == 0:
         within = dice.choice([said, said["place"]])
         within[dice.choice(list(within))] = dice.choice(
             [[], {}, None, -1, 1e400, "../../x", "near", "9" * 5000, 10**30, [[1]]]
         )
-        return line(said) + BYTES[:-8]
+        return line(said) + follows[:-8]
     if kind == 1:
-        return line(spoilt(json.dumps(said | {"token": 0}).encode(), dice)) + BYTES[:-8]
+        return line(spoilt(json.dumps(said | {"token": 0}).encode(), dice)) + follows[:-8]
     if kind == 2:
-        whole = line(said) + BYTES
+        wrong = bytearray(TEXT)
+        wrong[dice.randrange(len(wrong))] ^= 1 << dice.randrange(8)
+        return line(putting(ELSEWHERE)) + wrong + BYTES
+    if kind == 3:
+        whole = line(said) + follows
         return whole[: dice.randrange(len(whole))]
     return line(getting()) + dice.choice([dice.randbytes(32), torch.tensor([0, 0, 1 << 33, 1]).numpy().tobytes()])
 
 
 def spoilt_manifests(dice):
     """By who knows the secret and makes the checksum right, so that they are read to the end."""
-    body = json.loads(MANIFEST.encode().rpartition(b"\n")[0])
+    body = json.loads(TEXT.rpartition(b"\n")[0])
     piece, entries, _ = dice.choice(body[5])
     of_piece = [(piece, at) for at in range(1, 6)]
     of_all = [(body, 4), (body[1], 0), (piece[1], 0), (piece[3], 0), (piece[3][0], 1)]
@@ -93,7 +98,7 @@ def spoilt_manifests(dice):
     holder[at] = dice.choice([-1, 1 << 40, 10**30, "x", None, [], 2.5, {}, "int64"])
     text = json.dumps(body).encode()
     text += b"\n" + hashlib.blake2b(text, digest_size=16).hexdigest().encode()
-    return line(putting(replace(ELSEWHERE, kind=dice.choice([ELSEWHERE.kind, PARITY])), text)) + BYTES
+    return line(putting(replace(ELSEWHERE, kind=dice.choice([ELSEWHERE.kind, PARITY])), text)) + text + BYTES
 
 
 def send(there, message):

@@ -40,6 +40,7 @@ class TrainedState:
         self.live.refuse_what_cannot_be_cut()
         self.sync: LaneSync | None = None
         """In a hurt layout."""
+        self._last: Naming | None = None
 
     # ------------------------------------------------ told
 
@@ -129,7 +130,9 @@ class TrainedState:
         return megatrons_shards(optimizer, {value: name for name, value in parameters.items()}, naming, layout)
 
     def _naming(self, layout: Layout) -> Naming:
-        return Naming(layout, self._units.stages[layout.slot.stage])
+        if self._last is None or self._last.layout is not layout:
+            self._last = Naming(layout, self._units.stages[layout.slot.stage])
+        return self._last
 
 
 def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:

@@ -1,0 +1,131 @@
+"""A rank of a job whose copies are measured: it writes down what its clocks say, and what a kind asks for is planted.
+
+What is planted is the thing that is compared with copies, or what a check has to notice: bytes moved in place of
+copies, a processor for the threads that make them, sleep.
+"""
+
+import dataclasses
+import os
+import threading
+import time
+import types
+from collections.abc import Container, Sequence
+from typing import Any
+
+from benchmarks.bare_copies import Bare
+from benchmarks.copies_alone import RANKS, SHARERS, TP, bytes_wanted
+from benchmarks.parity.live import Lived, Play
+from ntp_plugin.copies.replicator import Replicator, Snapshot
+from ntp_plugin.recovery.job_copies import JobCopies
+from ntp_plugin.telemetry import Copied
+from ntp_plugin.testing.ranks import Rank
+
+SHORT, LONG = 6, 48
+"""Samples of a step, of 64 tokens each."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Of copies, and of the job that makes them."""
+
+    what: str
+    mode: str
+    samples: int = LONG
+    per_host: int = 0
+    tp: int = TP
+    dp: int = RANKS // TP
+    spared: bool = False
+    """Whether they have a processor of their own."""
+    bare: bool = False
+    """Whether in their place as many bytes are moved, by as few calls as there may be."""
+    asleep: float = 0.0
+    """Of each step with a copy the thread that trains sleeps so much."""
+
+    @property
+    def short(self) -> bool:
+        """Whether its ratio is judged by itself."""
+        return self.samples == SHORT
+
+    @property
+    def alike(self) -> "Kind":
+        """What short and long steps have in common."""
+        return dataclasses.replace(self, what="", samples=0)
+
+    @property
+    def explained(self) -> bool:
+        """Whether it may take what as many bytes take."""
+        return self.judged and not self.spared
+
+    @property
+    def judged(self) -> bool:
+        """Whether any claim is on it."""
+        return not (self.bare or self.asleep)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clocked(Play):
+    """A rank that writes down what its clocks say where each step begins."""
+
+    kind: Kind = Kind(what="near copies", mode="near")
+
+    def _play(self, rank: Rank) -> Lived:
+        read, begun, begin = list[list[Any]](), set[int](), JobCopies.begin
+
+        def read_and_begin(copies: JobCopies) -> None:
+            if self.kind.bare:  # nothing is looked for either
+                copies._parts, copies._carried = list, types.SimpleNamespace(extras=dict)
+            read.append([rank.slot, copies.state_of, time.monotonic(), time.process_time(), time.thread_time()])
+            begin(copies)
+            begun.update([copies.state_of] if copies._last == copies.state_of else [])
+
+        setattr(JobCopies, "begin", read_and_begin)  # noqa: B010  (a plain assignment is not for methods)
+        if self.kind.spared:
+            _have_copies_made_on_the_last_processor()
+        if self.kind.bare:
+            _have_bytes_moved(self.kind)
+        if self.kind.asleep:
+            _have_it_sleep(self.kind.asleep, read, begun)
+        lived = super()._play(rank)
+        rank.write(read)
+        return lived
+
+
+def _have_copies_made_on_the_last_processor() -> None:
+    """And all else on the others."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, others)
+    begin = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        if thread.name.startswith("ntp-copies"):
+            os.sched_setaffinity(threading.get_native_id(), [last])
+        begin(thread)
+
+    setattr(threading.Thread, "run", run)  # noqa: B010
+
+
+def _have_bytes_moved(kind: Kind) -> None:
+    """In place of copies."""
+    bare = Bare(bytes_wanted(kind.tp) // (kind.tp * kind.dp), kind.mode, sharers=len(SHARERS))
+
+    def moved(made: Replicator, snapshot: Snapshot, *_: Any) -> bool:
+        began = time.monotonic()
+        size = bare.move(made._taken.set)
+        made._near = True
+        seconds = time.monotonic() - began
+        made._done(Copied(step=snapshot.version.step, size=size, taken_s=seconds, seconds=seconds, far=0))
+        return True
+
+    setattr(Replicator, "_copy", moved)  # noqa: B010
+
+
+def _have_it_sleep(part: float, read: Sequence[Sequence[Any]], begun: Container[int]) -> None:
+    """In each step with a copy, once that is taken."""
+    wait = Replicator.wait_until_taken
+
+    def wait_and_sleep(made: Replicator) -> None:
+        wait(made)
+        if len(read) > 1 and read[-1][1] in begun:
+            time.sleep(part * (read[-1][2] - read[-2][2]))
+
+    setattr(Replicator, "wait_until_taken", wait_and_sleep)  # noqa: B010
