@@ -7,6 +7,7 @@ and is had back where that rank restarts.
 """
 
 import base64
+import functools
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -64,7 +65,13 @@ def _scaler(engine: Any) -> Any:
 
 def drawn_from() -> list[torch.Tensor]:
     """The state of torch's generators: the CPU's, and the device's if there is one."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if _has_device() else [])]
+
+
+@functools.cache
+def _has_device() -> bool:
+    """The driver would be asked in each step: without one that takes a quarter of a millisecond."""
+    return torch.cuda.is_available()
 
 
 def draw_from(states: list[torch.Tensor]) -> None:

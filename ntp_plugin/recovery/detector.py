@@ -31,10 +31,10 @@ from ntp_plugin.errors import ConfigError
 class Thresholds:
     """How long each proof takes, in seconds."""
 
-    beat_s: float = 0.05
-    """Between two beats: a thread of the rank wakes for each, about a tenth of a millisecond of a processor."""
+    beat_s: float = 0.09
+    """Between two beats: a thread of the rank wakes for each, which takes 0.2 ms of a processor that computes."""
     frozen_s: float = 0.3
-    """Six beats missed in a stopped process; who is stopped for less than five is left alone."""
+    """Three beats missed in a stopped process; who is stopped for less than two is left alone."""
     silent_s: float = 5.0
     """A Python lock held for so long is a fault; loading a checkpoint or compiling gives it back within tenths."""
     hung_s: float = 30.0
