@@ -1,4 +1,4 @@
-"""What every `make show-<topic>` leaves behind: a table on the terminal and `build/show/<topic>.json`."""
+"""What every `make show-<topic>` leaves behind: a table, or rows, on the terminal and `build/show/<topic>.json`."""
 
 import datetime
 import json
@@ -14,6 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 FOLDER = Path("build/show")
+_WIDTH = 140
+"""Of what is printed to a file."""
+_COLUMNS = 14
+"""Of a table that can be read in it; rows of more values are printed one by one."""
 
 
 def machine() -> str:
@@ -67,17 +71,26 @@ def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{topic}.json"
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table(title=topic, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    console.print(table)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if len(names) <= _COLUMNS:
+        console.print(_table(topic, names, rows))
+    else:
+        for row in rows:
+            console.print(", ".join(f"{name} {_cell(value)}" for name, value in row.items()), end="\n\n")
     for name, value in more.items():
         console.print(f"{name}: {value}")
     console.print(f"{topic}: {'holds' if holds else 'DOES NOT HOLD'} ({path})")
     return 0 if holds else 1
+
+
+def _table(topic: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=topic, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) if name in row else "" for name in names))
+    return table
 
 
 def _cell(value: object) -> str:
