@@ -194,11 +194,16 @@ def _whole_words(size: int) -> int:
 
 def fold(memory: torch.Tensor, pieces: Sequence[tuple[Held, Values]]) -> None:
     """Pieces of a copy into bytes that may be shorter than the copy: in, or if they are in, out again."""
-    each = [(entry.offset, values[entry.name].reshape(-1)) for held, values in pieces for entry in held.entries]
+    each = [
+        (entry.offset, values[entry.name].reshape(-1))
+        for held, values in pieces
+        for entry in held.entries
+        if 0 <= entry.offset < len(memory)
+    ]
     by_machine = machine()
     if by_machine is not None and all(flat.is_contiguous() for _, flat in each):
-        rows = [(at, flat, min(flat.nbytes, len(memory) - at)) for at, flat in each if at < len(memory)]
-        by_machine.fold([(memory.data_ptr() + at, flat.data_ptr(), size) for at, flat, size in rows])
+        rows = [(memory.data_ptr() + at, flat.data_ptr(), min(flat.nbytes, len(memory) - at)) for at, flat in each]
+        by_machine.fold(rows)
         return
     for at, flat in each:
         target = memory[at : at + flat.nbytes]

@@ -269,6 +269,17 @@ def test_machine_code_folds_what_torch_folds(sizes, cut, dice):
     assert torch.equal(*parities)
 
 
+def test_what_would_lie_before_the_bytes_is_not_folded():
+    """A manifest may say anything, and machine code writes where it is told."""
+    _, manifest = written(some_values())
+    held = manifest.held[0]
+    entry = dataclasses.replace(held.entries[0], offset=-64)
+    room = torch.zeros(256, dtype=torch.uint8)
+    values = {entry.name: torch.full((16,), 0xFF, dtype=torch.uint8)}
+    fold(room[128:], [(dataclasses.replace(held, entries=(entry,)), values)])
+    assert not room.any()
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=2, max_size=5), st.data())
 def test_any_member_comes_out_of_the_parity_and_the_others(tmp_path_factory, sizes, data):
