@@ -68,14 +68,14 @@ def drawn_from() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if _has_device() else [])]
 
 
-@functools.cache
-def _has_device() -> bool:
-    """The driver would be asked in each step: without one that takes a quarter of a millisecond."""
-    return torch.cuda.is_available()
-
-
 def draw_from(states: list[torch.Tensor]) -> None:
     """Have them so again."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
+
+
+@functools.cache
+def _has_device() -> bool:
+    """The driver would be asked in each step: without one that takes a quarter of a millisecond."""
+    return torch.cuda.is_available()

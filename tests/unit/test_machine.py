@@ -51,6 +51,20 @@ def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
     assert "of another source" in caplog.text
 
 
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.parametrize("call", ["copy", "fold"])
+def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog, call):
+    if machine() is None:
+        pytest.skip("it was not built")
+    right = getattr(Machine, call)
+    machine.cache_clear()
+    monkeypatch.setattr(
+        Machine, call, lambda found_by, rows: right(found_by, [(to, at, size - 1) for to, at, size in rows])
+    )
+    assert machine() is None
+    assert "of another source" in caplog.text
+
+
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 70), st.integers(0, 70)), max_size=5), st.binary())
 def test_bytes_are_copied_to_where_they_belong_and_nothing_beside_them_changes(asked, salt):

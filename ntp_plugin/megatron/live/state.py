@@ -40,7 +40,8 @@ class TrainedState:
         self.live.refuse_what_cannot_be_cut()
         self.sync: LaneSync | None = None
         """In a hurt layout."""
-        self._last: Naming | None = None
+        self._named: Naming | None = None
+        """In the layout that was asked for last."""
 
     # ------------------------------------------------ told
 
@@ -130,9 +131,9 @@ class TrainedState:
         return megatrons_shards(optimizer, {value: name for name, value in parameters.items()}, naming, layout)
 
     def _naming(self, layout: Layout) -> Naming:
-        if self._last is None or self._last.layout is not layout:
-            self._last = Naming(layout, self._units.stages[layout.slot.stage])
-        return self._last
+        if self._named is None or self._named.layout is not layout:
+            self._named = Naming(layout, self._units.stages[layout.slot.stage])
+        return self._named
 
 
 def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
