@@ -1,13 +1,15 @@
 """Waits that a break-out can end.
 
 Every wait on a collective goes in slices, and looks between them whether a break-out is under way. A slice that runs
-out is an exception in gloo, and costs 0.1 to 0.2 ms of a processor that others may be waiting for. So the first is of
-20 ms and the next ones as long as the wait has lasted, up to 100: with 20 ms alone a wait takes 1 % of a processor.
+out is an exception in gloo, and costs 0.1 to 0.2 ms of a processor that others may be waiting for. So a slice is of 100
+ms, and of 20 once a break-out is under way: with 20 ms always a wait takes 1 % of a processor. Gloo fails nearly every
+operation by itself when its sockets are shut; for one that it has lost the slice is how much later that is found.
 
 Two kinds cannot be sliced. A send or receive: gloo takes a wait that runs out for an error and tears down a healthy
 group. And a reduce-scatter: torch makes it of an all-reduce, and its work waits for that without a limit, and never
 says that it is completed. They wait whole on a helper thread, and the main thread leaves that thread behind if gloo has
-lost the operation (it then ends at the group's own time limit).
+lost the operation (it then ends at the group's own time limit). Looking costs little there, so the first slice is of
+20 ms, and the next ones as long as the wait has lasted.
 
 `Work.wait` is the one place where torch waits for gloo, whoever called; it is replaced while waits are attached, and
 only works of registered groups are treated. A work is recognised by identity, and kept alive until it is waited for.
@@ -27,7 +29,7 @@ from torch._C._distributed_c10d import Work
 from ntp_plugin.comm.helpers import Helpers
 from ntp_plugin.errors import PeerLost
 
-_FIRST_S, _LONGEST_S = 0.02, 0.1
+_SHORTEST_S, _LONGEST_S = 0.02, 0.1
 """Of the slices of a wait."""
 GRACE_S = 0.1
 """After a break-out gloo gets so long to fail an operation by itself; what still stands then is lost."""
@@ -137,7 +139,7 @@ class BreakableWaits:
         try:
             with self._standing:
                 began = time.monotonic()
-                while not concurrent.futures.wait([calling], self._slice_s(began)).done:
+                while not concurrent.futures.wait([calling], self._slice_s(time.monotonic() - began)).done:
                     self._leave_if_lost()
                 return calling.result()
         finally:
@@ -168,10 +170,9 @@ class BreakableWaits:
 
     def _wait_sliced(self, work: Work, until: float) -> bool:
         assert self._original is not None, "waits are attached"
-        began = time.monotonic()
         while time.monotonic() < until:
             try:
-                return self._original(work, timedelta(seconds=self._slice_s(began)))
+                return self._original(work, timedelta(seconds=self._slice_s(_LONGEST_S)))
             except RuntimeError as error:
                 if _EXPIRED not in str(error):
                     raise
@@ -179,11 +180,11 @@ class BreakableWaits:
                 self._leave_if_lost()
         return self._original(work)
 
-    def _slice_s(self, began: float) -> float:
+    def _slice_s(self, wanted: float) -> float:
         """The next one of a wait."""
         if self._give_up_at is not None:
-            return _FIRST_S
-        return min(max(_FIRST_S, time.monotonic() - began), _LONGEST_S)
+            return _SHORTEST_S
+        return min(max(_SHORTEST_S, wanted), _LONGEST_S)
 
     def standing(self) -> contextlib.AbstractContextManager[None]:
         """What a heart is told: that this process waits for others."""

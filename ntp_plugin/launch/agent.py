@@ -197,7 +197,7 @@ class TolerantAgent(LocalElasticAgent):
         os.environ["NTP_COPIES"] = str(self._copies.path)
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
-        os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.beat_s)
+        os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.heart_s)
         os.environ["NTP_HUNG_S"] = str(self.policy.thresholds.hung_s)
         if place.tenant:
             os.environ["NTP_TENANT"] = str(place.tenant)

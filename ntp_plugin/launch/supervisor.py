@@ -21,7 +21,19 @@ from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import NtpError
 from ntp_plugin.launch.hosts import Hosts
-from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict, gone, heard, is_done, judge, standstill, stuck
+from ntp_plugin.recovery.detector import (
+    Pulse,
+    Thresholds,
+    Verdict,
+    answered,
+    gone,
+    heard,
+    is_done,
+    is_to_be_asked_about,
+    judge,
+    standstill,
+    stuck,
+)
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 
 LOOK_S = 0.005
@@ -159,9 +171,8 @@ class Supervisor:
             ward.beats = beat.count
             self.has_heard_beats = True
             ward.pulse = heard(ward.pulse, now=now, moved_at=beat.moved_at, waiting=beat.waiting, leaving=beat.leaving)
-        silence = now - (ward.pulse.beat_at or now)
-        stopped = silence > self._thresholds.frozen_s and ward.pulse.ended is None and _is_stopped(ward.pid)
-        ward.pulse = dataclasses.replace(ward.pulse, stopped=stopped)
+        if is_to_be_asked_about(ward.pulse, self._thresholds, now=now):
+            ward.pulse = answered(ward.pulse, self._thresholds, now=now, stopped=_is_stopped(ward.pid))
 
     def _look(self, wards: Mapping[int, _Ward], now: float) -> None:
         """Judge, publish, and tell: the ranks of the newest epoch, and `told` of who is out."""

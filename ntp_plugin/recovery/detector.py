@@ -3,8 +3,9 @@
 Five things tell that a rank is gone, and each has its own proof:
 
     ended     its process ended before the job was over, with whatever code. Certain at once.
-    frozen    its heart has not beaten for `frozen_s`, and the system says that the process is stopped. A rank that is
-              only starved of CPU is runnable or sleeping, not stopped, so that load alone never makes this verdict.
+    frozen    for `frozen_s` nothing has told that it runs, neither its heart nor the system, and the system says that
+              the process is stopped. A rank that is only starved of CPU is runnable or sleeping, not stopped, so that
+              load alone never makes this verdict.
     silent    its heart has not beaten for `silent_s`, whatever the system says: the Python lock is held, the host is
               cut off, or the machine is dying. Who has said that it ends has `hung_s`, if that is longer: taking a
               process down is no work that beats.
@@ -26,15 +27,22 @@ from collections.abc import Collection, Mapping
 
 from ntp_plugin.errors import ConfigError
 
+_ASKED_IN_FROZEN_S = 6
+"""So often the system is asked in that time whether a process is stopped."""
+_BEATS_IN_SILENT_S, _BEATS_IN_HUNG_S = 4, 10
+"""At least: three that are missed mean something, and a hang is told of by no more than a tenth of its limit later."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Thresholds:
     """How long each proof takes, in seconds."""
 
-    beat_s: float = 0.09
-    """Between two beats: a thread of the rank wakes for each, which takes 0.2 ms of a processor that computes."""
+    beat_s: float = 0.25
+    """Between two beats, at most (`heart_s`): a thread of the rank wakes for each, which takes 0.2 ms of a processor
+    that computes."""
     frozen_s: float = 0.3
-    """Three beats missed in a stopped process; who is stopped for less than two is left alone."""
+    """Longer than somebody stops a process who only looks at it. Who is stopped for less than five sixths of it is left
+    alone: so far before the stop the system may have been asked."""
     silent_s: float = 5.0
     """A Python lock held for so long is a fault; loading a checkpoint or compiling gives it back within tenths."""
     hung_s: float = 30.0
@@ -49,15 +57,13 @@ class Thresholds:
     """A host that has no answer from the store for so long ends its workers: the others have gone on without it."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.beat_s < self.frozen_s / 3:
+        if not 0 < self.frozen_s <= self.silent_s <= self.start_s:
             raise ConfigError(
-                f"beat_s = {self.beat_s} must be above 0 and below a third of frozen_s = {self.frozen_s}",
-                way_out="three missed beats are the least that means anything",
+                f"silent_s = {self.silent_s} must lie between frozen_s = {self.frozen_s}, which is above 0, and"
+                f" start_s = {self.start_s}"
             )
-        if not self.frozen_s <= self.silent_s <= self.start_s:
-            raise ConfigError(
-                f"silent_s = {self.silent_s} must lie between frozen_s = {self.frozen_s} and start_s = {self.start_s}"
-            )
+        if not self.beat_s > 0:
+            raise ConfigError(f"beat_s = {self.beat_s} must be above 0")
         if not 0 < self.host_beat_s < self.host_s / 3:
             raise ConfigError(
                 f"host_beat_s = {self.host_beat_s} must be above 0 and below a third of host_s = {self.host_s}",
@@ -67,6 +73,11 @@ class Thresholds:
             raise ConfigError(f"store_s = {self.store_s} must be above host_s = {self.host_s}")
         if self.hung_s <= self.frozen_s:
             raise ConfigError(f"hung_s = {self.hung_s} must be above frozen_s = {self.frozen_s}")
+
+    @property
+    def heart_s(self) -> float:
+        """Between two beats."""
+        return min(self.beat_s, self.silent_s / _BEATS_IN_SILENT_S, self.hung_s / _BEATS_IN_HUNG_S)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +94,10 @@ class Pulse:
     """It said that it ends, with its last beat."""
     stopped: bool = False
     """The system says that the process is stopped."""
+    asked_at: float = 0.0
+    """When it was asked last."""
+    ran_at: float = 0.0
+    """When it is known to have run last."""
     ended: int | None = None
     """Its exit code, once it has ended."""
     over: bool = False
@@ -100,7 +115,20 @@ class Verdict:
 
 def heard(pulse: Pulse, *, now: float, moved_at: float, waiting: bool, leaving: bool = False) -> Pulse:
     """After a beat that told when the rank last moved, and whether it waits for others."""
-    return dataclasses.replace(pulse, beat_at=now, waiting=waiting, moved_at=moved_at, leaving=leaving)
+    return dataclasses.replace(pulse, beat_at=now, waiting=waiting, moved_at=moved_at, leaving=leaving, ran_at=now)
+
+
+def is_to_be_asked_about(pulse: Pulse, thresholds: Thresholds, *, now: float) -> bool:
+    """Whether it is time to ask the system again if the process is stopped; while it is so, each time."""
+    return pulse.ended is None and (pulse.stopped or now - pulse.asked_at >= thresholds.frozen_s / _ASKED_IN_FROZEN_S)
+
+
+def answered(pulse: Pulse, thresholds: Thresholds, *, now: float, stopped: bool) -> Pulse:
+    """After the system has said whether the process is stopped. Who asks late knows no more of the time before."""
+    ran_at = pulse.ran_at if stopped else now
+    if stopped and not pulse.stopped:
+        ran_at = max(ran_at, now - thresholds.frozen_s / _ASKED_IN_FROZEN_S)
+    return dataclasses.replace(pulse, stopped=stopped, asked_at=now, ran_at=ran_at)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,10 +231,11 @@ def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) ->
         silence, limit = now - pulse.started_at, thresholds.start_s
         reason = f"no beat in {silence:.1f} s since its start (limit {limit} s)"
         return Verdict(slot=slot, kind="silent", reason=reason) if silence > limit else None
-    silence = now - pulse.beat_at
-    if pulse.stopped and silence > thresholds.frozen_s:
-        reason = f"its process is stopped, no beat in {silence:.2f} s (limit {thresholds.frozen_s} s)"
+    stood = pulse.asked_at - pulse.ran_at
+    if pulse.stopped and stood > thresholds.frozen_s:
+        reason = f"its process is stopped, and did not run for {stood:.2f} s (limit {thresholds.frozen_s} s)"
         return Verdict(slot=slot, kind="frozen", reason=reason)
+    silence = now - pulse.beat_at
     limit = max(thresholds.silent_s, thresholds.hung_s) if pulse.leaving else thresholds.silent_s
     if silence > limit:
         reason = f"no beat in {silence:.1f} s (limit {limit} s)" + " after it said that it ends" * pulse.leaving

@@ -279,7 +279,7 @@ class Ranks:
             port=self._server.port,
             faults=self._faults,
             folder=str(self._folder),
-            beat_s=self._thresholds.beat_s,
+            beat_s=self._thresholds.heart_s,
             hung_s=self._thresholds.hung_s,
         )
         process = _CONTEXT.Process(target=_run, args=(self._play, rank, sending), name=f"rank{seat.slot}")

@@ -4,7 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, cut_off, gone, heard, judge, standstill, stuck
+from ntp_plugin.recovery.detector import (
+    Pulse,
+    Standstill,
+    Thresholds,
+    answered,
+    cut_off,
+    gone,
+    heard,
+    is_to_be_asked_about,
+    judge,
+    standstill,
+    stuck,
+)
 
 LIMITS = Thresholds()
 
@@ -34,8 +46,43 @@ def test_an_ended_process_is_gone_at_once_unless_the_job_is_over():
     [(0.29, True, None), (0.31, True, "frozen"), (4.9, False, None), (5.1, False, "silent")],
 )
 def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
-    found = kinds({0: beating(10.0, stopped=stopped), 1: beating(10.0 + silence)}, now=10.0 + silence)
+    now, pulse = 10.0 + silence, heard(beating(10.0), now=10.0, moved_at=10.0, waiting=False)
+    for asked_at in (10.0, now):
+        pulse = answered(pulse, LIMITS, now=asked_at, stopped=stopped)
+    found = kinds({0: pulse, 1: beating(now)}, now=now)
     assert found == ({0: kind} if kind else {})
+
+
+@pytest.mark.parametrize(("stopped_for", "verdict"), [(0.24, None), (0.36, "frozen")])
+@pytest.mark.parametrize("begins", [0.0, 0.01, 0.049])
+def test_who_is_stopped_is_frozen_by_that_time_alone(stopped_for, verdict, begins):
+    """It was asked every 0.05 s at least, looked at every 0.005 s, and has not beaten for longer than a stop may be."""
+    pulse, found = heard(Pulse(started_at=0.0), now=9.0, moved_at=9.0, waiting=False), None
+    for look in range(300):
+        now = 9.0 + 0.005 * look
+        if is_to_be_asked_about(pulse, LIMITS, now=now):
+            pulse = answered(pulse, LIMITS, now=now, stopped=10.0 + begins <= now < 10.0 + begins + stopped_for)
+        found = found or kinds({0: pulse, 1: beating(now)}, now=now).get(0)
+    assert found == verdict
+
+
+def test_who_is_asked_about_late_was_not_stopped_all_the_time():
+    late = answered(heard(beating(10.0), now=10.0, moved_at=10.0, waiting=False), LIMITS, now=11.0, stopped=True)
+    assert kinds({0: late, 1: beating(11.0)}, now=11.0) == {}
+    still = answered(late, LIMITS, now=11.26, stopped=True)
+    assert kinds({0: still, 1: beating(11.26)}, now=11.26) == {0: "frozen"}
+
+
+def test_who_has_ended_is_not_asked_about():
+    assert is_to_be_asked_about(beating(10.0), LIMITS, now=10.0)
+    assert not is_to_be_asked_about(beating(10.0, ended=-9), LIMITS, now=10.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "heart_s"), [({}, 0.25), ({"hung_s": 1.0}, 0.1), ({"silent_s": 0.8}, 0.2), ({"beat_s": 0.05}, 0.05)]
+)
+def test_a_heart_beats_often_enough_for_every_limit(given, heart_s):
+    assert Thresholds(**given).heart_s == pytest.approx(heart_s)
 
 
 @pytest.mark.parametrize(("silence", "kind"), [(29.0, None), (31.0, "silent")])
@@ -45,7 +92,9 @@ def test_who_said_that_it_ends_has_as_long_as_one_that_hangs(silence, kind):
 
 
 def test_a_stopped_process_that_beats_is_left_alone():
-    assert kinds({0: beating(10.0, stopped=True)}, now=10.1) == {}
+    stopped = answered(answered(beating(10.0), LIMITS, now=10.0, stopped=True), LIMITS, now=10.5, stopped=True)
+    assert kinds({0: stopped}, now=10.5) == {0: "frozen"}
+    assert kinds({0: heard(stopped, now=10.6, moved_at=10.0, waiting=False)}, now=10.6) == {}
 
 
 def test_the_one_that_all_others_wait_for_is_hung():
@@ -99,7 +148,7 @@ def test_a_rank_that_beats_often_enough_is_never_gone(beats):
         found = verdicts({0: pulse, 1: beating(now, waiting=False)}, LIMITS, now=now)
         assert not found
         pulse = heard(pulse, now=now, moved_at=now if moves else pulse.moved_at or 0.0, waiting=False)
-        pulse = dataclasses.replace(pulse, stopped=stopped)
+        pulse = answered(pulse, LIMITS, now=now, stopped=stopped)
 
 
 # ---------------------------------------------------------------- several hosts

@@ -91,7 +91,7 @@ class Host:
 
     def _pulses(self) -> dict[int, Pulse]:
         now = self._job.time.now
-        return {slot: ward.pulse(now, THRESHOLDS.beat_s) for slot, ward in self.wards().items()}
+        return {slot: ward.pulse(now, THRESHOLDS.heart_s) for slot, ward in self.wards().items()}
 
     def _standstill(self) -> Standstill | None:
         inside = {slot: pulse for slot, pulse in self._pulses().items() if slot in self.view.slots}

@@ -94,6 +94,8 @@ class Process:
             moved_at=self.moved_at,
             waiting=self._computing is None and not self.hung,
             stopped=self.frozen,
+            asked_at=now,
+            ran_at=until,
             ended=None if self.alive and not self.left else 0 if self.left else -9,
             over=self.left,
         )
