@@ -10,12 +10,16 @@
 A host watches the beats of the next few hosts that have members in the view, so that a beat is read by a few and not by
 all. Where nothing moves on a host for `hung_s`, it asks the question; every host answers with its standstill and with
 the hosts that it cannot reach; whoever asked judges.
+
+The store may answer late, because this host was cut off from it for a while. Then the others have gone on without it,
+and it must not take them for silent: a beat counts from when the store answered, silence up to when it was asked.
 """
 
 import dataclasses
 import json
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from ntp_plugin.comm.membership import View
 from ntp_plugin.comm.store import TorchStore
@@ -44,11 +48,20 @@ class Hosts:
     """This host among the others; `tick` is called again and again by the supervisor's thread."""
 
     def __init__(
-        self, store: TorchStore, *, host: int, tenant: int, hosts: int, slots: int, door: Door, thresholds: Thresholds
+        self,
+        store: TorchStore,
+        *,
+        host: int,
+        tenant: int,
+        hosts: int,
+        slots: int,
+        door: Door,
+        thresholds: Thresholds,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self.host, self._tenant, self._thresholds = store, host, tenant, thresholds
         self._slots = {other: range(other * slots // hosts, (other + 1) * slots // hosts) for other in range(hosts)}
-        self._door = door
+        self._door, self._clock = door, clock
         self._pulses: dict[int, Pulse] = {}
         self._counts: dict[int, int] = {}
         self._beat_at = 0.0
@@ -76,7 +89,7 @@ class Hosts:
             self._store.count(f"beat/{self.host}", 1)
             if self._store.present([f"tenant/{self.host}/{self._tenant + 1}"]):
                 raise Excluded(f"another machine has taken the place of this one as host {self.host}")
-        return self._watch(view, now) or self._take_part(view, still, now)
+        return self._watch(view) or self._take_part(view, still, now)
 
     def unreachable(self, view: View) -> tuple[int, ...]:
         """The hosts of the view that this one cannot connect to; waits for them for a second."""
@@ -94,14 +107,15 @@ class Hosts:
         members = set(view.slots)
         return [host for host, slots in self._slots.items() if members & set(slots)]
 
-    def _watch(self, view: View, now: float) -> list[Verdict]:
+    def _watch(self, view: View) -> list[Verdict]:
         found = []
         for host in successors(self._in(view), self.host, WATCHED):
-            pulse, count = self._pulses.get(host, Pulse(started_at=now)), self._store.count(f"beat/{host}")
+            asked_at, count = self._clock(), self._store.count(f"beat/{host}")
+            answered_at, pulse = self._clock(), self._pulses.get(host, Pulse(started_at=asked_at))
             if count != self._counts.get(host, 0):
-                pulse = heard(pulse, now=now, moved_at=now, waiting=False)
+                pulse = heard(pulse, now=answered_at, moved_at=answered_at, waiting=False)
             self._pulses[host], self._counts[host] = pulse, count
-            silence = now - (pulse.beat_at or pulse.started_at)
+            silence = asked_at - (pulse.beat_at or pulse.started_at)
             limit = self._thresholds.host_s if pulse.beat_at else self._thresholds.start_s
             if silence > limit:
                 reason = f"no beat of its host {host} in {silence:.1f} s (limit {limit} s)"

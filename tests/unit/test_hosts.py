@@ -1,0 +1,71 @@
+"""What a host makes of the beats of others, also where the job's store answers late."""
+
+import pytest
+from torch.distributed import HashStore
+
+from ntp_plugin.comm.membership import Seat, View
+from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.launch.hosts import Hosts
+from ntp_plugin.launch.probes import Door
+from ntp_plugin.recovery.detector import Thresholds
+
+LIMITS = Thresholds()
+VIEW = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=str(slot)) for slot in range(2)))
+CUT_S = 4.0
+
+
+class LateStore(TorchStore):
+    """Host 1 is cut off from it for some seconds, as it looks at the beats of host 0 for the `late`-th time."""
+
+    def __init__(self, late):
+        super().__init__(HashStore(), corner="job", token="")
+        self.now, self._looks, self._late = 100.0, 0, late
+
+    def count(self, key, more=0):
+        if (key, more) == ("beat/0", 0):
+            self._looks += 1
+            if self._looks == self._late:
+                self.others_go_on(CUT_S)
+        return super().count(key, more)
+
+    def others_go_on(self, seconds, beats=None):
+        """Host 0 has beaten all the time, or so often."""
+        self.now += seconds
+        for _ in range(int(seconds / LIMITS.host_beat_s) if beats is None else beats):
+            super().count("beat/0", 1)
+
+
+@pytest.fixture
+def host_1():
+    doors = []
+
+    def make(store):
+        doors.append(Door("127.0.0.1"))
+        clock = lambda: store.now  # noqa: E731
+        return Hosts(store, host=1, tenant=0, hosts=2, slots=2, door=doors[-1], thresholds=LIMITS, clock=clock)
+
+    yield make
+    for door in doors:
+        door.close()
+
+
+def test_who_was_cut_off_does_not_take_those_for_silent_who_went_on(host_1):
+    """It looks again at once: the other has not beaten since the store has answered."""
+    store = LateStore(late=2)
+    host, began_at = host_1(store), store.now
+    assert host.tick(VIEW, None, now=store.now) == []
+    store.others_go_on(LIMITS.host_beat_s)
+    assert host.tick(VIEW, None, now=store.now) == []
+    assert store.now >= began_at + CUT_S > began_at + LIMITS.host_s
+    assert host.tick(VIEW, None, now=store.now) == []
+
+
+@pytest.mark.parametrize(("silence", "is_lost"), [(LIMITS.host_s - 0.1, False), (LIMITS.host_s + 0.1, True)])
+def test_a_host_that_does_not_beat_is_lost(host_1, silence, is_lost):
+    store = LateStore(late=0)
+    host = host_1(store)
+    store.others_go_on(0.0, beats=1)
+    assert host.tick(VIEW, None, now=store.now) == []
+    store.others_go_on(silence, beats=0)
+    found = host.tick(VIEW, None, now=store.now)
+    assert [(verdict.slot, verdict.kind) for verdict in found] == ([(0, "host")] if is_lost else [])
