@@ -80,8 +80,9 @@ class Hosts:
 
     # ------------------------------------------------ what the supervisor asks
 
-    def tick(self, view: View, still: Standstill | None, *, now: float) -> list[Verdict]:
+    def tick(self, view: View, still: Standstill | None) -> list[Verdict]:
         """Beat, look at the others, and answer or ask; returns who is lost because of its host, or hangs."""
+        now = self._clock()
         if now - self._beat_at < self._thresholds.host_beat_s:
             return []
         self._beat_at = now
@@ -89,7 +90,7 @@ class Hosts:
             self._store.count(f"beat/{self.host}", 1)
             if self._store.present([f"tenant/{self.host}/{self._tenant + 1}"]):
                 raise Excluded(f"another machine has taken the place of this one as host {self.host}")
-        return self._watch(view) or self._take_part(view, still, now)
+        return self._watch(view) or self._take_part(view, still, self._clock())
 
     def unreachable(self, view: View) -> tuple[int, ...]:
         """The hosts of the view that this one cannot connect to; waits for them for a second."""

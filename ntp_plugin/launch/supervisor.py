@@ -198,7 +198,7 @@ class Supervisor:
         members = {slot: ward.pulse for slot, ward in wards.items() if ward.seat in self.view.seats}
         still = standstill(members, self._thresholds)
         if self._hosts is not None:
-            found += self._hosts.tick(self.view, still, now=now)
+            found += self._hosts.tick(self.view, still)
             self._tell_stuck(self._hosts.stuck)
         elif not found:  # else those who wait for a dead rank would seem to wait for a hung one
             found = judge({0: still}, {0: members}, self._thresholds)

@@ -53,11 +53,11 @@ def test_who_was_cut_off_does_not_take_those_for_silent_who_went_on(host_1):
     """It looks again at once: the other has not beaten since the store has answered."""
     store = LateStore(late=2)
     host, began_at = host_1(store), store.now
-    assert host.tick(VIEW, None, now=store.now) == []
+    assert host.tick(VIEW, None) == []
     store.others_go_on(LIMITS.host_beat_s)
-    assert host.tick(VIEW, None, now=store.now) == []
+    assert host.tick(VIEW, None) == []
     assert store.now >= began_at + CUT_S > began_at + LIMITS.host_s
-    assert host.tick(VIEW, None, now=store.now) == []
+    assert host.tick(VIEW, None) == []
 
 
 @pytest.mark.parametrize(("silence", "is_lost"), [(LIMITS.host_s - 0.1, False), (LIMITS.host_s + 0.1, True)])
@@ -65,7 +65,7 @@ def test_a_host_that_does_not_beat_is_lost(host_1, silence, is_lost):
     store = LateStore(late=0)
     host = host_1(store)
     store.others_go_on(0.0, beats=1)
-    assert host.tick(VIEW, None, now=store.now) == []
+    assert host.tick(VIEW, None) == []
     store.others_go_on(silence, beats=0)
-    found = host.tick(VIEW, None, now=store.now)
+    found = host.tick(VIEW, None)
     assert [(verdict.slot, verdict.kind) for verdict in found] == ([(0, "host")] if is_lost else [])
