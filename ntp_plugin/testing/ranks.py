@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -316,8 +316,15 @@ def _refuse_impossible(faults: Sequence[Fault], count: int, moments: Collection[
 
 
 def _end_with_the_fork_server() -> None:
-    """Which ends with the test that started it, however that ends; ranks alone would spin for ever."""
+    """Which ends with the test that started it, however that ends; ranks alone would spin for ever.
+
+    It ends once nobody holds its pipe, of which every rank was given an end: to start processes of its own by it.
+    """
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 def _run(play: Callable[[Rank], Any], rank: Rank, results: connection.Connection) -> None:

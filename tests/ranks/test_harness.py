@@ -1,10 +1,15 @@
 """The harness itself: what is planned strikes or is refused, and nothing is left behind unnoticed."""
 
 import contextlib
+import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +25,19 @@ def play_nothing(rank):
 
 def play_and_forget_a_process(rank):
     subprocess.Popen(["sleep", "30"])
+
+
+def play_for_ever(rank):
+    rank.write([["process", os.getpid()]])
+    time.sleep(600)
+
+
+def tell_of_ranks_that_play_for_ever():
+    """In a process of its own, which a test kills."""
+    with Ranks(2, play_for_ever) as ranks:
+        ranks.wait_for_rows(2, "process")
+        print(*(running.process.pid for running in ranks._running.values()), flush=True)
+        ranks.wait(600)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +112,28 @@ def test_what_is_left_behind_here_is_told(planted, message):
     with kept, pytest.raises(AssertionError, match=f"left behind: {message}"), Ranks(1, play_nothing) as ranks:
         kept.enter_context(planted())
         ranks.wait(30)
+
+
+def runs(process):
+    """Also one that nobody has asked for its exit code has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
+def test_ranks_end_with_who_started_them_however_that_ends(how, tmp_path):
+    words = (sys.executable, "-c", f"from {__name__} import {tell_of_ranks_that_play_for_ever.__name__} as tell; tell()")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}) as test:
+        ranks = [int(process) for process in test.stdout.readline().split()]
+        test.send_signal(how)
+    deadline = time.monotonic() + 30
+    try:
+        assert len(ranks) == 2
+        while left := [process for process in ranks if runs(process)]:
+            assert time.monotonic() < deadline, f"processes {left} run on"
+            time.sleep(0.02)
+    finally:
+        for process in filter(runs, ranks):
+            os.kill(process, signal.SIGKILL)
