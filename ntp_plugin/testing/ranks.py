@@ -321,7 +321,7 @@ def _end_with_the_fork_server() -> None:
     It ends once nobody holds its pipe, of which every rank was given an end: to start processes of its own by it.
     """
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None

@@ -32,11 +32,11 @@ def play_for_ever(rank):
     time.sleep(600)
 
 
-def tell_of_ranks_that_play_for_ever():
+def have_ranks_play():
     """In a process of its own, which a test kills."""
     with Ranks(2, play_for_ever) as ranks:
         ranks.wait_for_rows(2, "process")
-        print(*(running.process.pid for running in ranks._running.values()), flush=True)
+        print(*(running.process.pid for running in ranks._running.values()), flush=True)  # noqa: T201  (to the test)
         ranks.wait(600)
 
 
@@ -124,7 +124,7 @@ def runs(process):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
 def test_ranks_end_with_who_started_them_however_that_ends(how, tmp_path):
-    words = (sys.executable, "-c", f"from {__name__} import {tell_of_ranks_that_play_for_ever.__name__} as tell; tell()")
+    words = (sys.executable, "-c", f"from {__name__} import {have_ranks_play.__name__} as play; play()")
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}) as test:
         ranks = [int(process) for process in test.stdout.readline().split()]
         test.send_signal(how)
