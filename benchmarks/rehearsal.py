@@ -50,14 +50,17 @@ def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], ch
             check()
 
 
-def tells_that_it_asks(rank: Rank, ask: Callable[..., None]) -> Callable[..., None]:
-    """As one who comes in."""
+def tell_that_it_asks(rank: Rank, store: Any) -> None:
+    """As one who comes in: once its word is in the store, where members find it in the very next step."""
+    create = store.create
 
-    def told(*args: Any) -> None:
-        _asks(rank, rank.seat.occupant).touch()
-        ask(*args)
+    def told(key: str, value: str) -> Any:
+        there = create(key, value)
+        if key.startswith(("asked/", "come/")):
+            _asks(rank, rank.seat.occupant).touch()
+        return there
 
-    return told
+    store.create = told
 
 
 def _asks(rank: Rank, occupant: str) -> Path:

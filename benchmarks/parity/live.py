@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
-from benchmarks.rehearsal import Asking, asking_of, played, quietly, tells_that_it_asks, wait_until_they_ask
+from benchmarks.rehearsal import Asking, asking_of, played, quietly, tell_that_it_asks, wait_until_they_ask
 from ntp_plugin.recovery.moments import MOMENTS
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
@@ -125,7 +125,7 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
         return begin(*args, **kwargs)
 
     job.step._begin = wait_and_begin
-    job.rank.wait_to_be_let_in = tells_that_it_asks(rank, job.rank.wait_to_be_let_in)
+    tell_that_it_asks(rank, job.rank._agreeing)
 
 
 def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:

@@ -5,7 +5,7 @@ import itertools
 import time
 from typing import Any
 
-from benchmarks.rehearsal import Asking, tells_that_it_asks, wait_until_they_ask
+from benchmarks.rehearsal import Asking, tell_that_it_asks, wait_until_they_ask
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.recovery.moments import Moments
 from ntp_plugin.testing.ranks import Rank
@@ -110,4 +110,4 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
         begin()
 
     job.window._take_in_hand = wait_and_begin
-    job.rank.wait_to_be_let_in = tells_that_it_asks(rank, job.rank.wait_to_be_let_in)
+    tell_that_it_asks(rank, job.rank._agreeing)
