@@ -7,7 +7,6 @@ So is one whose edit was left behind: a member that waits for the connection of 
 five time limits, and nothing in gloo can end that.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ReconfigureOptions
 
 from ntp_plugin.comm.stand_in import BackendType, nobody_in_the_place_of
-from ntp_plugin.comm.waits import BreakableWaits, Operation
+from ntp_plugin.comm.waits import BreakableWaits
 
 _CPU = torch.device("cpu")
 _FIRST_FRESH_TYPE = 16
@@ -42,27 +41,20 @@ class GlooBackend:
         self._handle, self._store, self._timeout = handle, store, timeout
         self._waits, self._default = waits, default
         self._backend: Any = handle._get_backend(_CPU)
-        self._running: deque[Operation] = deque()
         self._generation = 0
         self._half_edited = False
         """An edit was left behind, and a thread may still be in it."""
 
-    def keep(self, operation: Operation) -> None:
-        """Remember a collective: while it runs it holds a worker thread. It holds its tensors, so not longer."""
-        while self._running and self._running[0].is_over():
-            self._running.popleft()
-        self._running.append(operation)
-
     def busy(self) -> bool:
         """Whether some operation, or an edit, still holds a thread."""
-        return self._half_edited or any(not operation.is_over() for operation in list(self._running))
+        return self._half_edited or self._waits.busy(self)
 
     def ready(self, rank: int, members: Sequence[int]) -> bool:
         """Replace this backend if it is still busy; whether that was so."""
         replaced = self.busy()
         if replaced:
             self._make_fresh(rank, members)
-        self._running.clear()
+        self._waits.forget(self)
         return replaced
 
     def reach(self) -> str:
@@ -76,10 +68,6 @@ class GlooBackend:
         self._half_edited = True
         self._waits.beside(lambda: self._backend.reconfigure(options))
         self._half_edited = False
-
-    def failed(self) -> bool:
-        """Never: waits on gloo's operations raise."""
-        return False
 
     def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
         """Until then nobody answers for the others."""

@@ -20,8 +20,5 @@ class GroupBackend(Protocol):
     def edit(self, uuid: int, handles: list[str], timeout_s: float) -> None:
         """Connect anew, to these and no others, in this order; a uuid is used once."""
 
-    def failed(self) -> bool:
-        """Whether an operation may have ended without its result and without an error; waits for those under way."""
-
     def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
         """Until then nobody answers for the others, at once (`stand_in.py`)."""

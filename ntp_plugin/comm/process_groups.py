@@ -23,6 +23,7 @@ that holds a lost operation is put aside until the operation has ended, because 
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
 from ntp_plugin.comm.nccl_requirements import require_nccl
 from ntp_plugin.comm.operations import POINT_TO_POINT, WAIT_WHOLE, Operations, kind_of_device
 from ntp_plugin.comm.sockets import Connections
-from ntp_plugin.comm.waits import BreakableWaits
+from ntp_plugin.comm.waits import BreakableWaits, Manner
 from ntp_plugin.errors import PeerLost, Refused
 
 _GROUPS_IN_AN_EPOCH = 10_000
@@ -198,11 +199,14 @@ class ElasticGroups:
         if gloo is None:
             return
 
+        @functools.cache
+        def manner_of(name: str) -> Manner:
+            holder = None if name in POINT_TO_POINT else gloo
+            return Manner(sliced=name not in WAIT_WHOLE, limit_s=limit_s, holder=holder)
+
         def started(name: str, work: Work, given: tuple[Any, ...]) -> None:
             if only_gloo or kind_of_device(given) == "cpu":
-                operation = self._waits.register(work, sliced=name not in WAIT_WHOLE, limit_s=limit_s)
-                if name not in POINT_TO_POINT:
-                    gloo.keep(operation)
+                self._waits.register(work, manner_of(name))
 
         self._operations.tell(group.handle, started)
 
@@ -233,11 +237,11 @@ class ElasticGroups:
         NCCL breaks off without a word to who waits for the device. So call this before the vote, so that nobody calls
         himself prepared who holds rubbish, and again between the vote and what rests on it.
         """
-        failed = [backend.failed() for backend in self._backends()]
+        failed = [group.nccl.failed() for group in (*self._groups, *self._lanes) if group.nccl is not None]
         if any(failed):
             self.check()
             raise RuntimeError(
-                f"NCCL broke off in {sum(failed)} of {len(failed)} backends, and nobody is known to be lost"
+                f"NCCL broke off in {sum(failed)} of {len(failed)} groups, and nobody is known to be lost"
             )
 
     def offer(self) -> dict[str, str]:

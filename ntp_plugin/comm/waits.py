@@ -12,14 +12,18 @@ lost the operation (it then ends at the group's own time limit). Looking costs l
 20 ms, and the next ones as long as the wait has lasted.
 
 `Work.wait` is the one place where torch waits for gloo, whoever called; it is replaced while waits are attached, and
-only works of registered groups are treated. A work is recognised by identity, and kept alive until it is waited for.
+only works of registered groups are treated. A work is recognised by identity, and kept until it is waited for: while it
+is kept, no other has its identity.
+
+A step has hundreds of operations, and each pays for what stands here: so an operation is a work and the manner in which
+those of its kind and group are waited for, which is made once; and its wait is one slice, unless that runs out.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import threading
+import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,24 +39,20 @@ GRACE_S = 0.1
 """After a break-out gloo gets so long to fail an operation by itself; what still stands then is lost."""
 
 MOST_KEPT = 4096
+_FORGOTTEN_AT_ONCE = 8
 _EXPIRED = "Operation timed out!"
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Operation:
-    """One that is under way, or was."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Manner:
+    """How the operations of a kind, in a group, are waited for."""
 
-    work: Work
     sliced: bool
-    """Whether it can be waited for in slices; then its work says as well when it is over."""
-    until: float
-    """From then on the wait is whole again, so that the group's own time limit is told in torch's words."""
-    waited_for: bool = False
-    """To its end, however it ended."""
-
-    def is_over(self) -> bool:
-        """Whether gloo has done with it; one that cannot be sliced is over once it was waited for."""
-        return self.waited_for or (self.sliced and self.work.is_completed())
+    """Then a work says as well when it is over; else it is over when its wait has ended."""
+    limit_s: float
+    """A wait that lasts so long is whole again, so that the group's own time limit is told in torch's words."""
+    holder: object = None
+    """Whose thread one has until it is over."""
 
 
 class _Standing:
@@ -73,12 +73,14 @@ class BreakableWaits:
     """Waits on the works of some groups."""
 
     def __init__(self) -> None:
-        self._works: dict[int, Operation] = {}
+        self._works: dict[int, tuple[Work, Manner]] = {}
+        """What was started, and not yet waited for to its end. Several threads come here, and no lock is taken: each
+        look and change is one call, which no other thread comes into."""
         self._helpers = Helpers()
         self._original: Callable[..., bool] | None = None
         self._give_up_at: float | None = None
-        self._lock = threading.Lock()
         self._standing = _Standing()
+        self._slice = timedelta(seconds=_LONGEST_S)
 
     def attach(self) -> None:
         """Replace `Work.wait`."""
@@ -101,21 +103,31 @@ class BreakableWaits:
         self._works.clear()
         self._helpers.close()
 
-    def register(self, work: Work, *, sliced: bool, limit_s: float) -> Operation:
+    def register(self, work: Work, manner: Manner) -> None:
         """Treat waits on this work from now on."""
-        operation = Operation(work=work, sliced=sliced, until=time.monotonic() + limit_s)
-        with self._lock:
+        if self._works:
             self._forget_the_oldest()
-            self._works[id(work)] = operation
-        return operation
+        self._works[id(work)] = work, manner
 
     def _forget_the_oldest(self) -> None:
         """Works hold their tensors, also if nobody waits: the ended and the too many are waited for as torch does."""
-        while self._works:
-            oldest = next(iter(self._works))
-            if len(self._works) < MOST_KEPT and not self._works[oldest].is_over():
+        for key, (work, manner) in list(itertools.islice(self._works.items(), _FORGOTTEN_AT_ONCE)):
+            if len(self._works) < MOST_KEPT and not (manner.sliced and work.is_completed()):
                 return
-            del self._works[oldest]
+            self._works.pop(key, None)
+
+    def busy(self, holder: object) -> bool:
+        """Whether an operation has a thread of this one."""
+        return any(
+            manner.holder is holder and not (manner.sliced and work.is_completed())
+            for work, manner in list(self._works.values())
+        )
+
+    def forget(self, holder: object) -> None:
+        """Its operations are nothing to it any more."""
+        for key, (_, manner) in list(self._works.items()):
+            if manner.holder is holder:
+                self._works.pop(key, None)
 
     def moved(self) -> tuple[float, bool]:
         """When a wait was last entered or left, and whether one is going on: what a heart tells."""
@@ -123,7 +135,7 @@ class BreakableWaits:
 
     def begin_break_out(self) -> None:
         """From now on waits leave operations that gloo does not end within the grace."""
-        self._give_up_at = time.monotonic() + GRACE_S
+        self._give_up_at, self._slice = time.monotonic() + GRACE_S, timedelta(seconds=_SHORTEST_S)
 
     def given_up(self) -> bool:
         """Whether what gloo has not ended by now counts as lost; always so where nothing is broken off."""
@@ -131,7 +143,7 @@ class BreakableWaits:
 
     def end_break_out(self) -> None:
         """The groups are whole again."""
-        self._give_up_at = None
+        self._give_up_at, self._slice = None, timedelta(seconds=_LONGEST_S)
 
     def beside[Result](self, call: Callable[[], Result]) -> Result:
         """Call on a helper thread; raises `PeerLost` where a break-out finds the call lost, and leaves it behind."""
@@ -147,35 +159,39 @@ class BreakableWaits:
 
     def _wait(self, work: Work) -> bool:
         assert self._original is not None, "waits are attached"
-        with self._lock:
-            known = self._works.pop(id(work), None)
-        if known is None or known.work is not work:
+        known = self._works.get(id(work))
+        if known is None:
             return self._original(work)
+        _, manner = known
         try:
-            if known.sliced:
-                with self._standing:
-                    return self._wait_sliced(work, known.until)
-            return self.beside(functools.partial(self._wait_whole, known))
+            if not manner.sliced:
+                return self.beside(functools.partial(self._wait_whole, work))
+            with self._standing:
+                ended = self._wait_sliced(work, manner.limit_s)
         except RuntimeError as error:
             if self._give_up_at is None:
                 raise
             raise PeerLost("an operation broke because the membership changes") from error
+        self._works.pop(id(work), None)
+        return ended
 
-    def _wait_whole(self, operation: Operation) -> bool:
+    def _wait_whole(self, work: Work) -> bool:
         assert self._original is not None, "waits are attached"
         try:
-            return self._original(operation.work)
+            return self._original(work)
         finally:
-            operation.waited_for = True
+            self._works.pop(id(work), None)
 
-    def _wait_sliced(self, work: Work, until: float) -> bool:
+    def _wait_sliced(self, work: Work, limit_s: float) -> bool:
         assert self._original is not None, "waits are attached"
-        while time.monotonic() < until:
+        until = None
+        while until is None or time.monotonic() < until:
             try:
-                return self._original(work, timedelta(seconds=self._slice_s(_LONGEST_S)))
+                return self._original(work, self._slice)
             except RuntimeError as error:
                 if _EXPIRED not in str(error):
                     raise
+            until = until or time.monotonic() + limit_s
             if not work.is_completed():  # else the slice ran out just as the work ended: look again
                 self._leave_if_lost()
         return self._original(work)

@@ -113,7 +113,7 @@ def do_it_often(rank, name):
         OPERATIONS[name]()
     dist.barrier()
     (group,) = groups._groups
-    found = len(group.gloo._running), group.busy(), len(groups._waits._works)
+    found = group.busy(), len(groups._waits._works)
     groups.detach()
     return found
 
@@ -121,5 +121,22 @@ def do_it_often(rank, name):
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in POINT_TO_POINT])
 def test_one_that_was_waited_for_keeps_nothing(name):
     with Ranks(SIZE, functools.partial(do_it_often, name=name)) as ranks:
-        for kept, busy, waited_for in ranks.wait(30).values():
-            assert (kept <= 1, busy, waited_for) == (True, False, 0)
+        for busy, kept in ranks.wait(30).values():
+            assert (busy, kept) == (False, 0)
+
+
+def start_and_never_wait(rank):
+    groups = attached(rank)
+    for _ in range(100):
+        dist.all_reduce(torch.ones(4), async_op=True)
+    kept = len(groups._waits._works)
+    for _ in range(20):
+        dist.barrier()
+    return kept, len(groups._waits._works)
+
+
+def test_one_that_nobody_waits_for_is_let_go_when_it_is_over():
+    with Ranks(SIZE, start_and_never_wait) as ranks:
+        for before, after in ranks.wait(30).values():
+            assert before > 0
+            assert after == 0
