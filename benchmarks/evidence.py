@@ -32,6 +32,18 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def trees(*folders: str) -> str | None:
+    """What is committed of some folders; None where they are not quite so."""
+    top = Path(__file__).parents[1]
+    changed = subprocess.run(
+        ("git", "status", "--porcelain", "--", *folders), capture_output=True, text=True, check=False, cwd=top
+    )
+    if changed.returncode or changed.stdout:
+        return None
+    words = ("git", "rev-parse", *(f"HEAD:{folder}" for folder in folders))
+    return "+".join(subprocess.run(words, capture_output=True, text=True, check=True, cwd=top).stdout.split())
+
+
 class Kept:
     """What is found bit by bit, in several sittings: a line of JSON each, in a file or nowhere."""
 

@@ -1,7 +1,7 @@
 """What being able to lose ranks costs a job that loses none: the evidence for `make show-live-overhead`.
 
     python -m benchmarks.live_overhead                        some hours; on a machine of two processors by itself
-    python -m benchmarks.live_overhead 11                     the row of one case
+    python -m benchmarks.live_overhead 11                     one job of one case
     FRAMEWORK=deepspeed python -m benchmarks.live_overhead    the rows of one framework
     SCALE=ci python -m benchmarks.live_overhead               a slice
 
@@ -10,9 +10,10 @@ replaced is put back for that step, on all ranks alike. A pair is two steps that
 on-off, off-on, and so on; its ratio is of the times of their slowest ranks, from the beginning of a step to that of the
 next. Nothing is copied.
 
-A row that is over is a line in build/show/live-overhead.jsonl, and the next call on the same commit goes on behind it:
-a sitting may end when it has to. Whoever wants all rows in one sitting removes the file. Of a tree that is no commit
-nothing is kept.
+A row is of several jobs, so that it is not one job's luck, and jobs of all rows come by turns. What a job finds is a
+line in build/show/live-overhead.jsonl, and the next call goes on behind it, as long as what is committed of the plugin
+and of the benchmarks is the same: a sitting may end when it has to. Whoever wants all in one sitting removes the file.
+Where some of these is not committed, nothing is kept.
 
 Pairs of two jobs would be the plainer thing, and were tried: two jobs without the plugin differed from each other, for
 as long as they lived, by 2.4 % with Megatron and by 1.7 % with DeepSpeed. Within one job both steps have the same
@@ -50,7 +51,6 @@ import functools
 import json
 import os
 import runpy
-import statistics
 import subprocess
 import sys
 import threading
@@ -66,10 +66,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks import evidence
 from benchmarks.computing import Computing
-from benchmarks.overhead import BOUND, PLANTED, SEED, interval, row
+from benchmarks.overhead import BOUND, PLANTED, SEED
 from benchmarks.parity.job import RECIPES, Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
 from benchmarks.rehearsal import quietly
+from benchmarks.step_pairs import WARM_UP, Block, is_first, pairs_of, told
 from benchmarks.zero.job import have_deepspeed_imported
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Rank, Ranks
@@ -78,8 +79,10 @@ SHORT, LONG, LONGER = "short", "long", "longer"
 FULL, CI = {SHORT: 600, LONG: 900, LONGER: 250}, {SHORT: 24, LONG: 12, LONGER: 4}
 """Pairs. 450 of long steps reached 0.004 to either side of the median on a machine of two processors, which 0.005 of
 overhead and 0.002 of threads do not leave room for. 120 of steps of seconds were too few to resolve."""
+OF_A_JOB = {SHORT: 200, LONG: 50, LONGER: 25}
+"""Pairs: some minutes."""
+MEASURED = ("ntp_plugin", "benchmarks")
 PIECES = Path("build/show/live-overhead.jsonl")
-WARM_UP = 6
 FRAMEWORKS = {"megatron": have_megatron_imported, "deepspeed": have_deepspeed_imported}
 MEGATRON = {
     SHORT: (6, ""),
@@ -124,6 +127,10 @@ class Case:
         if scale == "ci":
             return CI[self.length]
         return FULL[self.length] // (6 if self.planted else 1)
+
+    def pairs_of_a_job(self, scale: str) -> int:
+        """All that have to be are in so many jobs of so many."""
+        return min(OF_A_JOB[self.length], self.pairs(scale))
 
 
 CASES = (
@@ -214,12 +221,6 @@ class Clock:
             self.seconds.append(time.perf_counter() - self._began)
             self.computing.append(self.model.taken())
             self._began = 0.0
-
-
-def is_first(step: int) -> bool:
-    """Of its pair, in what is told, which has the plugin in: pairs begin with either, by turns."""
-    pair, place = divmod(step, 2)
-    return place == pair % 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -352,59 +353,41 @@ def _train_deepspeed(asked: Play, clock: Clock, _samples: str) -> Trained:
 # ---------------------------------------------------------------- pairs
 
 
-def pairs_of(steps: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Of what was found of each step, by pairs: that of the step with the plugin, and that of the other."""
-    told = {True: list[float](), False: list[float]()}
-    counted = steps[WARM_UP:]
-    for step, found in enumerate(counted[: len(counted) // 2 * 2], start=WARM_UP):
-        told[is_first(step)].append(found)
-    return told[True], told[False]
-
-
-def apart_from_computing(seconds: Sequence[float], computing: Sequence[float]) -> list[float]:
-    """Of each pair of steps: one, and how much more is left of the step with the plugin, as a part of a step."""
-    on, off = pairs_of([step - own for step, own in zip(seconds, computing, strict=True)])
-    whole = statistics.median(pairs_of(seconds)[1])
-    return [1 + (mine - other) / whole for mine, other in zip(on, off, strict=True)]
-
-
-def measured(case: Case, scale: str) -> dict[str, Any]:
-    """The row of one; in a process that has only one framework, as both change torch."""
+def measured(case: Case, pairs: int) -> Block:
+    """What a job finds; in a process that has only one framework, as both change torch."""
     FRAMEWORKS[case.framework]()
-    pairs = case.pairs(scale)
     with Ranks(case.ranks, Play(case=case, steps=WARM_UP + 2 * pairs + 1)) as ranks:
-        told: dict[int, Run] = ranks.wait(120 + 20.0 * pairs)
+        runs: dict[int, Run] = ranks.wait(120 + 20.0 * pairs)
     steps_with_votes = WARM_UP + case.live * pairs
-    assert all(run.votes >= steps_with_votes for run in told.values()), "the plugin was in"
-    assert all(run.votes <= steps_with_votes + 3 for run in told.values()), "and was not"
-    seconds = [max(times) for times in zip(*(run.seconds for run in told.values()), strict=True)]
-    computing = [max(times) for times in zip(*(run.computing for run in told.values()), strict=True)]
-    on, off = pairs_of(seconds)
-    ratios = [mine / other for mine, other in zip(on, off, strict=True)]
-    threads = sum(run.threads for run in told.values()) / (os.cpu_count() or 1)
-    found = row(case.what, ratios, framework=case.framework)
-    found |= {"threads": round(threads, 4), "step_ms": round(1000 * statistics.median(off), 1)}
-    low, high = interval(ratios)
-    found |= {"low": low, "high": high}
-    if any(computing):
-        found |= _told_apart(seconds, computing)
-    found["added_ms"] = round(found["step_ms"] * (found["ratio"] - 1), 1)
+    assert all(run.votes >= steps_with_votes for run in runs.values()), "the plugin was in"
+    assert all(run.votes <= steps_with_votes + 3 for run in runs.values()), "and was not"
+    slowest = [max(times) for times in zip(*(run.seconds for run in runs.values()), strict=True)]
+    longest = [max(times) for times in zip(*(run.computing for run in runs.values()), strict=True)]
+    threads = sum(run.threads for run in runs.values()) / (os.cpu_count() or 1)
+    return Block(seconds=pairs_of(slowest), computing=pairs_of(longest), threads=threads)
+
+
+def jobs_of(cases: Sequence[tuple[int, Case]], scale: str) -> list[tuple[int, int]]:
+    """Which case each job is of, and the how many-th: of all cases by turns."""
+    jobs = [
+        (turn, number) for number, case in cases for turn in range(-(-case.pairs(scale) // case.pairs_of_a_job(scale)))
+    ]
+    return [(number, turn) for turn, number in sorted(jobs)]
+
+
+def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Block]]:
+    """Case -> what its jobs found, in this sitting and in those before."""
+    trees = None if scale == "ci" else evidence.trees(*MEASURED)
+    kept = evidence.Kept(PIECES if trees else None)
+    found: dict[int, list[Block]] = {number: [] for number, _ in cases}
+    for number, turn in jobs_of(cases, scale):
+        piece = kept.find(case=number, turn=turn, trees=trees)
+        if piece is None:
+            piece = {"case": number, "turn": turn, "trees": trees, "block": _block_of(number)}
+            kept.add(piece)
+        found[number].append(Block(**piece["block"]))
+        print(_told(number, found[number]), file=sys.stderr, flush=True)
     return found
-
-
-def _told_apart(seconds: Sequence[float], computing: Sequence[float]) -> dict[str, Any]:
-    """What is added to the row of a case whose computing is known."""
-    apart = apart_from_computing(seconds, computing)
-    low, high = interval(apart)
-    with_plugin, without = pairs_of(computing)
-    same = [mine / other for mine, other in zip(with_plugin, without, strict=True)]
-    return {
-        "apart": round(statistics.median(apart), 4),
-        "apart_95": f"{low:.4f} to {high:.4f}",
-        "computing": f"{statistics.median(same):.4f} ({interval(same)[0]:.4f} to {interval(same)[1]:.4f})",
-        "apart_low": low,
-        "apart_high": high,
-    }
 
 
 def main(scale: str, framework: str) -> int:
@@ -413,16 +396,7 @@ def main(scale: str, framework: str) -> int:
     if not cases:
         print(f"FRAMEWORK is {framework}, and has to be one of {', '.join(FRAMEWORKS)}", file=sys.stderr)
         return 2
-    commit = evidence.commit()
-    kept = evidence.Kept(None if scale == "ci" or commit.endswith("+") else PIECES)
-    rows: list[dict[str, Any]] = []
-    for number, _ in cases:
-        piece = kept.find(case=number, commit=commit)
-        if piece is None:
-            piece = {"case": number, "commit": commit, "row": _row_of(number)}
-            kept.add(piece)
-        rows.append(piece["row"])
-        print(rows[-1], file=sys.stderr, flush=True)
+    rows = [_told(number, blocks) for number, blocks in found_of(cases, scale).items()]
     found = list(zip([case for _, case in cases], rows, strict=True))
     judged, apart = _ends(found, "low", "high"), _ends(found, "apart_low", "apart_high")
     noticed = {f"{case.framework}, {case.what}": row["low"] > 1 + PLANTED / 5 for case, row in found if case.planted}
@@ -434,7 +408,7 @@ def main(scale: str, framework: str) -> int:
         holds=resolved or (scale == "ci" and all(low <= BOUND for low, _ in judged.values())),
         seed=SEED,
         rows=[{key: value for key, value in row.items() if not key.endswith(("low", "high"))} for row in rows],
-        commit=commit,
+        commit=evidence.commit(),
         scale=scale or "default",
         framework=framework or "both",
         bound=BOUND,
@@ -445,12 +419,16 @@ def main(scale: str, framework: str) -> int:
     )
 
 
-def _row_of(number: int) -> dict[str, Any]:
-    """Of one case, from a process of its own."""
+def _block_of(number: int) -> dict[str, Any]:
+    """What a job of one case finds, in a process of its own."""
     words = [sys.executable, "-m", "benchmarks.live_overhead", str(number)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+    block: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return block
+
+
+def _told(number: int, blocks: Sequence[Block]) -> dict[str, Any]:
+    return told(CASES[number].what, blocks, framework=CASES[number].framework)
 
 
 def _ends(found: Sequence[tuple[Case, dict[str, Any]]], low: str, high: str) -> dict[str, tuple[float, float]]:
@@ -470,6 +448,7 @@ def _verdict(low: float, high: float) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        print(json.dumps(measured(CASES[int(sys.argv[1])], os.environ.get("SCALE", ""))))
+        case = CASES[int(sys.argv[1])]
+        print(json.dumps(dataclasses.asdict(measured(case, case.pairs_of_a_job(os.environ.get("SCALE", ""))))))
     else:
         sys.exit(main(os.environ.get("SCALE", ""), os.environ.get("FRAMEWORK", "")))

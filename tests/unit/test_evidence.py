@@ -1,6 +1,7 @@
 """What a `make show-<topic>` prints is what it has found."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -26,3 +27,32 @@ def test_rows_of_many_values_are_told_one_by_one(capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert ", ".join(f"{name} {value}" for name, value in row.items()) in told
     assert "topic: DOES NOT HOLD" in told
+
+
+def test_the_same_code_is_known_by_what_is_committed_of_it(monkeypatch, tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], check=True, capture_output=True)
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def commit():
+        git("add", "."), git("commit", "-m", "more")
+        return evidence.trees("code", "benchmarks")
+
+    monkeypatch.setattr(evidence, "__file__", str(tmp_path / "benchmarks" / "evidence.py"))
+    git("init")
+    write("code/one.py", "1"), write("benchmarks/two.py", "2"), write("docs/page.md", "3")
+    first = commit()
+    assert first
+    write("docs/page.md", "4")
+    assert evidence.trees("code", "benchmarks") == commit() == first
+    write("code/new.py", "5")
+    assert evidence.trees("code", "benchmarks") is None
+    assert commit() not in (None, first)
+
+
+def test_what_is_not_in_a_repository_is_known_by_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence, "__file__", str(tmp_path / "benchmarks" / "evidence.py"))
+    assert evidence.trees(".") is None

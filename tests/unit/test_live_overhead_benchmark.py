@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import live_overhead
-from benchmarks.live_overhead import WARM_UP, apart_from_computing, is_first, pairs_of
+from benchmarks.live_overhead import CASES, jobs_of
+from benchmarks.step_pairs import WARM_UP, Block, apart_from_computing, is_first, pairs_of, told
 
 PAIRS = 8
 STEPS = WARM_UP + 2 * PAIRS
@@ -16,24 +17,51 @@ LEFT, ADDED = 0.1, 0.01
 
 
 def test_a_pair_is_two_steps_in_a_row_and_either_begins():
-    with_plugin, without = pairs_of(range(STEPS))
-    assert all(abs(mine - other) == 1 for mine, other in zip(with_plugin, without, strict=True))
-    first = [mine < other for mine, other in zip(with_plugin, without, strict=True)]
+    pairs = pairs_of(range(STEPS))
+    assert sorted(step for pair in pairs for step in pair) == [*range(WARM_UP, STEPS)]
+    assert all(abs(mine - other) == 1 for mine, other in pairs)
+    assert all(is_first(mine) and not is_first(other) for mine, other in pairs)
+    first = [mine < other for mine, other in pairs]
     assert first == [not before for before in [not first[0], *first[:-1]]]
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=STEPS, max_size=STEPS))
 def test_what_the_machine_does_to_the_computing_is_not_in_what_is_told_apart(computing):
     steps = [own + LEFT + ADDED * is_first(number) for number, own in enumerate(computing)]
-    whole = statistics.median(pairs_of(steps)[1])
-    assert apart_from_computing(steps, computing) == pytest.approx([1 + ADDED / whole] * PAIRS)
+    whole = statistics.median(without for _, without in pairs_of(steps))
+    assert apart_from_computing(pairs_of(steps), pairs_of(computing)) == pytest.approx([1 + ADDED / whole] * PAIRS)
 
 
 def test_what_is_added_to_the_computing_is_seen_of_whole_steps_alone():
     computing = [1.0 + ADDED * is_first(number) for number in range(STEPS)]
     steps = [own + LEFT for own in computing]
-    assert apart_from_computing(steps, computing) == pytest.approx([1.0] * PAIRS)
-    assert all(mine > other for mine, other in zip(*pairs_of(steps), strict=True))
+    assert apart_from_computing(pairs_of(steps), pairs_of(computing)) == pytest.approx([1.0] * PAIRS)
+    assert all(mine > other for mine, other in pairs_of(steps))
+
+
+def test_a_row_has_the_pairs_of_all_its_jobs():
+    slow = Block(seconds=[(2.2, 2.0)] * 3, computing=[(1.0, 1.0)] * 3, threads=0.002)
+    fast = Block(seconds=[(1.0, 1.0)] * 5, computing=[(0.5, 0.5)] * 5, threads=0.004)
+    row = told("what", [slow, fast], framework="neither")
+    assert (row["jobs"], row["pairs"], row["ratio"], row["step_ms"]) == (2, 8, 1.0, 1000.0)
+    assert row["threads"] == pytest.approx(0.003)
+    assert told("what", [slow], framework="neither")["ratio"] == pytest.approx(1.1)
+
+
+def test_what_is_not_known_is_not_told():
+    blind = Block(seconds=[(1.0, 1.0)] * 3, computing=[(0.0, 0.0)] * 3, threads=0.0)
+    assert "apart" not in told("what", [blind], framework="neither")
+
+
+@pytest.mark.parametrize("scale", ["", "ci"])
+def test_jobs_have_as_many_pairs_as_are_asked_for_and_come_by_turns(scale):
+    cases = [*enumerate(CASES)]
+    jobs = jobs_of(cases, scale)
+    for number, case in cases:
+        turns = [turn for of, turn in jobs if of == number]
+        assert turns == [*range(len(turns))]
+        assert len(turns) * case.pairs_of_a_job(scale) >= case.pairs(scale) > 0
+    assert [turn for _, turn in jobs] == sorted(turn for _, turn in jobs)
 
 
 def test_every_framework_has_both_kinds_of_controls():

@@ -1,0 +1,82 @@
+"""Steps with and without the plugin, in pairs: what one job finds of them, and what a row makes of several jobs.
+
+A pair is two steps that came one after the other, in the order on-off, off-on, and so on.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.overhead import interval, row
+
+WARM_UP = 6
+
+type Pair = tuple[float, float]
+"""Of the step with the plugin, and of the other."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one job found."""
+
+    seconds: list[Pair]
+    computing: list[Pair]
+    """Of the same pairs; zeros where it is not known."""
+    threads: float
+    """Of all processors' time, what our threads took."""
+
+
+def is_first(step: int) -> bool:
+    """Of its pair, in what is told, which has the plugin in: pairs begin with either, by turns."""
+    pair, place = divmod(step, 2)
+    return place == pair % 2
+
+
+def pairs_of(steps: Sequence[float]) -> list[Pair]:
+    """Of what was found of each step."""
+    counted = steps[WARM_UP:]
+    pairs = zip(counted[::2], counted[1::2], strict=False)
+    return [(one, other) if is_first(WARM_UP + 2 * at) else (other, one) for at, (one, other) in enumerate(pairs)]
+
+
+def apart_from_computing(seconds: Sequence[Pair], computing: Sequence[Pair]) -> list[float]:
+    """Of each pair: one, and how much more is left of the step with the plugin, as a part of a step."""
+    whole = statistics.median(without for _, without in seconds)
+    left = [(on - own_on, off - own_off) for (on, off), (own_on, own_off) in zip(seconds, computing, strict=True)]
+    return [1 + (mine - other) / whole for mine, other in left]
+
+
+def told(what: str, blocks: Sequence[Block], *, framework: str) -> dict[str, Any]:
+    """The row of what some jobs of a kind found, in all of their pairs."""
+    seconds = [pair for block in blocks for pair in block.seconds]
+    computing = [pair for block in blocks for pair in block.computing]
+    found = row(what, _ratios(seconds), framework=framework)
+    low, high = interval(_ratios(seconds))
+    step_s = statistics.median(without for _, without in seconds)
+    found |= {
+        "jobs": len(blocks),
+        "threads": round(statistics.mean(block.threads for block in blocks), 4),
+        "step_ms": round(1000 * step_s, 1),
+        "added_ms": round(1000 * step_s * (found["ratio"] - 1), 1),
+        "low": low,
+        "high": high,
+    }
+    return found | _apart(seconds, computing) if any(without for _, without in computing) else found
+
+
+def _apart(seconds: Sequence[Pair], computing: Sequence[Pair]) -> dict[str, Any]:
+    """What is added to the row of a case whose computing is known."""
+    apart, same = apart_from_computing(seconds, computing), _ratios(computing)
+    low, high = interval(apart)
+    return {
+        "apart": round(statistics.median(apart), 4),
+        "apart_95": f"{low:.4f} to {high:.4f}",
+        "computing": f"{statistics.median(same):.4f} ({interval(same)[0]:.4f} to {interval(same)[1]:.4f})",
+        "apart_low": low,
+        "apart_high": high,
+    }
+
+
+def _ratios(pairs: Sequence[Pair]) -> list[float]:
+    return [mine / other for mine, other in pairs]
