@@ -3,6 +3,8 @@
 
 READY := .venv/.ready
 PY := .venv/bin/python
+# Two files of tests at a time: ranks wait for much of theirs.
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-recipes show-widths soak-cycles docs clean
 
@@ -12,7 +14,7 @@ demo: $(READY)
 	.venv/bin/ntp chaos recipes/chaos/megatron-demo.toml --out build/demo
 
 test: $(READY)  # on real Megatron and DeepSpeed a slice, in processes of their own, because these change torch when imported
-	$(PY) -m pytest
+	$(PY) -m pytest $(IN_TWO)
 	$(PY) -m pytest tests/megatron -m short
 	$(PY) -m pytest tests/deepspeed -m short
 
