@@ -58,7 +58,7 @@ class Kept:
 
     def all(self, **alike: object) -> list[dict[str, Any]]:
         """All of them."""
-        return [one for one in self._pieces if all(one[name] == alike[name] for name in alike)]
+        return [one for one in self._pieces if all(one.get(name) == alike[name] for name in alike)]
 
     def add(self, piece: Mapping[str, Any]) -> None:
         """For the next sitting."""

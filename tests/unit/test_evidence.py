@@ -56,3 +56,10 @@ def test_the_same_code_is_known_by_what_is_committed_of_it(monkeypatch, tmp_path
 def test_what_is_not_in_a_repository_is_known_by_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(evidence, "__file__", str(tmp_path / "benchmarks" / "evidence.py"))
     assert evidence.trees(".") is None
+
+
+def test_what_an_earlier_version_kept_is_passed_over(tmp_path):
+    (tmp_path / "kept").write_text('{"case": 1, "commit": "abc"}\n{"case": 1, "turn": 0}\n')
+    kept = evidence.Kept(tmp_path / "kept")
+    assert kept.find(case=1, turn=0) == {"case": 1, "turn": 0}
+    assert kept.find(case=1, turn=1) is None
