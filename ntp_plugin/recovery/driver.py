@@ -204,8 +204,8 @@ class Driver:
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
+            self._groups.break_out(self._newest_epoch())  # before any wait: it may have been told when nobody heard
             self._bell.wait()
-            self._groups.break_out(self._newest_epoch())
 
     def _a_loss_follows(self) -> bool:
         """Whether an error is followed by a newer view: connections break a moment before their loss is published.

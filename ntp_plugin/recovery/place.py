@@ -93,7 +93,7 @@ class Place:
     @property
     def joining(self) -> bool:
         """Whether this process takes the place of one that was lost."""
-        return self.seat not in self.first_view.seats
+        return self.occupant != founding_occupant(self.slot)  # asked in each step: not of a view of all slots
 
     @staticmethod
     def is_told(environment: Mapping[str, str] = os.environ) -> bool:

@@ -313,6 +313,11 @@ class MegatronTrainer:
         return self._groups.slot
 
     @property
+    def stage(self) -> int:
+        """Which this rank is in, whoever is lost."""
+        return self._topology.slot_of(self.slot_number).stage
+
+    @property
     def layout_now(self) -> Layout:
         """The one that the last walk came to."""
         return self.layout(self.lost, self._idle)
