@@ -32,6 +32,7 @@ from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import ATTENTION, Tensor
+from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import Replacement
 from ntp_plugin.training import core_seats, rebuilding, relayout
 from ntp_plugin.training.core_seats import CoreSeat
@@ -287,6 +288,11 @@ def a_bit_flips_in_its_own_shard() -> None:
         shard.data.view(-1)[:1].view(torch.uint8)[6] ^= 1
 
     _when_six_steps_are_over(flip)
+
+
+def nobody_tells_all_digests() -> None:
+    """Where replicas are compared: for who shows that sums do."""
+    _put(ReplicaWatch, "_odd_of_all", None)
 
 
 def _when_six_steps_are_over(flip: Callable[[TrainingStep], None]) -> None:

@@ -4,16 +4,23 @@ Everybody tells a digest of each tensor's part that it has. The parts of one *wh
 however it is cut, so wholes of different layouts can be compared. With three wholes or more the most frequent number
 is taken for right; of two that differ nobody can say which is wrong. Inside of a whole that is wrong those slots are
 to blame whose part differs from the same part of a right one; where that is cut otherwise, all of them may be.
+
+Nearly always all are alike. Digests can be added, over tensors as over parts, so this is seen from a few sums of each
+slot, in place of hundreds of digests with their names; the sums of wholes can be compared that have the same values.
 """
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ntp_plugin.copies.runs import MODULUS
 
-type Told = Mapping[str, tuple[str, str, int]]
-"""What one slot has: a tensor's values -> the whole that they are of, which part of it, and their digest."""
+type Told = Mapping[str, tuple[str, str, str, int]]
+"""What one slot has: a tensor's values -> among which wholes they are, where all have the same values; the one of these
+that they are of; which part of it; and their digest."""
+
+type Sums = Mapping[tuple[str, str], int]
+"""What one slot has: among which wholes, and which one -> the sum of its digests."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +33,29 @@ class Odd:
     wholes: int
 
 
+def sums_of(told: Told) -> Sums:
+    """Of one slot."""
+    sums: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for among, whole, _, number in told.values():
+        sums[among, whole] = (sums[among, whole] + number) % MODULUS
+    return dict(sums)
+
+
+def are_alike(sums: Iterable[Sums]) -> bool:
+    """Whether no values are odd, by what all slots have. It may say no where none are, if wholes lack some."""
+    wholes: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for theirs in sums:
+        for whole, number in theirs.items():
+            wholes[whole] = (wholes[whole] + number) % MODULUS
+    totals: dict[str, int] = {}
+    return all(totals.setdefault(among, number) == number for (among, _), number in wholes.items())
+
+
 def odd_ones(told: Mapping[int, Told]) -> list[Odd]:
     """By what all slots have told."""
     parts: defaultdict[str, defaultdict[str, dict[int, tuple[str, int]]]] = defaultdict(lambda: defaultdict(dict))
     for slot, theirs in told.items():
-        for values, (whole, part, number) in theirs.items():
+        for values, (_, whole, part, number) in theirs.items():
             parts[values][whole][slot] = part, number
     return [odd for values, wholes in parts.items() if (odd := _judged(values, wholes)) is not None]
 

@@ -190,7 +190,7 @@ class CutReplicas:
             piece = dataclasses.replace(self.part(name), whole=f"r{self._slot.replica}")
             of_slot = "" if tensor.family else f" of TP slot {self._slot.tp}"
             entries = self.state.entries(name)
-            yield name + of_slot, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
+            yield name + of_slot, of_slot, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
 
     def is_cut(self, name: str) -> bool:
         """Whether a slot has a part of it."""

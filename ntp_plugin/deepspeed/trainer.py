@@ -183,7 +183,7 @@ class EngineTrainer:
         for name, values in self._engine.module.named_parameters():
             piece = dataclasses.replace(replicas.part(name), whole=of)
             if piece.tensor not in stepped:
-                yield piece.tensor, piece, {WEIGHT: values}
+                yield piece.tensor, "", piece, {WEIGHT: values}
 
     def distrust(self, since: int) -> None:
         """What was copied of later steps than that; the job stops."""

@@ -101,7 +101,7 @@ class WholeState:
     def held_alike(self, of: str) -> HeldAlike:
         """What every replica has, this one being `of`: what is stepped, and what the optimizer keeps for it."""
         for part in parts(self._stepped(), self._engine.basic_optimizer):
-            yield part.piece.tensor, dataclasses.replace(part.piece, whole=of), part.values
+            yield part.piece.tensor, "", dataclasses.replace(part.piece, whole=of), part.values
 
     def compare(self, slots: tuple[int, ...], step: int) -> None:
         """Raise unless all members hold the same, bit for bit; they come together."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.pieces import Piece
-from ntp_plugin.copies.watch import Odd, Told, odd_ones
+from ntp_plugin.copies.watch import Odd, Sums, Told, are_alike, odd_ones, sums_of
 from ntp_plugin.errors import SilentCorruption
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
@@ -26,8 +26,9 @@ from ntp_plugin.telemetry import Compared, Corrupted, Teller
 _LOG = logging.getLogger(__name__)
 
 
-type HeldAlike = Iterable[tuple[str, Piece, Mapping[str, torch.Tensor]]]
-"""What every replica has: its name, the piece that this rank has of it, and the values of these elements by name."""
+type HeldAlike = Iterable[tuple[str, str, Piece, Mapping[str, torch.Tensor]]]
+"""What every replica has: its name, among which wholes it is (`copies/watch.py`), the piece that this rank has of it,
+and the values of these elements by name."""
 
 
 class ReplicaWatch:
@@ -57,24 +58,29 @@ class ReplicaWatch:
         now = step, self._groups.epoch
         if not self._every or not step or step % self._every or now == self._looked:
             return
-        said: list[tuple[int, int, Told]] = [(0, 0, {})] * dist.get_world_size()
-        dist.all_gather_object(said, (self._slot, self._alike, self._digests(step)))
-        told = {slot: digests for slot, _, digests in said}
-        odd, mine = odd_ones(told), told[self._slot]
-        self._looked, self._alike = now, max(alike for _, alike, _ in said)  # who came in has not looked before
+        mine = self._digests(step)
+        said: list[tuple[int, Sums]] = [(0, {})] * dist.get_world_size()
+        dist.all_gather_object(said, (self._alike, sums_of(mine)))
+        odd = [] if are_alike(sums for _, sums in said) else self._odd_of_all(mine)
+        self._looked, self._alike = now, max(alike for alike, _ in said)  # who came in has not looked before
         self._teller.tell(Compared(step=step, values=len(mine), odd=len(odd)))
         if odd:
             self._act(odd[0], step)
         else:
             self._alike = step
 
+    def _odd_of_all(self, mine: Told) -> list[Odd]:
+        told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()
+        dist.all_gather_object(told, (self._slot, mine))
+        return odd_ones(dict(told))
+
     def _digests(self, step: int) -> Told:
         found = {}
-        for title, piece, entries in self._held_alike():
+        for title, among, piece, entries in self._held_alike():
             salts = [f"{piece.tensor} {name} {step}" for name in entries]
             numbers = digest.digests(list(entries.values()), piece.runs, salts=salts)
             for name, number in zip(entries, numbers, strict=True):
-                found[f"{title} ({name})"] = piece.whole, str(piece.ranges), number
+                found[f"{title} ({name})"] = among, piece.whole, str(piece.ranges), number
         return found
 
     def _act(self, odd: Odd, step: int) -> None:

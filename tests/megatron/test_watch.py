@@ -2,10 +2,12 @@
 
 import pytest
 
+from benchmarks.parity.job import STEPS
+from benchmarks.parity.layouts import MODELS
 from benchmarks.parity.live import live
 from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import SilentCorruption
-from ntp_plugin.telemetry import Corrupted
+from ntp_plugin.telemetry import Compared, Corrupted
 from ntp_plugin.testing.faults import kill
 from tests.megatron.test_live import SHARDED, assert_same_training, job, told, widths
 
@@ -53,6 +55,16 @@ def test_no_copy_is_made_of_what_is_corrupt(tmp_path):
 def test_nothing_is_taken_for_corrupt_that_is_not(moment, tmp_path):
     """Whole, hurt and whole again, compared before every step; also where the loss is in the comparison."""
     more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
-    lived, _ = live(job(more=more), faults=[kill(3, during=moment, step=5)], back={3: 10})
+    watched = job(spoil="nobody_tells_all_digests", more=more)
+    lived, _ = live(watched, faults=[kill(3, during=moment, step=5)], back={3: 10})
     assert_same_training(lived)
     assert not told(tmp_path / "events", Corrupted)
+
+
+@pytest.mark.parametrize("slot", [0, 7])
+def test_sums_do_where_two_stages_have_an_embedding_in_common(slot, tmp_path):
+    more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
+    watched = job(model=MODELS["tied embeddings"], pp=2, spoil="nobody_tells_all_digests", more=more)
+    live(watched, faults=[kill(slot, during="backward", step=5)])
+    compared = told(tmp_path / "events", Compared)
+    assert {event.step for event in compared} == set(range(1, STEPS)) and not any(event.odd for event in compared)

@@ -15,7 +15,7 @@ from ntp_plugin.copies.replicator import Part
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.lane_sync import LaneSync
-from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.shards import Naming, megatrons_shards, shards_of_lanes, whole_parameters
 from ntp_plugin.planning.units import ModelUnits, Tensor
@@ -49,12 +49,14 @@ class TrainedState:
         """What is to be copied, where it lives."""
         return parts(self._stepped(layout), self._anatomy.optimizer.optimizer)
 
-    def held_alike(self, layout: Layout) -> Iterator[tuple[str, Piece, dict[str, torch.Tensor]]]:
-        """What every replica has: its name, and the piece that this rank has of it. What is replicated over a TP group
-        is compared with the same slot's in other replicas: only these sum their gradients together, bit for bit."""
+    def held_alike(self, layout: Layout) -> Iterator[tuple[str, str, Piece, dict[str, torch.Tensor]]]:
+        """What every replica has: its name, among which wholes it is, and the piece that this rank has of it. What is
+        replicated over a TP group is compared with the same slot's in other replicas: only these sum their gradients
+        together, bit for bit."""
         for tensor, piece in self.pieces(layout):
             entries, of_slot = self.live.entries(tensor.name), f" of TP slot {layout.slot.tp}" * (not tensor.family)
-            yield piece.tensor + of_slot, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
+            among = piece.tensor if tensor.family == SHARED else f"stage {layout.slot.stage}{of_slot}"
+            yield piece.tensor + of_slot, among, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
 
     def pieces(self, layout: Layout) -> Iterator[tuple[Tensor, Piece]]:
         """What this rank has of each tensor, of which its replica has a whole."""
