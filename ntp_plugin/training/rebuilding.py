@@ -6,7 +6,7 @@ trains.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -25,6 +25,10 @@ WEIGHT, MAIN = "weight", "main"
 type Entries = dict[str, torch.Tensor]
 type Survey = Mapping[str, tuple[int, int]]
 """Entry -> digests of what this member holds of the tensor, before and after."""
+type Sums = tuple[int, int]
+"""Of such digests of several tensors, before and after."""
+type Wholes = Sequence[Sequence[int]]
+"""Slots that together hold all of a tensor."""
 type Options = list[dict[str, object]]
 """What the groups of an optimizer are set to."""
 
@@ -108,21 +112,29 @@ def _digests(tensor: Tensor, entries: Entries, held: Spans, step: int) -> dict[s
     return dict(zip(entries, digest.digests(list(entries.values()), runs, salts=salts), strict=True))
 
 
-def compare(
-    tensor: Tensor,
-    surveys: Mapping[int, Survey],
-    *,
-    wholes_before: Sequence[Sequence[int]],
-    wholes_after: Sequence[Sequence[int]],
-) -> None:
+def summed(surveys: Iterable[Survey]) -> Sums:
+    """Each digest is of its own tensor and entry, so what differs in any of them differs in the sum."""
+    before = after = 0
+    for found in surveys:
+        before += sum(had for had, _ in found.values())
+        after += sum(has for _, has in found.values())
+    return before % MODULUS, after % MODULUS
+
+
+def are_alike(sums: Mapping[int, Sums], *, wholes_before: Wholes, wholes_after: Wholes) -> bool:
+    """Whether `compare` would find nothing, of any of the tensors that these wholes hold."""
+    return len({number for of in _totals(sums, wholes_before, wholes_after) for number in of}) <= 1
+
+
+def compare(tensor: Tensor, surveys: Mapping[int, Survey], *, wholes_before: Wholes, wholes_after: Wholes) -> None:
     """Raise unless all digests of a tensor are one number: that of every whole of it, before the move and after.
 
     A whole is the slots that together hold each unit once: the slots of a replica or, for a replicated tensor, each
     slot by itself. Before the move only those count that all of its slots have survived.
     """
     for entry in next(iter(surveys.values())):
-        before = [sum(surveys[slot][entry][0] for slot in whole) % MODULUS for whole in wholes_before]
-        after = [sum(surveys[slot][entry][1] for slot in whole) % MODULUS for whole in wholes_after]
+        of_entry = {slot: found[entry] for slot, found in surveys.items()}
+        before, after = _totals(of_entry, wholes_before, wholes_after)
         if len({*before, *after}) > 1:
             found = [("before", *pair) for pair in zip(wholes_before, before, strict=True)]
             found += [("after", *pair) for pair in zip(wholes_after, after, strict=True)]
@@ -131,6 +143,13 @@ def compare(
                 f"{tensor.name} ({entry}) is not the same wherever it is held: {'; '.join(told)}",
                 way_out="restart from the last checkpoint",
             )
+
+
+def _totals(sums: Mapping[int, Sums], before: Wholes, after: Wholes) -> tuple[list[int], list[int]]:
+    return (
+        [sum(sums[slot][0] for slot in whole) % MODULUS for whole in before],
+        [sum(sums[slot][1] for slot in whole) % MODULUS for whole in after],
+    )
 
 
 def compare_kept(tensor: Tensor, kept: Mapping[int, str], *, step: int) -> None:

@@ -4,7 +4,8 @@ For one tensor a slot has the units that it holds now, those that it will hold, 
 builds the tensor anew beside the old one (`rebuilding.py`). The user's objects stay (`sharded_state.py`).
 
 A death may interrupt the move anywhere, so what is built is not switched to by itself. All members compare digests of
-what they have built (`survey`), for a batch of tensors at a time, and who has left that comparison switches. It is the
+what they have built (`survey`), for a batch of tensors at a time, and who has left that comparison switches. Each tells
+sums over its tensors, since there are thousands of members, and all digests only where sums differ. It is the
 rule of the vote on a step: who left it knows that all had entered it, so all hold the new tensors built. If anybody
 has switched, then whoever has not does so in the next walk (`settle`); if nobody has, then all drop what they built,
 and have what they had. So each tensor is always in one layout on all members, and no tensor is without its old units
@@ -25,6 +26,8 @@ anew. That costs the weights once more in memory for as long, and what arrives.
 """
 
 import dataclasses
+import hashlib
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch.distributed as dist
@@ -38,9 +41,12 @@ from ntp_plugin.training.rebuilding import (
     Kept,
     Options,
     Rebuilding,
+    Sums,
     Survey,
+    are_alike,
     compare,
     compare_kept,
+    summed,
     survey,
 )
 from ntp_plugin.training.relayout_plan import RelayoutPlan, TensorMove
@@ -48,6 +54,8 @@ from ntp_plugin.training.sharded_state import ShardedState
 
 type Told = dict[str, tuple[str, Survey]]
 """Tensor -> what a member keeps with it, in words, if it will hold a part, and its digests."""
+type Brief = tuple[str, list[Sums]]
+"""The same in few words: of what is kept a digest, and of each kind of tensors the sums."""
 
 
 def relayout(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups, *, step: int) -> None:
@@ -92,33 +100,48 @@ def _batches(plans: Sequence[RelayoutPlan], state: ShardedState, groups: Elastic
     state.settle({move.tensor.name: move.version for move in plan.moves})
     kept = {move.tensor.name: state.kept(move.tensor.name) for move in plan.moves}
     if any(each.somebody_lacks_something for each in plans):
-        held = [move.tensor.name for move in plan.moves if slot in move.holders]
-        kept |= _kept_by_others({name: kept[name] for name in held}, state, slot.stage)
-    moves = [*plan.batches, *[()] * max(len(each.batches) - len(plan.batches) for each in plans)]
-    return [_Batch(plan=plan, moves=these, kept=kept, state=state, groups=groups, step=step) for these in moves]
+        told = {name: kept[name] for name in plan.tensors_told_by(slot)}
+        own = {move.tensor.name: kept[move.tensor.name] for move in plan.moves if slot in move.holders}
+        kept |= _kept_by_others(told, state, slot.stage) | own
+    batches = itertools.zip_longest(*(each.batches for each in plans), fillvalue=())
+    return [
+        _Batch(plans=plans, stage=slot.stage, of_stages=these, kept=kept, state=state, groups=groups, step=step)
+        for these in batches
+    ]
 
 
-def _kept_by_others(held: dict[str, Kept], state: ShardedState, stage: int) -> dict[str, Kept]:
+def _kept_by_others(mine: dict[str, Kept], state: ShardedState, stage: int) -> dict[str, Kept]:
     """For who lacks them; and who is new has its optimizer set as the others have."""
     nothing: tuple[int, dict[str, Kept], Options] = (stage, {}, [])
     told = [nothing] * dist.get_world_size()
-    dist.all_gather_object(told, (stage, held, state.options() if held else []))
+    dist.all_gather_object(told, (stage, mine, state.options() if mine else []))
     of_stage = [(theirs, options) for of, theirs, options in told if of == stage and theirs]
     if state.is_new:  # members have their own: a schedule may have come further on one than on another by now
         state.take_options(of_stage[0][1])
-    return {name: one for theirs, _ in of_stage for name, one in theirs.items()} | held
+    return {name: one for theirs, _ in of_stage for name, one in theirs.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Batch:
     """Tensors that are moved together."""
 
-    plan: RelayoutPlan
-    moves: Sequence[TensorMove]
+    plans: Sequence[RelayoutPlan]
+    stage: int
+    of_stages: Sequence[Sequence[TensorMove]]
     kept: Mapping[str, Kept]
     state: ShardedState
     groups: ElasticGroups
     step: int
+
+    @property
+    def plan(self) -> RelayoutPlan:
+        """Of this rank's stage."""
+        return self.plans[self.stage]
+
+    @property
+    def moves(self) -> Sequence[TensorMove]:
+        """In this rank's stage."""
+        return self.of_stages[self.stage]
 
     @property
     def entries(self) -> set[str]:
@@ -173,21 +196,52 @@ class _UnderWay:
         for name, one in self.rebuildings.items():
             kept = str(batch.kept[name]) if one.recut.after else ""
             mine[name] = kept, survey(one.recut, one.entries, built[name], step=batch.step)
-        _compare_all(batch.plan, batch.moves, mine, groups=batch.groups, step=batch.step)
+        _compare_all(batch, mine)
 
 
-def _compare_all(
-    plan: RelayoutPlan, moves: Sequence[TensorMove], mine: Told, *, groups: ElasticGroups, step: int
-) -> None:
-    told: list[Told] = [{}] * len(groups.members)
+def _compare_all(batch: _Batch, mine: Told) -> None:
+    """All members come together."""
+    kinds = batch.plan.kinds(batch.moves)
+    sums = [summed(mine[move.tensor.name][1] for move in kind) for kind in kinds]
+    briefs: list[Brief] = [("", [])] * len(batch.groups.members)
+    dist.all_gather_object(briefs, (_in_brief(mine), sums))
+    by_slot = dict(zip(batch.groups.members, briefs, strict=True))
+    if not all(_are_alike(batch, stage, by_slot) for stage in range(len(batch.plans))):
+        _compare_each(batch, mine)
+
+
+def _in_brief(told: Told) -> str:
+    """What is kept with which tensors; empty for who keeps nothing."""
+    kept = sorted((name, kept) for name, (kept, _) in told.items() if kept)
+    return hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest() if kept else ""
+
+
+def _are_alike(batch: _Batch, stage: int, briefs: Mapping[int, Brief]) -> bool:
+    """In a stage. All members look at all stages: what they do next they do together."""
+    plan = batch.plans[stage]
+    of_stage = _of_stage(plan, briefs)
+    if len({kept for kept, _ in of_stage.values() if kept}) > 1:
+        return False
+    for number, (first, *_) in enumerate(plan.kinds(batch.of_stages[stage])):
+        before, after = plan.wholes(first)
+        sums = {slot: sums[number] for slot, (_, sums) in of_stage.items()}
+        if not are_alike(sums, wholes_before=before, wholes_after=after):
+            return False
+    return True
+
+
+def _compare_each(batch: _Batch, mine: Told) -> None:
+    told: list[Told] = [{}] * len(batch.groups.members)
     dist.all_gather_object(told, mine)
-    stage_of = plan.nominal.topology.slot_of
-    stage = {
-        slot: theirs for slot, theirs in zip(groups.members, told, strict=True) if stage_of(slot).stage == plan.stage
-    }
-    for move in moves:
+    stage = _of_stage(batch.plan, dict(zip(batch.groups.members, told, strict=True)))
+    for move in batch.moves:
         of_tensor = {slot: theirs[move.tensor.name] for slot, theirs in stage.items()}
-        compare_kept(move.tensor, {slot: kept for slot, (kept, _) in of_tensor.items() if kept}, step=step)
-        before, after = plan.wholes(move)
+        compare_kept(move.tensor, {slot: kept for slot, (kept, _) in of_tensor.items() if kept}, step=batch.step)
+        before, after = batch.plan.wholes(move)
         surveys = {slot: found for slot, (_, found) in of_tensor.items()}
         compare(move.tensor, surveys, wholes_before=before, wholes_after=after)
+
+
+def _of_stage[Value](plan: RelayoutPlan, told: Mapping[int, Value]) -> dict[int, Value]:
+    slot_of = plan.nominal.topology.slot_of
+    return {slot: theirs for slot, theirs in told.items() if slot_of(slot).stage == plan.stage}

@@ -4,6 +4,9 @@ A move of many tensors that was interrupted has left some in the new layout and 
 with the former only. So each tensor has a version, the epoch whose losses its layout follows, and each is planned
 from its own: tensors of one version, of which the same slots hold nothing, share one `RecoveryPlan`. There is one as
 a rule, and two after an interruption.
+
+Jobs have thousands of members and models hundreds of tensors, and a walk waits for this. So nothing here looks at each
+tensor of each member: members that report the same are one (`_Alike`), and so are tensors that are held alike.
 """
 
 import dataclasses
@@ -61,6 +64,12 @@ class TensorMove:
     plan: RecoveryPlan
 
 
+type Wholes = tuple[list[list[int]], list[list[int]]]
+"""Slots, by their rank in the nominal layout, that together hold all of a tensor: before and after."""
+type _Kind = tuple[bool, int, frozenset[Slot]]
+"""Of tensors: whether they are cut, the version, and who holds them."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelayoutPlan:
     """The way of every tensor of a stage into the layout of `version`."""
@@ -106,7 +115,12 @@ class RelayoutPlan:
         topology = self.nominal.topology
         slots = {slot for replica in range(topology.dp) for slot in topology.group(replica, self.stage)}
         present = slots - self.standing.lost
-        return any(not move.holders.issuperset(present) for move in self.moves)
+        return any(not holders.issuperset(present) for holders in {move.holders for move in self.moves})
+
+    def tensors_told_by(self, slot: Slot) -> list[str]:
+        """Of those that a slot holds, the ones for which it speaks, since others hold the same."""
+        firsts = {holders: min(holders, default=None) for holders in {move.holders for move in self.moves}}
+        return [move.tensor.name for move in self.moves if firsts[move.holders] == slot]
 
     @functools.cached_property
     def standing(self) -> Standing:
@@ -143,14 +157,28 @@ class RelayoutPlan:
             ),
         )
 
-    def wholes(self, move: TensorMove) -> tuple[list[list[int]], list[list[int]]]:
+    def kinds(self, moves: Iterable[TensorMove]) -> list[list[TensorMove]]:
+        """Those together of which the same slots hold wholes, before and after."""
+        kinds: dict[_Kind, list[TensorMove]] = {}
+        for move in moves:
+            kinds.setdefault(_kind(move), []).append(move)
+        return list(kinds.values())
+
+    def wholes(self, move: TensorMove) -> Wholes:
         """The slots that together hold each unit of a tensor once, before its move (if all are there) and after."""
-        before = self._trained(self._standing(move.version))
-        found = [whole for whole in _wholes(move.tensor, before) if move.holders.issuperset(whole)]
-        return tuple(  # type: ignore[return-value]
-            [[self.nominal.topology.rank_of(slot) for slot in whole] for whole in wholes]
-            for wholes in (found, _wholes(move.tensor, self.training))
-        )
+        if _kind(move) not in self._wholes:
+            before = self._trained(self._standing(move.version))
+            found = [whole for whole in _wholes(move.tensor, before) if move.holders.issuperset(whole)]
+            self._wholes[_kind(move)] = self._ranks(found), self._ranks(_wholes(move.tensor, self.training))
+        return self._wholes[_kind(move)]
+
+    @functools.cached_property
+    def _wholes(self) -> "dict[_Kind, Wholes]":
+        """Those that were asked for."""
+        return {}
+
+    def _ranks(self, wholes: Iterable[Iterable[Slot]]) -> list[list[int]]:
+        return [[self.nominal.topology.rank_of(slot) for slot in whole] for whole in wholes]
 
     def _standing(self, version: int) -> Standing:
         return self._standings[version]
@@ -174,6 +202,29 @@ class RelayoutPlan:
         return lay_out(family, self.nominal.topology.tp, standing.pattern(slot.replica, self.stage)).holdings[slot.tp]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Alike:
+    """Members of a stage that report the same."""
+
+    told: Held
+    ranks: tuple[int, ...]
+
+    def hold(self, number: int, version: int) -> bool:
+        """Whether they have a tensor in a version, or have it built so: they will switch, as others have."""
+        return self.told.versions[number] == version or (number, version) in self.told.built
+
+    @property
+    def hold_nothing(self) -> bool:
+        return set(self.told.versions) == {NOT_HELD} and not self.told.built
+
+
+def _alike(held: Mapping[int, Held]) -> list[_Alike]:
+    ranks: dict[tuple[object, object], list[int]] = {}
+    for rank, told in held.items():
+        ranks.setdefault((told.versions, told.built), []).append(rank)
+    return [_Alike(told=held[of[0]], ranks=tuple(of)) for of in ranks.values()]
+
+
 type _Plans = dict[tuple[int, frozenset[int]], RecoveryPlan]
 """By the version that is found, and who holds nothing of it: the same for all tensors, as a rule."""
 
@@ -183,51 +234,68 @@ def plan_relayout(nominal: Nominal, held: Mapping[int, Held], version: int) -> t
     members now."""
     lost = {known: ranks for told in held.values() for known, ranks in told.lost.items()}
     lost[version] = tuple(rank for rank in range(nominal.topology.size) if rank not in held)
+    of_stages: list[dict[int, Held]] = [{} for _ in range(nominal.topology.pp)]
+    for rank, told in held.items():
+        of_stages[nominal.topology.slot_of(rank).stage][rank] = told
+    members = [_alike(of_stage) for of_stage in of_stages]
+    nowhere = frozenset(rank for of in members for some in of if some.hold_nothing for rank in some.ranks)
     plans: _Plans = {}
     return tuple(
-        _plan_stage(nominal, stage, held, version, lost=lost, plans=plans) for stage in range(nominal.topology.pp)
+        _plan_stage(nominal, stage, of, version, lost=lost, nowhere=nowhere, plans=plans)
+        for stage, of in enumerate(members)
     )
 
 
 def _plan_stage(
     nominal: Nominal,
     stage: int,
-    held: Mapping[int, Held],
+    members: Sequence[_Alike],
     version: int,
     *,
     lost: Mapping[int, tuple[int, ...]],
+    nowhere: frozenset[int],
     plans: _Plans,
 ) -> RelayoutPlan:
-    mine = {rank: told for rank, told in held.items() if nominal.topology.slot_of(rank).stage == stage}
-    nowhere = {rank for rank, told in held.items() if set(told.versions) == {NOT_HELD} and not told.built}
-    moves, known = [], {version}
+    ways: dict[tuple[int, tuple[bool, ...]], tuple[frozenset[Slot], RecoveryPlan]] = {}
+    moves = []
     for number, (tensor, _) in enumerate(nominal.units.stages[stage].tensors):
-        found = max((told.versions[number] for told in mine.values()), default=version)
-        known.add(found)
-        empty = frozenset({rank for rank, told in mine.items() if not _holds(told, number, found)} | nowhere)
-        if (found, empty) not in plans:
-            plans[found, empty] = plan_recovery(
-                nominal,
-                lost=_slots(nominal, lost[version]),
-                lost_before=_slots(nominal, lost[found]),
-                empty=_slots(nominal, empty),
-            )
-        standing = _standing(nominal, lost[found])
-        there = _slots(nominal, (rank for rank in mine if rank not in empty)) - standing.lost
-        holders = frozenset(slot for slot in there if slot.replica not in standing.dropped)
-        moves.append(TensorMove(tensor=tensor, version=found, holders=holders, plan=plans[found, empty]))
-    losses = {found: lost[found] for found in sorted(known)}
+        found = max((some.told.versions[number] for some in members), default=version)
+        hold = tuple(some.hold(number, found) for some in members)
+        if (found, hold) not in ways:
+            empty = frozenset(rank for some, has in zip(members, hold, strict=True) if not has for rank in some.ranks)
+            there = frozenset(rank for some in members for rank in some.ranks) - empty - nowhere
+            plan = _plan_from(nominal, found, empty | nowhere, lost=lost, version=version, plans=plans)
+            standing = _standing(nominal, lost[found])
+            present = _slots(nominal, there) - standing.lost
+            ways[found, hold] = frozenset(slot for slot in present if slot.replica not in standing.dropped), plan
+        holders, plan = ways[found, hold]
+        moves.append(TensorMove(tensor=tensor, version=found, holders=holders, plan=plan))
+    losses = {found: lost[found] for found in sorted({version, *(move.version for move in moves)})}
     return RelayoutPlan(nominal=nominal, stage=stage, version=version, lost=losses, moves=tuple(moves))
+
+
+def _plan_from(
+    nominal: Nominal,
+    found: int,
+    empty: frozenset[int],
+    *,
+    lost: Mapping[int, tuple[int, ...]],
+    version: int,
+    plans: _Plans,
+) -> RecoveryPlan:
+    if (found, empty) not in plans:
+        plans[found, empty] = plan_recovery(
+            nominal,
+            lost=_slots(nominal, lost[version]),
+            lost_before=_slots(nominal, lost[found]),
+            empty=_slots(nominal, empty),
+        )
+    return plans[found, empty]
 
 
 def digest_of(plans: Sequence[RelayoutPlan]) -> str:
     """Equal on every member that planned the same for all stages."""
     return hashlib.blake2b("".join(plan.digest for plan in plans).encode(), digest_size=16).hexdigest()
-
-
-def _holds(told: Held, number: int, version: int) -> bool:
-    """Whether a member has a tensor in a version, or has it built so: it will switch, as others have."""
-    return told.versions[number] == version or (number, version) in told.built
 
 
 def _slots(nominal: Nominal, ranks: Iterable[int]) -> frozenset[Slot]:
@@ -238,8 +306,14 @@ def _standing(nominal: Nominal, lost: Iterable[int]) -> Standing:
     return nominal.standing(_slots(nominal, lost))
 
 
+def _kind(move: TensorMove) -> _Kind:
+    return bool(move.tensor.family), move.version, move.holders
+
+
 def _wholes(tensor: Tensor, slots: Sequence[Slot]) -> list[list[Slot]]:
     if not tensor.family:
         return [[slot] for slot in slots]
-    replicas = sorted({slot.replica for slot in slots})
-    return [[slot for slot in slots if slot.replica == replica] for replica in replicas]
+    replicas: dict[int, list[Slot]] = {}
+    for slot in slots:
+        replicas.setdefault(slot.replica, []).append(slot)
+    return [replicas[replica] for replica in sorted(replicas)]

@@ -13,7 +13,7 @@ from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.units import Family, Run, Tensor
 from ntp_plugin.training.cuts import Recut, global_ranges, local_ranges, local_shape
 from ntp_plugin.training.gradient_lanes import Slice, pack, unpack
-from ntp_plugin.training.rebuilding import WEIGHT, Rebuilding, compare, survey
+from ntp_plugin.training.rebuilding import WEIGHT, Rebuilding, are_alike, compare, summed, survey
 from ntp_plugin.training.relayout_plan import NOT_HELD
 from ntp_plugin.training.sharded_state import ShardedState
 
@@ -135,6 +135,52 @@ def test_a_tensor_that_differs_is_named_with_the_slots():
         StateLost, match=r"column\.weight \(weight\) is not the same.*after in slots 0, 1 \w{16}; after"
     ):
         compare(tensor, surveys, wholes_before=[], wholes_after=[[0, 1], [2]])
+
+
+@given(st.data())
+def test_sums_are_alike_where_every_tensor_is(data):
+    """Of three tensors with two entries each, in wholes of some slots."""
+    numbers, wholes = st.integers(0, MODULUS - 1), [[0, 1], [2], [3, 4, 5]]
+    before, after = data.draw(st.sampled_from([(wholes[1:], wholes), ([], wholes), (wholes, wholes[:1])]))
+    surveys = {name: {slot: {} for slot in range(6)} for name in ("t1", "t2", "t3")}
+    for of_slots in surveys.values():
+        for entry, total in (("weight", data.draw(numbers)), ("moment", data.draw(numbers))):
+            for whole in wholes:
+                parts = [(data.draw(numbers), data.draw(numbers)) for _ in whole[1:]]
+                rest = tuple((total - sum(part[moment] for part in parts)) % MODULUS for moment in (0, 1))
+                for slot, numbers_of in zip(whole, [rest, *parts], strict=True):
+                    of_slots[slot][entry] = numbers_of
+
+    def alike():
+        sums = {slot: summed(of_slots[slot] for of_slots in surveys.values()) for slot in range(6)}
+        return are_alike(sums, wholes_before=before, wholes_after=after)
+
+    def each_is_alike():
+        for name, of_slots in surveys.items():
+            tensor = Tensor(name=name, shape=(4, 2), family="f", runs=(Run(start=0, unit_size=1),))
+            try:
+                compare(tensor, of_slots, wholes_before=before, wholes_after=after)
+            except StateLost:
+                return False
+        return True
+
+    def right():
+        """By definition."""
+        totals = [
+            {sum(of_slots[slot][entry][moment] for slot in whole) % MODULUS}
+            for of_slots in surveys.values()
+            for entry in ("weight", "moment")
+            for moment, wholes_of in enumerate((before, after))
+            for whole in wholes_of
+        ]
+        of_each = len(before) + len(after)
+        return all(len(set().union(*totals[at : at + of_each])) == 1 for at in range(0, len(totals), of_each))
+
+    assert alike() and each_is_alike() and right()
+    survey_of = surveys[data.draw(st.sampled_from(sorted(surveys)))][data.draw(st.integers(0, 5))]
+    entry, wrong, moment = data.draw(st.sampled_from(sorted(survey_of))), data.draw(numbers), data.draw(st.booleans())
+    survey_of[entry] = tuple(wrong if at == moment else right for at, right in enumerate(survey_of[entry]))
+    assert alike() == each_is_alike() == right()
 
 
 def test_the_users_objects_stay_and_only_what_has_the_shape_is_cut():

@@ -172,7 +172,8 @@ def test_whatever_interrupts_a_move_the_next_one_finds_what_it_counts_on(history
 
 def test_the_model_notices_a_plan_that_forgets_what_was_built(monkeypatch):
     """A negative control: whoever has built a tensor, but not switched to it, is taken for empty."""
-    monkeypatch.setattr(relayout_plan, "_holds", lambda told, number, version: told.versions[number] == version)
+    forgetful = lambda alike, number, version: alike.told.versions[number] == version  # noqa: E731
+    monkeypatch.setattr(relayout_plan._Alike, "hold", forgetful)
     everybody, nobody, whole = frozenset(range(4)), frozenset(), len(TENSORS)
     with pytest.raises(AssertionError, match="state is called lost only where it is"):
         play(
@@ -211,3 +212,22 @@ def test_a_newcomer_is_told_what_the_others_keep_also_where_it_will_stand_idle(b
     (plan,) = plan_relayout(nominal, {rank: member.held() for rank, member in members.items()}, 1)
     assert nominal.topology.slot_of(0) not in plan.training
     assert plan.somebody_lacks_something == back
+
+
+def test_members_that_report_the_same_are_looked_at_once(monkeypatch):
+    """A walk of thousands waits for this, with hundreds of tensors."""
+    looked, hold = [], relayout_plan._Alike.hold
+    monkeypatch.setattr(relayout_plan._Alike, "hold", lambda *asked: looked.append(asked) or hold(*asked))
+    nominal = job(4, 64)
+    (plan,) = plan_relayout(nominal, {rank: held_at_first() for rank in range(256) if rank != 5}, 1)
+    assert len(looked) == len(TENSORS)
+    assert [[move.tensor.name for move in kind] for kind in plan.kinds(plan.moves)] == [["first", "second"], ["norm"]]
+    assert plan.wholes(plan.moves[0]) is plan.wholes(plan.moves[2]), "and so are tensors that are held alike"
+
+
+def test_one_holder_speaks_for_each_tensor():
+    nominal = job(4, 2)
+    held = {rank: held_at_first() for rank in range(8)} | {0: dataclasses.replace(held_at_first(), versions=(-1, 0, 0))}
+    (plan,) = plan_relayout(nominal, held, 1)
+    told = {rank: plan.tensors_told_by(nominal.topology.slot_of(rank)) for rank in range(8)}
+    assert {rank: names for rank, names in told.items() if names} == {0: ["norm", "second"], 1: ["first"]}
