@@ -33,8 +33,9 @@ _AT_ONCE = 1 << 19
 _TOGETHER = 1 << 22
 """Words, where the device is another one."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_INFINITE = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-"""The least bits of what is not finite, but for the sign; of more than one word nothing is told by the largest."""
+_INFINITE = {"torch.float32": 0x7F800000, "torch.bfloat16": 0x7F80, "torch.float16": 0x7C00}
+"""The least bits of what is not finite, but for the sign; of more than one word nothing is told by the largest. By the
+names of types, because in a rehearsal `torch.float32` is a double (`NTP_CPU=float64`)."""
 _thread = threading.local()
 
 
@@ -152,7 +153,7 @@ def _sums_by_machine(found_by: Machine, parts: Sequence[_Part]) -> list[_Sum]:
         ]
         told = found_by.sums(rows, width=width, values=len(alike))
         for (number, part), (total, largest) in zip(alike, told, strict=True):
-            infinite = _INFINITE.get(part.flat.dtype)
+            infinite = _INFINITE.get(str(part.flat.dtype))
             finite = largest < infinite if infinite is not None else None
             found[number] = _Sum(words=total, keys=part.runs.of_keys, finite=finite)
     return [found[number] for number in range(len(parts))]

@@ -4,6 +4,8 @@ import gc
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -299,3 +301,24 @@ def test_a_part_with_gaps_in_memory_is_read_without_them():
     runs = runs_of((10, 4), 1, ((0, 2),))
     assert digest(whole[:, :2], runs, salt="s") == digest(whole[:, :2].clone(), runs, salt="s")
     assert digest(whole.view(-1)[::2], runs, salt="s") == digest(whole.view(-1)[::2].clone(), runs, salt="s")
+
+
+WHERE_FLOAT32_IS_A_DOUBLE = """
+import torch
+torch.float32 = torch.float64
+from ntp_plugin.copies.digest import Values, digests_if_finite
+from ntp_plugin.copies.runs import runs_of
+
+def look(values):
+    whole = runs_of((len(values),), 0, ((0, len(values)),))
+    return digests_if_finite([Values(tensors=[values], runs=whole, salts=["t"])])
+
+values = torch.linspace(-3.0, 3.0, 1000, dtype=torch.float64)
+print(look(values) is not None, look(values / 0.0) is None)
+"""
+
+
+def test_what_is_finite_is_copied_also_where_float32_is_a_double():
+    """As in a rehearsal (`NTP_CPU=float64`), where that is so before any of this is imported."""
+    done = subprocess.run([sys.executable, "-c", WHERE_FLOAT32_IS_A_DOUBLE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
