@@ -8,7 +8,7 @@ import pytest
 from benchmarks.zero.compare import differences, used_once, within
 from benchmarks.zero.job import Job, Play, run
 from ntp_plugin.copies.store import Store
-from ntp_plugin.errors import SilentCorruption
+from ntp_plugin.errors import SilentCorruption, StateLost
 from ntp_plugin.telemetry import Compared, Corrupted, Follower
 from ntp_plugin.testing.faults import kill
 
@@ -119,6 +119,19 @@ def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage,
     assert {event.step for event in compared} == set(range(1, 20))
     (weights,) = {len(seen.weights) for seen in outcomes.values()}
     assert {event.values for event in compared} == {weights if stage else 4 * weights}  # each with two moments
+
+
+@pytest.mark.parametrize("options", [{}, {"ranks": 6, **OWN}])
+def test_nobody_goes_on_from_a_loss_with_state_that_differs(options):
+    """All tell sums of their digests after a recovery; which tensors differ, and where, is told as well."""
+    mates = [1] if not options else [0, 1]
+    with pytest.raises(StateLost, match=r"hold different state of step 7, in 1 tensors; .*weight.* \(main\): slot "):
+        run(
+            job(stage=0, **options, ntp={"watch_steps": 0}),
+            play=Flips,
+            faults=[kill(1, during="backward", step=8)],
+            leaving=mates,
+        )
 
 
 def test_a_rank_dies_where_all_compare(tmp_path):
