@@ -64,7 +64,7 @@ class TensorMove:
     plan: RecoveryPlan
 
 
-type Wholes = tuple[list[list[int]], list[list[int]]]
+type BothWholes = tuple[list[list[int]], list[list[int]]]
 """Slots, by their rank in the nominal layout, that together hold all of a tensor: before and after."""
 type _Kind = tuple[bool, int, frozenset[Slot]]
 """Of tensors: whether they are cut, the version, and who holds them."""
@@ -164,16 +164,17 @@ class RelayoutPlan:
             kinds.setdefault(_kind(move), []).append(move)
         return list(kinds.values())
 
-    def wholes(self, move: TensorMove) -> Wholes:
+    def wholes(self, move: TensorMove) -> BothWholes:
         """The slots that together hold each unit of a tensor once, before its move (if all are there) and after."""
-        if _kind(move) not in self._wholes:
+        kind = _kind(move)
+        if kind not in self._wholes:
             before = self._trained(self._standing(move.version))
             found = [whole for whole in _wholes(move.tensor, before) if move.holders.issuperset(whole)]
-            self._wholes[_kind(move)] = self._ranks(found), self._ranks(_wholes(move.tensor, self.training))
-        return self._wholes[_kind(move)]
+            self._wholes[kind] = self._ranks(found), self._ranks(_wholes(move.tensor, self.training))
+        return self._wholes[kind]
 
     @functools.cached_property
-    def _wholes(self) -> "dict[_Kind, Wholes]":
+    def _wholes(self) -> dict[_Kind, BothWholes]:
         """Those that were asked for."""
         return {}
 
