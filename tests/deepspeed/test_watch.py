@@ -14,6 +14,7 @@ from ntp_plugin.testing.faults import kill
 
 CUT, OWN = {"tp": 2}, {"tp": 2, "mpu": True}
 JOBS = [{"stage": 0}, {"stage": 1}, {"stage": 0, **CUT}, {"stage": 1, **CUT}, {"stage": 0, **OWN}, {"stage": 1, **OWN}]
+SHORT_OF_JOBS = [pytest.param(options, marks=[pytest.mark.short] * (options == JOBS[2])) for options in JOBS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +47,7 @@ def told(path, kind):
     return [one.event for one in Follower(Path(path)).news() if isinstance(one.event, kind)]
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param(options, marks=[pytest.mark.short] * (options == JOBS[2])) for options in JOBS]
-)
+@pytest.mark.parametrize("options", SHORT_OF_JOBS)
 def test_a_flipped_bit_stops_the_job(options):
     """Of four replicas the one is named, of two both."""
     named = r"differs between 2 replicas after step 6" if options.get("tp") else r"in r3\.s0\.t0 is not what the other"
@@ -96,7 +95,7 @@ class NeedsSumsAlone(Play):
         return super()._play(rank)
 
 
-@pytest.mark.parametrize("options", JOBS)
+@pytest.mark.parametrize("options", SHORT_OF_JOBS)
 def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
     """Whole, hurt and whole again, compared before every step."""
     events = str(tmp_path / "events")
@@ -121,7 +120,7 @@ def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage,
     assert {event.values for event in compared} == {weights if stage else 4 * weights}  # each with two moments
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks": 6, **OWN}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.short), {"ranks": 6, **OWN}])
 def test_nobody_goes_on_from_a_loss_with_state_that_differs(options):
     """All tell sums of their digests after a recovery; which tensors differ, and where, is told as well."""
     mates = [1] if not options else [0, 1]

@@ -376,6 +376,7 @@ def test_replicas_that_do_not_begin_alike_are_refused():
         live(job(spoil="replicas_begin_apart"))
 
 
+@pytest.mark.short
 def test_units_that_are_put_in_the_wrong_place_are_noticed_by_their_digest():
     with pytest.raises(StateLost, match=r"is not the same wherever it is held"):
         live(job(spoil="dealt_units_swapped"), faults=[kill(3, during="backward", step=5)])
