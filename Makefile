@@ -6,7 +6,7 @@ PY := .venv/bin/python
 # Two files of tests at a time: ranks wait for much of theirs.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-recipes show-widths soak-cycles docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-recipes show-widths soak-cycles docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
@@ -42,6 +42,9 @@ show-regroup: $(READY)  # SCALE=ci for a minute's slice, SCALE=full for 4, 8 and
 
 show-numerics: $(READY)  # half an hour; SCALE=ci for a slice of a few minutes, SCALE=full for every feature in every layout
 	$(PY) -m benchmarks.numerics
+
+show-agreement: $(READY)  # some minutes; SCALE=ci for fewer members
+	$(PY) -m benchmarks.agreement
 
 show-recovery: $(READY)  # for long; SCALE=ci for three trials
 	$(PY) -m benchmarks.recovery

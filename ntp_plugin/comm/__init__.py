@@ -1,5 +1,6 @@
 """How ranks agree on who they are, and how their process groups follow.
 
+gathering.py        PURE: what all members write, put together on the way to all
 membership.py       PURE: the protocol by which survivors agree on epoch, members and the step to stand on
 store.py            the small store that the protocol needs, on torch's TCPStore
 agreement.py        the protocol on a live store

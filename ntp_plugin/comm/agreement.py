@@ -2,14 +2,19 @@
 
 The loop looks, advances, writes, and sleeps some milliseconds where nothing changed. Its time limit bounds a whole
 agreement; a member that is merely slow is left to the detector, whose verdict makes another view.
+
+All members ask one store, so what a member has read it does not read again, and who only waits looks the more rarely
+the more they are. Who puts values together looks often: the others wait for these.
 """
 
+import collections
 import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ntp_plugin.comm import membership
+from ntp_plugin.comm.gathering import FAN, Gathering
 from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, Step, View
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer
@@ -17,7 +22,9 @@ from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer
 END_POLL_S = 0.02
 """While others still train or write their last checkpoint nothing is in a hurry."""
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.01
-"""Each look comes half as long again after the one before, as long as nothing changes: all members ask one store."""
+"""Each look comes half as long again after the one before, as long as nothing changes."""
+POLL_PER_MEMBER_S = 0.0002
+"""A look is two questions, and a store answers tens of thousands in a second."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,17 +50,19 @@ def publish_lost(store: KeyStore, since: View, seats: Collection[Seat]) -> View:
 class Agreement:
     """This process in the protocol, from epoch to epoch."""
 
-    def __init__(self, store: KeyStore, member: Member) -> None:
-        self._store = store
+    def __init__(self, store: KeyStore, member: Member, *, fan: int = FAN) -> None:
+        self._store, self._fan = store, fan
+        self._known: dict[str, str] = {}
+        """Of this epoch."""
         self.member = member
 
     @classmethod
-    def founding(cls, store: KeyStore, view: View, seat: Seat) -> "Agreement":
+    def founding(cls, store: KeyStore, view: View, seat: Seat, *, fan: int = FAN) -> "Agreement":
         """A member of the first view, which runs from the start."""
-        return cls(store, Member(seat=seat, view=view, phase=Phase.RUNNING))
+        return cls(store, Member(seat=seat, view=view, phase=Phase.RUNNING), fan=fan)
 
     @classmethod
-    def joining(cls, store: KeyStore, first: View, seat: Seat) -> "Agreement":
+    def joining(cls, store: KeyStore, first: View, seat: Seat, *, fan: int = FAN) -> "Agreement":
         """A newcomer: it creates the view that it is in, after whichever is the newest when it gets to write."""
         while True:
             newest = membership.newest_view(store.read, first)
@@ -64,7 +73,7 @@ class Agreement:
                 )
             wanted = membership.with_newcomers(newest, [seat])
             if store.create(membership.view_key(wanted.epoch), wanted.encode()) == wanted.encode():
-                return cls(store, Member(seat=seat, view=wanted, phase=Phase.REPORTING))
+                return cls(store, Member(seat=seat, view=wanted, phase=Phase.REPORTING), fan=fan)
 
     def newer_view_exists(self) -> bool:
         """Whether this member must agree again before it trains on."""
@@ -77,14 +86,16 @@ class Agreement:
 
     def everybody_is_done(self) -> bool:
         """Say that this member is done, and wait for the others; False where a newer view must agree first."""
+        done = membership.done_of(self.member.view, self._fan)
+        pause = max(END_POLL_S, self._longest_pause(done))
         while True:
-            over, write = membership.finish(self.member, self._store.read)
+            over, write = membership.finish(self.member, self._read, self._fan)
             if over is not None:
                 return over
             if write is not None:
                 self._store.create(write.key, write.value)
             else:
-                time.sleep(END_POLL_S)
+                time.sleep(pause)
 
     def run(
         self,
@@ -101,11 +112,12 @@ class Agreement:
         agreed, digest, told = None, None, Report(applied=0, oldest=0)
 
         def look() -> Step:
-            return membership.advance(self.member, self._store.read, lost=lost(), report=told, digest=digest)
+            return membership.advance(self.member, self._read, lost=lost(), report=told, digest=digest, fan=self._fan)
 
         while True:
             before = self.member
             if before.phase is Phase.REPORTING:
+                self._known.clear()
                 agreed, digest, told = None, None, report(before.view)
             elif before.phase is Phase.PLANNING and agreed is None and not self.newer_view_exists():
                 agreed = self._gather(before.view)
@@ -127,30 +139,45 @@ class Agreement:
                 return agreed
 
     def _wait_for_news(self, look: Callable[[], Step], deadline: float, timeout_s: float) -> None:
-        pause = FIRST_POLL_S
+        awaited = membership.awaited_of(self.member, self._fan)
+        pause, longest = FIRST_POLL_S, LAST_POLL_S if awaited is None else self._longest_pause(awaited)
         while look() == (self.member, None):
             self._refuse_to_wait_beyond(deadline, timeout_s)
             time.sleep(pause)
-            pause = min(1.5 * pause, LAST_POLL_S)
+            pause = min(1.5 * pause, longest)
+
+    def _longest_pause(self, awaited: Gathering) -> float:
+        alike = len(awaited.slots) // (self._fan if awaited.gathers(self.member.seat.slot) else 1)
+        return max(LAST_POLL_S, alike * POLL_PER_MEMBER_S)
+
+    def _read(self, key: str) -> str | None:
+        """Keys are written once: what was read is not read again."""
+        if key not in self._known:
+            value = self._store.read(key)
+            if value is None:
+                return None
+            self._known[key] = value
+        return self._known[key]
 
     def _gather(self, view: View) -> Agreed:
-        reports = membership.read_reports(view, self._store.read)
+        reports = membership.read_reports(view, self._read, self._fan)
         return Agreed(view=view, reports=reports, decision=membership.decide(reports))
 
     def _compare_plans(self, view: View) -> None:
-        digests = {slot: self._store.read(membership.entry_key(view.epoch, slot)) for slot in view.slots}
-        if len(set(digests.values())) > 1:
+        digests = membership.entries_of(view, self._fan).values(self._read)
+        usual = collections.Counter(digests.values()).most_common(1)[0][0]
+        others = [f"slot {slot} {digest}" for slot, digest in digests.items() if digest != usual]
+        if others:
             raise PlansDiffer(
-                f"the members of epoch {view.epoch} made different plans: "
-                + ", ".join(f"slot {slot} {digest}" for slot, digest in digests.items()),
+                f"the members of epoch {view.epoch} made different plans: {', '.join(others)}; all others {usual}",
                 way_out="run the same versions and the same configuration everywhere",
             )
 
     def _refuse_to_wait_beyond(self, deadline: float, timeout_s: float) -> None:
         if time.monotonic() < deadline:
             return
-        awaited = membership.awaited_keys(self.member)
-        missing = [key for key in awaited if not self._store.present([key])]
+        awaited = membership.awaited_of(self.member, self._fan)
+        missing = awaited.missing(self._read) if awaited else []
         epoch = self.member.view.epoch
         raise NoAgreement(
             f"epoch {epoch} did not agree within {timeout_s} s; missing: {', '.join(missing) or 'nothing'}",

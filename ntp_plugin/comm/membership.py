@@ -7,6 +7,8 @@ Every key is created by whoever comes first and never changes, so reading late i
     entry/E/SLOT    the digest of the plan that it made of all reports of epoch E
     done/E/SLOT     that member has nothing left to do; once all of epoch E have said so, the job ends
 
+What all members read of all members is put together on the way (`gathering.py`).
+
 A member walks  RUNNING -> REPORTING -> GATHERING -> PLANNING -> ENTERING -> RUNNING,  and from any of these back to
 REPORTING when a newer view exists: a second and third loss need no rule of their own. A member that is not in the
 newest view is EXCLUDED and must end: that is how a rank that was frozen and thawed, or cut off, is fenced. Who sits in
@@ -29,12 +31,10 @@ one.
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from ntp_plugin.comm.gathering import FAN, Gathering, Read, Write
 from ntp_plugin.errors import StateLost
-
-type Read = Callable[[str], str | None]
-"""The value of a key, or None while nobody has created it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -130,14 +130,6 @@ class Member:
     phase: Phase
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Write:
-    """Create the key with this value, unless somebody has created it before."""
-
-    key: str
-    value: str
-
-
 type Step = tuple[Member, Write | None]
 
 
@@ -146,23 +138,28 @@ def view_key(epoch: int) -> str:
     return f"view/{epoch}"
 
 
-def report_key(epoch: int, slot: int) -> str:
-    """Where a member's report stands."""
-    return f"report/{epoch}/{slot}"
+def reports_of(view: View, fan: int = FAN) -> Gathering:
+    """Where the members stand."""
+    return Gathering(kind="report", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
-def entry_key(epoch: int, slot: int) -> str:
-    """Where the digest of a member's plan stands."""
-    return f"entry/{epoch}/{slot}"
+def entries_of(view: View, fan: int = FAN) -> Gathering:
+    """The digests of the plans that the members made."""
+    return Gathering(kind="entry", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
-def done_key(epoch: int, slot: int) -> str:
-    """Where a member says that it has nothing left to do."""
-    return f"done/{epoch}/{slot}"
+def done_of(view: View, fan: int = FAN) -> Gathering:
+    """Who has nothing left to do."""
+    return Gathering(kind="done", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
-AWAITED = {Phase.GATHERING: report_key, Phase.ENTERING: entry_key}
-"""The phases that wait for a key of every member."""
+_AWAITED = {Phase.GATHERING: reports_of, Phase.ENTERING: entries_of}
+
+
+def awaited_of(member: Member, fan: int = FAN) -> Gathering | None:
+    """What the member waits for in its phase, besides the next view."""
+    of = _AWAITED.get(member.phase)
+    return of(member.view, fan) if of else None
 
 
 def newest_view(read: Read, since: View) -> View:
@@ -191,7 +188,13 @@ def the_end(view: View) -> View:
 
 
 def advance(
-    member: Member, read: Read, *, lost: frozenset[int] = frozenset(), report: Report, digest: str | None
+    member: Member,
+    read: Read,
+    *,
+    lost: frozenset[int] = frozenset(),
+    report: Report,
+    digest: str | None,
+    fan: int = FAN,
 ) -> Step:
     """One step of a member that thinks the slots in `lost` are gone and has `digest` of its plan, once it has one."""
     view = newest_view(read, member.view)
@@ -201,46 +204,51 @@ def advance(
         return dataclasses.replace(member, view=view, phase=Phase.REPORTING), None
     if lost & set(view.slots):
         return member, Write(key=view_key(view.epoch + 1), value=without(view, lost).encode())
-    return _advance_within_view(member, read, report, digest)
+    awaited = awaited_of(member, fan)
+    if awaited is not None:
+        return _await_all(member, awaited, read)
+    return _say(member, report, digest, fan)
 
 
-def _advance_within_view(member: Member, read: Read, report: Report, digest: str | None) -> Step:
-    epoch, slot = member.view.epoch, member.seat.slot
-    following, write = member.phase, None
+def _say(member: Member, report: Report, digest: str | None, fan: int) -> Step:
+    view, slot = member.view, member.seat.slot
     if member.phase is Phase.REPORTING:
-        following, write = Phase.GATHERING, Write(key=report_key(epoch, slot), value=report.encode())
-    elif member.phase is Phase.PLANNING and digest is not None:
-        following, write = Phase.ENTERING, Write(key=entry_key(epoch, slot), value=digest)
-    elif member.phase in AWAITED and all(read(key) is not None for key in awaited_keys(member)):
-        following = Phase.PLANNING if member.phase is Phase.GATHERING else Phase.RUNNING
-    return dataclasses.replace(member, phase=following), write
+        told = Write(key=reports_of(view, fan).own_key(slot), value=report.encode())
+        return dataclasses.replace(member, phase=Phase.GATHERING), told
+    if member.phase is Phase.PLANNING and digest is not None:
+        told = Write(key=entries_of(view, fan).own_key(slot), value=digest)
+        return dataclasses.replace(member, phase=Phase.ENTERING), told
+    return member, None
 
 
-def finish(member: Member, read: Read) -> tuple[bool | None, Write | None]:
+def _await_all(member: Member, awaited: Gathering, read: Read) -> Step:
+    due = awaited.due(member.seat.slot, read)
+    if due is not None or not awaited.complete(read):
+        return member, due
+    following = Phase.PLANNING if member.phase is Phase.GATHERING else Phase.RUNNING
+    return dataclasses.replace(member, phase=following), None
+
+
+def finish(member: Member, read: Read, fan: int = FAN) -> tuple[bool | None, Write | None]:
     """One step of a running member that has nothing left to do: whether the job is over, None where it must look again.
 
     It is not where a newer view came first, which must agree.
     """
-    view = member.view
+    view, slot = member.view, member.seat.slot
     if (text := read(view_key(view.epoch + 1))) is not None:
         return View.decode(text).over, None
-    if read(done_key(view.epoch, member.seat.slot)) is None:
-        return None, Write(key=done_key(view.epoch, member.seat.slot), value="done")
-    if any(read(done_key(view.epoch, slot)) is None for slot in view.slots):
-        return None, None
+    done = done_of(view, fan)
+    if read(done.own_key(slot)) is None:
+        return None, Write(key=done.own_key(slot), value="done")
+    due = done.due(slot, read)
+    if due is not None or not done.complete(read):
+        return None, due
     return None, Write(key=view_key(view.epoch + 1), value=the_end(view).encode())
 
 
-def awaited_keys(member: Member) -> list[str]:
-    """The keys that the member waits for others to create, besides the next view."""
-    name = AWAITED.get(member.phase)
-    return [name(member.view.epoch, slot) for slot in member.view.slots] if name else []
-
-
-def read_reports(view: View, read: Read) -> dict[int, Report]:
+def read_reports(view: View, read: Read, fan: int = FAN) -> dict[int, Report]:
     """All reports of a view whose members have all reported."""
-    texts = {slot: read(report_key(view.epoch, slot)) for slot in view.slots}
-    return {slot: Report.decode(text) for slot, text in texts.items() if text is not None}
+    return {slot: Report.decode(text) for slot, text in reports_of(view, fan).values(read).items()}
 
 
 def decide(reports: Mapping[int, Report]) -> Decision:

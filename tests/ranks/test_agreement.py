@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.comm.agreement import Agreement
+from ntp_plugin.comm.gathering import FAN
 from ntp_plugin.comm.membership import Report, Seat, View, view_key, without
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer, StateLost
@@ -35,8 +36,8 @@ def connections():
 class Stage:
     """Members of one run: who is dead (as a detector sees it), and a fresh corner of the store."""
 
-    def __init__(self, connections, slots):
-        self.connections, self.run = connections, next(RUNS)
+    def __init__(self, connections, slots, fan=FAN):
+        self.connections, self.run, self.fan = connections, next(RUNS), fan
         self.dead: set[int] = set()
         self.expected: tuple[int, ...] | None = None
         """Members go on until these are in; None: until they have agreed once."""
@@ -60,9 +61,9 @@ class Stage:
             return frozenset(self.dead - {slot}) | doubts
 
         if joins:
-            agreement = Agreement.joining(store, self.first, Seat(slot=slot, occupant=f"next{slot}"))
+            agreement = Agreement.joining(store, self.first, Seat(slot=slot, occupant=f"next{slot}"), fan=self.fan)
         else:
-            agreement = Agreement.founding(store, self.first, self.first.seats[slot])
+            agreement = Agreement.founding(store, self.first, self.first.seats[slot], fan=self.fan)
             self.die(slot, dies == "before")
         while True:
             agreed = agreement.run(
@@ -89,10 +90,11 @@ class Stage:
 
 @given(
     st.dictionaries(st.integers(0, 4), st.sampled_from(["before", "report", "plan", "after"]), min_size=1, max_size=4),
+    st.sampled_from((2, FAN)),
 )
 @settings(max_examples=100)
-def test_survivors_agree_whichever_members_die_in_whichever_phases(connections, deaths):
-    stage = Stage(connections, 6)
+def test_survivors_agree_whichever_members_die_in_whichever_phases(connections, deaths, fan):
+    stage = Stage(connections, 6, fan)
     stage.dead.add(5)  # the loss that starts it all
     survivors = tuple(slot for slot in range(5) if slot not in deaths)
     stage.expected = survivors
@@ -140,7 +142,7 @@ def test_different_plans_stop_everybody(connections):
     stage.dead.add(2)
     results = stage.all_play({0: {}, 1: {"digest": "another plan"}})
     assert all(isinstance(result, PlansDiffer) for result in results.values())
-    assert "slot 0 the plan, slot 1 another plan" in str(results[0])
+    assert "different plans: slot 1 another plan; all others the plan" in str(results[0])
 
 
 def test_newcomers_alone_say_that_no_state_is_left(connections):

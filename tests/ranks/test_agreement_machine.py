@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreed, Agreement, publish_lost
-from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View, Write, the_end
+from ntp_plugin.comm.gathering import FAN, Write
+from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View, the_end
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded
 from ntp_plugin.recovery.place import first_view
@@ -84,8 +85,9 @@ class Racing(TorchStore):
 class AgreementMachine(RuleBasedStateMachine):
     clients: list
 
-    @initialize(slots=st.integers(2, 4), moves=st.integers(0, 16))
-    def found(self, slots, moves):
+    @initialize(slots=st.integers(2, 4), moves=st.integers(0, 16), fan=st.sampled_from((2, FAN)))
+    def found(self, slots, moves, fan):
+        self.fan = fan
         self.corner = f"machine{next(RUNS)}"
         self.first = first_view(slots)
         self.views = {0: self.first}
@@ -131,7 +133,7 @@ class AgreementMachine(RuleBasedStateMachine):
             return
         digest = None if process.plan is None else repr(process.plan.decision)
         process.member, process.late = membership.advance(
-            before, process.store.read, lost=lost, report=process.report(), digest=digest
+            before, process.store.read, lost=lost, report=process.report(), digest=digest, fan=self.fan
         )
         if process.member.view.epoch > before.view.epoch:
             process.plan = None
@@ -158,7 +160,7 @@ class AgreementMachine(RuleBasedStateMachine):
     def make_plan(self, process):
         """Whether there is one: newcomers alone end, and say why."""
         view = process.member.view
-        reports = membership.read_reports(view, process.store.read)
+        reports = membership.read_reports(view, process.store.read, self.fan)
         process.alive = any(not report.newcomer for report in reports.values())
         try:
             if process.alive:
@@ -171,7 +173,7 @@ class AgreementMachine(RuleBasedStateMachine):
         view, agreed, plan = process.member.view, process.plan, process.plan.decision
         if self.agreed.setdefault(view.epoch, agreed) != agreed:
             raise Violation(f"epoch {view.epoch} knows {self.agreed[view.epoch]} and {agreed}")
-        told = {self.checker.read(membership.entry_key(view.epoch, slot)) for slot in view.slots}
+        told = {self.checker.read(membership.entries_of(view).own_key(slot)) for slot in view.slots}
         if told != {repr(plan)}:
             raise Violation(f"the members of epoch {view.epoch} made different plans: {told}")
         if not process.newcomer and not process.applied <= plan.step <= process.applied + process.prepared:
@@ -215,7 +217,7 @@ class AgreementMachine(RuleBasedStateMachine):
         return process.acts and running and process.applied == LAST_STEP
 
     def take_leave(self, process):
-        over, write = membership.finish(process.member, process.store.read)
+        over, write = membership.finish(process.member, process.store.read, self.fan)
         if write is not None:
             process.store.create(write.key, write.value)
         if over:
@@ -362,7 +364,7 @@ def overwrite(_sound):
     """Whoever comes last wins."""
 
     def broken(store, key, value):
-        store._store.set(key, store._signature(key, value.encode()).decode() + value)
+        store._store.set(key, store._signed(key, value))
         return value
 
     return "create", broken
@@ -371,8 +373,8 @@ def overwrite(_sound):
 def end_alone(sound):
     """Who is done takes all others for done."""
 
-    def broken(member, read):
-        over, write = sound(member, read)
+    def broken(member, read, fan):
+        over, write = sound(member, read, fan)
         if over is None and write is None:
             write = Write(key=membership.view_key(member.view.epoch + 1), value=the_end(member.view).encode())
         return over, write

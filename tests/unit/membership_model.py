@@ -12,6 +12,7 @@ import dataclasses
 from collections import deque
 
 from ntp_plugin.comm import membership
+from ntp_plugin.comm.gathering import FAN
 from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
 
 
@@ -52,19 +53,20 @@ class State:
     kills: int
     doubts: int
     joins: int
+    fan: int
 
 
 class Violation(AssertionError):
     pass
 
 
-def start(slots, *, kept=0, kills=1, doubts=0, joins=0):
+def start(slots, *, kept=0, kills=1, doubts=0, joins=0, fan=FAN):
     seats = tuple(Seat(slot=slot, occupant=f"first{slot}") for slot in range(slots))
     view = View(epoch=0, seats=seats)
     processes = tuple(
         Process(member=Member(seat=seat, view=view, phase=Phase.RUNNING), applied=0, kept=kept) for seat in seats
     )
-    return State(processes=processes, kills=kills, doubts=doubts, joins=joins)
+    return State(processes=processes, kills=kills, doubts=doubts, joins=joins, fan=fan)
 
 
 def explore(initial, *, last_step=2, limit=2_000_000):
@@ -128,7 +130,7 @@ def next_view_is_the_end(member, store):
 
 def finishing_steps(state, store, index, process):
     slot = process.member.seat.slot
-    over, write = membership.finish(process.member, store.get)
+    over, write = membership.finish(process.member, store.get, state.fan)
     if over:
         yield f"leave{slot}", replace(state, index, dataclasses.replace(process, finished=True))
     elif write is not None:
@@ -144,7 +146,7 @@ def agreement_steps(state, store, index, process, dead):
         doubts += [(f"doubt{slot}-{seat.slot}", frozenset({seat.slot}), 1) for seat in others if seat.slot not in gone]
     for name, lost, price in doubts:
         member, write = membership.advance(
-            process.member, store.get, lost=lost, report=process.report(), digest=repr(process.plan)
+            process.member, store.get, lost=lost, report=process.report(), digest=repr(process.plan), fan=state.fan
         )
         following = state
         if write is not None and write.key not in store:
@@ -159,7 +161,7 @@ def enter(state, store, index, process):
     """A member plans when it has gathered the reports, and stands on the decided step when it comes back to RUNNING."""
     if process.member.phase is Phase.PLANNING:
         try:
-            plan = membership.decide(membership.read_reports(process.member.view, store.get))
+            plan = membership.decide(membership.read_reports(process.member.view, store.get, state.fan))
         except membership.StateLost as error:
             if process.newcomer:
                 return replace(state, index, dataclasses.replace(process, alive=False))  # it ends, and says why
@@ -174,18 +176,10 @@ def enter(state, store, index, process):
 
 def check_plan(store, process):
     view, plan = process.member.view, process.plan
-    if (
-        len(
-            {
-                store[membership.entry_key(view.epoch, slot)]
-                for slot in view.slots
-                if membership.entry_key(view.epoch, slot) in store
-            }
-        )
-        > 1
-    ):
-        raise Violation(f"the members of epoch {view.epoch} made different plans")
-    newest = max(r.applied for r in membership.read_reports(view, store.get).values() if not r.newcomer)
+    if None in said(membership.reports_of(view), store) or len(said(membership.entries_of(view), store)) > 1:
+        raise Violation(f"the members of epoch {view.epoch} made different plans, or have not all made theirs")
+    reports = [Report.decode(text) for text in said(membership.reports_of(view), store)]
+    newest = max(report.applied for report in reports if not report.newcomer)
     if plan.step < newest:
         raise Violation(f"step {newest} was applied, and epoch {view.epoch} goes back to {plan.step}")
     if plan.vote != vote_on(plan.step):
@@ -193,6 +187,11 @@ def check_plan(store, process):
     reachable = process.applied + process.prepared
     if not process.newcomer and not process.applied - process.kept <= plan.step <= reachable:
         raise Violation(f"slot {process.member.seat.slot} cannot stand on step {plan.step}")
+
+
+def said(by_all, store):
+    """What members wrote themselves, however it is put together; None where somebody has not."""
+    return {store.get(by_all.own_key(slot)) for slot in by_all.slots}
 
 
 def training_steps(state, index, process, last_step):

@@ -1,13 +1,15 @@
 """The agreement protocol, in every interleaving of a few members; and six ways to get it wrong, each found."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ntp_plugin.comm import membership
-from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, StateLost, View, Write, decide, the_end
+from ntp_plugin.comm.gathering import Gathering, Write
+from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, StateLost, View, decide, the_end
 from tests.unit.membership_model import Violation, explore, start
 
 REPORTS = st.builds(
@@ -26,7 +28,11 @@ REPORTS = st.builds(
         (3, {"kills": 1}, 2),
         (3, {"kills": 0, "doubts": 1, "kept": 1}, 2),
         (2, {"kills": 1, "joins": 1}, 2),
-        (4, {"kills": 1}, 1),
+        (3, {"kills": 1, "fan": 2}, 2),
+        (3, {"kills": 2, "fan": 2}, 0),
+        (3, {"kills": 0, "doubts": 1, "kept": 1, "fan": 2}, 2),
+        (3, {"kills": 1, "joins": 1, "fan": 2}, 0),
+        (4, {"kills": 1, "fan": 2}, 1),
     ],
     ids=str,
 )
@@ -93,13 +99,30 @@ def believe_the_newcomer(sound):
 def leave_alone(sound):
     """A member that has nothing left to do ends the job, whether the others are done or not."""
 
-    def broken(member, read):
-        over, write = sound(member, read)
+    def broken(member, read, fan):
+        over, write = sound(member, read, fan)
         if over is None and write is None:
             return None, Write(key=membership.view_key(member.view.epoch + 1), value=the_end(member.view).encode())
         return over, write
 
     return "finish", broken
+
+
+def put_together_what_is_there(_sound):
+    """Who gathers does not wait for those whose values it puts together."""
+
+    def broken(gathering, slot, read):
+        own = read(gathering.own_key(slot))
+        first = gathering.slots.index(slot) % gathering.fan == 0 and len(gathering.slots) > gathering.fan
+        node = f"{gathering.kind}/{gathering.epoch}/1.{gathering.slots.index(slot) // gathering.fan}"
+        return Write(key=node, value=json.dumps({slot: own})) if first and own and read(node) is None else None
+
+    return "due", broken
+
+
+def gather_for_nobody(_sound):
+    """Who gathers waits for the others, and they for it."""
+    return "due", lambda *_: None
 
 
 FIND = [
@@ -109,13 +132,16 @@ FIND = [
     (run_in_a_stale_view, {"kills": 2}),
     (believe_the_newcomer, {"kills": 1, "joins": 1}),
     (leave_alone, {"kills": 0}),
+    (put_together_what_is_there, {"kills": 1, "fan": 2}),
+    (gather_for_nobody, {"kills": 0, "doubts": 1, "fan": 2}),
 ]
 
 
 @pytest.mark.parametrize(("planted", "events"), FIND, ids=[planted.__name__ for planted, _ in FIND])
 def test_a_planted_protocol_bug_is_found(monkeypatch, planted, events):
     name = planted(None)[0]
-    monkeypatch.setattr(membership, name, planted(getattr(membership, name))[1])
+    home = membership if hasattr(membership, name) else Gathering
+    monkeypatch.setattr(home, name, planted(getattr(home, name))[1])
     with pytest.raises(Violation):
         explore(start(3, **events), last_step=2)
 

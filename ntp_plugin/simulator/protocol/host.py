@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ntp_plugin.comm import membership
-from ntp_plugin.comm.membership import Phase, Read, Seat, View
+from ntp_plugin.comm.gathering import Read
+from ntp_plugin.comm.membership import Phase, Seat, View
 from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, standstill
 from ntp_plugin.simulator.protocol.laws import Violation
 from ntp_plugin.simulator.protocol.process import Process, joining

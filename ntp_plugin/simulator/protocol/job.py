@@ -182,7 +182,7 @@ class VirtualJob:
 
     def entries(self, view: View) -> list[str | None]:
         """The digests of all members' plans."""
-        return [self.store.now(membership.entry_key(view.epoch, slot)) for slot in view.slots]
+        return [self.store.now(membership.entries_of(view).own_key(slot)) for slot in view.slots]
 
     # ------------------------------------------------ laws that take more than one process
 

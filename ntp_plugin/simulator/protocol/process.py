@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ntp_plugin.comm import membership
-from ntp_plugin.comm.membership import Decision, Member, Phase, Read, Report, Seat, View
+from ntp_plugin.comm.gathering import Read
+from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
 from ntp_plugin.errors import StateLost
 from ntp_plugin.recovery.detector import Pulse
 from ntp_plugin.simulator.protocol import laws
@@ -138,6 +139,7 @@ class Process:
             read,
             report=self._told or Report(applied=0, oldest=0),
             digest=self._digest(),
+            fan=self._job.schedule.fan,
         )
         if self.member.view != before.view:  # whatever it computed or gathered was of an epoch that is over
             self._told = self._decision = self._computing = None
@@ -174,7 +176,7 @@ class Process:
 
     def _plan(self, read: Read) -> bool:
         """Whether there is a plan: newcomers alone end, and say why."""
-        self._reports = membership.read_reports(self.member.view, read)
+        self._reports = membership.read_reports(self.member.view, read, self._job.schedule.fan)
         try:
             self._decision = self._job.rules.decide(self._reports)
         except StateLost as error:
@@ -275,7 +277,7 @@ class Process:
 
     def _take_leave(self, read: Read) -> bool:
         """Whether there is nothing else to do now."""
-        over, write = self._job.rules.finish(self.member, read)
+        over, write = self._job.rules.finish(self.member, read, self._job.schedule.fan)
         if write is not None:
             self._write(write.key, write.value)
         if over:

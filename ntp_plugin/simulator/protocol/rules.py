@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from ntp_plugin.comm import membership
-from ntp_plugin.comm.membership import Decision, Member, Phase, Read, Report, Step, Write
+from ntp_plugin.comm.gathering import Read, Write
+from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Step
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.recovery import detector
 from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict
@@ -20,7 +21,7 @@ class Rules:
     """What members and supervisors call."""
 
     advance: Callable[..., Step] = membership.advance
-    finish: Callable[[Member, Read], Finished] = membership.finish
+    finish: Callable[[Member, Read, int], Finished] = membership.finish
     decide: Callable[[Mapping[int, Report]], Decision] = membership.decide
     gone: Callable[..., list[Verdict]] = detector.gone
     judge: Callable[..., list[Verdict]] = detector.judge
@@ -29,9 +30,9 @@ class Rules:
 LIVE = Rules()
 
 
-def _decide_early(member: Member, read: Read, *, report: Report, digest: str | None) -> Step:
+def _decide_early(member: Member, read: Read, *, report: Report, digest: str | None, fan: int) -> Step:
     """A member plans before all have reported."""
-    following, write = membership.advance(member, read, report=report, digest=digest)
+    following, write = membership.advance(member, read, report=report, digest=digest, fan=fan)
     if member.phase is Phase.GATHERING and following == member:
         return dataclasses.replace(member, phase=Phase.PLANNING), None
     return following, write
@@ -48,14 +49,14 @@ def _one_version_only(reports: Mapping[int, Report]) -> Decision:
     return membership.decide({slot: dataclasses.replace(told, prepared=False) for slot, told in reports.items()})
 
 
-def _stale_epoch(member: Member, read: Read, *, report: Report, digest: str | None) -> Step:
+def _stale_epoch(member: Member, read: Read, *, report: Report, digest: str | None, fan: int) -> Step:
     """Whoever has gathered the reports no longer looks for a newer view."""
 
     def old(key: str) -> str | None:
         return None if key.startswith("view/") else read(key)
 
     late = member.phase in (Phase.PLANNING, Phase.ENTERING)
-    return membership.advance(member, old if late else read, report=report, digest=digest)
+    return membership.advance(member, old if late else read, report=report, digest=digest, fan=fan)
 
 
 def _unhealed_donor(reports: Mapping[int, Report]) -> Decision:

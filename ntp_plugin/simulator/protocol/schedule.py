@@ -3,6 +3,8 @@
 import dataclasses
 from random import Random
 
+from ntp_plugin.comm.gathering import FAN
+
 KILL, FREEZE, HANG, HOST, CUT, DOUBT, BREAK = "kill", "freeze", "hang", "host dies", "link cut", "doubt", "break"
 KINDS = (KILL, KILL, KILL, FREEZE, HANG, HOST, CUT, DOUBT, BREAK)
 """A death is the most common fault. A doubt is a supervisor's error, a break an edit of the groups that failed while
@@ -35,6 +37,8 @@ class Schedule:
     compute_s: float
     respawns: int
     faults: tuple[Fault, ...]
+    fan: int
+    """So many members' values are put together into one: with two that is done in the smallest jobs too."""
 
 
 def draw(seed: int) -> Schedule:
@@ -54,6 +58,7 @@ def draw(seed: int) -> Schedule:
         compute_s=random.choice((0.001, 0.02)),
         respawns=random.choice((0, 0, 1, 2)),
         faults=tuple(sorted(faults, key=lambda fault: fault.after)),
+        fan=random.choice((2, FAN)),
     )
 
 
