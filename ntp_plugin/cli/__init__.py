@@ -1,6 +1,7 @@
 """The `ntp` command.
 
-main.py          the parser, and how an error becomes one line and an exit code
+main.py          the commands, and how an error becomes one line and an exit code
+parser.py        a parser that complains in one line
 plan.py          `ntp plan`: from words to a plan
 plan_tables.py   a plan as tables on a terminal
 run.py           `ntp run`: our flags, the rest is torchrun's

@@ -5,6 +5,7 @@ membership.py       PURE: the protocol by which survivors agree on epoch, member
 store.py            the small store that the protocol needs, on torch's TCPStore
 agreement.py        the protocol on a live store
 sockets.py          the sockets that a group opened, found again and shut from outside
+operations.py       operations of groups, seen as Python starts them
 waits.py            waits that a break-out can end
 helpers.py          threads that wait in the place of the main thread, and may be left behind
 meeting_store.py    the store through which a group's members find each other
@@ -16,4 +17,5 @@ nccl_requirements.py  the versions and the environment that NCCL's part needs
 process_groups.py   groups that are edited in place, and lanes that are made for one epoch
 device_meshes.py    torch's device meshes, which follow the groups
 transfer.py         tensors from slot to slot, as a plan says
+small_sums.py       the sum of a few numbers over the world
 """

@@ -29,6 +29,7 @@ that the loop had in hand is stale: its forward is computed, and its backward an
     half_masters.py    half precision without ZeRO: a parameter's master moves with it
     whole_state.py     every replica holds everything: compared after a loss, handed to who comes in
     zero_state.py      ZeRO-1 and ZeRO-2: shards, told as pieces, built anew for other members, filled from copies
+    flat_shards.py     DeepSpeed's two optimizers that are sharded, told as flat shards
     lane_zero.py       ZeRO-1 and ZeRO-2 of replicas that AutoTP has cut, while somebody is lost: sharded lane by lane
     trainer.py         report, plan, stand on
     moments.py         where in a step and in a walk something can be made to happen

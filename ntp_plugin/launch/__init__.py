@@ -8,6 +8,8 @@ probes.py       whether hosts can connect to each other
 telling.py      what a run tells, and to whom
 records.py      the record of a run that was told no folder for it
 started_by.py   the command of a run, left beside its copies
+run_folder.py   the folder of a run in shared memory, and those that dead ones have left
 spares.py       processes that have done their imports, and wait to be told which worker to be
 nursery.py      one that has done them too, and forks workers
+script.py       a worker's script, with the hooks in the framework that it imports
 """

@@ -22,6 +22,8 @@ be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a l
     lane_groups.py      PURE: which process groups the lanes of a layout need
     core_groups.py      this rank's way over core slots, in the groups that were made for it
     lane_optimizer.py   Megatron's optimizer on the shards of lanes
+    shards.py           what the optimizer of this rank steps, and which elements of which tensors that is
+    lane_checkpoints.py what Megatron's distributed optimizer saves, of shards of lanes
     batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
     checkpoints.py      what a hurt layout saves and loads is what the nominal one does
     dropout.py          masks that do not depend on the layout, healthy or hurt

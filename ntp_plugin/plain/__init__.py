@@ -2,6 +2,7 @@
 
     data_parallel.py     a model and an optimizer that survive the death of ranks
     tensor_parallel.py   the same for a model whose layers are cut over the ranks of a replica
+    voted_step.py        an optimizer step that a death may interrupt anywhere
     parallel_layers.py   the layers for it, and a small model
     job.py               how a script uses either
 

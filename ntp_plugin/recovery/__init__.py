@@ -7,8 +7,11 @@ loop.py        a framework's training loop as sections, each of which ends with 
 replica_watch.py  replicas compared while they train
 exporting.py   a run that is there only to write copies as a checkpoint
 newcomer.py    a process that starts up alone, where its framework asks all others
+admission.py   newcomers come in between two steps, where the members let them
 driver.py      the walk itself
 moments.py     the moments of a step and of a walk, for whoever makes something happen there
 heartbeat.py   how a rank tells its host's supervisor that it lives and moves
+bell.py        how the supervisor wakes them when there is a newer epoch
 place.py       where a process stands in its job, from its environment
+rank.py        this process in its job: its connections, its groups, its driver and its heart
 """

@@ -4,6 +4,7 @@
     stream.py             PURE: which micro-batches a rank draws, where ranks draw them by themselves
     dropout.py            masks that do not depend on who computes what
     gradient_lanes.py     gradients summed over the replicas, lane by lane
+    direct_lanes.py       a group for each lane, where there is no way over cores
     core_seats.py         PURE: what each slot lends to the cores of its group
     core_lanes.py         gradients summed over the replicas by way of cores
     sharded_optimizer.py  optimizer state sharded over the members of each lane

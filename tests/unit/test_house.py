@@ -1,5 +1,6 @@
 """The laws of the house that an import contract cannot see."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ PURE = [
     "ntp_plugin.config.sections",
     "ntp_plugin.telemetry",
     "ntp_plugin.planning.recovery_plan",
+    "ntp_plugin.comm.membership",
+    "ntp_plugin.recovery.detector",
     "ntp_plugin.cli.main",
 ]
 PROBE = """
@@ -39,6 +42,14 @@ def test_the_probe_notices_a_room_that_does():
     done = subprocess.run([sys.executable, "-c", PROBE, "torch"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "imported" in done.stderr
+
+
+@pytest.mark.parametrize("room", sorted((ROOT / "ntp_plugin").rglob("__init__.py")), ids=lambda path: path.parent.name)
+def test_a_room_that_names_some_of_its_files_names_all(room):
+    plate = ast.get_docstring(ast.parse(room.read_text())) or ""
+    files = {path.name for path in room.parent.glob("*.py")} - {"__init__.py"}
+    named = {name for name in files if re.search(rf"\b{re.escape(name)}\b", plate)}
+    assert named in (set(), files), f"not named: {sorted(files - named)}"
 
 
 def test_no_tracked_file_has_what_a_merge_has_left_undecided():

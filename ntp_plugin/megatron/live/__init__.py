@@ -19,10 +19,12 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     start.py        what happens when Megatron has parsed its arguments
     training_step.py  the section that is a step: what is applied after the vote, what is told if it was interrupted
     samples.py      loaders that are made when they are asked, and made again
+    counts.py       what a job counts outside of its model and optimizer
     ranks.py        Megatron's lists of ranks, after groups were edited
     anatomy.py      a model that is built again elsewhere, and sizes that are taken over from it
     unsynced.py     micro-batches whose gradients are not summed yet, in a form that can be broken off
     next_plan.py    what to do next, from what everybody has reported
+    recall.py       what a section changes before its vote, and how it is had back for another try
     trainer.py      report, plan, stand on
     state.py        what this rank trains, moved from peers or put in anew from copies
     copies.py       what goes with the copies of what only one rank holds: how far the job had come
