@@ -42,7 +42,7 @@ from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.started_by import StartedBy
-from ntp_plugin.launch.supervisor import LOOK_S, LOOK_S_PER_HOST, Supervisor
+from ntp_plugin.launch.supervisor import ASK_S_PER_HOST, Supervisor
 from ntp_plugin.launch.telling import Telling
 from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import Thresholds, Verdict
@@ -209,7 +209,7 @@ class TolerantAgent(LocalElasticAgent):
             told=self._told,
             told_stuck=self._told_stuck,
             hosts=self._hosts() if place.hosts > 1 else None,
-            look_s=max(LOOK_S, place.hosts * LOOK_S_PER_HOST),
+            ask_s=place.hosts * ASK_S_PER_HOST,
         )
         self._births = 0
         self._lost: set[int] = set()
