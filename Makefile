@@ -18,10 +18,10 @@ test: $(READY)  # on real Megatron and DeepSpeed a slice, in processes of their 
 	$(PY) -m pytest tests/megatron -m short
 	$(PY) -m pytest tests/deepspeed -m short
 
-test-megatron: $(READY)  # all tests on real Megatron: an hour or more on two cores
+test-megatron: $(READY)  # all tests on real Megatron: some hours on two cores
 	$(PY) -m pytest tests/megatron
 
-test-deepspeed: $(READY)  # all tests on real DeepSpeed: an hour or more
+test-deepspeed: $(READY)  # all tests on real DeepSpeed: some hours
 	$(PY) -m pytest tests/deepspeed
 
 check: $(READY)
