@@ -1,4 +1,4 @@
-"""The agreement protocol, in every interleaving of a few members; and six ways to get it wrong, each found."""
+"""The agreement protocol, in every interleaving of a few members; and eight ways to get it wrong, each found."""
 
 import dataclasses
 import json
