@@ -50,7 +50,7 @@ PATIENCE_S = 600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What one member had of the store, and what it took."""
+    """What one member had of the store: questions answered and not, and the bytes of the answers."""
 
     answered: int
     in_vain: int
@@ -120,8 +120,10 @@ def measure(members: int, fan: int) -> dict[str, Any]:
     server, first = serve("127.0.0.1", 0), first_view(members + 1)
     shares = [range(members)[number::PROCESSES] for number in range(PROCESSES)]
     begin, told = fork.Barrier(len(shares) + 1), fork.Queue()
-    both = {"begin": begin, "told": told}
-    playing = [fork.Process(target=play, args=(first, share, server.port, fan), kwargs=both) for share in shares]
+    playing = [
+        fork.Process(target=play, args=(first, share, server.port, fan), kwargs={"begin": begin, "told": told})
+        for share in shares
+    ]
     for process in playing:
         process.start()
     mine = TorchStore(TCPStore("127.0.0.1", server.port, None, False), corner="ntp/job", token="of the job")
