@@ -1,5 +1,6 @@
 """What live runs of all frameworks have in common: ranks that die, and come back when they are waited for."""
 
+import dataclasses
 import os
 import time
 import traceback
@@ -11,13 +12,19 @@ from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank, Ranks
 
-type Asking = Mapping[str, int]
-"""Who comes in later, and the step or section at which the others wait until it asks."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asking:
+    """Who comes in later, and the step or section at which the others wait until it asks."""
+
+    awaited: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sooner: bool = False
+    """Who has started asks at once, also where the others are not there yet: they wait for it there at the latest."""
 
 
 def asking_of(back: Mapping[int, int]) -> Asking:
     """`back`: slots that start again once they are dead, in this order, and where the others wait for each."""
-    return {f"{slot}/{number}": where for number, (slot, where) in enumerate(back.items(), start=1)}
+    return Asking(awaited={f"{slot}/{number}": where for number, (slot, where) in enumerate(back.items(), start=1)})
 
 
 def played(
@@ -44,27 +51,35 @@ def played(
 
 def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], check: Callable[[], None]) -> None:
     """As one who is there."""
-    for occupant, awaited in asking.items():
-        while where() == awaited and not _asks(rank, occupant).exists():
+    for occupant, awaited in asking.awaited.items():
+        if where() == awaited:
+            _note(rank, "awaited", occupant).touch()
+        while where() == awaited and not _note(rank, "asks", occupant).exists():
             time.sleep(0.01)
             check()
 
 
-def tell_that_it_asks(rank: Rank, store: Any) -> None:
-    """As one who comes in: once its word is in the store, where members find it in the very next step."""
-    create = store.create
+def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
+    """As one who comes in: once its word is in the store, where members find it in the very next step. It asks no
+    sooner than it is awaited: at which step it comes in would be a matter of how busy the machine is."""
+    create, mine = store.create, rank.seat.occupant
+    waits = mine in asking.awaited and not asking.sooner
 
     def told(key: str, value: str) -> Any:
+        if not key.startswith(("asked/", "come/")):
+            return create(key, value)
+        while waits and not _note(rank, "awaited", mine).exists():
+            time.sleep(0.01)
         there = create(key, value)
-        if key.startswith(("asked/", "come/")):
-            _asks(rank, rank.seat.occupant).touch()
+        _note(rank, "asks", mine).touch()
         return there
 
     store.create = told
 
 
-def _asks(rank: Rank, occupant: str) -> Path:
-    return Path(rank.folder) / f"asks-{occupant.replace('/', '-')}"
+def _note(rank: Rank, says: str, occupant: str) -> Path:
+    """An empty file, which all ranks see."""
+    return Path(rank.folder) / f"{says}-{occupant.replace('/', '-')}"
 
 
 def quietly[Result](slot: int, play: Callable[[], Result]) -> Result:

@@ -30,6 +30,7 @@ from benchmarks import evidence
 from benchmarks.parity import live
 from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, uniform
+from benchmarks.rehearsal import Asking
 from ntp_plugin.errors import NtpError
 from ntp_plugin.recovery import admission
 from ntp_plugin.recovery.moments import MOMENTS
@@ -110,7 +111,8 @@ def cycles_of(count: int, chance: random.Random) -> Cycles:
     """One job, with so many deaths and returns."""
     have_megatron_imported()
     victims = [chance.choice([slot for slot in range(RANKS) if slot != LIVES]) for _ in range(count)]
-    asking = {f"{slot}/{number}": number * STEPS_EACH - 1 for number, slot in enumerate(victims, start=1)}
+    awaited = {f"{slot}/{number}": number * STEPS_EACH - 1 for number, slot in enumerate(victims, start=1)}
+    asking = Asking(awaited=awaited, sooner=True)
     more = f"--train-iters {count * STEPS_EACH + LAST_STEPS}"
     job = Job(model=MODELS[BASE], tp=RANKS // 2, dp=2, batch=BATCH, enabled=True, more=more)
     ranks, killed_at, wrong, hung = Ranks(RANKS, Play(job, asking), moments=MOMENTS), list[float](), "", ""

@@ -57,7 +57,7 @@ class Play:
     """What a rank does, in a process of its own."""
 
     job: Job
-    asking: Asking = dataclasses.field(default_factory=dict)
+    asking: Asking = dataclasses.field(default_factory=Asking)
 
     def __call__(self, rank: Rank) -> Lived:
         return quietly(rank.slot, functools.partial(self._play, rank))
@@ -125,7 +125,7 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
         return begin(*args, **kwargs)
 
     job.step._begin = wait_and_begin
-    tell_that_it_asks(rank, job.rank._agreeing)
+    tell_that_it_asks(rank, asking, job.rank._agreeing)
 
 
 def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:

@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from benchmarks import evidence
+from benchmarks.rehearsal import Asking
 from benchmarks.zero import job as zero
 from benchmarks.zero.compare import differences, used_once, within
 from benchmarks.zero.job import Job, have_deepspeed_imported
@@ -70,9 +71,9 @@ def cycle(kind: Job, cycles: int) -> dict[str, Any]:
     draw = random.Random(SEED + kind.stage + 10 * kind.tp)
     slots = [draw.choice([slot for slot in range(4) if slot != LIVES]) for _ in range(cycles)]
     job = dataclasses.replace(kind, steps=STEPS_EACH * (cycles + 1), epochs=1)
-    asking = {f"{slot}/{number}": STEPS_EACH * number for number, slot in enumerate(slots, start=1)}
+    awaited = {f"{slot}/{number}": STEPS_EACH * number for number, slot in enumerate(slots, start=1)}
     began = time.monotonic()
-    with Ranks(4, Play(job, asking), moments=MOMENTS) as ranks:
+    with Ranks(4, Play(job, Asking(awaited=awaited, sooner=True)), moments=MOMENTS) as ranks:
         for number, slot in enumerate(slots):
             ranks.wait_for_rows(4 * draw.randint(1, 5), _whole(number), PATIENCE_S)
             time.sleep(draw.uniform(0, WITHIN_S))

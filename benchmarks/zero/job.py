@@ -188,7 +188,7 @@ class Play:
     """What a rank does, in a process of its own."""
 
     job: Job
-    asking: Asking = dataclasses.field(default_factory=dict)
+    asking: Asking = dataclasses.field(default_factory=Asking)
 
     def __call__(self, rank: Rank) -> Seen:
         return quietly(rank.slot, functools.partial(self._play, rank))

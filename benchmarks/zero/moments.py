@@ -110,4 +110,4 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
         begin()
 
     job.window._take_in_hand = wait_and_begin
-    tell_that_it_asks(rank, job.rank._agreeing)
+    tell_that_it_asks(rank, asking, job.rank._agreeing)
