@@ -20,11 +20,17 @@ class Asking:
     awaited: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sooner: bool = False
     """Who has started asks at once, also where the others are not there yet: they wait for it there at the latest."""
+    before_the_door: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Where they wait before that, until it has started and is about to ask."""
 
 
-def asking_of(back: Mapping[int, int]) -> Asking:
+def asking_of(back: Mapping[int, int], before_the_door: Mapping[int, int] | None = None) -> Asking:
     """`back`: slots that start again once they are dead, in this order, and where the others wait for each."""
-    return Asking(awaited={f"{slot}/{number}": where for number, (slot, where) in enumerate(back.items(), start=1)})
+    occupants = {slot: f"{slot}/{number}" for number, slot in enumerate(back, start=1)}
+    return Asking(
+        awaited={occupants[slot]: where for slot, where in back.items()},
+        before_the_door={occupants[slot]: where for slot, where in (before_the_door or {}).items()},
+    )
 
 
 def played(
@@ -54,9 +60,11 @@ def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], ch
     for occupant, awaited in asking.awaited.items():
         if where() == awaited:
             _note(rank, "awaited", occupant).touch()
-        while where() == awaited and not _note(rank, "asks", occupant).exists():
-            time.sleep(0.01)
-            check()
+    for says, those in (("started", asking.before_the_door), ("asks", asking.awaited)):
+        for occupant, awaited in those.items():
+            while where() == awaited and not _note(rank, says, occupant).exists():
+                time.sleep(0.01)
+                check()
 
 
 def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
@@ -68,6 +76,7 @@ def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
     def told(key: str, value: str) -> Any:
         if not key.startswith(("asked/", "come/")):
             return create(key, value)
+        _note(rank, "started", mine).touch()
         while waits and not _note(rank, "awaited", mine).exists():
             time.sleep(0.01)
         there = create(key, value)

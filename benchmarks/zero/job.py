@@ -156,19 +156,21 @@ def run(
     *,
     faults: Sequence[Fault] = (),
     back: Mapping[int, int] | None = None,
+    before_the_door: Mapping[int, int] | None = None,
     leaving: Sequence[int] = (),
     play: Callable[..., Any] | None = None,
     timeout_s: float = 120.0,
 ) -> tuple[dict[int, Seen], Rows]:
     """What the ranks saw that were left, and who computed what: ["micro", step, epoch, loss, samples...].
 
-    `back`: slots that start again once they are dead, and the step at which the others wait until they ask.
+    `back`: slots that start again once they are dead, and the step at which the others wait until they ask;
+    `before_the_door`: that at which they wait until these are about to.
     """
     have_deepspeed_imported()
     back = back or {}
     return played(
         job.ranks,
-        (play or Play)(job, asking_of(back)),
+        (play or Play)(job, asking_of(back, before_the_door)),
         faults=faults,
         moments=MOMENTS,
         back=back,

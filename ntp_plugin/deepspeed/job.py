@@ -107,7 +107,7 @@ class LiveJob:
         # Not before: what all refuse they would have to refuse in the middle of it.
         self.window.seed = self._share_seed()
         self.window.into(engine)
-        self.window.begin_job = self._begin
+        self.window.wait_to_be_let_in, self.window.begin_job = self._wait_to_be_let_in, self._begin
         if place.resume is not None and not place.joining:
             self.trainer.resume(place.resume)
         if place.export is not None:
@@ -134,17 +134,22 @@ class LiveJob:
             self.rank.leave_word(_SEED, told[0])
         return told[0]
 
+    def _wait_to_be_let_in(self) -> None:
+        """Beating, which who is there from the start does from here on as well."""
+        self.rank.beat()
+        if self.rank.place.joining:
+            self.rank.wait_to_be_let_in(self.trainer.together())
+
     def _begin(self) -> None:
         """The first forward: driven from here on; a newcomer comes in."""
         assert self.teller is not None, "there is an engine"
         place, topology = self.rank.place, self.trainer.topology
         each = self.engine.gradient_accumulation_steps()
-        self.rank.beat()
         if place.joining:
-            self.rank.wait_to_be_let_in(self.trainer.together())
             self.loop.driver = self.rank.drive(self.trainer)
             self._alone.over = True
             self.rank.watch()
+            self.window.refuse_to_come_too_late()
         framework = {"deepspeed": deepspeed.__version__}
         self.teller.tell(place.beginning(self._policy, topology, micro_batches=each, framework=framework))
 

@@ -87,6 +87,11 @@ class Followed:
         ahead = self.stream.peek()
         return not self._between or (ahead.turn, ahead.index) == (self._turns, 0)
 
+    @property
+    def is_in_the_turn(self) -> bool:
+        """Whether the loop has begun the turn that the step begins in."""
+        return self.stream.turn_of(self.stream.step) < self._turns
+
     # ------------------------------------------------ by the engine
 
     def drawn(self) -> None:

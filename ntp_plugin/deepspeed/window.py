@@ -29,7 +29,7 @@ from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
 from ntp_plugin.deepspeed.refusals import CALLS, refuse_call, refuse_load
 from ntp_plugin.deepspeed.turns import Turns
 from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
-from ntp_plugin.errors import PeerLost, Refused
+from ntp_plugin.errors import Excluded, PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
 from ntp_plugin.recovery.loop import Loop
@@ -77,6 +77,8 @@ class Window:
         """Who computes what; until the trainer has it, nobody does."""
         self.begin_job: Callable[[], None] = _nothing
         """What there is to do before the first forward."""
+        self.wait_to_be_let_in: Callable[[], None] = _nothing
+        """What comes before that; a newcomer does it where the job is, as far as that was told."""
         self.look: Callable[[int], None] = _nothing_of
         """At the state after a step; all ranks come together."""
         self._followed: Followed | None = None
@@ -193,6 +195,7 @@ class Window:
 
     def begin(self) -> None:
         """What there is to do before anything is done together."""
+        self._wait_to_be_let_in()
         begin, self.begin_job = self.begin_job, _nothing
         begin()
         if self._unwinding:  # it came in
@@ -224,19 +227,35 @@ class Window:
         if self._policy.dropout == "exact" and not self._stale:
             torch.manual_seed(_seed_of(self.seed, self.step, self.numbers[self._done]))
 
+    def _wait_to_be_let_in(self) -> None:
+        wait, self.wait_to_be_let_in = self.wait_to_be_let_in, _nothing
+        wait()
+
     def _goes_past_turns(self) -> bool:
-        """As a newcomer, before it asks to be let in."""
+        """As a newcomer, before it asks to be let in, and once more before it comes in."""
         if not self._is_not_in_yet:
             return False
         self._adopt_loader()
         assert self._followed is not None, "it is adopted"
-        turn, stream = self._turns.newest(), self._followed.stream
+        stream = self._followed.stream
+        if stream.peek().turn >= self._turns.newest():
+            self._wait_to_be_let_in()
+        turn = self._turns.newest()
         if stream.peek().turn >= turn:
             return False
         stream.restart(stream.first_step_of(turn), self.numbers)
         self._followed.hand_over()
         self._stale = self._in_flight = True
         return True
+
+    def refuse_to_come_too_late(self) -> None:
+        """As a newcomer that has just come in: what its script does after a turn the others have behind them."""
+        if self._followed is not None and not self._followed.is_in_the_turn:
+            raise Excluded(
+                f"this process comes in at step {self.step}, in a turn that its script has not come to: the others have"
+                " gone on after they had opened for it",
+                way_out="this process ends; a new one may join in its slot",
+            )
 
     def _adopt_loader(self) -> None:
         if self._followed is None:
@@ -263,14 +282,18 @@ class Window:
     def _open_the_door(self) -> None:
         if self._somebody_asks:
             self._somebody_asks = False
+            self._tell_of_turn()
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a newcomer comes in")
+
+    def _tell_of_turn(self) -> None:
+        assert self._followed is not None, "it was drawn from"
+        self._turns.begun(self._followed.stream.turn_of(self.step))
 
     def _begin(self) -> None:
         self._before, self._drawn_from = count(self._engine), drawn_from()
         self._began_at, self._voted = time.monotonic(), False
-        assert self._followed is not None, "it was drawn from"
-        self._turns.begun(self._followed.stream.turn_of(self.step))
+        self._tell_of_turn()
         if self.copies is not None:
             self.copies.begin()
         if self.hurt:
