@@ -240,8 +240,7 @@ def test_the_last_step_that_is_lost_in_its_checkpoint_is_not_passed_over():
         run(Job(stage=1, saves_turns=True), faults=[kill(2, during="save", step=20)])
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short)])
 def test_who_comes_back_goes_past_the_checkpoints_that_were_written(stage):
     """Its script goes through turns that are over, and asks for those in between."""
     job = Job(stage=stage, saves_turns=True)
@@ -283,8 +282,9 @@ def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options,
     assert together_in_turns(rows, 2) == [4, 1, 1, 1, 4, 4]
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 0, "tp": 2, "ranks": 4}])
+@pytest.mark.parametrize(
+    "options", [{"stage": 1}, pytest.param({"stage": 0, "tp": 2, "ranks": 4}, marks=pytest.mark.short)]
+)
 def test_the_door_opens_where_a_turn_begins(options):
     """The first step of the fourth one, which nobody has begun: who asked in the third has to go past that first."""
     job = Job(**options, gathers_turns=True)
@@ -334,8 +334,7 @@ def test_who_comes_in_behind_a_turn_ends_and_the_others_go_on():
     assert "comes in at step 18, in a turn that its script has not come to" in told
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short)])
 def test_a_loop_that_saves_by_the_number_of_steps_alone(tmp_path, stage):
     """It asks after each micro-batch, of which the hurt have different numbers, and again where somebody comes in."""
     job = Job(stage=stage, saves_each=4, folder=str(tmp_path))
