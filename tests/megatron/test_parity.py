@@ -105,7 +105,6 @@ def test_at_adams_usual_epsilon_no_more_than_four_times_the_noise_floor():
     assert all(worst[key] <= TIMES_THE_FLOOR * floor[key] for key in worst), (worst, floor)
 
 
-@pytest.mark.short
 def test_a_planned_hurt_run_is_the_same_bits_when_repeated():
     job = hurt(BASE, "TP4+TP3")
     again = dataclasses.replace(job, more="--log-interval 1")
