@@ -4,8 +4,8 @@ A newcomer's script goes through the turns that are behind the job. What it does
 collective of its own, would have the others wait for it, or meet something else of theirs, were it one of them already.
 
 While a newcomer waits at the door the job may begin another turn. So it looks again once the door is open: the others
-stand still there until it comes in, at the beginning of a step, and have said which turn that is of. What else they
-have begun by then it goes through alone as well.
+stand still there until it comes in, at the beginning of a step, and have said which turn that is of. Those that are
+behind them by then it goes through alone as well.
 """
 
 import torch.distributed as dist
