@@ -149,7 +149,6 @@ class LiveJob:
             self.loop.driver = self.rank.drive(self.trainer)
             self._alone.over = True
             self.rank.watch()
-            self.window.refuse_to_come_too_late()
         framework = {"deepspeed": deepspeed.__version__}
         self.teller.tell(place.beginning(self._policy, topology, micro_batches=each, framework=framework))
 

@@ -8,8 +8,12 @@ stand still there until it comes in, at the beginning of a step, and have said w
 behind them by then it goes through alone as well.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch.distributed as dist
 
+from ntp_plugin.deepspeed.loaders import Followed
+from ntp_plugin.errors import Excluded
 from ntp_plugin.recovery.rank import ElasticRank
 
 _TURN = "turn {}"
@@ -32,3 +36,26 @@ class Turns:
         while self._rank.word_if_left(_TURN.format(self._newest + 1)) is not None:
             self._newest += 1
         return self._newest
+
+    def gone_past(self, followed: Followed, numbers: Sequence[int], wait_to_be_let_in: Callable[[], None]) -> bool:
+        """As a newcomer, before it comes in: whether the loop's turn is behind the job, before it asks to be let in or
+        after. Then the turn ends with the batch that the loop has drawn, which counts for nothing."""
+        stream = followed.stream
+        if stream.peek().turn >= self.newest():
+            wait_to_be_let_in()
+        turn = self.newest()
+        if stream.peek().turn >= turn:
+            return False
+        stream.restart(stream.first_step_of(turn), numbers)
+        followed.hand_over()
+        return True
+
+
+def refuse_to_come_too_late(followed: Followed, step: int) -> None:
+    """As a newcomer that has just come in: what its script does after a turn the others have behind them."""
+    if not followed.is_in_the_turn:
+        raise Excluded(
+            f"this process comes in at step {step}, in a turn that its script has not come to: the others have gone on"
+            " after they had opened for it",
+            way_out="this process ends; a new one may join in its slot",
+        )

@@ -27,9 +27,9 @@ from ntp_plugin.deepspeed.cut_layers import without_numbers
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
 from ntp_plugin.deepspeed.refusals import CALLS, refuse_call, refuse_load
-from ntp_plugin.deepspeed.turns import Turns
+from ntp_plugin.deepspeed.turns import Turns, refuse_to_come_too_late
 from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
-from ntp_plugin.errors import Excluded, PeerLost, Refused
+from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
 from ntp_plugin.recovery.loop import Loop
@@ -195,9 +195,12 @@ class Window:
 
     def begin(self) -> None:
         """What there is to do before anything is done together."""
+        comes_in = self._is_not_in_yet
         self._wait_to_be_let_in()
         begin, self.begin_job = self.begin_job, _nothing
         begin()
+        if comes_in and self._followed is not None:
+            refuse_to_come_too_late(self._followed, self.step)
         if self._unwinding:  # it came in
             self._unwound()
 
@@ -232,30 +235,15 @@ class Window:
         wait()
 
     def _goes_past_turns(self) -> bool:
-        """As a newcomer, before it asks to be let in, and once more before it comes in."""
+        """As a newcomer, before it comes in."""
         if not self._is_not_in_yet:
             return False
         self._adopt_loader()
         assert self._followed is not None, "it is adopted"
-        stream = self._followed.stream
-        if stream.peek().turn >= self._turns.newest():
-            self._wait_to_be_let_in()
-        turn = self._turns.newest()
-        if stream.peek().turn >= turn:
+        if not self._turns.gone_past(self._followed, self.numbers, self._wait_to_be_let_in):
             return False
-        stream.restart(stream.first_step_of(turn), self.numbers)
-        self._followed.hand_over()
         self._stale = self._in_flight = True
         return True
-
-    def refuse_to_come_too_late(self) -> None:
-        """As a newcomer that has just come in: what its script does after a turn the others have behind them."""
-        if self._followed is not None and not self._followed.is_in_the_turn:
-            raise Excluded(
-                f"this process comes in at step {self.step}, in a turn that its script has not come to: the others have"
-                " gone on after they had opened for it",
-                way_out="this process ends; a new one may join in its slot",
-            )
 
     def _adopt_loader(self) -> None:
         if self._followed is None:
