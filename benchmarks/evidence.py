@@ -25,6 +25,11 @@ def machine() -> str:
     return f"{os.cpu_count()} x {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
 
 
+def today() -> str:
+    """The date, wherever the machine is."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def commit() -> str:
     """Of the tree that is measured; a + where it is not quite that one."""
     words = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
@@ -60,6 +65,12 @@ class Kept:
         """All of them."""
         return [one for one in self._pieces if all(one.get(name) == alike[name] for name in alike)]
 
+    def keep_only(self, **alike: object) -> None:
+        """And have the file without all others."""
+        self._pieces, before = self.all(**alike), len(self._pieces)
+        if self._path is not None and len(self._pieces) < before:
+            self._path.write_text("".join(json.dumps(one) + "\n" for one in self._pieces))
+
     def add(self, piece: Mapping[str, Any]) -> None:
         """For the next sitting."""
         if self._path is not None:
@@ -74,7 +85,7 @@ def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]
         "topic": topic,
         "holds": holds,
         "machine": machine(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": today(),
         "command": f"make show-{topic}",
         "seed": seed,
         **more,

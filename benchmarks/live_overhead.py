@@ -11,9 +11,10 @@ on-off, off-on, and so on; its ratio is of the times of their slowest ranks, fro
 next. Nothing is copied.
 
 A row is of several jobs, so that it is not one job's luck, and jobs of all rows come by turns. What a job finds is a
-line in build/show/live-overhead.jsonl, and the next call goes on behind it, as long as what is committed of the plugin
-and of the benchmarks is the same: a sitting may end when it has to. Whoever wants all in one sitting removes the file.
-Where some of these is not committed, nothing is kept.
+line in docs/results/live-overhead-pairs.jsonl, all of its pairs, and the next call goes on behind it, as long as what
+is committed of the plugin and of the benchmarks is the same: a sitting may end when it has to, and another go on where
+these lines are, on a machine of the same kind too, as both steps of a pair are of one. Lines of other trees are
+dropped. Whoever wants all in one sitting removes the file. Where some of these is not committed, nothing is kept.
 
 Pairs of two jobs would be the plainer thing, and were tried: two jobs without the plugin differed from each other, for
 as long as they lived, by 2.4 % with Megatron and by 1.7 % with DeepSpeed. Within one job both steps have the same
@@ -84,7 +85,7 @@ reached 0.012, so that 250 would reach 0.007 at best."""
 OF_A_JOB = {SHORT: 200, LONG: 75, LONGER: 50}
 """Pairs: some minutes."""
 MEASURED = ("ntp_plugin", "benchmarks")
-PIECES = Path("build/show/live-overhead.jsonl")
+PIECES = Path(__file__).parents[1] / "docs/results/live-overhead-pairs.jsonl"
 FRAMEWORKS = {"megatron": have_megatron_imported, "deepspeed": have_deepspeed_imported}
 MEGATRON = {
     SHORT: (6, ""),
@@ -363,10 +364,15 @@ def measured(case: Case, pairs: int) -> Block:
     steps_with_votes = WARM_UP + case.live * pairs
     assert all(run.votes >= steps_with_votes for run in runs.values()), "the plugin was in"
     assert all(run.votes <= steps_with_votes + 3 for run in runs.values()), "and was not"
-    slowest = [max(times) for times in zip(*(run.seconds for run in runs.values()), strict=True)]
-    longest = [max(times) for times in zip(*(run.computing for run in runs.values()), strict=True)]
+    slowest = _longest([run.seconds for run in runs.values()])
+    longest = _longest([run.computing for run in runs.values()])
     threads = sum(run.threads for run in runs.values()) / (os.cpu_count() or 1)
     return Block(seconds=pairs_of(slowest), computing=pairs_of(longest), threads=threads)
+
+
+def _longest(times: Sequence[Sequence[float]]) -> list[float]:
+    """Of all ranks, step by step, to a microsecond."""
+    return [round(max(those), 6) for those in zip(*times, strict=True)]
 
 
 def jobs_of(cases: Sequence[tuple[int, Case]], scale: str) -> list[tuple[int, int]]:
@@ -377,17 +383,23 @@ def jobs_of(cases: Sequence[tuple[int, Case]], scale: str) -> list[tuple[int, in
     return [(number, turn) for turn, number in sorted(jobs)]
 
 
-def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Block]]:
+type Piece = dict[str, Any]
+"""What a job found, and when and where."""
+
+
+def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Piece]]:
     """Case -> what its jobs found, in this sitting and in those before."""
     trees = None if scale == "ci" else evidence.trees(*MEASURED)
     kept = evidence.Kept(PIECES if trees else None)
-    found: dict[int, list[Block]] = {number: [] for number, _ in cases}
+    kept.keep_only(trees=trees)
+    found: dict[int, list[Piece]] = {number: [] for number, _ in cases}
     for number, turn in jobs_of(cases, scale):
         piece = kept.find(case=number, turn=turn, trees=trees)
         if piece is None:
-            piece = {"case": number, "turn": turn, "trees": trees, "block": _block_of(number)}
+            sitting = f"{evidence.today()}, {evidence.machine()}"
+            piece = {"case": number, "turn": turn, "trees": trees, "sitting": sitting, "block": _block_of(number)}
             kept.add(piece)
-        found[number].append(Block(**piece["block"]))
+        found[number].append(piece)
         print(_told(number, found[number]), file=sys.stderr, flush=True)
     return found
 
@@ -398,7 +410,8 @@ def main(scale: str, framework: str) -> int:
     if not cases:
         print(f"FRAMEWORK is {framework}, and has to be one of {', '.join(FRAMEWORKS)}", file=sys.stderr)
         return 2
-    rows = [_told(number, blocks) for number, blocks in found_of(cases, scale).items()]
+    pieces = found_of(cases, scale)
+    rows = [_told(number, those) for number, those in pieces.items()]
     found = list(zip([case for _, case in cases], rows, strict=True))
     judged, apart = _ends(found, "low", "high"), _ends(found, "apart_low", "apart_high")
     noticed = {f"{case.framework}, {case.what}": row["low"] > 1 + PLANTED / 5 for case, row in found if case.planted}
@@ -413,6 +426,7 @@ def main(scale: str, framework: str) -> int:
         commit=evidence.commit(),
         scale=scale or "default",
         framework=framework or "both",
+        sittings=sorted({piece["sitting"] for those in pieces.values() for piece in those}),
         bound=BOUND,
         healthy={what: _verdict(low, high) for what, (low, high) in judged.items()},
         healthy_apart={what: _verdict(low, high) for what, (low, high) in apart.items()},
@@ -429,7 +443,8 @@ def _block_of(number: int) -> dict[str, Any]:
     return block
 
 
-def _told(number: int, blocks: Sequence[Block]) -> dict[str, Any]:
+def _told(number: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    blocks = [Block(**piece["block"]) for piece in pieces]
     return told(CASES[number].what, blocks, framework=CASES[number].framework)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import live_overhead
+from benchmarks import evidence, live_overhead
 from benchmarks.live_overhead import CASES, jobs_of
 from benchmarks.step_pairs import WARM_UP, Block, apart_from_computing, is_first, pairs_of, told
 
@@ -62,6 +62,35 @@ def test_jobs_have_as_many_pairs_as_are_asked_for_and_come_by_turns(scale):
         assert turns == [*range(len(turns))]
         assert len(turns) * case.pairs_of_a_job(scale) >= case.pairs(scale) > 0
     assert [turn for _, turn in jobs] == sorted(turn for _, turn in jobs)
+
+
+def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
+    trees, run = ["first"], []
+    block = {"seconds": [(1.0, 1.0)] * PAIRS, "computing": [(0.5, 0.5)] * PAIRS, "threads": 0.0}
+
+    def job(number):
+        if len(run) == 5:
+            raise KeyboardInterrupt
+        run.append(number)
+        return block
+
+    monkeypatch.setattr(live_overhead, "PIECES", tmp_path / "pieces")
+    monkeypatch.setattr(live_overhead, "_block_of", job)
+    monkeypatch.setattr(evidence, "trees", lambda *_: trees[0])
+    cases = [*enumerate(CASES)][:2]
+    wanted = [number for number, _ in jobs_of(cases, "")]
+    with pytest.raises(KeyboardInterrupt):
+        live_overhead.found_of(cases, "")
+    assert run == wanted[:5]
+    del run[:]
+    with pytest.raises(KeyboardInterrupt):
+        live_overhead.found_of(cases, "")
+    assert run == wanted[5:10], "behind what was found"
+    trees[0], run[:] = "another", []
+    with pytest.raises(KeyboardInterrupt):
+        live_overhead.found_of(cases, "")
+    assert run == wanted[:5], "of another tree nothing is known"
+    assert len((tmp_path / "pieces").read_text().splitlines()) == 5, "and nothing of the one before is left"
 
 
 def test_every_framework_has_both_kinds_of_controls():
