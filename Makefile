@@ -73,7 +73,7 @@ bench-lanes: $(READY)  # SCALE=ci for fewer layouts and rounds
 show-overhead: $(READY)  # on a quiet machine; SCALE=ci for a slice
 	$(PY) -m benchmarks.overhead
 
-show-live-overhead: $(READY)  # on a quiet machine, some hours; it goes on where it ended; SCALE=ci for a slice, FRAMEWORK=deepspeed for its rows alone
+show-live-overhead: $(READY)  # on a quiet machine, two hours or more; it goes on where it ended; SCALE=ci for a slice, FRAMEWORK=deepspeed for its rows alone
 	$(PY) -m benchmarks.live_overhead
 
 show-soak: $(READY)  # 45 minutes; SCALE=ci for four faults in each of two jobs, SCALE=pairs for every kind at every moment, SCALE=full for more than a thousand; it goes on where it ended

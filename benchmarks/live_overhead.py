@@ -1,6 +1,6 @@
 """What being able to lose ranks costs a job that loses none: the evidence for `make show-live-overhead`.
 
-    python -m benchmarks.live_overhead                        some hours; on a machine of two processors by itself
+    python -m benchmarks.live_overhead                        two hours or more, on a machine by itself
     python -m benchmarks.live_overhead 11                     one job of one case
     FRAMEWORK=deepspeed python -m benchmarks.live_overhead    the rows of one framework
     SCALE=ci python -m benchmarks.live_overhead               a slice
@@ -15,6 +15,10 @@ line in docs/results/live-overhead-pairs.jsonl, all of its pairs, and the next c
 is committed of the plugin and of the benchmarks is the same: a sitting may end when it has to, and another go on where
 these lines are, on a machine of the same kind too, as both steps of a pair are of one. Lines of other trees are
 dropped. Whoever wants all in one sitting removes the file. Where some of these is not committed, nothing is kept.
+
+How many pairs a row needs depends on the machine. So it has four jobs, and more until its interval is `PRECISE` or all
+that are planned are in. The width alone decides, and not where the interval lies; one of a width that was fixed before
+covers what it should as pairs grow many (Chow and Robbins 1965).
 
 Pairs of two jobs would be the plainer thing, and were tried: two jobs without the plugin differed from each other, for
 as long as they lived, by 2.4 % with Megatron and by 1.7 % with DeepSpeed. Within one job both steps have the same
@@ -79,9 +83,12 @@ from ntp_plugin.testing.ranks import Rank, Ranks
 
 SHORT, LONG, LONGER = "short", "long", "longer"
 FULL, CI = {SHORT: 600, LONG: 900, LONGER: 600}, {SHORT: 24, LONG: 12, LONGER: 4}
-"""Pairs. 450 of long steps reached 0.004 to either side of the median on a machine of two processors, which 0.005 of
-overhead and 0.002 of threads do not leave room for. Steps of seconds differ as much from one to the next: of these 80
-reached 0.012, so that 250 would reach 0.007 at best."""
+"""Pairs, at most. 450 of long steps reached 0.004 to either side of the median on a noisy machine of two processors,
+which 0.005 of overhead and 0.002 of threads do not leave room for. Steps of seconds differ as much from one to the
+next: of these 80 reached 0.012, so that 250 would reach 0.007 at best."""
+PRECISE, JOBS = 0.006, 4
+"""As wide as an interval may be where a row is to be over before, and how many jobs it has at least: 0.003 to either
+side leave 0.007 for overhead and threads."""
 OF_A_JOB = {SHORT: 200, LONG: 75, LONGER: 50}
 """Pairs: some minutes."""
 MEASURED = ("ntp_plugin", "benchmarks")
@@ -394,6 +401,8 @@ def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Pi
     kept.keep_only(trees=trees)
     found: dict[int, list[Piece]] = {number: [] for number, _ in cases}
     for number, turn in jobs_of(cases, scale):
+        if turn >= JOBS and _is_precise(number, found[number]):
+            continue
         piece = kept.find(case=number, turn=turn, trees=trees)
         if piece is None:
             sitting = f"{evidence.today()}, {evidence.machine()}"
@@ -441,6 +450,11 @@ def _block_of(number: int) -> dict[str, Any]:
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     block: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return block
+
+
+def _is_precise(number: int, pieces: Sequence[Piece]) -> bool:
+    row = _told(number, pieces)
+    return bool(row["high"] - row["low"] <= PRECISE)
 
 
 def _told(number: int, pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -53,6 +53,12 @@ def test_what_is_not_known_is_not_told():
     assert "apart" not in told("what", [blind], framework="neither")
 
 
+def block(*ratios):
+    """What a job finds whose pairs have these."""
+    seconds = [(ratio, 1.0) for ratio in ratios] * PAIRS
+    return {"seconds": seconds, "computing": [(0.5, 0.5)] * len(seconds), "threads": 0.0}
+
+
 @pytest.mark.parametrize("scale", ["", "ci"])
 def test_jobs_have_as_many_pairs_as_are_asked_for_and_come_by_turns(scale):
     cases = [*enumerate(CASES)]
@@ -66,13 +72,12 @@ def test_jobs_have_as_many_pairs_as_are_asked_for_and_come_by_turns(scale):
 
 def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
     trees, run = ["first"], []
-    block = {"seconds": [(1.0, 1.0)] * PAIRS, "computing": [(0.5, 0.5)] * PAIRS, "threads": 0.0}
 
     def job(number):
         if len(run) == 5:
             raise KeyboardInterrupt
         run.append(number)
-        return block
+        return block(0.9, 1.1)
 
     monkeypatch.setattr(live_overhead, "PIECES", tmp_path / "pieces")
     monkeypatch.setattr(live_overhead, "_block_of", job)
@@ -91,6 +96,15 @@ def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
         live_overhead.found_of(cases, "")
     assert run == wanted[:5], "of another tree nothing is known"
     assert len((tmp_path / "pieces").read_text().splitlines()) == 5, "and nothing of the one before is left"
+
+
+@pytest.mark.parametrize("middle", [0.9, 1.0, 1.2])
+@pytest.mark.parametrize(("apart", "jobs"), [(0.0029, live_overhead.JOBS), (0.0031, 12)])
+def test_a_row_is_over_when_its_interval_is_narrow_wherever_that_lies(monkeypatch, middle, apart, jobs):
+    monkeypatch.setattr(live_overhead, "_block_of", lambda _: block(middle - apart, middle + apart))
+    monkeypatch.setattr(evidence, "trees", lambda *_: None)
+    found = live_overhead.found_of([(0, CASES[0])], "")
+    assert len(found[0]) == jobs
 
 
 def test_every_framework_has_both_kinds_of_controls():
