@@ -1,7 +1,8 @@
 """What copies cost a job in which nothing is lost: the evidence for `make show-copies`.
 
-    python -m benchmarks.copies            most of an hour; to be run on a quiet machine
-    SCALE=ci python -m benchmarks.copies   the slice for CI
+    python -m benchmarks.copies               an hour or more; to be run on a quiet machine
+    ROWS=spared python -m benchmarks.copies   the jobs with a processor to spare
+    SCALE=ci python -m benchmarks.copies      the slice for CI
 
 A live Megatron job with the distributed optimizer, TP2 x DP2, copies its state after every second step
 (`--ntp-copies-lag-steps 1`). So each step beside which a copy is made has one before it beside which none is, in the
@@ -24,22 +25,24 @@ step pays no more, the interval of pairs of long ones must not be above it as a 
 second of each processor; Llama 3 405B on 16,384 GPUs of 400 TFLOP/s, with 16 million tokens in a step (arXiv
 2407.21783), would have them move 50 MB in a second of each GPU, whose host has a dozen processors for it.
 
-Where each rank has a processor to spare, as on a host of GPUs, nothing of that ought to be time of the step. Two
-processors are enough to see whether it is, with one rank: it trains on the first, and the threads that make its copies
-have the other one to themselves; a long step of it has 1,536 tokens. Bytes excuse nothing there.
+Where there is a processor to spare, as on a host of GPUs, nothing of that ought to be time of the step. Two processors
+are enough to see whether it is: all ranks train on the first, and the threads that make and take copies have the other
+one to themselves. Near copies are seen so of one rank, far ones and parities of the same four ranks as above; a long
+step has half as many tokens, 1,536. Bytes excuse nothing there.
 
 Beside each stands a row in which as many bytes are moved in place of copies, by as few calls as there may be
 (`bare_copies.py`): what the machine takes for it. Nothing is judged by that.
 
-Where the time goes is told besides. By how much more processor time all ranks took in the step with a copy than in the
-one before, over the number of processors, that step has to be longer; where copies have a processor of their own, by
-how much more the thread that trains took. What is left of the ratio is waiting, for a copy, a lock, another host. That
-is a second claim: the interval of its median (order statistics, 95 %) ends within 0.03. Processor time excuses nothing
-of the first claim. Bytes copied in a second of it have a least as well (`PACES`), in short steps: in a long one a
-version's processor time is less than what two steps differ by anyway.
+Where the time goes is told besides: how much more processor time all ranks' threads took in a step with a copy than in
+the one before, and of that the threads that train, and those that copy. By as much of all, over the number of
+processors, that step has to be longer; where copies have a processor of their own, by as much of the threads that
+train. What is left of the ratio is waiting, for a copy, a lock, another host. That is a second claim: the interval of
+its median (order statistics, 95 %) ends within 0.03. Processor time excuses nothing of the first claim. Bytes copied in
+a second of it have a least as well (`PACES`), in short steps: in a long one a version's processor time is less than
+what two steps differ by anyway.
 
-A control: in one job the thread that trains sleeps for a twentieth of each step with a copy, once that is taken. It
-must be seen as waiting.
+Controls: in two jobs, one of them with a processor to spare, the thread that trains sleeps for a twentieth of each step
+with a copy, once that is taken. It must be seen as waiting.
 
 How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
 its main weights keep, each held once per TP slot, what is replicated as often as there are slots. What other hosts keep
@@ -84,23 +87,37 @@ PACES = {"near": 0.5e9, "copy": 0.25e9, "xor:2": 0.2e9}
 FULL, CI = (300, 30), (20, 4)
 """Pairs of short steps, and of long ones."""
 WARM_UP = 4
+THREADS = ("busy", "training", "copying")
+"""Of which processor time is told: all, those that train, and those that copy."""
 LARGER = "--hidden-size 256 --ffn-hidden-size 640 --kv-channels 16 --num-layers 4 --vocab-size 2000 --seq-length 64"
 LARGER += " --max-position-embeddings 64"
 
 
-COPIES = (
+ON_ALL = (
     Kind(what="near copies", mode="near"),
     Kind(what="near and far copies", mode="copy", per_host=RANKS // 2),
     Kind(what="near copies, and parities of two", mode="xor:2", per_host=1),
-    Kind(what="near copies, a processor to spare", mode="near", samples=LONG // 2, tp=1, dp=1, spared=True),
-    Kind(what="bytes moved, a processor to spare", mode="near", samples=LONG // 2, tp=1, dp=1, spared=True, bare=True),
 )
-BARE_SHORT = tuple(dataclasses.replace(kind, what=f"bytes of {kind.what}", bare=True) for kind in COPIES[:3])
+SPARED = tuple(
+    dataclasses.replace(kind, what=f"{kind.what}, a processor to spare", samples=LONG // 2, spared=True)
+    for kind in (dataclasses.replace(ON_ALL[0], tp=1, dp=1), *ON_ALL[1:])
+)
+COPIES = (
+    *ON_ALL,
+    *SPARED,
+    dataclasses.replace(SPARED[0], what="bytes moved, a processor to spare", bare=True),
+)
+BARE_SHORT = tuple(dataclasses.replace(kind, what=f"bytes of {kind.what}", bare=True) for kind in ON_ALL)
 KINDS = (
     *(dataclasses.replace(kind, what=f"{kind.what}, short steps", samples=SHORT) for kind in COPIES + BARE_SHORT),
     *COPIES,
-    Kind(what=f"near copies, {PLANTED:.0%} asleep, short steps", mode="near", samples=SHORT, asleep=PLANTED),
+    *(
+        dataclasses.replace(kind, what=f"{kind.what}, {PLANTED:.0%} asleep, short steps", samples=SHORT, asleep=PLANTED)
+        for kind in (ON_ALL[0], SPARED[0])
+    ),
 )
+ROWS = {"": KINDS, "spared": tuple(kind for kind in KINDS if kind.spared)}
+"""By what is asked for."""
 
 
 # ---------------------------------------------------------------- pairs
@@ -108,11 +125,13 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Of all ranks: how long the slowest took, and processor seconds of all threads, and of those that train."""
+    """Of all ranks: how long the slowest took, and processor seconds of all threads, of those that train, and of those
+    that copy."""
 
     seconds: float
     busy: float
     training: float
+    copying: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,12 +153,13 @@ class Pair:
     @property
     def explained(self) -> float:
         """The ratio that there would be if nothing waited."""
-        more = self.on.training - self.off.training if self.spared else self.more_busy / (os.cpu_count() or 1)
+        more = self.more("training") if self.spared else self.more("busy") / (os.cpu_count() or 1)
         return 1 + more / self.off.seconds
 
-    @property
-    def more_busy(self) -> float:
-        return self.on.busy - self.off.busy
+    def more(self, of: str) -> float:
+        """Processor seconds of these threads."""
+        found: float = getattr(self.on, of) - getattr(self.off, of)
+        return found
 
 
 def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
@@ -188,10 +208,10 @@ def _steps(read: Sequence[Sequence[Any]], *, ranks: int) -> dict[int, Step]:
         if (after := clocks.get((slot, step + 1))) is not None:
             passed[step].append(tuple(end - begin for begin, end in zip(told, after, strict=True)))
     return {
-        step: Step(seconds=max(seconds), busy=sum(busy), training=sum(training))
+        step: Step(seconds=max(seconds), busy=sum(busy), training=sum(training), copying=sum(copying))
         for step, all_ranks in passed.items()
         if len(all_ranks) == ranks
-        for seconds, busy, training in [zip(*all_ranks, strict=True)]
+        for seconds, busy, training, copying in [zip(*all_ranks, strict=True)]
     }
 
 
@@ -212,7 +232,7 @@ def measured(kind: Kind, pairs: int, added: Added) -> dict[str, Any]:
     wanted, off = bytes_wanted(kind.tp), statistics.median(pair.off.seconds for pair in found)
     versions = {event.step for event in copied if event.step}
     sizes = {sum(event.size for event in copied if event.step == step) for step in versions}
-    pace = wanted / statistics.median(pair.more_busy for pair in found)
+    pace = wanted / statistics.median(pair.more("busy") for pair in found)
     told, by_bytes = row(kind.what, ratios), 1.0
     if alone:
         speed, at_once = (statistics.mean(both) for both in list(zip(*alone, strict=True))[:2])
@@ -237,6 +257,7 @@ def measured(kind: Kind, pairs: int, added: Added) -> dict[str, Any]:
     if kind.short:
         low, high = added[kind.alike] = interval([pair.added for pair in found])
         told |= {"added_ms_95": f"{1000 * low:.1f} to {1000 * high:.1f}", "gb_per_s": round(pace / 1e9, 2)}
+        told |= {f"more_ms_{of}": round(1000 * statistics.median(pair.more(of) for pair in found), 1) for of in THREADS}
         holds &= told["ratio"] <= max(BOUND, by_bytes) and pace >= PACES[kind.mode]
     else:
         low, high = (1 + seconds / off for seconds in added[kind.alike])
@@ -253,17 +274,21 @@ def is_within(by_short_steps: float, at_least: float, by_bytes: float) -> bool:
     return by_short_steps <= most and at_least <= most
 
 
-def main(scale: str) -> int:
+def main(scale: str, only: str) -> int:
+    if only not in ROWS:
+        print(f"ROWS is {only}, and has to be {' or '.join(filter(None, ROWS))}, or nothing for all", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
+    kinds = ROWS[only]
     short, long = CI if scale == "ci" else FULL
     of_digests = speed_of_digests()
     rows: list[dict[str, Any]] = []
     added: Added = {}
-    for kind in KINDS:
+    for kind in kinds:
         rows.append(measured(kind, short if kind.short else long, added))
         print(rows[-1], file=sys.stderr, flush=True)
-    judged = [row["holds"] for kind, row in zip(KINDS, rows, strict=True) if kind.judged]
-    noticed = [row["waiting"] > WAITING for kind, row in zip(KINDS, rows, strict=True) if kind.asleep]
+    judged = [row["holds"] for kind, row in zip(kinds, rows, strict=True) if kind.judged]
+    noticed = [row["waiting"] > WAITING for kind, row in zip(kinds, rows, strict=True) if kind.asleep]
     exact = all(row["exact"] for row in rows)
     resolved = all(judged) and all(noticed) and of_digests >= 1e9
     return evidence.show(
@@ -272,6 +297,7 @@ def main(scale: str) -> int:
         seed=SEED,
         rows=rows,
         scale=scale or "default",
+        only=only or "all",
         bound=BOUND,
         waiting_bound=WAITING,
         gb_per_s_of_digests=round(of_digests / 1e9, 2),
@@ -280,4 +306,4 @@ def main(scale: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(os.environ.get("SCALE", "")))
+    sys.exit(main(os.environ.get("SCALE", ""), os.environ.get("ROWS", "")))

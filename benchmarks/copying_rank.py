@@ -22,6 +22,8 @@ from ntp_plugin.testing.ranks import Rank
 
 SHORT, LONG = 6, 48
 """Samples of a step, of 64 tokens each."""
+COPYING = "ntp-copies"
+"""How the names of all threads begin that make or take copies."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,8 @@ class Clocked(Play):
         def read_and_begin(copies: JobCopies) -> None:
             if self.kind.bare:  # nothing is looked for either
                 copies._parts, copies._carried = list, types.SimpleNamespace(extras=dict)
-            read.append([rank.slot, copies.state_of, time.monotonic(), time.process_time(), time.thread_time()])
+            clocks = time.monotonic(), time.process_time(), time.thread_time(), _of_threads_that_copy()
+            read.append([rank.slot, copies.state_of, *clocks])
             begin(copies)
             begun.update([copies.state_of] if copies._last == copies.state_of else [])
 
@@ -90,6 +93,12 @@ class Clocked(Play):
         return lived
 
 
+def _of_threads_that_copy() -> float:
+    """Processor seconds of those that make copies here, and of those that take what others send."""
+    those = [thread.ident for thread in threading.enumerate() if thread.name.startswith(COPYING)]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in those if ident is not None)
+
+
 def _have_copies_made_on_the_last_processor() -> None:
     """And all else on the others."""
     *others, last = sorted(os.sched_getaffinity(0))
@@ -97,7 +106,7 @@ def _have_copies_made_on_the_last_processor() -> None:
     begin = threading.Thread.run
 
     def run(thread: threading.Thread) -> None:
-        if thread.name.startswith("ntp-copies"):
+        if thread.name.startswith(COPYING):
             os.sched_setaffinity(threading.get_native_id(), [last])
         begin(thread)
 

@@ -12,18 +12,20 @@ def two_processors(monkeypatch):
 
 
 def test_a_step_lasts_as_long_as_its_slowest_rank_and_costs_what_all_took():
-    read = [[0, 7, 10.0, 1.0, 0.5], [1, 7, 10.1, 2.0, 1.5], [0, 8, 11.0, 1.75, 1.0], [1, 8, 11.5, 2.5, 1.75]]
-    assert copies._steps(read, ranks=2) == {7: Step(seconds=pytest.approx(1.4), busy=1.25, training=0.75)}
+    begun = [[0, 7, 10.0, 1.0, 0.5, 0.25], [1, 7, 10.1, 2.0, 1.5, 0.5]]
+    over = [[0, 8, 11.0, 1.75, 1.0, 0.25], [1, 8, 11.5, 2.5, 1.75, 0.625]]
+    step = Step(seconds=pytest.approx(1.4), busy=1.25, training=0.75, copying=0.125)
+    assert copies._steps(begun + over, ranks=2) == {7: step}
 
 
 def test_a_step_that_one_rank_has_not_told_of_is_none():
-    read = [[0, 7, 10.0, 1.0, 0.5], [0, 8, 11.0, 1.75, 1.0], ["drawn", 1, 0, 3]]
+    read = [[0, 7, 10.0, 1.0, 0.5, 0.0], [0, 8, 11.0, 1.75, 1.0, 0.0], ["drawn", 1, 0, 3]]
     assert copies._steps(read, ranks=2) == {}
 
 
 def pair(*, more_seconds, more_busy, more_training=0.0, spared=False):
-    off = Step(seconds=2.0, busy=4.0, training=3.0)
-    on = Step(seconds=2.0 + more_seconds, busy=4.0 + more_busy, training=3.0 + more_training)
+    off = Step(seconds=2.0, busy=4.0, training=3.0, copying=0.0)
+    on = Step(seconds=2.0 + more_seconds, busy=4.0 + more_busy, training=3.0 + more_training, copying=0.0)
     return Pair(on=on, off=off, spared=spared)
 
 
@@ -49,9 +51,21 @@ def test_more_than_the_bound_is_within_where_bytes_explain_it():
     assert not copies.is_within(1.051, 1.04, 1.05)
 
 
-def test_each_long_kind_has_a_short_one_before_it():
-    short = {kind.alike for kind in copies.KINDS if kind.short}
-    long = [kind for kind in copies.KINDS if not kind.short]
-    assert len(long) == len(copies.COPIES)
+@pytest.mark.parametrize("kinds", copies.ROWS.values(), ids=copies.ROWS)
+def test_each_long_kind_has_a_short_one_before_it(kinds):
+    short = {kind.alike for kind in kinds if kind.short}
+    long = [kind for kind in kinds if not kind.short]
+    assert {kind.what for kind in long} == {kind.what for kind in copies.COPIES if kind in kinds}
     assert all(kind.alike in short for kind in long)
-    assert copies.KINDS.index(long[0]) >= len(long)
+    assert kinds.index(long[0]) >= len(long)
+
+
+@pytest.mark.parametrize("kinds", copies.ROWS.values(), ids=copies.ROWS)
+def test_each_kind_of_copies_is_claimed_and_a_control_is_among_them(kinds):
+    assert {kind.mode for kind in kinds if kind.judged and kind.short} == set(copies.PACES)
+    assert any(kind.asleep for kind in kinds)
+
+
+def test_other_rows_than_there_are_end_with_a_line(capsys):
+    assert copies.main("", "spare") == 2
+    assert capsys.readouterr().err == "ROWS is spare, and has to be spared, or nothing for all\n"
