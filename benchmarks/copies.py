@@ -1,6 +1,6 @@
 """What copies cost a job in which nothing is lost: the evidence for `make show-copies`.
 
-    python -m benchmarks.copies               an hour or more; to be run on a quiet machine
+    python -m benchmarks.copies               an hour or two; to be run on a quiet machine
     ROWS=spared python -m benchmarks.copies   the jobs with a processor to spare
     SCALE=ci python -m benchmarks.copies      the slice for CI
 
@@ -30,8 +30,9 @@ are enough to see whether it is: all ranks train on the first, and the threads t
 one to themselves. Near copies are seen so of one rank, far ones and parities of the same four ranks as above; a long
 step has half as many tokens, 1,536. Bytes excuse nothing there.
 
-Beside each stands a row in which as many bytes are moved in place of copies, by as few calls as there may be
-(`bare_copies.py`): what the machine takes for it. Nothing is judged by that.
+Beside each of the short steps on two busy processors, and beside near copies with one to spare, stands a row in which
+as many bytes are moved in place of copies, by as few calls as there may be (`bare_copies.py`): what the machine takes
+for it. Nothing is judged by that.
 
 Where the time goes is told besides: how much more processor time all ranks' threads took in a step with a copy than in
 the one before, and of that the threads that train, and those that copy. By as much of all, over the number of

@@ -51,11 +51,12 @@ def test_more_than_the_bound_is_within_where_bytes_explain_it():
     assert not copies.is_within(1.051, 1.04, 1.05)
 
 
-@pytest.mark.parametrize("kinds", copies.ROWS.values(), ids=copies.ROWS)
-def test_each_long_kind_has_a_short_one_before_it(kinds):
+@pytest.mark.parametrize("only", copies.ROWS)
+def test_each_long_kind_has_a_short_one_before_it(only):
+    kinds = copies.ROWS[only]
     short = {kind.alike for kind in kinds if kind.short}
     long = [kind for kind in kinds if not kind.short]
-    assert {kind.what for kind in long} == {kind.what for kind in copies.COPIES if kind in kinds}
+    assert long == [kind for kind in copies.COPIES if kind.spared or not only]
     assert all(kind.alike in short for kind in long)
     assert kinds.index(long[0]) >= len(long)
 
