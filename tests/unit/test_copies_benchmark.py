@@ -61,7 +61,7 @@ def test_each_long_kind_has_a_short_one_before_it(only):
     assert kinds.index(long[0]) >= len(long)
 
 
-@pytest.mark.parametrize("kinds", copies.ROWS.values(), ids=copies.ROWS)
+@pytest.mark.parametrize("kinds", [*copies.ROWS.values(), copies.IN_CI], ids=[*copies.ROWS, "in CI"])
 def test_each_kind_of_copies_is_claimed_and_a_control_is_among_them(kinds):
     assert {kind.mode for kind in kinds if kind.judged and kind.short} == set(copies.PACES)
     assert any(kind.asleep for kind in kinds)
