@@ -2,6 +2,7 @@
 
     python -m benchmarks.copies               an hour or two; to be run on a quiet machine
     ROWS=spared python -m benchmarks.copies   the jobs with a processor to spare
+    ROWS=short python -m benchmarks.copies    those of short steps that keep all processors busy, half an hour
     SCALE=ci python -m benchmarks.copies      the slice for CI
 
 A live Megatron job with the distributed optimizer, TP2 x DP2, copies its state after every second step
@@ -118,7 +119,11 @@ KINDS = (
         for kind in (ON_ALL[0], SPARED[0])
     ),
 )
-ROWS = {"": KINDS, "spared": tuple(kind for kind in KINDS if kind.spared)}
+ROWS = {
+    "": KINDS,
+    "spared": tuple(kind for kind in KINDS if kind.spared),
+    "short": tuple(kind for kind in KINDS if kind.short and not kind.spared),
+}
 """By what is asked for."""
 IN_CI = tuple(kind for kind in KINDS if kind.short and not kind.bare and (kind.mode == "near" or not kind.spared))
 """Each kind of copies, and the controls."""

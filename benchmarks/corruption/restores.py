@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from benchmarks.corruption.state import ENTRIES, EPOCH, HOSTS, PATIENCE_S, TENSORS, Copy, Job, Layout, copies_of, mask
-from ntp_plugin.copies.manifest import DTYPES, Version
+from ntp_plugin.copies.layout import DTYPES
+from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.copies.restore import Restoration, TellAll

@@ -12,7 +12,8 @@ from typing import Literal
 
 import torch
 
-from ntp_plugin.copies.manifest import DTYPES, Manifest, Version
+from ntp_plugin.copies.layout import DTYPES
+from ntp_plugin.copies.manifest import Manifest, Version
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.store import FAR, NEAR, Place, Store

@@ -114,7 +114,7 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
 
 def _wrong(store: Any) -> dict[tuple[int, int], list[str]]:
     """(step, epoch) -> what is not as it was written; of a copy that cannot be read the version is not known."""
-    from ntp_plugin.copies.manifest import wrong  # noqa: PLC0415
+    from ntp_plugin.copies.verify import wrong  # noqa: PLC0415
 
     told: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     for place, version in store.broken():

@@ -3,9 +3,12 @@
     digest.py       a number for a tensor that does not depend on how the tensor is cut
     runs.py         where the elements of a part stand in the whole tensor, and the keys of these places
     machine.py      machine code for what is done with every byte
+    table.py        what it is told of many values at once, made once for all versions
     sketch.py       numbers for a model by which two runs are told to agree but for rounding
     pieces.py       which elements of a tensor somebody holds, and what two holders have in common
+    layout.py       which pieces a copy has, and where in its bytes: the same from version to version
     manifest.py     what a copy says of itself
+    verify.py       whether its values are what was written
     store.py        copies in the memory of a host, which outlive processes
     parity.py       one far copy for several slots, from which any one of theirs is had again
     wire.py         copies from host to host

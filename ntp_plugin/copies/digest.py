@@ -11,7 +11,7 @@ difference of two keys to be zero. Elements of eight bytes are two words, of two
 
 Speed. Pages that a part holds alike are a matrix with one vector of keys (`runs.py`): what is left to do is a product.
 The sum is linear, so the part that the seed plays is counted by itself. All of a state is one call of machine code
-(`machine.py`), which sees on its way whether all is finite; or it is made by NumPy, piece by piece.
+(`table.py`, `machine.py`), which sees on its way whether all is finite; or it is made by NumPy, piece by piece.
 """
 
 import dataclasses
@@ -27,15 +27,13 @@ import torch
 
 from ntp_plugin.copies.machine import Machine, machine
 from ntp_plugin.copies.runs import MODULUS, Rectangle, Runs, Words, blocks, keys_in_page, odd_numbers
+from ntp_plugin.copies.table import Numbers, Table
 
 _AT_ONCE = 1 << 19
 """Words that NumPy converts, unless a page has more: they stay in a processor's cache."""
 _TOGETHER = 1 << 22
 """Words, where the device is another one."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_INFINITE = {"torch.float32": 0x7F800000, "torch.bfloat16": 0x7F80, "torch.float16": 0x7C00}
-"""The least bits of what is not finite, but for the sign; of more than one word nothing is told by the largest. By the
-names of types, because in a rehearsal `torch.float32` is a double (`NTP_CPU=float64`)."""
 _thread = threading.local()
 
 
@@ -75,6 +73,11 @@ def digests_if_finite(several: Sequence[Values]) -> list[list[int]] | None:
     return _numbers(several, sums)
 
 
+def salted(sums: Numbers, keys: Numbers, salts: Iterable[str]) -> Numbers:
+    """The numbers that come of sums of words times keys (`Table.sums`), and of the sums of these keys."""
+    return sums + np.array([_seed(salt) for salt in salts], dtype=np.uint64) * keys
+
+
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """A NaN is both the least and the largest, and to look for these takes a tenth of the time that a sum takes. There
     is one answer for all of a kind, because a GPU is waited for."""
@@ -89,16 +92,25 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 class _Part(NamedTuple):
-    """One tensor, and the places of its words."""
+    """One tensor, and the places of its elements."""
 
     flat: torch.Tensor
-    width: int
-    """Bytes of a word."""
     runs: Runs
 
+    @property
+    def width(self) -> int:
+        """Bytes of a word."""
+        return min(self.flat.element_size(), 4)
+
+    @property
     def words(self) -> torch.Tensor:
         """Its bits."""
         return self.flat.view(_WORDS[self.width])
+
+    @property
+    def places(self) -> Runs:
+        """Of its words."""
+        return self.runs.of_words(self.flat.element_size())
 
 
 class _Sum(NamedTuple):
@@ -126,42 +138,31 @@ def _sums(several: Sequence[Values]) -> list[_Sum]:
         if by_machine is not None:
             found += _sums_by_machine(by_machine, list(those))
             continue
-        for _, alike in itertools.groupby(those, key=lambda part: (id(part.runs), part.width)):
+        for _, alike in itertools.groupby(those, key=lambda part: (id(part.runs), part.flat.element_size())):
             found += _sums_by_torch(list(alike))
     return found
 
 
 def _part(tensor: torch.Tensor, runs: Runs) -> _Part:
-    size = tensor.element_size()
     if tensor.numel() != runs.size:  # machine code would read what is behind it, and what has no place is in no digest
         raise ValueError(f"a part of {tensor.numel()} elements has places for {runs.size}")
     whole = tensor.dim() == 1 and tensor.is_contiguous()  # as a rule, and what is many times done takes long
-    flat = tensor if whole else tensor.detach().reshape(-1).contiguous()
-    return _Part(flat=flat, width=min(size, 4), runs=runs if size < 8 else runs.of_two_words)
+    return _Part(flat=tensor if whole else tensor.detach().reshape(-1).contiguous(), runs=runs)
 
 
-def _sums_by_machine(found_by: Machine, parts: Sequence[_Part]) -> list[_Sum]:
-    found: dict[int, _Sum] = {}
-    for width in {part.width for part in parts}:
-        alike = [(number, part) for number, part in enumerate(parts) if part.width == width]
-        # They have to live for as long as their addresses are used: another thread may be the last to remember its own.
-        rectangles = [part.runs.rectangles for _, part in alike]
-        rows = [
-            (part.flat.data_ptr() + width * one.offset, *one.in_memory, place)
-            for place, ((_, part), those) in enumerate(zip(alike, rectangles, strict=True))
-            for one in those
-        ]
-        told = found_by.sums(rows, width=width, values=len(alike))
-        for (number, part), (total, largest) in zip(alike, told, strict=True):
-            infinite = _INFINITE.get(str(part.flat.dtype))
-            finite = largest < infinite if infinite is not None else None
-            found[number] = _Sum(words=total, keys=part.runs.of_keys, finite=finite)
-    return [found[number] for number in range(len(parts))]
+def _sums_by_machine(by: Machine, parts: Sequence[_Part]) -> list[_Sum]:
+    table = Table([(part.runs, part.flat.dtype) for part in parts])
+    found = table.nothing_found()
+    table.sums(by, np.array([part.flat.data_ptr() for part in parts], dtype=np.uint64), found)
+    finite: list[bool | None] = [*table.finite(found).tolist()]
+    for number in table.untold:
+        finite[number] = None
+    return [_Sum(*one) for one in zip(found[:, 0].tolist(), table.keys.tolist(), finite, strict=True)]
 
 
 def _sums_by_torch(parts: Sequence[_Part]) -> list[_Sum]:
     """Of the same places."""
-    words, runs = [part.words() for part in parts], parts[0].runs
+    words, runs = [part.words for part in parts], parts[0].places
     keys, *sums = (_sums_by_numpy if words[0].is_cpu else _sums_by_blocks)(words, runs)
     return [_Sum(words=total, keys=keys) for total in sums]
 

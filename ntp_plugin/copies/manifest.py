@@ -2,27 +2,23 @@
 
 A copy is bytes and a manifest. Whoever finds both can tell without anybody's help what they are, where each element
 stands in its tensor, and whether they are what was written. So a manifest is made last, when the bytes are there; bytes
-without one are nothing. It ends with a checksum of itself.
+without one are nothing.
+
+It is a line of JSON for what is the same from version to version (`layout.py`), one for what is not, and a checksum of
+both.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ntp_plugin.copies import digest
-from ntp_plugin.copies.pieces import Piece, read_piece
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-}
-_ALIGNED = 64
+from ntp_plugin.copies.layout import DTYPES, Layout, read_layout
+from ntp_plugin.copies.pieces import Piece
 
 type Values = Mapping[str, torch.Tensor]
 """Of a piece, entry by entry."""
@@ -76,8 +72,27 @@ class Manifest:
     slot: int
     holders: tuple[int, ...]
     size: int
-    held: tuple[Held, ...]
+    layout: Layout
+    digests: tuple[int, ...]
+    """Of all values, in its order."""
+    numbers: tuple[Mapping[str, Any], ...]
+    """That go with each of its pieces."""
     extras: Mapping[str, Any]
+
+    @functools.cached_property
+    def held(self) -> tuple[Held, ...]:
+        """Piece by piece: for who looks at some of it, which nobody does with each version."""
+        digests = iter(self.digests)
+        return tuple(
+            Held(
+                piece=piece,
+                entries=tuple(
+                    Entry(name=name, dtype=dtype, offset=offset, digest=next(digests)) for name, dtype, offset in kinds
+                ),
+                numbers=numbers,
+            )
+            for (piece, kinds), numbers in zip(self.layout.pieces, self.numbers, strict=True)
+        )
 
     def encode(self) -> bytes:
         """Bytes among the extras are told as hexadecimal digits."""
@@ -85,44 +100,34 @@ class Manifest:
 
     @functools.cached_property
     def _encoded(self) -> bytes:
-        body = json.dumps(
-            [
-                self.run,
-                [self.version.step, self.version.epoch],
-                self.slot,
-                self.holders,
-                self.size,
-                [[_values(held.piece), [_values(entry) for entry in held.entries], held.numbers] for held in self.held],
-                self.extras,
-            ],
-            default=bytes.hex,
-        ).encode()
+        version = self.version.step, self.version.epoch
+        told = self.run, version, self.slot, self.holders, self.size, self.digests, self.numbers, self.extras
+        body = self.layout.text + b"\n" + json.dumps(told, default=bytes.hex).encode()
         return body + b"\n" + _checksum(body)
 
     @classmethod
     def decode(cls, text: bytes) -> "Manifest | None":
-        """None where it is not what was written."""
+        """None where it is not what was written, or an earlier version of the plugin wrote it; raises where what was
+        written is no manifest."""
         body, _, checksum = text.rpartition(b"\n")
         if checksum != _checksum(body):
             return None
-        run, (step, epoch), slot, holders, size, held, extras = json.loads(body)
+        of_layout, ends, told = body.partition(b"\n")
+        if not ends:
+            return None
+        run, (step, epoch), slot, holders, size, digests, numbers, extras = json.loads(told)
+        layout = read_layout(of_layout)
+        if (len(digests), len(numbers)) != (len(layout.values), len(layout.pieces)):
+            raise ValueError(f"{len(digests)} digests and numbers of {len(numbers)} pieces are not those of {layout}")
         found = cls(
             run=run,
             version=Version(step=step, epoch=epoch),
             slot=slot,
             holders=tuple(holders),
             size=size,
-            held=tuple(
-                Held(
-                    piece=read_piece(piece),
-                    entries=tuple(
-                        Entry(name=name, dtype=dtype, offset=offset, digest=found)
-                        for name, dtype, offset, found in entries
-                    ),
-                    numbers=numbers,
-                )
-                for piece, entries, numbers in held
-            ),
+            layout=layout,
+            digests=tuple(digests),
+            numbers=tuple(numbers),
             extras=extras,
         )
         vars(found)["_encoded"] = text  # who hands it on, or keeps it, need not write it anew
@@ -135,34 +140,6 @@ class Manifest:
 def salt(run: str, step: int, tensor: str, entry: str) -> str:
     """Of the digest of some values. The layout is no part of it: they are the same values in every layout."""
     return f"{run} {step} {tensor} {entry}"
-
-
-def wrong(manifest: Manifest, held: Held, values: Values) -> list[str]:
-    """Which of these values of a piece are not what was written."""
-    return wrong_of(manifest, [(held, values)])
-
-
-def wrong_in(memory: torch.Tensor, manifest: Manifest) -> list[str]:
-    """The same of all the values of a copy, in its bytes."""
-    return wrong_of(manifest, [(held, views(memory, held)) for held in manifest.held])
-
-
-def wrong_of(manifest: Manifest, pieces: Sequence[tuple[Held, Values]]) -> list[str]:
-    """The same of several pieces."""
-    several = [
-        digest.Values(
-            tensors=[values[entry.name] for entry in held.entries],
-            runs=held.piece.runs,
-            salts=[manifest.salt(held, entry) for entry in held.entries],
-        )
-        for held, values in pieces
-    ]
-    return [
-        f"{held.piece.tensor} ({entry.name})"
-        for (held, _), numbers in zip(pieces, digest.digests_of(several), strict=True)
-        for entry, number in zip(held.entries, numbers, strict=True)
-        if number != entry.digest
-    ]
 
 
 def views(memory: torch.Tensor, held: Held, since: int = 0) -> dict[str, torch.Tensor]:
@@ -178,28 +155,5 @@ def view(memory: torch.Tensor, held: Held, entry: Entry, since: int = 0) -> torc
     return memory.view(dtype).narrow(0, start // dtype.itemsize, held.piece.size)
 
 
-def places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where values of so many bytes begin, and how much all of them take."""
-    offsets, at = [], 0
-    for size in sizes:
-        offsets.append(at)
-        at += -(-size // _ALIGNED) * _ALIGNED
-    return offsets, at
-
-
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests write it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _checksum(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=16).hexdigest().encode()
-
-
-def _values(one: Any) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = _ALL_OF[type(one)](one)
-    return values
-
-
-_ALL_OF = {kind: operator.attrgetter(*(field.name for field in dataclasses.fields(kind))) for kind in (Piece, Entry)}

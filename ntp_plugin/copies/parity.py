@@ -27,13 +27,17 @@ import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from ntp_plugin.copies import digest
+from ntp_plugin.copies.layout import Batch, in_a_row, places
 from ntp_plugin.copies.machine import machine
-from ntp_plugin.copies.manifest import Entry, Held, Manifest, Values, Version, places, salt, wrong_in, wrong_of
+from ntp_plugin.copies.manifest import Held, Manifest, Values, Version, salt, views
 from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.runs import MODULUS
 from ntp_plugin.copies.store import PARITY, REBUILT, Place, Store
+from ntp_plugin.copies.verify import wrong_in
 from ntp_plugin.errors import NtpError
 
 TENSOR, ENTRY = "parity", "xor"
@@ -94,19 +98,17 @@ class Parities:
         place: Place,
         members: tuple[int, ...],
         manifest: Manifest,
-        batches: Iterable[Sequence[tuple[Held, Values]]],
+        batches: Iterable[tuple[Batch, torch.Tensor]],
     ) -> list[str]:
         """A member's copy, as it comes; what of it did not come as it was. Nothing of that is in."""
         with self._lock:
             staged = self._begun(place, members, manifest)
-        first = 0
-        for pieces in batches:
-            found = wrong_of(manifest, pieces)
+        for batch, memory in batches:
+            found = wrong_in(memory, manifest, first=batch.first, until=batch.until, since=batch.begin)
             if found:
                 return found
             with self._lock:
-                self._fold_once(place, staged, manifest, first, pieces)
-            first += len(pieces)
+                self._fold_once(place, staged, manifest, batch, memory)
         with self._lock:
             if staged.all_in and not staged.complete:
                 self._complete(place, staged)
@@ -136,17 +138,16 @@ class Parities:
         self._staged[place] = staged
         return staged
 
-    def _fold_once(
-        self, place: Place, staged: _Staged, manifest: Manifest, first: int, pieces: Sequence[tuple[Held, Values]]
-    ) -> None:
-        """From the `first` on, but for those that are in: they came before, over a connection that broke."""
+    def _fold_once(self, place: Place, staged: _Staged, manifest: Manifest, batch: Batch, came: torch.Tensor) -> None:
+        """But for those pieces that are in: they came before, over a connection that broke."""
         memory = self._store.written(place)
         if self._staged.get(place) is not staged or memory is None:
             raise Unwanted(f"{manifest.version} of slot {manifest.slot} came while a newer version was begun")
         folded = staged.folded[manifest.slot]
-        assert first <= folded, "they come in their order"
-        fold(memory, pieces[folded - first :])
-        staged.folded[manifest.slot] = max(folded, first + len(pieces))
+        assert batch.first <= folded, "they come in their order"
+        if folded < batch.until:
+            fold_batch(memory, manifest, dataclasses.replace(batch, first=folded), came)
+            staged.folded[manifest.slot] = batch.until
 
     def _complete(self, place: Place, staged: _Staged) -> None:
         memory = self._store.written(place)
@@ -172,15 +173,15 @@ def _manifest(place: Place, memory: torch.Tensor, members: Sequence[Manifest]) -
     piece = Piece(
         tensor=TENSOR, shape=(len(words),), dim=0, ranges=((0, len(words)),), start=0, stop=len(words), whole=str(place)
     )
-    number = digest.digest(words, piece.runs, salt=salt(first.run, first.version.step, TENSOR, ENTRY))
-    entry = Entry(name=ENTRY, dtype="int32", offset=0, digest=number)
     return Manifest(
         run=first.run,
         version=first.version,
         slot=place.slot,
         holders=first.holders,
         size=len(memory),
-        held=(Held(piece=piece, entries=(entry,), numbers={}),),
+        layout=in_a_row(((piece, ((ENTRY, torch.int32),)),)),
+        digests=(digest.digest(words, piece.runs, salt=salt(first.run, first.version.step, TENSOR, ENTRY)),),
+        numbers=({},),
         extras={_MEMBERS: [manifest.encode().decode() for manifest in members]},
     )
 
@@ -192,22 +193,27 @@ def _whole_words(size: int) -> int:
 # ---------------------------------------------------------------- folding
 
 
-def fold(memory: torch.Tensor, pieces: Sequence[tuple[Held, Values]]) -> None:
-    """Pieces of a copy into bytes that may be shorter than the copy: in, or if they are in, out again."""
-    each = [
-        (entry.offset, values[entry.name].reshape(-1))
-        for held, values in pieces
-        for entry in held.entries
-        if 0 <= entry.offset < len(memory)
-    ]
-    by_machine = machine()
-    if by_machine is not None and all(flat.is_contiguous() for _, flat in each):
-        rows = [(memory.data_ptr() + at, flat.data_ptr(), min(flat.nbytes, len(memory) - at)) for at, flat in each]
-        by_machine.fold(rows)
+def fold(memory: torch.Tensor, held: Held, values: Values) -> None:
+    """A piece of a copy into bytes that may be shorter than the copy: in, or if it is in, out again."""
+    for entry in held.entries:
+        if 0 <= entry.offset < len(memory):
+            came = values[entry.name].reshape(-1).view(torch.uint8)
+            target = memory[entry.offset : entry.offset + len(came)]
+            target.bitwise_xor_(came[: len(target)])
+
+
+def fold_batch(memory: torch.Tensor, manifest: Manifest, batch: Batch, came: torch.Tensor) -> None:
+    """The same of several pieces, in the bytes that came."""
+    by_machine, layout = machine(), manifest.layout
+    if by_machine is None:
+        for held in manifest.held[batch.first : batch.until]:
+            fold(memory, held, views(came, held, batch.begin))
         return
-    for at, flat in each:
-        target = memory[at : at + flat.nbytes]
-        target.bitwise_xor_(flat.view(torch.uint8)[: len(target)])
+    values = slice(layout.begins[batch.first], layout.begins[batch.until])
+    offsets, sizes = layout.offsets[values], layout.sizes[values]
+    assert layout.end <= len(memory), "it has grown"
+    at, came_at = np.uint64(memory.data_ptr()), np.uint64((came.data_ptr() - batch.begin) % MODULUS)
+    by_machine.fold(np.stack((offsets + at, offsets + came_at, sizes), axis=1))
 
 
 def rebuild(
@@ -221,7 +227,7 @@ def rebuild(
         for other in members_of(parity):
             for number, held in enumerate(other.held if other.slot != lost.slot else ()):
                 if held.entries and held.entries[0].offset < lost.size:
-                    fold(memory, [(held, read(other, number, held))])
+                    fold(memory, held, read(other, number, held))
         found = wrong_in(memory, lost)
         if found:
             raise WrongParity(f"{found[0]} of slot {lost.slot} does not come out of it as it was")

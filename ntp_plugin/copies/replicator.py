@@ -14,8 +14,8 @@ What goes wrong is told and tried again with the next version. It costs safety, 
 does not arrive for long, the newest version whose near copies everybody has is `kept`: it is not touched either until
 there is another, so that who dies while a copy is taken does not take the last of them along. That takes room for a
 third copy, as long as it lasts and there is any. A copy that takes long is told as well (`Lateness`), since a loss
-costs more steps then. State that is not finite is not copied over state that is: a digest would only say that this is
-what the rank had.
+costs more steps then. State that is not finite becomes no copy, since a digest would only say that this is what the
+rank had: it has been written where the version was that is given up for it, and nobody takes it for one.
 """
 
 import contextlib
@@ -25,11 +25,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.machine import machine
-from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, dtype_name, places, salt
+from ntp_plugin.copies.layout import Layout, in_a_row, places
+from ntp_plugin.copies.machine import Machine, machine
+from ntp_plugin.copies.manifest import Manifest, Version, salt
 from ntp_plugin.copies.parity import parity_place
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
@@ -94,23 +96,45 @@ def _not_finite(snapshot: Snapshot) -> NotFinite:
     )
 
 
-def _held(part: Part, at: Iterator[int], numbers: Sequence[int]) -> Held:
-    entries = tuple(
-        Entry(name=name, dtype=dtype_name(live.dtype), offset=next(at), digest=number)
-        for (name, live), number in zip(part.values.items(), numbers, strict=True)
+def _layout(parts: Sequence[Part]) -> Layout:
+    return in_a_row(
+        tuple((part.piece, tuple((name, live.dtype) for name, live in part.values.items())) for part in parts)
     )
-    return Held(piece=part.piece, entries=entries, numbers=dict(part.numbers))
 
 
-def _copy(lives: Sequence[torch.Tensor], memory: torch.Tensor, offsets: Sequence[int]) -> None:
-    each, by_machine = list(zip(lives, offsets, strict=True)), machine()
+def _copied(
+    lives: Sequence[torch.Tensor], layout: Layout, memory: torch.Tensor, salts: Sequence[str]
+) -> list[int] | None:
+    """The digests of what is in memory then, or none where it is not finite."""
+    by_machine = machine()
     if by_machine is not None and all(live.is_cpu and live.is_contiguous() for live in lives):
-        by_machine.copy([(memory.data_ptr() + offset, live.data_ptr(), live.nbytes) for live, offset in each])
-        return
-    for live, offset in each:
+        return _copied_by_machine(by_machine, lives, layout, memory, salts)
+    asked = zip(lives, layout.values, salts, strict=True)
+    several = [digest.Values(tensors=[live], runs=piece.runs, salts=[of_it]) for live, (piece, *_), of_it in asked]
+    numbers = digest.digests_if_finite(several)
+    if numbers is None:
+        return None
+    for live, (*_, offset) in zip(lives, layout.values, strict=True):
         target, chunk = memory[offset : offset + live.nbytes].view(live.dtype), max(1, CHUNK // live.element_size())
         for start in range(0, len(live), chunk):
             target[start : start + chunk].copy_(live.detach()[start : start + chunk], non_blocking=True)
+    return [number for (number,) in numbers]
+
+
+def _copied_by_machine(
+    by: Machine, lives: Sequence[torch.Tensor], layout: Layout, memory: torch.Tensor, salts: Sequence[str]
+) -> list[int] | None:
+    """The same: each page is copied when its sum was made, so that it is read from memory once."""
+    table, offsets = layout.table, layout.offsets
+    sizes = [live.nbytes for live in lives]
+    if sizes != layout.sizes.tolist():  # more would be read than there is
+        raise ValueError(f"values of {sizes} bytes are laid out as {layout.sizes.tolist()}")
+    found, at = table.nothing_found(), np.array([live.data_ptr() for live in lives], dtype=np.uint64)
+    table.sums(by, at, found, to=offsets + np.uint64(memory.data_ptr()))
+    if not table.finite(found).all() or not digest.are_finite([lives[number] for number in table.untold]):
+        return None
+    numbers: list[int] = digest.salted(found[:, 0], table.keys, salts).tolist()
+    return numbers
 
 
 type Beside = Callable[[], contextlib.AbstractContextManager[None]]
@@ -322,31 +346,25 @@ class Replicator:
 
     def _take(self, snapshot: Snapshot, place: Place, *, pinned: bool) -> tuple[Manifest, torch.Tensor]:
         """What is copied from a GPU into pinned memory is there when its stream is through."""
-        several = [
-            digest.Values(
-                tensors=list(part.values.values()),
-                runs=part.piece.runs,
-                salts=[salt(self._run, snapshot.version.step, part.piece.tensor, name) for name in part.values],
-            )
-            for part in snapshot.parts
-        ]
-        numbers = digest.digests_if_finite(several)
-        if numbers is None:  # before anything that is there is given up
-            raise _not_finite(snapshot)
-        lives = [live for part in snapshot.parts for live in part.values.values()]
-        offsets, size = places([live.nbytes for live in lives])
+        layout = _layout(snapshot.parts)
+        size = places(layout.sizes.tolist())[1]
         memory = self._store.open(place, size)
         if pinned:
             self._pin(place)
-        _copy(lives, memory, offsets)
-        at = iter(offsets)
+        lives = [live for part in snapshot.parts for live in part.values.values()]
+        salts = [salt(self._run, snapshot.version.step, tensor, name) for tensor, name in layout.named]
+        digests = _copied(lives, layout, memory, salts)
+        if digests is None:
+            raise _not_finite(snapshot)
         manifest = Manifest(
             run=self._run,
             version=snapshot.version,
             slot=self._slot,
             holders=snapshot.holders,
             size=size,
-            held=tuple(_held(part, at, of_part) for part, of_part in zip(snapshot.parts, numbers, strict=True)),
+            layout=layout,
+            digests=tuple(digests),
+            numbers=tuple(dict(part.numbers) for part in snapshot.parts),
             extras=snapshot.extras,
         )
         return manifest, memory

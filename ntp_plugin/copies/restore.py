@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.manifest import Held, Manifest, Version, salt, wrong
+from ntp_plugin.copies.manifest import Held, Manifest, Version, salt
 from ntp_plugin.copies.parity import WrongParity, is_rebuildable, members_of, rebuild
 from ntp_plugin.copies.pieces import Common, Piece, common, indices
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.copies.runs import MODULUS, Runs
 from ntp_plugin.copies.store import NEAR, PARITY, REBUILT, NoRoom, Place, Store
+from ntp_plugin.copies.verify import wrong
 from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, WrongCopy, select
 from ntp_plugin.errors import StateLost
 

@@ -67,15 +67,19 @@ class Runs:
         """Where in the part each run begins."""
         return self.lengths.cumsum(0) - self.lengths
 
+    def of_words(self, size: int) -> "Runs":
+        """The same of the words of elements of so many bytes."""
+        return self if size < 8 else self._of_two_words
+
     @functools.cached_property
-    def of_two_words(self) -> "Runs":
-        """The same where each element is two."""
+    def _of_two_words(self) -> "Runs":
+        """Where each element is two."""
         return Runs(starts=self.starts * 2, lengths=self.lengths * 2, page=self.page * 2)
 
     @functools.cached_property
     def of_keys(self) -> int:
         """The sum of the keys of all places."""
-        return sum(one.of_keys() for one in self.rectangles)
+        return sum(one.of_keys() for one in self.rectangles) % MODULUS
 
     @functools.cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import torch
 
-from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, Version
+from ntp_plugin.copies.layout import DTYPES
+from ntp_plugin.copies.manifest import Held, Manifest, Version
 from ntp_plugin.errors import NtpError
 
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)

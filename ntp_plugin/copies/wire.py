@@ -18,23 +18,23 @@ import logging
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.manifest import DTYPES, Held, Manifest, Values, views, wrong, wrong_in
+from ntp_plugin.copies.layout import DTYPES, Batch
+from ntp_plugin.copies.manifest import Held, Manifest
 from ntp_plugin.copies.parity import Parities, Unwanted
 from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, PARITY, NoRoom, Place, Store
+from ntp_plugin.copies.table import AT_ONCE
+from ntp_plugin.copies.verify import Checked, wrong, wrong_in
 from ntp_plugin.errors import NtpError
 
 CHUNK = 16 << 20
-_BATCH = 1 << 20
-"""Bytes of a parity's parts that are received, verified and folded before the next come: a processor's cache has them
-until then."""
 _VERIFIED_PER_S = 5e7
 """Bytes, at the least: whoever takes a copy answers when it is verified, and all who share a parity send at once."""
 _LINE = 1 << 26
@@ -142,7 +142,7 @@ class Server:
     def _put(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
         text = _read_bytes(connection, int(request["manifest"]))
         manifest = Manifest.decode(text)
-        if manifest is None or not _is_sound(manifest):
+        if manifest is None or not manifest.layout.is_sound or manifest.layout.end > manifest.size:
             raise ValueError("a manifest came that is not what was written")
         place, coming = _place(request, FAR, PARITY), _Coming(connection, manifest)
         try:
@@ -164,8 +164,7 @@ class Server:
         """A copy of its own; what of it did not come as it was."""
         with self._one_at_a_time[place]:
             memory = self._store.open(place, manifest.size)
-            coming.into(memory)
-            found = wrong_in(memory, manifest)
+            found = coming.whole(memory)
             if not found:
                 self._store.complete_raw(place, text)
         return found
@@ -201,40 +200,36 @@ class _Coming:
         self._connection, self._manifest, self._at = connection, manifest, 0
         self._room = torch.empty(0, dtype=torch.uint8)
 
-    def into(self, memory: torch.Tensor) -> None:
-        """The next of them."""
+    def whole(self, memory: torch.Tensor) -> list[str]:
+        """All of them; what of it did not come as it was."""
+        checked = Checked.begun(memory, self._manifest)
+        if checked is None:
+            self._into(memory)
+            return wrong_in(memory, self._manifest)
+        for start in range(0, len(memory), AT_ONCE):
+            self._into(memory[start : start + AT_ONCE])
+            checked.come(self._at)
+        return checked.wrong()
+
+    def batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Those of some pieces at a time, in memory that the next ones take."""
+        for batch in self._manifest.layout.batches:
+            self.skip_to(batch.begin)
+            if self._room.numel() < batch.end - batch.begin:
+                self._room = torch.empty(batch.end - batch.begin, dtype=torch.uint8)
+            memory = self._room[: batch.end - batch.begin]
+            self._into(memory)
+            yield batch, memory
+
+    def _into(self, memory: torch.Tensor) -> None:
         _receive(self._connection, memory)
         self._at += len(memory)
 
     def skip_to(self, offset: int) -> None:
         """Leave those before it aside."""
-        _drain(self._connection, offset - self._at)
-        self._at = offset
-
-    def batches(self) -> Iterator[list[tuple[Held, Values]]]:
-        """The values of all pieces, of one or of some small ones at a time, in memory that the next ones take."""
-        for pieces in _batches(self._manifest.held):
-            begin = min((entry.offset for held in pieces for entry in held.entries), default=self._at)
-            end = max((end for held in pieces for end in held.ends()), default=begin)
-            self.skip_to(begin)
-            if self._room.numel() < end - begin:
-                self._room = torch.empty(end - begin, dtype=torch.uint8)
-            memory = self._room[: end - begin]
-            self.into(memory)
-            yield [(held, views(memory, held, begin)) for held in pieces]
-
-
-def _batches(pieces: Iterable[Held]) -> Iterator[list[Held]]:
-    batch, size = list[Held](), 0
-    for held in pieces:
-        more = sum(map(held.bytes_of, held.entries))
-        if batch and size + more > _BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(held)
-        size += more
-    if batch:
-        yield batch
+        if offset != self._at:
+            _drain(self._connection, offset - self._at)
+            self._at = offset
 
 
 def select(
@@ -246,12 +241,6 @@ def select(
         return {name: those[first : first + size] for name, those in values.items()}
     index = indices(starts, lengths)
     return {name: those[index] for name, those in values.items()}
-
-
-def _is_sound(manifest: Manifest) -> bool:
-    """Whether all values are within the bytes: memory is taken for as many as it says."""
-    of_all = ((held, entry) for held in manifest.held for entry in held.entries)
-    return all(held.piece.size >= 0 <= entry.offset <= manifest.size - held.bytes_of(entry) for held, entry in of_all)
 
 
 def _place(request: Mapping[str, Any], *kinds: str) -> Place:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.manifest import DTYPES, dtype_name
+from ntp_plugin.copies.layout import DTYPES, dtype_name
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.runs import MODULUS
 from ntp_plugin.errors import StateLost

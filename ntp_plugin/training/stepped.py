@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ntp_plugin.copies.manifest import DTYPES, Held, dtype_name
+from ntp_plugin.copies.layout import DTYPES, dtype_name
+from ntp_plugin.copies.manifest import Held
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.errors import Refused

@@ -14,7 +14,7 @@ def mapped(store, place):
 
 
 def wrong_in(store, place):
-    from ntp_plugin.copies.manifest import wrong  # noqa: PLC0415
+    from ntp_plugin.copies.verify import wrong  # noqa: PLC0415
 
     manifest = store.manifest(place)
     return [what for held in manifest.held for what in wrong(manifest, held, store.read(place, held))]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ntp_plugin.cli.main import main
-from ntp_plugin.copies.manifest import Version, views
+from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.parity import Parities
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
@@ -81,7 +81,8 @@ def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
     for slot in (3, 5):
         memory, manifest = written(some_values(slot), step=7, slot=slot, run="ntp/job")
         place = Place(kind=PARITY, slot=3, epoch=2, number=0)
-        parities.take(place, (3, 5), manifest, [[(held, views(memory, held)) for held in manifest.held]])
+        batches = [(batch, memory[batch.begin : batch.end]) for batch in manifest.layout.batches]
+        parities.take(place, (3, 5), manifest, batches)
     assert main(["copies", "list"]) == 0
     told = capsys.readouterr().out
     assert "1 of 2" in told, "a parity is no part"

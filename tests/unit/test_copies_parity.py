@@ -7,8 +7,9 @@ from contextlib import closing
 import pytest
 import torch
 
-from ntp_plugin.copies import wire
-from ntp_plugin.copies.manifest import Version, views
+from ntp_plugin.copies import layout, table, wire
+from ntp_plugin.copies.layout import Batch
+from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.parity import Parities, Unwanted, members_of, parity_place
 from ntp_plugin.copies.store import NEAR, PARITY, Place, Store
 from ntp_plugin.copies.wire import PeerTrouble
@@ -37,9 +38,26 @@ def copies_of(*seeds, step=5, sizes=(1000, 700, 400)):
     ]
 
 
-def pieces_of(memory, manifest):
-    """As they come, one by one."""
-    return [[(held, views(memory, held))] for held in manifest.held]
+@pytest.fixture
+def taken_at_once(monkeypatch):
+    """So many bytes of the next copies."""
+
+    def at_most(size):
+        monkeypatch.setattr(layout, "AT_ONCE", size)
+        for remembered in (layout.laid_out, layout.read_layout):
+            remembered.cache_clear()
+
+    yield at_most
+    at_most(table.AT_ONCE)
+
+
+def batches_of(memory, manifest):
+    """As they come, piece by piece."""
+    return [
+        (Batch(first=number, until=number + 1, begin=begin, end=end), memory[begin:end])
+        for number, held in enumerate(manifest.held)
+        for begin, end in [(held.entries[0].offset, held.ends()[-1])]
+    ]
 
 
 def is_parity_of(store, place, *copies):
@@ -92,23 +110,22 @@ def send_in_pieces(there, copies, breaks):
 
 
 def test_a_piece_without_values_is_taken_like_any_other(there):
-    copies = [
-        (
-            memory,
-            dataclasses.replace(manifest, held=(nothing, *manifest.held[:1], nothing, *manifest.held[1:], nothing)),
-        )
-        for memory, manifest in copies_of(1, 2)
-        for nothing in [dataclasses.replace(manifest.held[0], entries=())]
-    ]
+    copies = []
+    for memory, manifest in copies_of(1, 2):
+        (first, *others), numbers = manifest.layout.pieces, manifest.numbers
+        nothing = first[0], ()
+        more = layout.laid_out((nothing, first, nothing, *others, nothing))
+        numbers = ({}, numbers[0], {}, *numbers[1:], {})
+        copies.append((memory, dataclasses.replace(manifest, layout=more, numbers=numbers)))
     send_in_pieces(there, copies, ())
     assert is_parity_of(there.store, PLACE, *copies)
 
 
 @pytest.mark.parametrize("batch", [500, 1 << 20], ids=["one by one", "at once"])
 @pytest.mark.parametrize("breaks", [(0,), (3,), (23,), (23, 1, 20), (24, 24)])
-def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypatch, breaks, batch):
+def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypatch, taken_at_once, breaks, batch):
     monkeypatch.setattr(wire, "CHUNK", 500)
-    monkeypatch.setattr(wire, "_BATCH", batch)
+    taken_at_once(batch)
     copies = copies_of(1, 2)
     first, second, _ = copies[0][1].held
     assert first.bytes_of(first.entries[0]) == 500 * 24, "it breaks off in the first piece, behind it, and in the end"
@@ -118,17 +135,17 @@ def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypa
     assert is_parity_of(there.store, PLACE, *copies)
 
 
-def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch):
+def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch, taken_at_once):
     """A negative control: pieces that are in are folded again, which takes them out."""
     sound = Parities._fold_once
 
-    def forgetful(self, place, staged, manifest, *piece):
-        staged.folded[manifest.slot] = piece[0]
-        sound(self, place, staged, manifest, *piece)
+    def forgetful(self, place, staged, manifest, *batch):
+        staged.folded[manifest.slot] = batch[0].first
+        sound(self, place, staged, manifest, *batch)
 
     monkeypatch.setattr(Parities, "_fold_once", forgetful)
     monkeypatch.setattr(wire, "CHUNK", 500)
-    monkeypatch.setattr(wire, "_BATCH", 500)
+    taken_at_once(500)
     copies = copies_of(1, 2)
     send_in_pieces(there, copies, [23])
     assert not is_parity_of(there.store, PLACE, *copies)
@@ -193,14 +210,14 @@ def test_what_is_folded_into_a_version_that_is_over_does_not_come_into_the_next(
     parities = Parities(store)
 
     def late():
-        first, *others = pieces_of(*old[0])
+        first, *others = batches_of(*old[0])
         yield first
-        assert parities.take(PLACE, MEMBERS, new[0][1], pieces_of(*new[0])) == []
+        assert parities.take(PLACE, MEMBERS, new[0][1], batches_of(*new[0])) == []
         yield from others
 
     with pytest.raises(Unwanted, match="while a newer version was begun"):
         parities.take(PLACE, MEMBERS, old[0][1], late())
-    parities.take(PLACE, MEMBERS, new[1][1], pieces_of(*new[1]))
+    parities.take(PLACE, MEMBERS, new[1][1], batches_of(*new[1]))
     assert is_parity_of(store, PLACE, *new)
     store.close()
 

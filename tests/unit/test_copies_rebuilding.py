@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.copies import parity
+from ntp_plugin.copies.layout import Batch
 from ntp_plugin.copies.manifest import Version, views
-from ntp_plugin.copies.parity import Parities, WrongParity, fold, rebuild
+from ntp_plugin.copies.parity import Parities, WrongParity, fold, fold_batch, rebuild
 from ntp_plugin.copies.restore import describe, standable
 from ntp_plugin.copies.store import FAR, NEAR, REBUILT, NoRoom, Place, Store
 from ntp_plugin.errors import StateLost
 from tests.unit.copies_bytes import bytes_of, mapped, wrong_in
-from tests.unit.test_copies_parity import MEMBERS, PLACE, copies_of, pieces_of
+from tests.unit.test_copies_parity import MEMBERS, PLACE, batches_of, copies_of
 from tests.unit.test_copies_restore import (
     HALVES,
     THIRDS,
@@ -31,19 +32,22 @@ from tests.unit.test_copies_restore import (
 from tests.unit.test_copies_store import some_values, written
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=3), st.integers(0, 4000), st.randoms())
-def test_machine_code_folds_what_torch_folds(sizes, cut, dice):
-    """Into bytes that end before the copy, within it, or after it."""
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.randoms())
+def test_machine_code_folds_what_torch_folds(sizes, dice):
+    """Some pieces of those that came."""
     if parity.machine() is None:
         pytest.skip("it was not built")
     memory, manifest = written({f"{size} of {at}": torch.zeros(size) for at, size in enumerate(sizes)})
     memory.copy_(torch.frombuffer(bytearray(dice.randbytes(len(memory))), dtype=torch.uint8))
-    pieces = [(held, views(memory, held)) for held in manifest.held]
-    parities = [torch.arange(cut, dtype=torch.int64).to(torch.uint8) for _ in range(2)]
-    fold(parities[0], pieces)
+    came, first, until = (dice.randrange(len(sizes) + 1) for _ in range(3))
+    first, until = min(first, until), max(first, until)
+    begin = manifest.held[min(came, first)].entries[0].offset if first < until else 0
+    batch = Batch(first=first, until=until, begin=begin, end=len(memory))
+    parities = [torch.arange(len(memory) + 8, dtype=torch.int64).to(torch.uint8) for _ in range(2)]
+    fold_batch(parities[0], manifest, batch, memory[begin:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parity, "machine", lambda: None)
-        fold(parities[1], pieces)
+        fold_batch(parities[1], manifest, batch, memory[begin:])
     assert torch.equal(*parities)
 
 
@@ -54,7 +58,7 @@ def test_what_would_lie_before_the_bytes_is_not_folded():
     entry = dataclasses.replace(held.entries[0], offset=-64)
     room = torch.zeros(256, dtype=torch.uint8)
     values = {entry.name: torch.full((16,), 0xFF, dtype=torch.uint8)}
-    fold(room[128:], [(dataclasses.replace(held, entries=(entry,)), values)])
+    fold(room[128:], dataclasses.replace(held, entries=(entry,)), values)
     assert not room.any()
 
 
@@ -66,7 +70,7 @@ def test_any_member_comes_out_of_the_parity_and_the_others(tmp_path_factory, siz
     with closing(Store(folder)) as store:
         parities = Parities(store)
         for slot in data.draw(st.permutations(members)):
-            parities.take(PLACE, members, copies[slot][1], pieces_of(*copies[slot]))
+            parities.take(PLACE, members, copies[slot][1], batches_of(*copies[slot]))
         lost = data.draw(st.sampled_from(members))
         memory, manifest = copies[lost]
 
@@ -95,7 +99,7 @@ def test_a_full_host_is_told_before_a_loss_and_has_room_after_it(tmp_path):
         parities = Parities(store)
         for place in (PLACE, other):
             for memory, manifest in copies:
-                parities.take(place, MEMBERS, manifest, pieces_of(memory, manifest))
+                parities.take(place, MEMBERS, manifest, batches_of(memory, manifest))
         with pytest.raises(NoRoom):
             store.open(copy_at(FAR, 7), 64)
         rebuild(store, PLACE, store.manifest(PLACE), copies[0][1], lambda _, __, held: views(copies[1][0], held))
@@ -276,10 +280,9 @@ def test_a_host_without_room_for_what_is_rebuilt_says_so(written_thirds, tmp_pat
 def test_it_would_be_noticed_if_what_comes_out_were_not_verified(written_thirds, tmp_path, monkeypatch):
     """A negative control: a wrong parity is believed; the comparison in the end finds it."""
     flipped(tmp_path, 2)
-    monkeypatch.setattr("ntp_plugin.copies.parity.wrong_of", lambda *_: [])
     monkeypatch.setattr("ntp_plugin.copies.restore.wrong", lambda *_: [])
     monkeypatch.setattr("ntp_plugin.copies.wire.wrong", lambda *_: [])
-    monkeypatch.setattr("ntp_plugin.copies.parity.wrong_in", lambda *_: [])
+    monkeypatch.setattr("ntp_plugin.copies.parity.wrong_in", lambda *_, **__: [])
     left, layout = without(written_thirds, 0)
     for found in restore(left, layout):
         assert isinstance(found, StateLost)

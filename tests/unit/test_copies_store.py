@@ -1,6 +1,7 @@
 """Copies in a host's memory: whole or none, whoever dies, and no more than there is room for."""
 
 import dataclasses
+import hashlib
 import os
 import re
 import signal
@@ -13,7 +14,8 @@ import torch
 
 from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.copies.digest import digest
-from ntp_plugin.copies.manifest import Entry, Held, Manifest, Version, dtype_name, places, salt, view
+from ntp_plugin.copies.layout import in_a_row, places
+from ntp_plugin.copies.manifest import Manifest, Version, salt, view
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
 from tests.unit.copies_bytes import bytes_of, wrong_in
@@ -39,20 +41,27 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def written(values, *, step=5, epoch=2, slot=3, run="run"):
     """The bytes of a copy of these tensors, and its manifest."""
-    offsets, size = places([value.nbytes for value in values.values()])
-    memory, held = torch.zeros(size, dtype=torch.uint8), []
-    for offset, (name, value) in zip(offsets, values.items(), strict=True):
+    pieces, digests = [], []
+    for name, value in values.items():
         shape = tuple(value.shape)
-        piece = Piece(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=value.numel())
-        number = digest(value, piece.runs, salt=salt(run, step, name, "weight"))
-        entry = Entry(name="weight", dtype=dtype_name(value.dtype), offset=offset, digest=number)
-        held.append(Held(piece=piece, entries=(entry,), numbers={"step": step}))
-        view(memory, held[-1], entry).copy_(value.reshape(-1))
-    version = Version(step=step, epoch=epoch)
-    extras = {"consumed": 8 * step}
-    return memory, Manifest(
-        run=run, version=version, slot=slot, holders=(slot, 9), size=size, held=tuple(held), extras=extras
+        pieces.append(Piece(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=value.numel()))
+        digests.append(digest(value, pieces[-1].runs, salt=salt(run, step, name, "weight")))
+    kinds = [(("weight", value.dtype),) for value in values.values()]
+    manifest = Manifest(
+        run=run,
+        version=Version(step=step, epoch=epoch),
+        slot=slot,
+        holders=(slot, 9),
+        size=places([value.nbytes for value in values.values()])[1],
+        layout=in_a_row(tuple(zip(pieces, kinds, strict=True))),
+        digests=tuple(digests),
+        numbers=({"step": step},) * len(pieces),
+        extras={"consumed": 8 * step},
     )
+    memory = torch.zeros(manifest.size, dtype=torch.uint8)
+    for held, value in zip(manifest.held, values.values(), strict=True):
+        view(memory, held, held.entries[0]).copy_(value.reshape(-1))
+    return memory, manifest
 
 
 def some_values(seed=0, size=1000):
@@ -326,3 +335,13 @@ def test_what_is_of_later_steps_is_forgotten_whoever_wrote_it(tmp_path):
     mine.forget_since(5)
     assert {(place.kind, place.number) for place, _ in others.found()} == {(NEAR, 0), (FAR, 0)}
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_an_earlier_version_of_the_plugin_wrote_is_no_copy(store):
+    """All in one line."""
+    put(store, PLACE)
+    path = store.folder / f"{PLACE}.json"
+    body = b'["run", [5, 2], 3, [3, 9], 64, [], {}]'
+    path.write_bytes(body + b"\n" + hashlib.blake2b(body, digest_size=16).hexdigest().encode())
+    assert list(store.found()) == []
+    assert list(store.broken()) == [(PLACE, None)]

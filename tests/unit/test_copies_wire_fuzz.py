@@ -89,14 +89,14 @@ def spoilt_requests(dice):
 
 def spoilt_manifests(dice):
     """By who knows the secret and makes the checksum right, so that they are read to the end."""
-    body = json.loads(TEXT.rpartition(b"\n")[0])
-    piece, entries, _ = dice.choice(body[5])
-    of_piece = [(piece, at) for at in range(1, 6)]
-    of_all = [(body, 4), (body[1], 0), (piece[1], 0), (piece[3], 0), (piece[3][0], 1)]
-    of_entries = [(entries, 0), *((entries[0], at) for at in range(4))]
-    holder, at = dice.choice([*of_piece, *of_all, *of_entries])
+    layout, told = map(json.loads, TEXT.split(b"\n")[:2])
+    piece, kinds = dice.choice(layout)
+    of_piece = [(piece, at) for at in range(1, 6)] + [(piece[1], 0), (piece[3], 0), (piece[3][0], 1)]
+    of_kinds = [(kinds, 0), *((kinds[0], at) for at in range(3))]
+    of_all = [(told, 4), (told[1], 0), (told, 5), (told[5], 0), (told, 6)]
+    holder, at = dice.choice([*of_piece, *of_kinds, *of_all])
     holder[at] = dice.choice([-1, 1 << 40, 10**30, "x", None, [], 2.5, {}, "int64"])
-    text = json.dumps(body).encode()
+    text = json.dumps(layout).encode() + b"\n" + json.dumps(told).encode()
     text += b"\n" + hashlib.blake2b(text, digest_size=16).hexdigest().encode()
     return line(putting(replace(ELSEWHERE, kind=dice.choice([ELSEWHERE.kind, PARITY])), text)) + text + BYTES
 

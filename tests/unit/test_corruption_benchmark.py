@@ -42,7 +42,7 @@ def test_what_is_injected_where_slots_share_a_parity_is_found(job_of_parities, k
 
 
 def test_it_notices_when_what_comes_out_of_a_parity_is_not_compared(job_of_parities, monkeypatch):
-    monkeypatch.setattr("ntp_plugin.copies.parity.wrong_in", lambda *_: [])
+    monkeypatch.setattr("ntp_plugin.copies.parity.wrong_in", lambda *_, **__: [])
     seen = parity_trial(job_of_parities, "stale parity", random.Random(5))
     assert not seen.found
 

@@ -133,8 +133,8 @@ def test_a_device_without_products_of_matrices_of_integers_comes_to_the_same_num
         runs = runs_of(shape, dim, ranges)
         part = torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim).reshape(-1)
         values_of = module._part(part, runs)
-        found = module._sums_by_blocks([values_of.words()], values_of.runs)
-        expected = module._sums_by_numpy([values_of.words()], values_of.runs)
+        found = module._sums_by_blocks([values_of.words], values_of.places)
+        expected = module._sums_by_numpy([values_of.words], values_of.places)
         assert [one % MODULUS for one in found] == [one % MODULUS for one in expected]
 
 

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.copies import machine as module
 from ntp_plugin.copies.machine import Machine, machine
+from ntp_plugin.copies.runs import odd_numbers
 
 
 @pytest.fixture
@@ -39,11 +41,10 @@ def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
         pytest.skip("it was not built")
     call = Machine.sums
 
-    def other(found_by, rows, *, width, values):
-        found = call(found_by, rows, width=width, values=values)
-        found[-1][0] ^= (what == "a sum") << 63
-        found[0][1] ^= what == "a largest word" or (what == "the width" and width == 2)
-        return found
+    def other(found_by, rows, found):
+        call(found_by, rows, found)
+        found[-1][0] ^= np.uint64((what == "a sum") << 63)
+        found[0][1] ^= np.uint64(what == "a largest word" or (what == "the width" and rows[0][5] == 2))
 
     machine.cache_clear()
     monkeypatch.setattr(Machine, "sums", other)
@@ -52,32 +53,59 @@ def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
 
 
 @pytest.mark.usefixtures("_asked_anew")
-@pytest.mark.parametrize("call", ["copy", "fold"])
-def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog, call):
+def test_what_copies_nothing_is_told_and_left(monkeypatch, caplog):
     if machine() is None:
         pytest.skip("it was not built")
-    right = getattr(Machine, call)
+    right = Machine.sums
     machine.cache_clear()
-    monkeypatch.setattr(
-        Machine, call, lambda found_by, rows: right(found_by, [(to, at, size - 1) for to, at, size in rows])
-    )
+    but_where_to = np.array([*[1] * 7, 0], dtype=np.uint64)
+    monkeypatch.setattr(Machine, "sums", lambda by, rows, found: right(by, rows * but_where_to, found))
+    assert machine() is None
+    assert "of another source" in caplog.text
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog):
+    if machine() is None:
+        pytest.skip("it was not built")
+    right = Machine.fold
+    machine.cache_clear()
+    monkeypatch.setattr(Machine, "fold", lambda by, rows: right(by, rows - np.array([0, 0, 1], dtype=np.uint64)))
     assert machine() is None
     assert "of another source" in caplog.text
 
 
 @settings(max_examples=100)
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 70), st.integers(0, 70)), max_size=5), st.binary())
-def test_bytes_are_copied_to_where_they_belong_and_nothing_beside_them_changes(asked, salt):
-    """At any address: whole lines of a processor's cache, parts of one, and none."""
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4), st.integers(0, 70), st.integers(0, 70)), max_size=5),
+    st.sampled_from([np.uint8, np.int16, np.int32]),
+    st.binary(),
+)
+def test_words_are_copied_to_where_they_belong_and_nothing_beside_them_changes(asked, word, salt):
+    """At any address: whole lines of a processor's cache, parts of one, and none; the sums are the same."""
     by_machine = machine()
     if by_machine is None:
         pytest.skip("it was not built")
-    generator = np.random.default_rng(list(salt))
-    sources = [generator.integers(0, 256, size + shift, dtype=np.uint8)[shift:] for size, shift, _ in asked]
-    targets = [generator.integers(0, 256, size + 200, dtype=np.uint8) for size, _, _ in asked]
+    generator, width = np.random.default_rng(list(salt)), np.dtype(word).itemsize
+    drawn = [generator.integers(0, 256, (page * pages + shift) * width, np.uint8) for page, pages, shift, _ in asked]
+    sources = [one.view(word)[shift:] for one, (*_, shift, _) in zip(drawn, asked, strict=True)]
+    targets = [
+        generator.integers(0, 256, (page * pages + 99) * width, np.uint8).view(word) for page, pages, *_ in asked
+    ]
     wanted = [target.copy() for target in targets]
-    for (size, _, at), source, target in zip(asked, sources, wanted, strict=True):
-        target[at : at + size] = source
-    each = zip(asked, sources, targets, strict=True)
-    by_machine.copy([(target.ctypes.data + at, source.ctypes.data, size) for (size, _, at), source, target in each])
+    for (*_, at), source, target in zip(asked, sources, wanted, strict=True):
+        target[at : at + len(source)] = source
+    keys, pages_keys = odd_numbers(torch.arange(300)).numpy(), odd_numbers(torch.arange(4)).numpy()
+    rows = [
+        (
+            *(source.ctypes.data, keys.ctypes.data, pages_keys.ctypes.data, page, pages, width, number),
+            target.ctypes.data + at * width,
+        )
+        for number, ((page, pages, _, at), source, target) in enumerate(zip(asked, sources, targets, strict=True))
+    ]
+    rows, sums, found = np.array(rows, dtype=np.uint64).reshape(-1, 8), *np.zeros((2, len(asked), 2), dtype=np.uint64)
+    by_machine.sums(rows, found)
     assert all(np.array_equal(target, one) for target, one in zip(targets, wanted, strict=True))
+    rows[:, 7] = 0
+    by_machine.sums(rows, sums)
+    assert np.array_equal(sums, found)
