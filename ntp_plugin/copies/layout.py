@@ -6,6 +6,7 @@ manifest, and what of it is taken in at a time stays in memory with it, and each
 
 import dataclasses
 import functools
+import itertools
 import json
 import operator
 from collections.abc import Iterator, Sequence
@@ -111,21 +112,23 @@ class Layout:
         return tuple(self._batches())
 
     def _batches(self) -> Iterator[Batch]:
-        first, size = 0, 0
+        at = 0
+        for first, until in itertools.pairwise([0, *self._ends_of_batches()]):
+            of_it = range(self.begins[first], self.begins[until])
+            begin = min((self.values[number][-1] for number in of_it), default=at)
+            at = max((self.values[number][-1] + self._sizes[number] for number in of_it), default=at)
+            yield Batch(first=first, until=until, begin=begin, end=at)
+
+    def _ends_of_batches(self) -> Iterator[int]:
+        size = 0
         for number in range(len(self.pieces)):
             more = sum(self._sizes[self.begins[number] : self.begins[number + 1]])
-            if number > first and size + more > AT_ONCE:
-                yield self._batch(first, number)
-                first, size = number, 0
+            if size and size + more > AT_ONCE:
+                yield number
+                size = 0
             size += more
-        if first < len(self.pieces):
-            yield self._batch(first, len(self.pieces))
-
-    def _batch(self, first: int, until: int) -> Batch:
-        of_it = range(self.begins[first], self.begins[until])
-        begin = min((self.values[number][-1] for number in of_it), default=0)
-        end = max((self.values[number][-1] + self._sizes[number] for number in of_it), default=begin)
-        return Batch(first=first, until=until, begin=begin, end=end)
+        if self.pieces:
+            yield len(self.pieces)
 
 
 @functools.lru_cache(_REMEMBERED)

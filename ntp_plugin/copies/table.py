@@ -56,10 +56,6 @@ class Table:
         ]
         """The values of which the largest word does not tell whether all is finite."""
 
-    def __len__(self) -> int:
-        """How many rows."""
-        return len(self._rows)
-
     def sums(
         self, by: Machine, at: Numbers, found: Rows, *, rows: slice = slice(None), to: Numbers | None = None
     ) -> None:

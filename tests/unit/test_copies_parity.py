@@ -109,7 +109,9 @@ def send_in_pieces(there, copies, breaks):
         assert there.peer().put(PLACE, manifest, memory, pace=no_pace, members=MEMBERS) == []
 
 
-def test_a_piece_without_values_is_taken_like_any_other(there):
+@pytest.mark.parametrize("at_once", [100, 1 << 20])
+def test_a_piece_without_values_is_taken_like_any_other(there, taken_at_once, at_once):
+    taken_at_once(at_once)
     copies = []
     for memory, manifest in copies_of(1, 2):
         (first, *others), numbers = manifest.layout.pieces, manifest.numbers
