@@ -2,7 +2,7 @@
 
     python -m benchmarks.copies               an hour or two; to be run on a quiet machine
     ROWS=spared python -m benchmarks.copies   the jobs with a processor to spare
-    ROWS=short python -m benchmarks.copies    those of short steps that keep all processors busy, half an hour
+    ROWS=short python -m benchmarks.copies    those of short steps that keep all processors busy, forty minutes
     SCALE=ci python -m benchmarks.copies      the slice for CI
 
 A live Megatron job with the distributed optimizer, TP2 x DP2, copies its state after every second step
