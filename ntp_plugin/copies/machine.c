@@ -68,7 +68,7 @@ static void wait_for_writes(void)
         WORD *to = one->to;                                                                                            \
         BITS largest = 0;                                                                                              \
         for (uint64_t page = 0; page < one->pages_count; page++, words += one->keys_count) {                           \
-uint64_t sum = 0;                                                                                          \
+            uint64_t sum = 0;                                                                                          \
             for (uint64_t begin = 0; begin < one->keys_count; begin += BLOCK) {                                        \
                 uint64_t end = begin + BLOCK < one->keys_count ? begin + BLOCK : one->keys_count;                      \
                 for (const char *at = (const char *)&words[begin]; at < (const char *)&words[end]; at += LINE)         \
@@ -93,8 +93,9 @@ SUM_OF(sum_of_8, uint8_t, uint8_t, 0x7f)
 SUM_OF(sum_of_16, int16_t, uint16_t, 0x7fff)
 SUM_OF(sum_of_32, int32_t, uint32_t, 0x7fffffff)
 
-/* What was `found` before is added to. */
-void ntp_sums(const Rectangle *all, uint64_t count, Found *found)
+/* What was `found` before is added to. Whoever changes the arguments has to change the name: a library that was built
+   before is not called then. */
+void ntp_sum_and_copy(const Rectangle *all, uint64_t count, Found *found)
 {
     for (uint64_t number = 0; number < count; number++) {
         const Rectangle *one = &all[number];

@@ -30,7 +30,7 @@ class Machine:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        self._sums, self._fold = library.ntp_sums, library.ntp_fold
+        self._sums, self._fold = library.ntp_sum_and_copy, library.ntp_fold
         self._sums.restype = self._fold.restype = None
         self._sums.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
         self._fold.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
@@ -54,7 +54,9 @@ def machine() -> Machine | None:
     try:
         found = Machine(LIBRARY)
     except (OSError, AttributeError) as error:
-        _LOG.warning("digests are made by NumPy, which takes longer: %s cannot be used (%s)", LIBRARY, error)
+        _LOG.warning(
+            "digests are made by NumPy, which takes longer: %s cannot be used (%s); install again", LIBRARY, error
+        )
         return None
     if not all(_is_right(found, word) for word in (np.uint8, np.int16, np.int32)):
         _LOG.warning("digests are made by NumPy, which takes longer: %s is of another source; install again", LIBRARY)

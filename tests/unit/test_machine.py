@@ -1,5 +1,9 @@
 """Machine code is used where it is right, and nowhere else."""
 
+import _ctypes
+import ctypes
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +39,14 @@ def test_what_is_no_library_is_told_and_left(monkeypatch, tmp_path, caplog, text
 
 
 @pytest.mark.usefixtures("_asked_anew")
+def test_a_library_that_has_other_calls_is_told_and_left(monkeypatch, caplog):
+    """As one does that was built before they took what they take now: to call it would end the process."""
+    monkeypatch.setattr(module, "LIBRARY", Path(_ctypes.__file__))
+    assert machine() is None
+    assert "cannot be used" in caplog.text
+
+
+@pytest.mark.usefixtures("_asked_anew")
 @pytest.mark.parametrize("what", ["a sum", "a largest word", "the width"])
 def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
     if machine() is None:
@@ -52,25 +64,33 @@ def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
     assert "of another source" in caplog.text
 
 
-@pytest.mark.usefixtures("_asked_anew")
-def test_what_copies_nothing_is_told_and_left(monkeypatch, caplog):
-    if machine() is None:
-        pytest.skip("it was not built")
-    right = Machine.sums
-    machine.cache_clear()
-    but_where_to = np.array([*[1] * 7, 0], dtype=np.uint64)
-    monkeypatch.setattr(Machine, "sums", lambda by, rows, found: right(by, rows * but_where_to, found))
-    assert machine() is None
-    assert "of another source" in caplog.text
+def folds_a_byte_less(fold):
+    return lambda by, rows: fold(by, rows - np.array([0, 0, 1], dtype=np.uint64))
+
+
+def copies_nothing(sums):
+    return lambda by, rows, found: sums(by, rows * np.array([*[1] * 7, 0], dtype=np.uint64), found)
+
+
+def copies_all_but_a_byte(sums):
+    def other(by, rows, found):
+        sums(by, rows, found)
+        for *_, keys, pages, width, _, to in rows.tolist():
+            if to:
+                ctypes.c_uint8.from_address(to + keys * pages * width - 1).value ^= 1
+
+    return other
 
 
 @pytest.mark.usefixtures("_asked_anew")
-def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("call", "spoilt"), [("fold", folds_a_byte_less), ("sums", copies_nothing), ("sums", copies_all_but_a_byte)]
+)
+def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog, call, spoilt):
     if machine() is None:
         pytest.skip("it was not built")
-    right = Machine.fold
     machine.cache_clear()
-    monkeypatch.setattr(Machine, "fold", lambda by, rows: right(by, rows - np.array([0, 0, 1], dtype=np.uint64)))
+    monkeypatch.setattr(Machine, call, spoilt(getattr(Machine, call)))
     assert machine() is None
     assert "of another source" in caplog.text
 
