@@ -57,10 +57,6 @@ class Held:
     def bytes_of(self, entry: Entry) -> int:
         return self.piece.size * DTYPES[entry.dtype].itemsize
 
-    def ends(self) -> list[int]:
-        """Where its bytes do, entry by entry."""
-        return [entry.offset + self.bytes_of(entry) for entry in self.entries]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:

@@ -17,8 +17,8 @@ from ntp_plugin.copies.runs import Rectangle, Runs
 
 AT_ONCE = 1 << 21
 """Bytes that a processor's cache has yet when they are looked at the next time."""
-_WORDS, _VALUE, _TO = 0, 6, 7
-"""Columns of a row."""
+_WORDS, _KEYS, _PAGES, _WIDTH, _VALUE, _TO = 0, 3, 4, 5, 6, 7
+"""Columns of a row; of keys and pages how many."""
 _INFINITE = {"torch.float32": 0x7F800000, "torch.bfloat16": 0x7F80, "torch.float16": 0x7C00}
 """The least bits of what is not finite, but for the sign; of more than one word nothing is told by the largest. By the
 names of types, because in a rehearsal `torch.float32` is a double (`NTP_CPU=float64`)."""
@@ -45,7 +45,9 @@ class Table:
         self._rows = np.array(rows, dtype=np.uint64).reshape(-1, 8)
         self.of_row = self._rows[:, _VALUE].astype(np.intp)
         """Which value each is of."""
-        self.ends: Numbers = self._rows[:, _WORDS] + self._rows[:, 3] * self._rows[:, 4] * self._rows[:, 5]
+        self.ends: Numbers = self._rows[:, _WORDS] + self._rows[:, [_KEYS, _PAGES, _WIDTH]].prod(
+            axis=1, dtype=np.uint64
+        )
         """Where the bytes of each row end in its value."""
         self.keys: Numbers = np.array([cut.of_keys for cut in cuts], dtype=np.uint64)
         """The sum of those of each value's places."""

@@ -56,7 +56,8 @@ def batches_of(memory, manifest):
     return [
         (Batch(first=number, until=number + 1, begin=begin, end=end), memory[begin:end])
         for number, held in enumerate(manifest.held)
-        for begin, end in [(held.entries[0].offset, held.ends()[-1])]
+        for begin in [held.entries[0].offset]
+        for end in [held.entries[-1].offset + held.bytes_of(held.entries[-1])]
     ]
 
 
