@@ -16,6 +16,8 @@ from rich.table import Table
 FOLDER = Path("build/show")
 _WIDTH = 140
 """Of what is printed to a file."""
+_SLICES = ("SCALE", "ROWS", "FRAMEWORK", "CYCLES")
+"""Names in the environment by which some of the evidence is asked for."""
 _COLUMNS = 14
 """Of a table that can be read in it; rows of more values are printed one by one."""
 
@@ -86,7 +88,7 @@ def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]
         "holds": holds,
         "machine": machine(),
         "date": today(),
-        "command": f"make show-{topic}",
+        "command": " ".join((*_asked(), f"make show-{topic}")),
         "seed": seed,
         **more,
         "rows": list(rows),
@@ -105,6 +107,11 @@ def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]
         console.print(f"{name}: {value}")
     console.print(f"{topic}: {'holds' if holds else 'DOES NOT HOLD'} ({path})")
     return 0 if holds else 1
+
+
+def _asked() -> list[str]:
+    """What of it was asked for."""
+    return [f"{name}={os.environ[name]}" for name in _SLICES if os.environ.get(name)]
 
 
 def _table(topic: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:

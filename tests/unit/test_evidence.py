@@ -29,6 +29,23 @@ def test_rows_of_many_values_are_told_one_by_one(capsys):
     assert "topic: DOES NOT HOLD" in told
 
 
+@pytest.mark.parametrize(
+    ("asked", "command"),
+    [
+        ({}, "make show-topic"),
+        ({"ROWS": "busy", "SCALE": "ci"}, "SCALE=ci ROWS=busy make show-topic"),
+        ({"ROWS": ""}, "make show-topic"),
+    ],
+)
+def test_the_command_is_the_one_that_was_typed(monkeypatch, tmp_path, asked, command):
+    for name in ("SCALE", "ROWS", "FRAMEWORK", "CYCLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    evidence.show("topic", holds=True, seed=1, rows=[])
+    assert json.loads((tmp_path / "build/show/topic.json").read_text())["command"] == command
+
+
 def test_the_same_code_is_known_by_what_is_committed_of_it(monkeypatch, tmp_path):
     def git(*words):
         subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], check=True, capture_output=True)
