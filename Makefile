@@ -61,7 +61,7 @@ show-deepspeed-returns: $(READY)  # twenty minutes; SCALE=ci for three returns o
 show-corruption: $(READY)  # eight minutes; SCALE=ci for half a minute
 	$(PY) -m benchmarks.corruption
 
-show-copies: $(READY)  # on a quiet machine, an hour or two; SCALE=ci for a slice, ROWS=spared or ROWS=short for some of the jobs
+show-copies: $(READY)  # on a quiet machine, an hour or two; SCALE=ci for a slice, ROWS=spared or ROWS=busy for some of the jobs
 	$(PY) -m benchmarks.copies
 
 show-simulator: $(READY)  # ten minutes; SCALE=ci for a slice of three, with 20,000 schedules

@@ -1,9 +1,9 @@
 """Copies that processes make which do nothing else: how fast these are, and how many bytes there have to be.
 
-All processors do it at once, so that they share what carries the bytes, as in a job. Speeds are bytes in a second of
-processor time, of all threads of a process. Before each copy a processor's caches are filled with something else, which
-is not counted: in a job the step has them, and a copy finds neither its bytes nor its code there. What copies take that
-come one right after the other is told besides.
+They are of what torch's Adam keeps, which is looked for each time, as in a job. All processors do it at once, so that
+they share what carries the bytes. Speeds are bytes in a second of processor time, of all threads of a process. Before
+each copy a processor's caches are filled with something else, which is not counted: in a job the step has them, and a
+copy finds neither its bytes nor its code there. What copies take that come one right after the other is told besides.
 """
 
 import functools
@@ -24,10 +24,11 @@ from benchmarks.parity.layouts import BASE, MODELS
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.pieces import Piece
-from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.replicator import Replicator, Snapshot
 from ntp_plugin.copies.runs import runs_of
 from ntp_plugin.copies.store import Store
 from ntp_plugin.copies.wire import Server
+from ntp_plugin.training.stepped import Stepped, parts
 
 RANKS, TP = 4, 2
 PARTS = 26
@@ -86,7 +87,9 @@ def _speeds(mode: str, _processor: int) -> tuple[float, float, int]:
 def _speeds_of_copies(folder: Path, mode: str) -> tuple[float, float, int]:
     """Of two ranks' parts of the model, one after the other."""
     size = bytes_wanted() // RANKS
-    parts = [_part(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
+    stepped = [_stepped(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
+    optimizer = torch.optim.Adam([one.parameter for one in stepped])
+    optimizer.step()
     server = Server(Store(folder / "there"), run="r", secret="s", host="127.0.0.1", told=_fail)
     replicators = [
         Replicator(Store(folder / f"{slot}"), run="r", secret="s", slot=slot, trouble=_fail) for slot in SHARERS
@@ -96,9 +99,8 @@ def _speeds_of_copies(folder: Path, mode: str) -> tuple[float, float, int]:
 
     def copy(step: int) -> None:
         for replicator in replicators:
-            replicator.begin(
-                Snapshot(version=Version(step=step, epoch=0), holders=SHARERS, parts=parts, extras=_extras())
-            )
+            of_it, version = parts(stepped, optimizer), Version(step=step, epoch=0)
+            replicator.begin(Snapshot(version=version, holders=SHARERS, parts=of_it, extras=_extras()))
             replicator.wait()
             assert replicator.ok, "it is where it should be"
         for replicator in replicators:
@@ -123,10 +125,11 @@ def kept_wanted(mode: str) -> int:
     return 2 * one * {"near": 0, "copy": len(SHARERS), "xor:2": 1}[mode]
 
 
-def _part(number: int, size: int) -> Part:
+def _stepped(number: int, size: int) -> Stepped:
     piece = Piece(tensor=f"layers.{number}.weight", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    step = {"step": {"value": 1.0, "dtype": "float32", "device": "cpu"}}
-    return Part(piece=piece, values={name: torch.randn(size) for name in ("main", "m", "v")}, numbers=step)
+    parameter = torch.nn.Parameter(torch.randn(size))
+    parameter.grad = torch.randn(size)
+    return Stepped(parameter=parameter, pieces=((piece, 0),))
 
 
 def _extras() -> dict[str, Any]:
@@ -164,7 +167,7 @@ def _groups() -> int:
     return int(words[words.index("--num-query-groups") + 1])
 
 
-def explained_alone(off: float, speed: float) -> float:
+def explained(off: float, speed: float, others: float = 0.0) -> float:
     """The ratio that there would be if all ranks' copies were made in time of the step, on all processors, as fast as
-    by processes that do nothing else."""
-    return 1 + bytes_wanted() / speed / (os.cpu_count() or 1) / off
+    by processes that do nothing else, and all others took so many processor seconds more meanwhile."""
+    return 1 + (bytes_wanted() / speed + others) / (os.cpu_count() or 1) / off

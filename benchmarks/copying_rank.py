@@ -1,10 +1,11 @@
 """A rank of a job whose copies are measured: it writes down what its clocks say, and what a kind asks for is planted.
 
 What is planted is the thing that is compared with copies, or what a check has to notice: bytes moved in place of
-copies, a processor for the threads that make them, sleep.
+copies, a processor for the threads that make them, sleep, waste.
 """
 
 import dataclasses
+import hashlib
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ SHORT, LONG = 6, 48
 """Samples of a step, of 64 tokens each."""
 COPYING = "ntp-copies"
 """How the names of all threads begin that make or take copies."""
+_SOMETHING = bytes(1 << 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class Kind:
     """Whether in their place as many bytes are moved, by as few calls as there may be."""
     asleep: float = 0.0
     """Of each step with a copy the thread that trains sleeps so much."""
+    wasteful: float = 0.0
+    """Of all processors' time in such a step the threads that make copies waste so much."""
 
     @property
     def short(self) -> bool:
@@ -55,13 +59,13 @@ class Kind:
 
     @property
     def explained(self) -> bool:
-        """Whether it may take what as many bytes take."""
-        return self.judged and not self.spared
+        """Whether it is compared with what as many bytes take."""
+        return not (self.spared or self.bare or self.asleep)
 
     @property
     def judged(self) -> bool:
         """Whether any claim is on it."""
-        return not (self.bare or self.asleep)
+        return not (self.bare or self.asleep or self.wasteful)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +92,8 @@ class Clocked(Play):
             _have_bytes_moved(self.kind)
         if self.kind.asleep:
             _have_it_sleep(self.kind.asleep, read, begun)
+        if self.kind.wasteful:
+            _have_it_wasted(self.kind.wasteful, read)
         lived = super()._play(rank)
         rank.write(read)
         return lived
@@ -138,3 +144,17 @@ def _have_it_sleep(part: float, read: Sequence[Sequence[Any]], begun: Container[
             time.sleep(part * (read[-1][2] - read[-2][2]))
 
     setattr(Replicator, "wait_until_taken", wait_and_sleep)  # noqa: B010
+
+
+def _have_it_wasted(part: float, read: Sequence[Sequence[Any]]) -> None:
+    """By each rank as much, when its copy is made; nothing is read from memory for it."""
+    copy, of_a_rank = Replicator._copy, part * (os.cpu_count() or 1) / RANKS
+
+    def copy_and_waste(made: Replicator, *asked: Any) -> bool:
+        ok = copy(made, *asked)
+        until = time.thread_time() + (of_a_rank * (read[-1][2] - read[-2][2]) if len(read) > 1 else 0.0)
+        while time.thread_time() < until:
+            hashlib.blake2b(_SOMETHING)
+        return ok
+
+    setattr(Replicator, "_copy", copy_and_waste)  # noqa: B010

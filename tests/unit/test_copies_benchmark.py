@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import copies
 from benchmarks.copies import Pair, Step
+from benchmarks.copies_alone import bytes_wanted
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +24,9 @@ def test_a_step_that_one_rank_has_not_told_of_is_none():
     assert copies._steps(read, ranks=2) == {}
 
 
-def pair(*, more_seconds, more_busy, more_training=0.0, spared=False):
+def pair(*, more_seconds, more_busy, more_training=0.0, more_copying=0.0, spared=False):
     off = Step(seconds=2.0, busy=4.0, training=3.0, copying=0.0)
-    on = Step(seconds=2.0 + more_seconds, busy=4.0 + more_busy, training=3.0 + more_training, copying=0.0)
+    on = Step(seconds=2.0 + more_seconds, busy=4.0 + more_busy, training=3.0 + more_training, copying=more_copying)
     return Pair(on=on, off=off, spared=spared)
 
 
@@ -40,6 +41,33 @@ def test_where_copies_have_a_processor_of_their_own_theirs_explains_nothing():
     assert pair(more_seconds=0.2, more_busy=0.4, more_training=0.1, spared=True).explained == pytest.approx(1.05)
 
 
+def test_bytes_explain_what_copies_alone_take_and_what_moving_as_many_costs_others():
+    alone = [(bytes_wanted() / 0.04, bytes_wanted() / 0.03, 0)] * 2  # seconds of a processor, for all ranks' copies
+    bare, known = pair(more_seconds=0.1, more_busy=0.07, more_copying=0.06), copies.Known()
+    assert copies.by_bytes(alone, "copy", 0.4, known)[1] == pytest.approx(1.05)
+    known.others["copy"] = bare.more_of_others
+    shown, ratio = copies.by_bytes(alone, "copy", 0.4, known)
+    assert ratio == pytest.approx(1.0625)
+    assert (shown["explained_by_bytes"], shown["explained_by_copies_alone"]) == (1.0625, 1.05)
+    assert copies.by_bytes(alone, "near", 0.4, known)[1] == pytest.approx(1.05), "other bytes"
+    known.others["copy"] = -0.01
+    assert copies.by_bytes(alone, "copy", 0.4, known)[1] == pytest.approx(1.05), "noise takes nothing off"
+
+
+def test_a_ratio_is_explained_if_its_interval_is_not_above_and_tells_something():
+    assert copies.is_explained((1.049, 1.07), 1.05)
+    assert not copies.is_explained((1.051, 1.07), 1.05)
+    assert not copies.is_explained((1.02, 1.071), 1.05), "it is as wide as what controls plant"
+    assert not copies.is_explained((0.99, 1.01), None), "with a processor to spare bytes excuse nothing"
+
+
+def test_bytes_are_moved_before_what_they_explain_is_judged():
+    kinds = copies.KINDS
+    for kind in kinds:
+        bare = [kinds.index(one) for one in kinds if one.bare and one.short and one.mode == kind.mode]
+        assert not kind.explained or min(bare) < kinds.index(kind)
+
+
 def test_a_long_step_is_judged_by_what_is_added_to_a_short_one_and_by_itself():
     assert copies.is_within(1.03, 0.98, 1.0)
     assert not copies.is_within(1.031, 0.98, 1.0), "short steps say more"
@@ -52,7 +80,12 @@ def test_more_than_the_bound_is_within_where_bytes_explain_it():
 
 
 @pytest.mark.parametrize(
-    ("only", "wanted"), [("", copies.COPIES), ("spared", [kind for kind in copies.COPIES if kind.spared])]
+    ("only", "wanted"),
+    [
+        ("", copies.COPIES),
+        ("spared", [kind for kind in copies.COPIES if kind.spared]),
+        ("busy", [kind for kind in copies.COPIES if not kind.spared]),
+    ],
 )
 def test_each_long_kind_has_a_short_one_before_it(only, wanted):
     kinds = copies.ROWS[only]
@@ -71,4 +104,4 @@ def test_each_kind_of_copies_is_claimed_and_a_control_is_among_them(kinds):
 
 def test_other_rows_than_there_are_end_with_a_line(capsys):
     assert copies.main("", "spare") == 2
-    assert capsys.readouterr().err == "ROWS is spare, and has to be spared or short, or nothing for all\n"
+    assert capsys.readouterr().err == "ROWS is spare, and has to be spared or busy, or nothing for all\n"
