@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.parity import group_adam
 from benchmarks.rehearsal import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -56,6 +57,8 @@ class Job:
     per_host: int = 0
     """Ranks that believe to share a host; 0: all."""
     spoil: str = ""
+    group_adam: bool = False
+    """Whether Adam is one that counts its steps group by group."""
 
     @property
     def processes(self) -> int:
@@ -205,6 +208,8 @@ class Looker:
         MockGPTDataset.__getitem__ = _with_masks(MockGPTDataset.__getitem__)
         for name in COLLECTIVES:
             setattr(torch.distributed, name, self._counted(name))
+        if job.group_adam:
+            group_adam.install()
         if job.spoil:
             from benchmarks.parity import spoilt  # noqa: PLC0415
 

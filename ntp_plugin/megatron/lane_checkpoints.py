@@ -11,7 +11,7 @@ read, as it does in Megatron.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.lane_sync import LaneSync
-from ntp_plugin.training.optimizers import element_wise
+from ntp_plugin.training.optimizers import Numbers, element_wise
 from ntp_plugin.training.sharded_optimizer import LaneShard
 
 FORMAT = "fully_reshardable"
@@ -123,16 +123,19 @@ class LaneCheckpoints:
 
     def _options(self) -> dict[str, Any]:
         """As the distributed optimizer tells them: without parameters, with the step that all of them have."""
-        steps = {float(state["step"]) for state in self._inner.state.values() if "step" in state}
+        numbers = Numbers(self._inner)
+        kept = [numbers.of(parameter) for group in self._inner.param_groups for parameter in group["params"]]
+        steps = {float(one["step"]) for one in kept if "step" in one}
         assert len(steps) <= 1, "all parameters have been stepped together"
-        step = {"step": steps.pop()} if steps else {}
+        told: Callable[[float], float] = int if "step" in self._known.of_group else float  # as Megatron tells either
+        step = {"step": told(steps.pop())} if steps else {}
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in self._inner.param_groups
         ]
         return {"param_groups": [one | step for one in options]}
 
     def _set_options(self, saved: list[dict[str, Any]]) -> dict[torch.Tensor, float]:
-        """Of each group; and the step of each parameter."""
+        """Of each group; and the step of each parameter, where it is kept with these."""
         by_kind = {_identity(group): group for group in saved}
         steps: dict[torch.Tensor, float] = {}
         for group in self._inner.param_groups:
@@ -140,7 +143,9 @@ class LaneCheckpoints:
             step = options.pop("step", None)
             options.pop("params", None)
             group.update(options)
-            if step is not None:
+            if step is not None and "step" in self._known.of_group:
+                group["step"] = int(step)
+            elif step is not None:
                 steps |= dict.fromkeys(group["params"], step)
         return steps
 

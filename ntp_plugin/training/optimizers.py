@@ -6,12 +6,17 @@ are known to be so, and the names of what they keep. What is *cut* has the param
 elements go; what is *kept* is one number, the same for every part. Everything else is refused by its name: an
 optimizer that looks at whole matrices (Muon, Shampoo, SOAP, Adafactor) would train another model at every width.
 
+Where a number is kept is the optimizer's own: torch's Adam has its step with each parameter, NVIDIA's has it once for
+all parameters of a group, among the group's options, and apex's does not count where the group has none on this rank.
+It goes with the elements either way, since whoever gets these is to step them on as whoever had them (`Numbers`).
+
 A class is known by the module that defines it, and is imported by nobody here. Two projects are called apex: NVIDIA's
 optimizers are told by the kernel that they carry. A subclass is another optimizer, since it may step as it likes.
 """
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -25,12 +30,16 @@ class ElementWise:
 
     cut: tuple[str, ...]
     kept: tuple[str, ...] = ()
+    of_group: tuple[str, ...] = ()
+    """What it keeps once for all parameters of a group."""
     carries: str = "param_groups"
 
 
 _ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), kept=("step",))
 _SGD = ElementWise(cut=("momentum_buffer",))
-_FUSED_ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq", "master_param"), carries="multi_tensor_adam")
+_FUSED_ADAM = ElementWise(
+    cut=("exp_avg", "exp_avg_sq", "master_param"), of_group=("step",), carries="multi_tensor_adam"
+)
 _FUSED_SGD = ElementWise(cut=("momentum_buffer",), carries="multi_tensor_sgd")
 
 KNOWN: Mapping[tuple[str, str], ElementWise] = {
@@ -47,14 +56,13 @@ KNOWN: Mapping[tuple[str, str], ElementWise] = {
 INVENTORY = (
     *(
         Item(pattern=f"what the optimizer keeps as {key}", becomes=EXACT, why="copied with what is stepped")
-        for key in sorted({key for known in KNOWN.values() for key in (*known.cut, *known.kept)})
+        for key in sorted({key for known in KNOWN.values() for key in (*known.cut, *known.kept, *known.of_group)})
     ),
     Item(pattern="error feedback", becomes=NONE, why="none is kept; an optimizer that keeps some is refused"),
 )
 """What becomes of what they keep, where state comes from copies."""
 
 _WAY_OUT = "use SGD, Adam or AdamW, of torch or of NVIDIA's TransformerEngine or apex"
-_ONE_SCALE_FOR_ALL = (torch.float16, torch.uint8)
 
 
 def element_wise(optimizer: object) -> ElementWise:
@@ -73,17 +81,54 @@ def element_wise(optimizer: object) -> ElementWise:
         )
     for option in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"):
         dtype = getattr(optimizer, option, None)
-        if dtype in _ONE_SCALE_FOR_ALL:
+        if dtype not in (None, torch.float32):
             raise Refused(
-                f"the optimizer {name} has {option} = {dtype}: all elements of a tensor have one scale",
-                way_out=f"{option} = torch.float32 or torch.bfloat16",
+                f"the optimizer {name} has {option} = {dtype}: it keeps a scale for all elements of a tensor, beside"
+                " its state",
+                way_out=f"{option} = torch.float32",
             )
+    if getattr(optimizer, "master_weights", False) and hasattr(optimizer, "param_groups_master"):
+        raise Refused(
+            f"the optimizer {name} has master_weights = True: it keeps them beside its state",
+            way_out="master_weights = False, and the framework's own float32 masters",
+        )
     return known
+
+
+class Numbers:
+    """All that an optimizer keeps and that is not cut, by the parameters that it is kept for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._known = optimizer, element_wise(optimizer)
+        of_groups = optimizer.param_groups if self._known.of_group else []
+        self._group_of = {parameter: group for group in of_groups for parameter in group["params"]}
+
+    def of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """In one order, whoever tells them."""
+        state, group = self._optimizer.state.get(parameter, {}), self._group_of.get(parameter, {})
+        cut = {key for key in self._known.cut if isinstance(state.get(key), torch.Tensor)}
+        found = {key: value for key, value in state.items() if key not in cut}
+        return dict(sorted((found | {key: group[key] for key in self._known.of_group if key in group}).items()))
+
+    def put(self, parameter: torch.Tensor, numbers: Mapping[str, Any]) -> None:
+        """Have the optimizer keep these for it, wherever it keeps them."""
+        of_group = {key: value for key, value in numbers.items() if key in self._known.of_group}
+        if of_group:
+            self._group_of[parameter].update(of_group)
+        if len(numbers) > len(of_group):
+            self._optimizer.state[parameter].update({key: numbers[key] for key in numbers if key not in of_group})
+
+    def forget(self) -> None:
+        """Have nothing kept by groups."""
+        for group in self._optimizer.param_groups:
+            for key in self._known.of_group:
+                group.pop(key, None)
 
 
 def kept(optimizer: torch.optim.Optimizer) -> list[str]:
     """What an optimizer keeps by now, in the words of `INVENTORY`."""
     keys = {str(key) for state in optimizer.state.values() for key in state}
+    keys |= {key for key in element_wise(optimizer).of_group for group in optimizer.param_groups if key in group}
     return [f"what the optimizer keeps as {key}" for key in sorted(keys)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ntp_plugin.training.optimizers import element_wise, refuse_unknown_state
+from ntp_plugin.training.optimizers import Numbers, element_wise, refuse_unknown_state
 from ntp_plugin.training.rebuilding import MAIN, WEIGHT, Entries, Kept, Options
 from ntp_plugin.training.relayout_plan import NOT_HELD, Held
 
@@ -26,13 +26,17 @@ class ShardedState:
         newcomer: bool = False,
     ) -> None:
         """`mains` are what the optimizer steps instead of some parameters: copies of more digits."""
-        self.parameters, self.optimizer = dict(parameters), optimizer
+        self.parameters = dict(parameters)
         self._mains = dict(mains or {})
-        self._known = element_wise(optimizer)
+        self.have_optimizer(optimizer)
         self.versions = dict.fromkeys(self.parameters, NOT_HELD if newcomer else 0)
         self._built: dict[str, tuple[int, Entries, Mapping[str, object]]] = {}
         self._lent: dict[str, torch.Tensor] = {}
         """The weights of parameters that have others for as long as what goes with these is on its way."""
+
+    def have_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on it is this one that steps the parameters."""
+        self.optimizer, self._known, self._numbers = optimizer, element_wise(optimizer), Numbers(optimizer)
 
     def held(self, lost: Mapping[int, tuple[int, ...]]) -> Held:
         """What is reported before a walk: `lost` are the losses behind the versions."""
@@ -59,10 +63,9 @@ class ShardedState:
 
     def kept(self, name: str) -> Kept:
         """What is the same on all slots; whatever else the optimizer keeps for a parameter is one number each."""
-        cut = self.entries(name)
         return Kept(
-            dtypes={key: entry.dtype for key, entry in cut.items()},
-            numbers={key: _told(value) for key, value in sorted(self._state(name).items()) if key not in cut},
+            dtypes={key: entry.dtype for key, entry in self.entries(name).items()},
+            numbers={key: _told(value) for key, value in self._numbers.of(self._stepped(name)).items()},
         )
 
     def build(self, name: str, version: int, entries: Entries, numbers: Mapping[str, object]) -> None:
@@ -96,10 +99,10 @@ class ShardedState:
         if MAIN in entries:
             self._mains[name].grad, self._mains[name].data = None, entries[MAIN]
         own: dict[str, object] = {key: value for key, value in entries.items() if key not in (WEIGHT, MAIN)}
-        if numbers != self.kept(name).numbers:
-            own |= {key: _heard(value) for key, value in numbers.items()}
         if own:
             self.optimizer.state[self._stepped(name)].update(own)
+        if numbers != self.kept(name).numbers:
+            self._numbers.put(self._stepped(name), {key: _heard(value) for key, value in numbers.items()})
         self.versions[name] = version
 
     def settle(self, newest: Mapping[str, int]) -> None:

@@ -16,7 +16,7 @@ from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.training.optimizers import element_wise
+from ntp_plugin.training.optimizers import Numbers, element_wise
 from ntp_plugin.training.sharded_optimizer import LaneShard
 
 MAIN = "main"
@@ -50,19 +50,21 @@ def shards_of_lanes(shards: Iterable[LaneShard], piece_of: PieceOf) -> list[Step
 
 def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part]:
     """Where all of it lives now."""
-    known = element_wise(optimizer)
+    known, kept = element_wise(optimizer), Numbers(optimizer)
     found = []
     for one in stepped:
         state = optimizer.state.get(one.parameter, {})
         cut = {key: state[key] for key in known.cut if isinstance(state.get(key), torch.Tensor)}
-        numbers = {key: _told(value) for key, value in sorted(state.items()) if key not in cut}
+        numbers = {key: _told(value) for key, value in kept.of(one.parameter).items()}
         found += list(_parts(one, {MAIN: one.parameter.data} | cut, numbers))
     return found
 
 
 def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: Mapping[str, Held]) -> list[Part]:
     """Have the optimizer keep what the copies have for these tensors; where that is to be put."""
+    known, kept = element_wise(optimizer), Numbers(optimizer)
     optimizer.state.clear()
+    kept.forget()
     for one in stepped:
         likes = [_like(piece, kinds) for piece, _ in one.pieces]
         if not likes:
@@ -73,9 +75,11 @@ def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: M
             for entry in like.entries
             if entry.name != MAIN
         }
+        if state:
+            optimizer.state[one.parameter] = state
+            _require_numbers(like, known.of_group)
         numbers = {key: _heard(value, one.parameter.device) for key, value in like.numbers.items()}
-        if state or numbers:
-            optimizer.state[one.parameter] = state | numbers
+        kept.put(one.parameter, numbers)
     return parts(stepped, optimizer)
 
 
@@ -88,6 +92,16 @@ def _like(piece: Piece, kinds: Mapping[str, Held]) -> Held:
             way_out="resume with the model, and the number of stages, of the run that made them",
         )
     return like
+
+
+def _require_numbers(like: Held, of_group: tuple[str, ...]) -> None:
+    missing = [key for key in of_group if key not in like.numbers]
+    if missing:  # an Adam that begins to count again would step several times too far
+        raise Refused(
+            f"the copies of {like.piece.tensor} do not tell its optimizer's {', '.join(missing)}: an earlier version of"
+            " the plugin made them, or another optimizer",
+            way_out="restart from the last checkpoint",
+        )
 
 
 def _parts(one: Stepped, values: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> Iterator[Part]:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.parity.group_adam import FusedAdam
 from ntp_plugin.copies.inventory import require_known
 from ntp_plugin.errors import Refused
-from ntp_plugin.training.optimizers import INVENTORY, KNOWN, element_wise, kept, refuse_unknown_state
+from ntp_plugin.training.optimizers import INVENTORY, KNOWN, Numbers, element_wise, kept, refuse_unknown_state
 
 TORCH = {
     "Adam": {"weight_decay": 0.1},
@@ -104,10 +105,55 @@ def test_nvidias_are_known_by_module_and_kernel(module, name):
         element_wise(stand_in("apex.something.else", name, **{known.carries: print}))
 
 
-def test_states_with_one_scale_for_all_elements_are_refused():
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16])
+def test_states_with_one_scale_for_all_elements_are_refused(dtype):
     module, name = FUSED[0]
-    with pytest.raises(Refused, match=r"exp_avg_dtype = torch.uint8: all elements of a tensor have one scale"):
-        element_wise(stand_in(module, name, multi_tensor_adam=print, exp_avg_dtype=torch.uint8))
+    with pytest.raises(Refused, match=rf"exp_avg_dtype = {dtype}: it keeps a scale for all elements of a tensor"):
+        element_wise(stand_in(module, name, multi_tensor_adam=print, exp_avg_dtype=dtype))
+    element_wise(stand_in(module, name, multi_tensor_adam=print, exp_avg_dtype=torch.float32))
+
+
+def test_masters_that_are_kept_beside_the_state_are_refused():
+    """apex's; TransformerEngine's are in it."""
+    own = {"multi_tensor_adam": print, "master_weights": True}
+    with pytest.raises(Refused, match="master_weights = True: it keeps them beside its state"):
+        element_wise(stand_in("apex.optimizers.fused_adam", "FusedAdam", **own, param_groups_master=[]))
+    element_wise(stand_in("transformer_engine.pytorch.optimizers.fused_adam", "FusedAdam", **own))
+
+
+def stepped_in_groups(times):
+    """Two groups, of which the second has no parameter here, and is not counted in."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([{"params": [parameter]}, {"params": [], "weight_decay": 0.1}])
+    for _ in range(times):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+    return parameter, optimizer
+
+
+def test_what_is_kept_once_for_a_group_goes_with_its_parameters():
+    parameter, optimizer = stepped_in_groups(2)
+    assert Numbers(optimizer).of(parameter) == {"step": 2}
+    assert kept(optimizer) == [f"what the optimizer keeps as {key}" for key in ("exp_avg", "exp_avg_sq", "step")]
+    assert require_known(kept(optimizer), INVENTORY, strict=True) == []
+    other, theirs = stepped_in_groups(0)
+    assert Numbers(theirs).of(other) == {}
+    Numbers(theirs).put(other, {"step": 7})
+    assert [group.get("step") for group in theirs.param_groups] == [7, None]
+    assert not theirs.state, "nothing of it is the parameter's own"
+    Numbers(theirs).forget()
+    assert not any("step" in group for group in theirs.param_groups)
+
+
+def test_what_is_kept_for_a_parameter_stays_there():
+    optimizer, (parameter,) = steps("Adam", [torch.ones(3, 2)], [torch.ones(3, 2)])
+    told = Numbers(optimizer).of(parameter)
+    assert told.keys() == {"step"}
+    other = make("Adam", [torch.nn.Parameter(torch.ones(3, 2))])
+    (theirs,) = other.param_groups[0]["params"]
+    Numbers(other).put(theirs, told)
+    assert other.state[theirs] == {"step": told["step"]}
+    assert "step" not in other.param_groups[0]
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.parity.group_adam import FusedAdam
 from ntp_plugin.copies.digest import digest
 from ntp_plugin.copies.runs import MODULUS, runs_of
 from ntp_plugin.errors import Refused, StateLost
@@ -237,6 +238,20 @@ def test_who_switches_takes_what_the_others_keep():
     state.settle({"w": 3})  # also in the walk after one that was interrupted
     assert optimizer.state[parameter]["step"] == theirs.state[other]["step"] == 1
     assert torch.equal(optimizer.state[parameter]["exp_avg"], torch.ones(3))
+
+
+def test_who_switches_takes_what_the_others_keep_once_for_a_group():
+    parameter, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    optimizer, theirs = FusedAdam([parameter]), FusedAdam([other])
+    for _ in range(2):
+        other.grad = torch.ones(4)
+        theirs.step()
+    state = ShardedState({"w": parameter}, optimizer)
+    entries = {WEIGHT: torch.zeros(3), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    state.build("w", 3, entries, ShardedState({"w": other}, theirs).kept("w").numbers)
+    state.switch()
+    assert optimizer.param_groups[0]["step"] == 2
+    assert optimizer.state[parameter].keys() == {"exp_avg", "exp_avg_sq"}
 
 
 def lent(version):

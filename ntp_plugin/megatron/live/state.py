@@ -92,7 +92,7 @@ class TrainedState:
             if take_back is not None:
                 take_back()
         if not layout.is_idle:
-            self.live.optimizer = self._anatomy.optimizer.optimizer
+            self.live.have_optimizer(self._anatomy.optimizer.optimizer)
 
     def make_room(self, layout: Layout, kinds: Mapping[str, Any]) -> list[Part]:
         """Where what the copies have is to be put."""

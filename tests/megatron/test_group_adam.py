@@ -1,0 +1,87 @@
+"""An Adam that counts its steps once for a group, as TransformerEngine's and apex's do, where ranks are lost.
+
+The reference is torch's Adam in one whole replica that computes the whole batch.
+"""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.numerics import BF16, BOUNDS, bounds_of
+from benchmarks.parity.job import Job, largest_differences, run
+from benchmarks.parity.layouts import BASE, MODELS, hurt, uniform
+from benchmarks.parity.live import as_if_always_there, live
+from benchmarks.parity.saved import joined, loading, saving
+from ntp_plugin.testing.faults import kill
+from tests.megatron.test_live import OVERLAP, assert_every_sample_once, assert_same_training, widths
+
+
+def job(more=OVERLAP, **options):
+    return Job(
+        **{"model": MODELS[BASE], "tp": 2, "dp": 2, "enabled": True, "more": more, "group_adam": True, **options}
+    )
+
+
+def with_arguments(job, more):
+    return dataclasses.replace(job, more=f"{job.more} {more}")
+
+
+def test_it_trains_as_torchs():
+    worst = largest_differences(run(uniform(BASE, group_adam=True)), run(uniform(BASE)))
+    assert max(worst.values()) <= BOUNDS["float64"], worst
+
+
+@pytest.mark.parametrize("more", ["", pytest.param(OVERLAP, marks=pytest.mark.short)])
+def test_a_rank_dies(more):
+    lived, rows = live(job(more), faults=[kill(1, during="backward", step=5)])
+    assert widths(lived) == {0: 1, 2: 2, 3: 2}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+def test_steps_are_taken_again():
+    lived, rows = live(job(), faults=[kill(1, during="applied", step=5)])
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
+@pytest.mark.parametrize("more", ["", OVERLAP])
+def test_a_rank_comes_back(more):
+    lived, _ = live(job(more), faults=[kill(1, during="backward", step=5)], back={1: 12})
+    assert widths(lived) == dict.fromkeys(range(4), 2)
+    assert_same_training(lived)
+
+
+def test_a_replica_stands_idle_for_some_steps():
+    """What its survivors have not counted meanwhile they are told."""
+    lived, _ = live(job("--ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=5)], back={1: 10})
+    assert widths(lived) == dict.fromkeys(range(4), 2)
+    assert_same_training(lived)
+
+
+def test_one_replica_alone_in_half_precision():
+    """All is from copies; what is stepped are other tensors than the parameters."""
+    lived, _ = live(job("--bf16", dtype="float32", tp=4, dp=1), faults=[kill(2, during="backward", step=5)])
+    worst = largest_differences(as_if_always_there(lived), run(uniform(BASE, **BF16)))
+    bounds = bounds_of(BASE, "bfloat16")
+    assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
+
+
+SAVED = f"{OVERLAP} --dist-ckpt-optim-fully-reshardable"
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(("TP4+TP3", "TP3+TP3"), marks=pytest.mark.short), ("TP4+TP3", None), (None, "TP4+TP3")],
+    ids=str,
+)
+def test_what_one_layout_saves_another_goes_on_from(layouts, tmp_path):
+    """None: nobody lost, and Megatron without us."""
+    first, second = (
+        hurt(BASE, layout, more=SAVED, group_adam=True) if layout else job(SAVED, tp=4, enabled=False)
+        for layout in layouts
+    )
+    seen = run(with_arguments(first, saving(tmp_path)), 240)
+    found = joined(seen, run(with_arguments(second, loading(tmp_path)), 240))
+    worst = largest_differences(found, run(uniform(BASE)))
+    assert max(worst.values()) <= BOUNDS["float64"], worst
