@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rehearsal import Asking, asking_of, played, quietly
+from benchmarks.zero import fused_adam
 from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
 from benchmarks.zero.moments import FORWARDS, MOMENTS, hear_of_a_loss, tell_moments
 from benchmarks.zero.own_layers import Mpu, Own
@@ -45,6 +46,8 @@ class Job:
     enabled: bool = True
     ntp: tuple[tuple[str, Any], ...] = ()
     more: tuple[tuple[str, Any], ...] = ()
+    fused_adam: str = ""
+    """DeepSpeed's own in place of torch's: "known", or "refused" as on any CPU."""
     dropout: float = 0.0
     own_loader: bool = False
     """The script makes its loader, and shuffles anew in each turn."""
@@ -96,7 +99,7 @@ class Job:
     @property
     def config(self) -> dict[str, Any]:
         """As a `ds_config.json` has it."""
-        adam = {"lr": RATE, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": True}
+        adam = {"lr": RATE, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": not self.fused_adam}
         return {
             # AutoTP's slots of a replica are all counted
             "train_batch_size": (self.replicas if self.mpu else self.ranks) * self.each * self.micro,
@@ -202,6 +205,8 @@ class Play:
 
         if self.job.dtype == "float64":
             rehearse_in_float64()
+        if self.job.fused_adam:
+            fused_adam.install(refused=self.job.fused_adam == "refused")
         seen = _Loop(self.job, rank, self.asking).train()
         ours.end()
         return seen

@@ -11,6 +11,7 @@ from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_mod
 from ntp_plugin.config.sections import ActionsPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 
+_FUSED_ADAM = ("deepspeed.ops.adam.fused_adam", "FusedAdam")
 _WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel, with AutoTP or with an mpu's tensor parallelism"
 
 
@@ -104,6 +105,11 @@ def refuse_engine(engine: Any) -> None:
             "DeepSpeed's FusedAdam in half precision, without ZeRO, flattens what AutoTP has cut (FP16_Optimizer)",
             way_out='"torch_adam": true in optimizer.params, or ZeRO stage 1 or 2',
         )
+    if rounds_by_place(engine.basic_optimizer):
+        raise Refused(
+            "DeepSpeed's FusedAdam on a CPU rounds an element by its place in memory, so layouts differ",
+            way_out='"torch_adam": true in optimizer.params',
+        )
     of_model, accumulated = engine.get_data_types()
     if engine.autotp_size() > 1 and of_model != accumulated:
         raise Refused(
@@ -111,6 +117,12 @@ def refuse_engine(engine: Any) -> None:
             " model",
             way_out="leave data_types.grad_accum_dtype out",
         )
+
+
+def rounds_by_place(optimizer: Any) -> bool:
+    """DeepSpeed's for CPUs does sixteen elements at a time, and what is left over otherwise; that for GPUs does not."""
+    on_cpu = all(parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"])
+    return on_cpu and (type(optimizer).__module__, type(optimizer).__name__) == _FUSED_ADAM
 
 
 CALLS = {

@@ -419,9 +419,9 @@ class Window:
         engine._is_gradient_accumulation_boundary = None
         for timer in engine.timers.get_timers().values():
             timer.started_ = False
-        for parameter in engine.module.parameters():
+        stepped = (parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"])
+        for parameter in (*engine.module.parameters(), *stepped):  # a fused optimizer's `zero_grad` may keep gradients
             parameter.grad = None
-        engine.basic_optimizer.zero_grad(set_to_none=True)
         self._unwinding = False
 
     def _vote_and_apply(self, original: Any) -> Any:

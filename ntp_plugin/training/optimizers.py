@@ -7,7 +7,8 @@ elements go; what is *kept* is one number, the same for every part. Everything e
 optimizer that looks at whole matrices (Muon, Shampoo, SOAP, Adafactor) would train another model at every width.
 
 Where a number is kept is the optimizer's own: torch's Adam has its step with each parameter, NVIDIA's has it once for
-all parameters of a group, among the group's options, and apex's does not count where the group has none on this rank.
+all parameters of a group, among the group's options, and apex's does not count where the group has none on this rank;
+DeepSpeed's has it with each parameter, and counts in that of the last one of a group for all.
 It goes with the elements either way, since whoever gets these is to step them on as whoever had them (`Numbers`).
 
 A class is known by the module that defines it, and is imported by nobody here. Two projects are called apex: NVIDIA's
@@ -32,6 +33,8 @@ class ElementWise:
     kept: tuple[str, ...] = ()
     of_group: tuple[str, ...] = ()
     """What it keeps once for all parameters of a group."""
+    of_last: tuple[str, ...] = ()
+    """What it keeps with each of them, and counts for the last one alone, whose number is that of all."""
     carries: str = "param_groups"
 
 
@@ -39,6 +42,9 @@ _ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), kept=("step
 _SGD = ElementWise(cut=("momentum_buffer",))
 _FUSED_ADAM = ElementWise(
     cut=("exp_avg", "exp_avg_sq", "master_param"), of_group=("step",), carries="multi_tensor_adam"
+)
+_DEEPSPEEDS_ADAM = ElementWise(
+    cut=("exp_avg", "exp_avg_sq"), kept=("step",), of_last=("step",), carries="multi_tensor_adam"
 )
 _FUSED_SGD = ElementWise(cut=("momentum_buffer",), carries="multi_tensor_sgd")
 
@@ -50,6 +56,7 @@ KNOWN: Mapping[tuple[str, str], ElementWise] = {
     ("transformer_engine.pytorch.optimizers.fused_sgd", "FusedSGD"): _FUSED_SGD,
     ("apex.optimizers.fused_adam", "FusedAdam"): _FUSED_ADAM,
     ("apex.optimizers.fused_sgd", "FusedSGD"): _FUSED_SGD,
+    ("deepspeed.ops.adam.fused_adam", "FusedAdam"): _DEEPSPEEDS_ADAM,
 }
 """By the module that defines the class, and its name."""
 
@@ -62,7 +69,7 @@ INVENTORY = (
 )
 """What becomes of what they keep, where state comes from copies."""
 
-_WAY_OUT = "use SGD, Adam or AdamW, of torch or of NVIDIA's TransformerEngine or apex"
+_WAY_OUT = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam"
 
 
 def element_wise(optimizer: object) -> ElementWise:
@@ -73,7 +80,7 @@ def element_wise(optimizer: object) -> ElementWise:
     if known is None:
         raise Refused(f"the optimizer {name} is not known to be element-wise", way_out=_WAY_OUT)
     if not hasattr(optimizer, known.carries):
-        raise Refused(f"the optimizer {name} has no {known.carries}: it is not NVIDIA's", way_out=_WAY_OUT)
+        raise Refused(f"the optimizer {name} has no {known.carries}: it is another one of that name", way_out=_WAY_OUT)
     if any(group.get("fused") for group in getattr(optimizer, "param_groups")):  # noqa: B009  (any object may be asked)
         raise Refused(
             "the optimizer has fused = True, which rounds an element by its place in memory, so layouts differ",
@@ -100,14 +107,17 @@ class Numbers:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._known = optimizer, element_wise(optimizer)
-        of_groups = optimizer.param_groups if self._known.of_group else []
+        of_groups = optimizer.param_groups if self._known.of_group or self._known.of_last else []
         self._group_of = {parameter: group for group in of_groups for parameter in group["params"]}
 
     def of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """In one order, whoever tells them."""
-        state, group = self._optimizer.state.get(parameter, {}), self._group_of.get(parameter, {})
+        state = self._optimizer.state.get(parameter, {})
+        group: Mapping[str, Any] = self._group_of.get(parameter, {"params": ()})
         cut = {key for key in self._known.cut if isinstance(state.get(key), torch.Tensor)}
         found = {key: value for key, value in state.items() if key not in cut}
+        states = [self._optimizer.state.get(one, {}) for one in (group["params"] if self._known.of_last else ())]
+        found |= {key: max(one[key] for one in states if key in one) for key in self._known.of_last if key in found}
         return dict(sorted((found | {key: group[key] for key in self._known.of_group if key in group}).items()))
 
     def put(self, parameter: torch.Tensor, numbers: Mapping[str, Any]) -> None:

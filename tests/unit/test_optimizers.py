@@ -80,7 +80,7 @@ def test_an_option_that_makes_an_element_depend_on_its_place_is_refused():
         element_wise(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], fused=True))
 
 
-# ---------------------------------------------------------------- NVIDIA's, of which none is on this machine
+# ---------------------------------------------------------------- NVIDIA's and DeepSpeed's, whose kernels need a GPU
 
 
 def stand_in(module, name, **attributes):
@@ -96,10 +96,10 @@ FUSED = [place for place in KNOWN if not place[0].startswith("torch.")]
 
 
 @pytest.mark.parametrize(("module", "name"), FUSED)
-def test_nvidias_are_known_by_module_and_kernel(module, name):
+def test_fused_ones_are_known_by_module_and_kernel(module, name):
     known = KNOWN[module, name]
     assert element_wise(stand_in(module, name, **{known.carries: print})) is known
-    with pytest.raises(Refused, match=f"{name} has no {known.carries}: it is not NVIDIA's"):
+    with pytest.raises(Refused, match=f"{name} has no {known.carries}: it is another one of that name"):
         element_wise(stand_in(module, name))
     with pytest.raises(Refused, match="is not known"):
         element_wise(stand_in("apex.something.else", name, **{known.carries: print}))
