@@ -3,8 +3,6 @@
 The reference is torch's Adam in one whole replica that computes the whole batch.
 """
 
-import dataclasses
-
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
@@ -13,6 +11,7 @@ from benchmarks.parity.layouts import BASE, MODELS, hurt, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import joined, loading, saving
 from ntp_plugin.testing.faults import kill
+from tests.megatron.test_checkpoints import with_arguments
 from tests.megatron.test_live import OVERLAP, assert_every_sample_once, assert_same_training, widths
 
 
@@ -20,10 +19,6 @@ def job(more=OVERLAP, **options):
     return Job(
         **{"model": MODELS[BASE], "tp": 2, "dp": 2, "enabled": True, "more": more, "group_adam": True, **options}
     )
-
-
-def with_arguments(job, more):
-    return dataclasses.replace(job, more=f"{job.more} {more}")
 
 
 def test_it_trains_as_torchs():

@@ -199,15 +199,17 @@ def test_who_has_come_back_lives_through_the_next_loss_and_return():
     assert_every_sample_once(rows)
 
 
-WHILE_IT_COMES = ["moved", "made", "stood", "arriving", "arrived"]
-
-
 @pytest.mark.parametrize(
-    ("moment", "slot"),
+    ("slot", "moment"),
     [
-        pytest.param(moment, slot, marks=[pytest.mark.short] * (slot == 3 and moment.startswith("arriv")))
-        for moment in WHILE_IT_COMES
-        for slot in (0, 2, 3, 5)
+        pytest.param(
+            slot,
+            moment,
+            marks=[pytest.mark.short] * (who == "who came back" and "arriv" in moment),
+            id=f"{who}-{moment}",
+        )
+        for slot, who in {0: "0", 2: "2", 3: "who came back", 5: "of a third"}.items()
+        for moment in ("moved", "made", "stood", "arriving", "arrived")
     ],
 )
 def test_a_loss_while_what_an_optimizer_keeps_comes_to_who_has_come_back(slot, moment):
