@@ -11,10 +11,11 @@ on-off, off-on, and so on; its ratio is of the times of their slowest ranks, fro
 next. Nothing is copied.
 
 A row is of several jobs, so that it is not one job's luck, and jobs of all rows come by turns. What a job finds is a
-line in docs/results/live-overhead-pairs.jsonl, all of its pairs, and the next call goes on behind it, as long as what
-is committed of the plugin and of the benchmarks is the same: a sitting may end when it has to, and another go on where
-these lines are, on a machine of the same kind too, as both steps of a pair are of one. Lines of other trees are
-dropped. Whoever wants all in one sitting removes the file. Where some of these is not committed, nothing is kept.
+line in docs/results/live-overhead-FRAMEWORK-pairs.jsonl, all of its pairs, and the next call goes on behind it, as long
+as what is committed of the plugin and of the benchmarks is the same: a sitting may end when it has to, and another go
+on where these lines are, on a machine of the same kind too, as both steps of a pair are of one. Lines of other trees
+are dropped, of the frameworks that are asked for. Whoever wants all in one sitting removes the file. Where some of
+these is not committed, nothing is kept.
 
 How many pairs a row needs depends on the machine. So it has four jobs, and more until its interval is `PRECISE` or all
 that are planned are in. The width alone decides, and not where the interval lies; one of a width that was fixed before
@@ -92,7 +93,8 @@ side leave 0.007 for overhead and threads."""
 OF_A_JOB = {SHORT: 200, LONG: 75, LONGER: 50}
 """Pairs: some minutes."""
 MEASURED = ("ntp_plugin", "benchmarks")
-PIECES = Path(__file__).parents[1] / "docs/results/live-overhead-pairs.jsonl"
+PIECES = str(Path(__file__).parents[1] / "docs/results/live-overhead-{}-pairs.jsonl")
+"""By framework."""
 FRAMEWORKS = {"megatron": have_megatron_imported, "deepspeed": have_deepspeed_imported}
 MEGATRON = {
     SHORT: (6, ""),
@@ -397,17 +399,20 @@ type Piece = dict[str, Any]
 def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Piece]]:
     """Case -> what its jobs found, in this sitting and in those before."""
     trees = None if scale == "ci" else evidence.trees(*MEASURED)
-    kept = evidence.Kept(PIECES if trees else None)
-    kept.keep_only(trees=trees)
+    frameworks = {case.framework for _, case in cases}
+    kept = {framework: evidence.Kept(Path(PIECES.format(framework)) if trees else None) for framework in frameworks}
+    for those in kept.values():
+        those.keep_only(trees=trees)
     found: dict[int, list[Piece]] = {number: [] for number, _ in cases}
     for number, turn in jobs_of(cases, scale):
         if turn >= JOBS and _is_precise(number, found[number]):
             continue
-        piece = kept.find(case=number, turn=turn, trees=trees)
+        of_framework = kept[CASES[number].framework]
+        piece = of_framework.find(case=number, turn=turn, trees=trees)
         if piece is None:
             sitting = f"{evidence.today()}, {evidence.machine()}"
             piece = {"case": number, "turn": turn, "trees": trees, "sitting": sitting, "block": _block_of(number)}
-            kept.add(piece)
+            of_framework.add(piece)
         found[number].append(piece)
         print(_told(number, found[number]), file=sys.stderr, flush=True)
     return found

@@ -79,7 +79,8 @@ def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
         run.append(number)
         return block(0.9, 1.1)
 
-    monkeypatch.setattr(live_overhead, "PIECES", tmp_path / "pieces")
+    (tmp_path / "another").write_text(others := '{"trees": "of another framework"}\n')
+    monkeypatch.setattr(live_overhead, "PIECES", str(tmp_path / "{}"))
     monkeypatch.setattr(live_overhead, "_block_of", job)
     monkeypatch.setattr(evidence, "trees", lambda *_: trees[0])
     cases = [*enumerate(CASES)][:2]
@@ -95,7 +96,8 @@ def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         live_overhead.found_of(cases, "")
     assert run == wanted[:5], "of another tree nothing is known"
-    assert len((tmp_path / "pieces").read_text().splitlines()) == 5, "and nothing of the one before is left"
+    assert len((tmp_path / "megatron").read_text().splitlines()) == 5, "and nothing of the one before is left"
+    assert (tmp_path / "another").read_text() == others, "but of whom nobody has asked"
 
 
 @pytest.mark.parametrize("middle", [0.9, 1.0, 1.2])
