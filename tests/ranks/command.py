@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "plain"
+PAUSED = Path(__file__).with_name("paused.py")
 NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
 
 

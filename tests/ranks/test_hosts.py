@@ -1,27 +1,30 @@
-"""Jobs on several machines: one is lost, is cut off and comes back, or takes the store with it."""
+"""Jobs on several machines: one is lost, is cut off and comes back, or takes the store with it.
+
+A job trains slowly until what a test waits for has happened, and then without pauses.
+"""
 
 import functools
 import time
 
 import pytest
 
-from tests.ranks.command import NTP, RECIPES, Command, last_line
+from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
 from tests.ranks.machines import can_make_namespaces, machines
 
 with_cuts = pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
 
 PORT = 29400
 LIMITS = "host_s=1.5,store_s=4,hung_s=4"
-LONG = 200
-"""Steps, a minute: a connection from inside a namespace may wait five seconds for a name, and a rank opens several."""
+LONG = 400
+"""Steps, two minutes with pauses: a machine comes in within that."""
 
 
 class Job:
     """`ntp run` with two workers on each of some machines."""
 
-    def __init__(self, hosts, count, *, store_at=1, steps=60, pause_s=0.3, script=RECIPES / "train.py"):
+    def __init__(self, hosts, count, folder, *, store_at=1, steps=60, pause_s=0.3, script=RECIPES / "train.py"):
         self.hosts, self.count, self.store_at = hosts, count, store_at
-        self.steps, self.pause_s, self.script = steps, pause_s, script
+        self.steps, self.pause_s, self.script, self.may_go_on = steps, pause_s, script, folder / "go on"
         self.agents = {at: self.start(at) for at in range(1, count + 1)}
 
     def start(self, at, name="run"):
@@ -32,12 +35,21 @@ class Job:
             *("--local-addr", self.hosts.address(at), "--ntp-thresholds", LIMITS),
         ]
         environment = {"STEPS": str(self.steps), "PAUSE_S": str(self.pause_s), "MACHINE": str(at)}
-        return self.hosts.run(at, "run", *flags, str(self.script), name=name, **environment)
+        environment |= {"RECIPE": str(self.script), "GO_ON": str(self.may_go_on)}
+        return self.hosts.run(at, "run", *flags, str(PAUSED), name=name, **environment)
 
     def wait_until_it_trains(self):
         for agent in self.agents.values():
-            # Two processes write, and the ends of their lines come late.
-            agent.wait_for(r"slot \d+ is pid (.|\n)*slot \d+ is pid")
+            self.wait_until_in(agent)
+
+    @staticmethod
+    def wait_until_in(agent):
+        """Two processes write, and the ends of their lines come late."""
+        agent.wait_for(r"slot \d+ is pid (.|\n)*slot \d+ is pid")
+
+    def go_on(self):
+        """To the end, without pauses."""
+        self.may_go_on.touch()
 
 
 @functools.cache
@@ -72,7 +84,7 @@ def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path
     script = tmp_path / "late.py"
     script.write_text(ENDS_LATE.format(train=str(RECIPES / "train.py"), late_s=late_s))
     with machines(2, tmp_path) as hosts:
-        job = Job(hosts, 2, steps=5, pause_s=0, script=script)
+        job = Job(hosts, 2, tmp_path, steps=5, pause_s=0, script=script)
         for at in (1, 2):
             code, said = job.agents[at].end()
             assert code == 0, (at, said)
@@ -80,7 +92,7 @@ def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path
 
 def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
     with machines(3, tmp_path) as hosts:
-        job = Job(hosts, 2, steps=LONG)
+        job = Job(hosts, 2, tmp_path, steps=LONG)
         job.wait_until_it_trains()
         spare = job.start(3)
         spare.wait_for("all 2 hosts of the job are there; this machine waits as a spare")
@@ -91,6 +103,8 @@ def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
         first.wait_for(r"slot \d is lost: no beat of its host")
         assert time.monotonic() - struck < 4
         spare.wait_for(f"this machine takes the place of host {1 - first_host}")
+        job.wait_until_in(spare)
+        job.go_on()
         code, said = spare.end()
         assert code == 0, said
         code, said_first = first.end()
@@ -102,7 +116,7 @@ def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
 @with_cuts
 def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_path, folder):
     with machines(2, tmp_path) as hosts:
-        job = Job(hosts, 2)
+        job = Job(hosts, 2, tmp_path)
         job.wait_until_it_trains()
         hosts.cut(1, 2)
         code, said = job.agents[2].end(30)
@@ -110,6 +124,7 @@ def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_pat
         assert "this host is cut off, or the store's host is lost" in said
         assert not hosts.pids(2)
         hosts.heal(1, 2)
+        job.go_on()
         code, said = job.agents[1].end()
         assert code == 0, said
         assert_undisturbed(said, folder, 4, 60)
@@ -119,12 +134,13 @@ def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_pat
 def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
     """The others have gone on; who was cut off finds that out, and does not train on beside them."""
     with machines(2, tmp_path) as hosts:
-        job = Job(hosts, 2)
+        job = Job(hosts, 2, tmp_path)
         job.wait_until_it_trains()
         hosts.cut(1, 2)
         job.agents[1].wait_for("is lost: no beat of its host")
         hosts.heal(1, 2)
         job.agents[2].wait_for("is lost: the others went on without it", 30)
+        job.go_on()
         code, said = job.agents[1].end()
         assert code == 0, said
         assert_undisturbed(said, folder, 4, 60)
@@ -133,7 +149,7 @@ def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
 
 def test_the_stores_machine_is_lost_and_the_others_end_clearly(tmp_path):
     with machines(2, tmp_path) as hosts:
-        job = Job(hosts, 2, steps=10000)
+        job = Job(hosts, 2, tmp_path, steps=10000)
         job.wait_until_it_trains()
         hosts.kill(1)
         code, said = job.agents[2].end(30)
@@ -149,10 +165,12 @@ def test_with_a_store_outside_the_larger_part_of_a_cut_network_goes_on(tmp_path,
     with machines(4, tmp_path) as hosts:
         store = hosts.run(4, "store", "--host", hosts.address(4), "--port", str(PORT), name="store")
         store.wait_for("ntp store: ")
-        job = Job(hosts, 3, store_at=4)
+        job = Job(hosts, 3, tmp_path, store_at=4)
         job.wait_until_it_trains()
         hosts.cut(1, 2)
         hosts.cut(1, 3)
+        job.agents[2].wait_for(r"slot \d is lost: ")
+        job.go_on()
         code, said = job.agents[2].end()
         assert code == 0, said
         code, said_third = job.agents[3].end()

@@ -10,11 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.command import NTP, RECIPES, Command, last_line
+from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
 
 
 def job(folder, *flags, script=RECIPES / "train.py", **environment):
     return Command([*NTP, "run", "--standalone", *flags, str(script)], folder / "log", **environment)
+
+
+class PausedJob:
+    """One that trains slowly until the test has it go on."""
+
+    def __init__(self, folder, *flags, script=RECIPES / "train.py", **environment):
+        self._may_go_on = folder / "go on"
+        told = {"RECIPE": str(script), "GO_ON": str(self._may_go_on), "PAUSE_S": "0.5"} | environment
+        self.job = job(folder, *flags, script=PAUSED, **told)
+
+    def end_with_back(self, slot):
+        """Once a slot's second process is in, without pauses; (exit code, what it said)"""
+        self.job.wait_for(rf"slot {slot} is pid (.|\n)*slot {slot} is pid")
+        self._may_go_on.touch()
+        return self.job.end()
 
 
 @pytest.fixture(params=[(), ("--ntp-fork",)], ids=["started", "forked"])
@@ -28,15 +43,15 @@ def parent_of(pid):
 
 def test_a_killed_worker_is_started_anew_and_the_result_is_that_of_an_undisturbed_run(tmp_path, how_workers_come):
     (tmp_path / "calm").mkdir()
-    calm = job(tmp_path / "calm", *how_workers_come, "--nproc-per-node=3", STEPS="40", PAUSE_S="0.01")
+    calm = job(tmp_path / "calm", *how_workers_come, "--nproc-per-node=3", STEPS="200", PAUSE_S="0")
     code, said = calm.end()
     assert code == 0
     loss, weights, members = last_line(said)
     assert members == "(0, 1, 2)"
 
-    running = job(tmp_path, *how_workers_come, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="40", PAUSE_S="0.5")
-    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
-    code, said = running.end()
+    running = PausedJob(tmp_path, *how_workers_come, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="200")
+    os.kill(int(running.job.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
+    code, said = running.end_with_back(1)
     assert code == 0
     assert "ntp run: slot 1 is lost: its process ended with code -9\n" in said
     assert "ntp run: slot 1 starts anew" in said
@@ -46,16 +61,16 @@ def test_a_killed_worker_is_started_anew_and_the_result_is_that_of_an_undisturbe
 def test_a_warm_spare_takes_the_place_at_once_in_a_tensor_parallel_job(tmp_path):
     (tmp_path / "calm").mkdir()
     script = RECIPES / "train_tp.py"
-    code, said = job(tmp_path / "calm", "--nproc-per-node=4", script=script, STEPS="40", PAUSE_S="0").end()
+    code, said = job(tmp_path / "calm", "--nproc-per-node=4", script=script, STEPS="200", PAUSE_S="0").end()
     assert code == 0, said
-    loss = re.search(r"step 40: loss (\S+), members \(0, 1, 2, 3\)", said)[1]
+    loss = re.search(r"step 200: loss (\S+), members \(0, 1, 2, 3\)", said)[1]
 
-    running = job(tmp_path, "--nproc-per-node=4", "--ntp-spares=1", script=script, STEPS="40", PAUSE_S="0.4")
-    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
-    code, said = running.end()
+    running = PausedJob(tmp_path, "--nproc-per-node=4", "--ntp-spares=1", script=script, STEPS="200")
+    os.kill(int(running.job.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
+    code, said = running.end_with_back(1)
     assert code == 0, said
     assert "slot 1 comes back in a warm spare" in said
-    assert float(re.search(r"step 40: loss (\S+), members \(0, 1, 2, 3\)", said)[1]) == pytest.approx(
+    assert float(re.search(r"step 200: loss (\S+), members \(0, 1, 2, 3\)", said)[1]) == pytest.approx(
         float(loss), rel=1e-10
     )
 
@@ -128,13 +143,13 @@ def test_a_job_whose_workers_all_fail_has_failed(tmp_path, how_workers_come):
 
 
 def test_a_lost_nursery_takes_nobody_with_it_and_there_is_another_when_it_is_needed(tmp_path):
-    running = job(tmp_path, "--ntp-fork", "--nproc-per-node=3", "--ntp-respawn=1", STEPS="60", PAUSE_S="0.5")
-    pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
+    running = PausedJob(tmp_path, "--ntp-fork", "--nproc-per-node=3", "--ntp-respawn=1", STEPS="200")
+    pids = [int(running.job.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
     nursery = {parent_of(pid) for pid in pids}
     assert len(nursery) == 1
     os.kill(nursery.pop(), signal.SIGKILL)
     os.kill(pids[1], signal.SIGKILL)
-    code, said = running.end()
+    code, said = running.end_with_back(1)
     assert code == 0, said
     assert "slot 1 starts anew" in said
     assert "members (0, 1, 2)" in said
