@@ -20,6 +20,7 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing import connection, forkserver
@@ -336,6 +337,7 @@ def _run(play: Callable[[Rank], Any], rank: Rank, results: connection.Connection
     try:
         outcome: Any = play(rank)
     except BaseException as error:  # the parent raises it
+        error.add_note(f"in {rank.seat.occupant}:\n{traceback.format_exc()}")  # which does not go over by itself
         outcome = error
     results.send_bytes(pickle.dumps(outcome))  # whole: torch would share tensors with a process that ends
     results.close()
