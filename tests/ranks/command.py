@@ -12,27 +12,40 @@ PAUSED = Path(__file__).with_name("paused.py")
 NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
 
 
+def wait_until(look, why_not, timeout_s=90.0):
+    """What it finds, once it finds something."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {why_not()}"
+        time.sleep(0.02)
+    return found
+
+
 class Command:
     """A running `ntp ...`; what it says goes to a file."""
 
     def __init__(self, words, log, **environment):
-        self.log = log
+        self.log, self._may_go_on = log, log.with_name(f"{log.name}.go-on")
+        environment |= {"OMP_NUM_THREADS": "1", "GO_ON": str(self._may_go_on)}
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment | {"OMP_NUM_THREADS": "1"}
-            )
+            self.process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment)
 
     @property
     def said(self):
         return self.log.read_text(errors="replace")
 
+    def go_on(self):
+        """Have a job of `paused.py` come to its end without pauses."""
+        self._may_go_on.touch()
+
     def wait_for(self, pattern, timeout_s=90.0):
-        deadline = time.monotonic() + timeout_s
-        while not (found := re.search(pattern, self.said)):
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, f"{pattern} was not said within {timeout_s} s: {self.said}"
-            time.sleep(0.02)
-        return found
+        def look():
+            is_over = self.process.poll() is not None  # before it is read: its last word counts
+            found = re.search(pattern, self.said)
+            assert found or not is_over, self.said
+            return found
+
+        return wait_until(look, lambda: f"{pattern} in {self.said}", timeout_s)
 
     def end(self, timeout_s=90.0):
         """(exit code, what it said)"""

@@ -1,6 +1,6 @@
 """A recipe whose pauses between steps are over once a file is there: what a test waits for has happened by then.
 
-GO_ON=FILE python paused.py    with the RECIPE in the environment
+RECIPE and GO_ON, the file, are in the environment; `Command` has the latter.
 """
 
 import os

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
+from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line, wait_until
 from tests.ranks.machines import can_make_namespaces, machines
 
 with_cuts = pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
@@ -22,10 +22,11 @@ LONG = 400
 class Job:
     """`ntp run` with two workers on each of some machines."""
 
-    def __init__(self, hosts, count, folder, *, store_at=1, steps=60, pause_s=0.3, script=RECIPES / "train.py"):
+    def __init__(self, hosts, count, *, store_at=1, steps=60, pause_s=0.3, script=RECIPES / "train.py"):
         self.hosts, self.count, self.store_at = hosts, count, store_at
-        self.steps, self.pause_s, self.script, self.may_go_on = steps, pause_s, script, folder / "go on"
-        self.agents = {at: self.start(at) for at in range(1, count + 1)}
+        self.steps, self.pause_s, self.script, self.agents = steps, pause_s, script, {}
+        for at in range(1, count + 1):
+            self.start(at)
 
     def start(self, at, name="run"):
         flags = [
@@ -35,8 +36,9 @@ class Job:
             *("--local-addr", self.hosts.address(at), "--ntp-thresholds", LIMITS),
         ]
         environment = {"STEPS": str(self.steps), "PAUSE_S": str(self.pause_s), "MACHINE": str(at)}
-        environment |= {"RECIPE": str(self.script), "GO_ON": str(self.may_go_on)}
-        return self.hosts.run(at, "run", *flags, str(PAUSED), name=name, **environment)
+        environment["RECIPE"] = str(self.script)
+        agent = self.agents[at] = self.hosts.run(at, "run", *flags, str(PAUSED), name=name, **environment)
+        return agent
 
     def wait_until_it_trains(self):
         for agent in self.agents.values():
@@ -47,16 +49,18 @@ class Job:
         """Two processes write, and the ends of their lines come late."""
         agent.wait_for(r"slot \d+ is pid (.|\n)*slot \d+ is pid")
 
-    def wait_until_somebody_says(self, what, timeout_s=90.0):
+    def wait_until_somebody_says(self, what):
         """Any of its machines: the first that finds something tells it, and no other."""
-        deadline = time.monotonic() + timeout_s
-        while not any(what in agent.said for agent in self.agents.values()):
-            assert time.monotonic() < deadline, [agent.said for agent in self.agents.values()]
-            time.sleep(0.02)
+        wait_until(lambda: what in self.said, lambda: f"{what} in {self.said}")
+
+    @property
+    def said(self):
+        return "".join(agent.said for agent in self.agents.values())
 
     def go_on(self):
         """To the end, without pauses."""
-        self.may_go_on.touch()
+        for agent in self.agents.values():
+            agent.go_on()
 
 
 @functools.cache
@@ -91,7 +95,7 @@ def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path
     script = tmp_path / "late.py"
     script.write_text(ENDS_LATE.format(train=str(RECIPES / "train.py"), late_s=late_s))
     with machines(2, tmp_path) as hosts:
-        job = Job(hosts, 2, tmp_path, steps=5, pause_s=0, script=script)
+        job = Job(hosts, 2, steps=5, pause_s=0, script=script)
         for at in (1, 2):
             code, said = job.agents[at].end()
             assert code == 0, (at, said)
@@ -99,7 +103,7 @@ def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path
 
 def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
     with machines(3, tmp_path) as hosts:
-        job = Job(hosts, 2, tmp_path, steps=LONG)
+        job = Job(hosts, 2, steps=LONG)
         job.wait_until_it_trains()
         spare = job.start(3)
         spare.wait_for("all 2 hosts of the job are there; this machine waits as a spare")
@@ -123,7 +127,7 @@ def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
 @with_cuts
 def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_path, folder):
     with machines(2, tmp_path) as hosts:
-        job = Job(hosts, 2, tmp_path)
+        job = Job(hosts, 2)
         job.wait_until_it_trains()
         hosts.cut(1, 2)
         code, said = job.agents[2].end(30)
@@ -141,7 +145,7 @@ def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_pat
 def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
     """The others have gone on; who was cut off finds that out, and does not train on beside them."""
     with machines(2, tmp_path) as hosts:
-        job = Job(hosts, 2, tmp_path)
+        job = Job(hosts, 2)
         job.wait_until_it_trains()
         hosts.cut(1, 2)
         job.agents[1].wait_for("is lost: no beat of its host")
@@ -156,7 +160,7 @@ def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
 
 def test_the_stores_machine_is_lost_and_the_others_end_clearly(tmp_path):
     with machines(2, tmp_path) as hosts:
-        job = Job(hosts, 2, tmp_path, steps=10000)
+        job = Job(hosts, 2, steps=10000)
         job.wait_until_it_trains()
         hosts.kill(1)
         code, said = job.agents[2].end(30)
@@ -172,7 +176,7 @@ def test_with_a_store_outside_the_larger_part_of_a_cut_network_goes_on(tmp_path,
     with machines(4, tmp_path) as hosts:
         store = hosts.run(4, "store", "--host", hosts.address(4), "--port", str(PORT), name="store")
         store.wait_for("ntp store: ")
-        job = Job(hosts, 3, tmp_path, store_at=4)
+        job = Job(hosts, 3, store_at=4)
         job.wait_until_it_trains()
         hosts.cut(1, 2)
         hosts.cut(1, 3)

@@ -17,19 +17,17 @@ def job(folder, *flags, script=RECIPES / "train.py", **environment):
     return Command([*NTP, "run", "--standalone", *flags, str(script)], folder / "log", **environment)
 
 
-class PausedJob:
-    """One that trains slowly until the test has it go on."""
+def paused_job(folder, *flags, recipe="train.py", **environment):
+    """One that trains slowly until it may go on."""
+    told = {"RECIPE": str(RECIPES / recipe), "STEPS": "200", "PAUSE_S": "0.5"} | environment
+    return job(folder, *flags, script=PAUSED, **told)
 
-    def __init__(self, folder, *flags, script=RECIPES / "train.py", **environment):
-        self._may_go_on = folder / "go on"
-        told = {"RECIPE": str(script), "GO_ON": str(self._may_go_on), "PAUSE_S": "0.5"} | environment
-        self.job = job(folder, *flags, script=PAUSED, **told)
 
-    def end_with_back(self, slot):
-        """Once a slot's second process is in, without pauses; (exit code, what it said)"""
-        self.job.wait_for(rf"slot {slot} is pid (.|\n)*slot {slot} is pid")
-        self._may_go_on.touch()
-        return self.job.end()
+def end_with_back(running, slot):
+    """Once a slot's second process is in, without pauses; (exit code, what it said)"""
+    running.wait_for(rf"slot {slot} is pid (.|\n)*slot {slot} is pid")
+    running.go_on()
+    return running.end()
 
 
 @pytest.fixture(params=[(), ("--ntp-fork",)], ids=["started", "forked"])
@@ -49,9 +47,9 @@ def test_a_killed_worker_is_started_anew_and_the_result_is_that_of_an_undisturbe
     loss, weights, members = last_line(said)
     assert members == "(0, 1, 2)"
 
-    running = PausedJob(tmp_path, *how_workers_come, "--nproc-per-node=3", "--ntp-respawn=1", STEPS="200")
-    os.kill(int(running.job.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
-    code, said = running.end_with_back(1)
+    running = paused_job(tmp_path, *how_workers_come, "--nproc-per-node=3", "--ntp-respawn=1")
+    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
+    code, said = end_with_back(running, 1)
     assert code == 0
     assert "ntp run: slot 1 is lost: its process ended with code -9\n" in said
     assert "ntp run: slot 1 starts anew" in said
@@ -65,9 +63,9 @@ def test_a_warm_spare_takes_the_place_at_once_in_a_tensor_parallel_job(tmp_path)
     assert code == 0, said
     loss = re.search(r"step 200: loss (\S+), members \(0, 1, 2, 3\)", said)[1]
 
-    running = PausedJob(tmp_path, "--nproc-per-node=4", "--ntp-spares=1", script=script, STEPS="200")
-    os.kill(int(running.job.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
-    code, said = running.end_with_back(1)
+    running = paused_job(tmp_path, "--nproc-per-node=4", "--ntp-spares=1", recipe="train_tp.py")
+    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
+    code, said = end_with_back(running, 1)
     assert code == 0, said
     assert "slot 1 comes back in a warm spare" in said
     assert float(re.search(r"step 200: loss (\S+), members \(0, 1, 2, 3\)", said)[1]) == pytest.approx(
@@ -143,13 +141,13 @@ def test_a_job_whose_workers_all_fail_has_failed(tmp_path, how_workers_come):
 
 
 def test_a_lost_nursery_takes_nobody_with_it_and_there_is_another_when_it_is_needed(tmp_path):
-    running = PausedJob(tmp_path, "--ntp-fork", "--nproc-per-node=3", "--ntp-respawn=1", STEPS="200")
-    pids = [int(running.job.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
+    running = paused_job(tmp_path, "--ntp-fork", "--nproc-per-node=3", "--ntp-respawn=1")
+    pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
     nursery = {parent_of(pid) for pid in pids}
     assert len(nursery) == 1
     os.kill(nursery.pop(), signal.SIGKILL)
     os.kill(pids[1], signal.SIGKILL)
-    code, said = running.end_with_back(1)
+    code, said = end_with_back(running, 1)
     assert code == 0, said
     assert "slot 1 starts anew" in said
     assert "members (0, 1, 2)" in said
