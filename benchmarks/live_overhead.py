@@ -93,8 +93,7 @@ side leave 0.007 for overhead and threads."""
 OF_A_JOB = {SHORT: 200, LONG: 75, LONGER: 50}
 """Pairs: some minutes."""
 MEASURED = ("ntp_plugin", "benchmarks")
-PIECES = str(Path(__file__).parents[1] / "docs/results/live-overhead-{}-pairs.jsonl")
-"""By framework."""
+RESULTS = Path(__file__).parents[1] / "docs/results"
 FRAMEWORKS = {"megatron": have_megatron_imported, "deepspeed": have_deepspeed_imported}
 MEGATRON = {
     SHORT: (6, ""),
@@ -400,7 +399,7 @@ def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Pi
     """Case -> what its jobs found, in this sitting and in those before."""
     trees = None if scale == "ci" else evidence.trees(*MEASURED)
     frameworks = {case.framework for _, case in cases}
-    kept = {framework: evidence.Kept(Path(PIECES.format(framework)) if trees else None) for framework in frameworks}
+    kept = {of: evidence.Kept(RESULTS / f"live-overhead-{of}-pairs.jsonl" if trees else None) for of in frameworks}
     for those in kept.values():
         those.keep_only(trees=trees)
     found: dict[int, list[Piece]] = {number: [] for number, _ in cases}

@@ -79,8 +79,9 @@ def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
         run.append(number)
         return block(0.9, 1.1)
 
-    (tmp_path / "another").write_text(others := '{"trees": "of another framework"}\n')
-    monkeypatch.setattr(live_overhead, "PIECES", str(tmp_path / "{}"))
+    mine, another = (tmp_path / f"live-overhead-{of}-pairs.jsonl" for of in live_overhead.FRAMEWORKS)
+    another.write_text(others := '{"trees": "of another framework"}\n')
+    monkeypatch.setattr(live_overhead, "RESULTS", tmp_path)
     monkeypatch.setattr(live_overhead, "_block_of", job)
     monkeypatch.setattr(evidence, "trees", lambda *_: trees[0])
     cases = [*enumerate(CASES)][:2]
@@ -96,8 +97,8 @@ def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         live_overhead.found_of(cases, "")
     assert run == wanted[:5], "of another tree nothing is known"
-    assert len((tmp_path / "megatron").read_text().splitlines()) == 5, "and nothing of the one before is left"
-    assert (tmp_path / "another").read_text() == others, "but of whom nobody has asked"
+    assert len(mine.read_text().splitlines()) == 5, "and nothing of the one before is left"
+    assert another.read_text() == others, "but of whom nobody has asked"
 
 
 @pytest.mark.parametrize("middle", [0.9, 1.0, 1.2])
