@@ -8,6 +8,7 @@
     worker.py     in a worker: strikes by its own hand, at the moment that the order names
     hosting.py    where a job runs: here, or on several machines made for it
     campaign.py   runs the job and the undisturbed twin
+    ending.py     where a command that breaks jobs ends, if it is asked to
     history.py    what a run has told, step by step and recovery by recovery
     weights.py    PURE: how far the weights are from the twin's
     verdict.py    PURE: what came of each strike, and whether the training is the twin's

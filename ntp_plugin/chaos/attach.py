@@ -11,9 +11,10 @@ on; the job is not ended, and has no twin.
 import dataclasses
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from ntp_plugin.chaos.campaign import Look
+from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.recipe import ANY, Recipe
 from ntp_plugin.chaos.schedule import Schedule
@@ -23,13 +24,12 @@ from ntp_plugin.chaos.verdict import Verdict, judge_attached
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.telemetry import Follower, read_run
 from ntp_plugin.telemetry.job_state import JobState
-from ntp_plugin.telemetry.record import Told
 from ntp_plugin.telemetry.whereabouts import nobody_is_left
 
 _LOOK_S = 0.05
 
 
-def strike_now(run: Path, strike: Strike) -> str:
+def strike_now(run: Path, strike: Strike, *, wait: Wait) -> str:
     """Order it, or do it; what was done, in words."""
     job = job_of(run)
     _refuse(run, job, what={strike.what}, slots={strike.slot})
@@ -46,14 +46,14 @@ def strike_now(run: Path, strike: Strike) -> str:
     try:
         send(pid, SIGNALS[strike.what])
         if strike.what == "pause":
-            time.sleep(strike.seconds)
+            wait(strike.seconds)
     finally:  # also where somebody ends this command meanwhile
         if strike.what == "pause":
             send(pid, signal.SIGCONT)
     return f"done: {strike.what} to {strike.slot}, pid {pid}"
 
 
-def strike_by(recipe: Recipe, run: Path, *, look: Callable[[JobState, list[Told]], None]) -> tuple[History, Verdict]:
+def strike_by(recipe: Recipe, run: Path, *, look: Look, wait: Wait) -> tuple[History, Verdict]:
     """All of a recipe; what the job has told until then, and what is to be said of the strikes."""
     job = job_of(run)
     drawn = {what for what, _ in recipe.random.deck()} if recipe.random.count else set[str]()
@@ -62,16 +62,14 @@ def strike_by(recipe: Recipe, run: Path, *, look: Callable[[JobState, list[Told]
     schedule = Schedule(_from_now_on(recipe, job), named=f"attached-{time.time_ns()}-")
     striker = Striker(run, schedule, Orders.of_a_running_job(orders_file(run)))
     try:
-        state = _strike_until_over(striker, run, recipe.job.patience_s, look)
+        state = _strike_until_over(striker, run, recipe.job.patience_s, look, wait)
     finally:  # whoever is interrupted leaves no orders behind, and nobody who sleeps
         striker.give_up()
     whole = History.of(read_run(run))
     return whole, judge_attached(striker.asked(state), whole)
 
 
-def _strike_until_over(
-    striker: Striker, run: Path, patience_s: float, look: Callable[[JobState, list[Told]], None]
-) -> JobState:
+def _strike_until_over(striker: Striker, run: Path, patience_s: float, look: Look, wait: Wait) -> JobState:
     follower, state, history = Follower(run), JobState(), History()
     deadline = time.monotonic() + patience_s
     while not (state.ended or _is_over(striker, state, history)) and time.monotonic() < deadline:
@@ -84,7 +82,7 @@ def _strike_until_over(
         if alone and not news:
             break
         striker.strike(state, history)
-        time.sleep(_LOOK_S)
+        wait(_LOOK_S)
     return state
 
 

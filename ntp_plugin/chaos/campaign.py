@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.hosting import started
 from ntp_plugin.chaos.recipe import JobSpec, Recipe
@@ -57,16 +58,18 @@ class Campaign:
     verdict: Verdict
 
 
-def run_campaign(recipe: Recipe, folder: Path, *, look: Looking, twin: Path | None = None) -> Campaign:
+def run_campaign(
+    recipe: Recipe, folder: Path, *, look: Looking, twin: Path | None = None, wait: Wait = time.sleep
+) -> Campaign:
     """`look` is asked for a view of each run, by its name; `twin` is one that has run already."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty", way_out="name another folder, or remove this one")
     calm = None if twin is None else _ran_before(twin)
     with look("broken") as shown:
-        broken = _run(recipe.job, folder / "broken", Schedule(recipe), shown)
+        broken = _run(recipe.job, folder / "broken", Schedule(recipe), shown, wait)
     if calm is None and recipe.job.twin:
         with look("twin") as shown:
-            calm = _run(recipe.job, folder / "twin", None, shown)
+            calm = _run(recipe.job, folder / "twin", None, shown, wait)
     return Campaign(recipe=recipe, broken=broken, twin=calm, verdict=verdict_on(recipe.job, broken, calm))
 
 
@@ -79,7 +82,7 @@ def quietly(_: str) -> Iterator[Look]:
 def run_undisturbed(job: JobSpec, folder: Path) -> Ran:
     """As a twin is run, and nobody looks on."""
     with quietly("twin") as look:
-        return _run(job, folder, None, look)
+        return _run(job, folder, None, look, time.sleep)
 
 
 def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
@@ -108,7 +111,7 @@ def _ran_before(folder: Path) -> Ran:
 # ---------------------------------------------------------------- one run
 
 
-def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> Ran:
+def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look, wait: Wait) -> Ran:
     folder.mkdir(parents=True)
     striker = None if schedule is None else Striker(folder, schedule)
     follower, state, history = Follower(folder), JobState(), History()
@@ -126,7 +129,7 @@ def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look) -> 
             hung = time.monotonic() > deadline
             if over or hung:
                 break
-            time.sleep(_LOOK_S)
+            wait(_LOOK_S)
         code = running.code if over else 0
         left = _left_behind(folder) if over else ()  # while the machines are there that they would be left on
     left = left if over else _left_behind(folder)

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from ntp_plugin.chaos.attach import strike_by, strike_now
 from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
+from ntp_plugin.chaos.ending import Wait, ending_in_waits
 from ntp_plugin.chaos.page import Report, write_page
 from ntp_plugin.chaos.recipe import Recipe, read_recipe
 from ntp_plugin.chaos.strikes import KINDS, Strike
@@ -68,15 +68,16 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
 def run(said: Any) -> int:
     """The campaign, or one strike."""
     if said.recipe == "attach":
-        with _ending_what_runs():
-            return _attach(said)
+        with ending_in_waits() as wait:
+            return _attach(said, wait)
     for flag in ("what", "slot", "during", "seconds"):
         if getattr(said, flag) is not None:
             raise ConfigError(f"--{flag} is for a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
     recipe = read_recipe(Path(said.recipe), job=None if said.job is None else Path(said.job), run=tuple(said.rest))
     folder = _folder(said, recipe)
-    with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), _ending_what_runs():
-        campaign = run_campaign(recipe, folder, look=_looking, twin=None if said.twin is None else Path(said.twin))
+    with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), ending_in_waits() as wait:
+        twin = None if said.twin is None else Path(said.twin)
+        campaign = run_campaign(recipe, folder, look=_looking, twin=twin, wait=wait)
         page = write_page(_report(campaign, f"ntp chaos {said.recipe}"), folder)
     return _show(campaign.verdict, page, said, log=campaign.broken.log)
 
@@ -91,16 +92,6 @@ def _show(verdict: Verdict, page: Path, said: Any, *, log: Path | None) -> int:
     else:
         _print(verdict, page, log)
     return 0 if verdict.holds else 1
-
-
-@contextlib.contextmanager
-def _ending_what_runs() -> Iterator[None]:
-    """Where this process is asked to end, its job has to be ended first, or whom it has paused to be woken."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _report(campaign: Campaign, command: str) -> Report:
@@ -123,9 +114,9 @@ def _looking(name: str) -> Iterator[Look]:
         yield screen.show
 
 
-def _attach(said: Any) -> int:
+def _attach(said: Any, wait: Wait) -> int:
     if len(said.rest) == 2:
-        return _attach_recipe(said)
+        return _attach_recipe(said, wait)
     if len(said.rest) != 1 or said.what is None or said.slot is None:
         raise ConfigError(
             "attach takes the folder of a run, and a recipe or --what and --slot", way_out="see ntp chaos --help"
@@ -134,17 +125,17 @@ def _attach(said: Any) -> int:
         name: value for name in ("what", "slot", "during", "seconds") if (value := getattr(said, name)) is not None
     }
     strike = read(Strike, {"name": f"attached-{time.time_ns()}", **given}, where="--")
-    print(strike_now(Path(said.rest[0]), strike))
+    print(strike_now(Path(said.rest[0]), strike, wait=wait))
     return 0
 
 
-def _attach_recipe(said: Any) -> int:
+def _attach_recipe(said: Any, wait: Wait) -> int:
     run, path = map(Path, said.rest)
     recipe = read_recipe(path, run=("a job that is there",))  # whatever it says of a job of its own
     folder = _folder(said, recipe)
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), Screen(f"{run} is struck") as screen:
-        history, verdict = strike_by(recipe, run, look=screen.show)
+        history, verdict = strike_by(recipe, run, look=screen.show, wait=wait)
         report = Report(
             title=recipe.name,
             record=run,

@@ -1,5 +1,6 @@
 """`ntp run` as somebody types it, on the recipe of the plain adapter."""
 
+import contextlib
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
+from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line, wait_until
 
 
 def job(folder, *flags, script=RECIPES / "train.py", **environment):
@@ -112,6 +113,29 @@ def test_a_signal_ends_everything_within_seconds(tmp_path, how, how_workers_come
     assert code != 0
     assert time.monotonic() - struck < 10
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def commands_with(word):
+    """Of all processes that are there."""
+    found = []
+    for words in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # one that ends meanwhile
+            found += [words.read_bytes()]
+    return [words for words in found if word.encode() in words]
+
+
+@pytest.mark.parametrize("moment", ["as it is started", "as it trains"])
+def test_a_campaign_that_is_ended_ends_its_job(tmp_path, moment):
+    recipe, broken = tmp_path / "recipe.toml", tmp_path / "out/broken"
+    words = ["--standalone", "--nproc-per-node=2", str(RECIPES / "train.py")]
+    recipe.write_text(f"[job]\nrun = {words}\n[[fault]]\nwhat = 'kill'\nslot = 'r0.s0.t0'\nat_step = 100000\n")
+    campaign = Command([*NTP, "chaos", recipe, "--out", tmp_path / "out"], tmp_path / "log", STEPS="100000")
+    if moment == "as it trains":
+        wait_until(lambda: (broken / "log.txt").exists() and "slot 1 is pid" in (broken / "log.txt").read_text(), str)
+    wait_until(broken.exists, lambda: campaign.said)
+    campaign.process.send_signal(signal.SIGTERM)
+    assert campaign.end()[0] == 128 + signal.SIGTERM
+    assert not commands_with(str(broken))
 
 
 def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):

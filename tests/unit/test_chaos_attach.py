@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ntp_plugin.chaos import attach as attaching
+from ntp_plugin.chaos import striker
 from ntp_plugin.chaos.history import History
+from ntp_plugin.chaos.striker import send
 from ntp_plugin.chaos.strikes import Pending, orders_file, worker_words
 from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.chaos.worker import Victim
@@ -194,6 +197,40 @@ def test_who_is_ended_while_a_rank_is_paused_wakes_it_first(by_recipe, tmp_path,
         until(lambda: is_stopped(worker.pid), 60)
         attached.send_signal(signal.SIGTERM)
         assert attached.wait(30) == 128 + signal.SIGTERM
+    assert runs(worker)
+    assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
+def asked_beside(request, monkeypatch):
+    """This process is asked to end right after it has stopped somebody, or right before it wakes him."""
+
+    def prepare(beside):
+        def send_and_be_asked(pid, number):
+            if number == beside == signal.SIGCONT:
+                signal.raise_signal(request.param)
+            send(pid, number)
+            if number == beside == signal.SIGSTOP:
+                signal.raise_signal(request.param)
+
+        for module in (striker, attaching):
+            monkeypatch.setattr(module, "send", send_and_be_asked)
+        return 128 + request.param
+
+    return prepare
+
+
+@pytest.mark.parametrize("by_recipe", [False, True])
+@pytest.mark.parametrize("beside", [signal.SIGSTOP, signal.SIGCONT])
+def test_it_is_woken_whenever_the_command_is_ended(beside, by_recipe, tmp_path, processes, asked_beside):
+    seconds = "600.0" if beside == signal.SIGSTOP else "0.05"
+    run, worker = recorded(tmp_path / "run", processes["worker"].pid), processes["worker"]
+    (tmp_path / "recipe.toml").write_text(PAUSED.replace("600.0", seconds) + TO_COME)
+    words = [tmp_path / "recipe.toml", "--out", tmp_path / "out"] if by_recipe else [*PAUSED_BY_HAND[:-1], seconds]
+    code = asked_beside(beside)
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["chaos", "attach", str(run), *map(str, words)]))
+    assert ended.value.code == code
     assert runs(worker)
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
 
