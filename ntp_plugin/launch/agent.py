@@ -445,6 +445,9 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     except ChildFailedError:
         _say("no worker ended well")
         return TolerantAgent.worst_code
+    except elastic_processes.SignalException as error:
+        _say(f"ended by {error.sigval.name}")
+        return 128 + error.sigval
     except JobIsDone:
         _say("the job is done, and did not need this machine")
         return 0

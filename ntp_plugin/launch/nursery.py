@@ -106,7 +106,7 @@ class Nursery:
                 env={_NVML: "1"} | os.environ,
                 start_new_session=True,
             )
-        self._socket, self._lines = mine, mine.makefile("rb")
+        self._socket, self._lines, self._imports = mine, mine.makefile("rb"), True
 
     def worker(
         self,
@@ -137,6 +137,7 @@ class Nursery:
                     f"--ntp-fork: the process that does the imports ended with code {code}, and had forked no worker",
                     way_out="what it said stands above; or leave out --ntp-fork",
                 )
+            self._imports = False
             return Handler(Forked(answer, self))
 
     def code_of(self, child: int) -> int:
@@ -155,7 +156,9 @@ class Nursery:
         return int(line) if line else None
 
     def close(self) -> None:
-        """It ends when its socket does."""
+        """It ends when its socket does; who still imports would look only then, and fork who was asked for."""
+        if self._imports:
+            self._process.kill()
         self._lines.close()
         self._socket.close()
         self._process.wait()

@@ -109,10 +109,33 @@ def test_a_signal_ends_everything_within_seconds(tmp_path, how, how_workers_come
     pids += {parent_of(pid) for pid in pids} - {running.process.pid}
     struck = time.monotonic()
     running.process.send_signal(how)
-    code, _ = running.end()
-    assert code != 0
+    code, said = running.end()
+    assert code == 128 + how
+    assert f"ntp run: ended by {how.name}\n" in said
+    assert "SignalException" not in said, "no traceback of ours"
     assert time.monotonic() - struck < 10
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def catches(pid, number):
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def test_a_signal_ends_at_once_who_still_imports(tmp_path):
+    """What was asked for meanwhile is not forked afterwards."""
+    told = tmp_path / "pid"
+    (tmp_path / "slow.py").write_text(
+        f"import os, time\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}}\\n')\ntime.sleep(60)"
+    )
+    preload = {"NTP_PRELOAD": "slow", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    running = job(tmp_path, "--ntp-fork", "--nproc-per-node=1", **preload)
+    pid = wait_until(lambda: told.exists() and told.read_text().strip(), lambda: running.said)
+    wait_until(lambda: catches(running.process.pid, signal.SIGTERM), lambda: running.said)
+    running.process.send_signal(signal.SIGTERM)
+    code, said = running.end(20)
+    assert code == 128 + signal.SIGTERM, said
+    assert not Path("/proc", pid).exists()
 
 
 def commands_with(word):
