@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 _LOOK_S = 0.05
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The last one comes where a terminal is closed, or a connection to it is lost."""
 
 type Wait = Callable[[float], None]
 """As `time.sleep` does."""
@@ -20,15 +22,16 @@ type Wait = Callable[[float], None]
 
 @contextlib.contextmanager
 def ending_in_waits() -> Iterator[Wait]:
-    """SIGINT and SIGTERM raise in the wait that this gives, or else when it is over. For a main thread."""
+    """What ends a process raises in the wait that this gives, or else when it is over. For a main thread."""
     came = list[int]()
 
     def note(number: int, _frame: FrameType | None) -> None:
         came.append(number)
 
     with contextlib.ExitStack() as in_the_end:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            in_the_end.callback(signal.signal, number, signal.signal(number, note))
+        for number in _ENDS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup, or in the background of a script
+                in_the_end.callback(signal.signal, number, signal.signal(number, note))
         yield functools.partial(_wait, came)
     _end_for(came)
 
@@ -45,4 +48,4 @@ def _end_for(came: list[int]) -> None:
     if signal.SIGINT in came:
         raise KeyboardInterrupt
     if came:
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + came[0])

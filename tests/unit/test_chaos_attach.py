@@ -13,9 +13,11 @@ import pytest
 
 from ntp_plugin.chaos import attach as attaching
 from ntp_plugin.chaos import striker
+from ntp_plugin.chaos.attach import strike_now
+from ntp_plugin.chaos.ending import ending_in_waits
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.striker import send
-from ntp_plugin.chaos.strikes import Pending, orders_file, worker_words
+from ntp_plugin.chaos.strikes import Pending, Strike, orders_file, worker_words
 from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.chaos.worker import Victim
 from ntp_plugin.cli.main import main
@@ -201,7 +203,7 @@ def test_who_is_ended_while_a_rank_is_paused_wakes_it_first(by_recipe, tmp_path,
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
 
 
-@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def asked_beside(request, monkeypatch):
     """This process is asked to end right after it has stopped somebody, or right before it wakes him."""
 
@@ -233,6 +235,20 @@ def test_it_is_woken_whenever_the_command_is_ended(beside, by_recipe, tmp_path, 
     assert ended.value.code == code
     assert runs(worker)
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
+
+
+def test_what_is_ignored_ends_nothing(tmp_path, processes):
+    """As under nohup."""
+    run = recorded(tmp_path, processes["worker"].pid)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_in_waits() as wait:
+            signal.raise_signal(signal.SIGHUP)
+            said = strike_now(run, Strike(name="1", what="pause", slot=SLOT, seconds=0.05), wait=wait)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert said.startswith("done: pause")
+    assert runs(processes["worker"])
 
 
 PAUSED_BY_HAND = ["--what", "pause", "--slot", SLOT, "--seconds", "600"]
