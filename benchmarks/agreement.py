@@ -17,7 +17,6 @@ what it wrote itself. The control is the same where all read what each has writt
 """
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import json
@@ -36,6 +35,7 @@ from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreement, publish_lost
 from ntp_plugin.comm.gathering import FAN
 from ntp_plugin.comm.membership import Report, View
+from ntp_plugin.comm.standing import Standing
 from ntp_plugin.comm.store import TorchStore, serve
 from ntp_plugin.recovery.place import first_view
 
@@ -90,7 +90,7 @@ def agree(first: View, slot: int, connection: TCPStore, fan: int) -> Asked:
         lost=frozenset,
         report=lambda _: report_of(slot),
         plan=lambda agreed: str(agreed.decision),
-        waiting=contextlib.nullcontext,
+        waiting=Standing,
         timeout_s=PATIENCE_S,
     )
     return Asked(answered=store.answered, in_vain=store.in_vain, bytes=store.bytes)

@@ -6,6 +6,8 @@ store.py            the small store that the protocol needs, on torch's TCPStore
 agreement.py        the protocol on a live store
 sockets.py          the sockets that a group opened, found again and shut from outside
 operations.py       operations of groups, seen as Python starts them
+standing.py         what a process shows while it waits for others: that it waits, and that it polls
+running_time.py     time in which this process ran, and was not stopped itself
 waits.py            waits that a break-out can end
 helpers.py          threads that wait in the place of the main thread, and may be left behind
 meeting_store.py    the store through which a group's members find each other

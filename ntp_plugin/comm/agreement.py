@@ -1,7 +1,9 @@
 """The protocol of `membership.py` on a live store: one call takes a member from a broken epoch to the next.
 
-The loop looks, advances, writes, and sleeps some milliseconds where nothing changed. Its time limit bounds a whole
-agreement; a member that is merely slow is left to the detector, whose verdict makes another view.
+The loop looks, advances, writes, and sleeps some milliseconds where nothing changed. Who dies or hangs in an agreement
+is found by the detector, whose verdict makes another view. The time limit is for whatever the detector does not find:
+members that are missing when it has passed are evicted by those that wait for them, and the others agree again. Every
+eviction leaves fewer members, so this ends.
 
 All members ask one store, so what a member has read it does not read again, and who only waits looks the more rarely
 the more they are. Who puts values together looks often: the others wait for these.
@@ -10,14 +12,19 @@ the more they are. Who puts values together looks often: the others wait for the
 import collections
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.gathering import FAN, Gathering
 from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, Step, View
+from ntp_plugin.comm.running_time import RunningTime
+from ntp_plugin.comm.standing import Standing
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer
+
+_LOG = logging.getLogger(__name__)
 
 END_POLL_S = 0.02
 """While others still train or write their last checkpoint nothing is in a hurry."""
@@ -25,6 +32,8 @@ FIRST_POLL_S, LAST_POLL_S = 0.001, 0.01
 """Each look comes half as long again after the one before, as long as nothing changes."""
 POLL_PER_MEMBER_S = 0.0002
 """A look is two questions, and a store answers tens of thousands in a second."""
+_SHOW_S = 0.1
+"""Who waits shows so often that it polls, however rarely it looks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +93,9 @@ class Agreement:
         following = membership.without(self.member.view, slots)
         self._store.create(membership.view_key(following.epoch), following.encode())
 
-    def everybody_is_done(self) -> bool:
-        """Say that this member is done, and wait for the others; False where a newer view must agree first."""
+    def everybody_is_done(self, poll: Callable[[], None] = lambda: None) -> bool:
+        """Say that this member is done, and wait for the others; False where a newer view must agree first. `poll` is
+        called in each turn of the wait."""
         done = membership.done_of(self.member.view, self._fan)
         pause = max(END_POLL_S, self._longest_pause(done))
         while True:
@@ -95,6 +105,7 @@ class Agreement:
             if write is not None:
                 self._store.create(write.key, write.value)
             else:
+                poll()
                 time.sleep(pause)
 
     def run(
@@ -103,12 +114,13 @@ class Agreement:
         lost: Callable[[], frozenset[int]],
         report: Callable[[View], Report],
         plan: Callable[[Agreed], str],
-        waiting: Callable[[], contextlib.AbstractContextManager[None]],
+        waiting: Callable[[], contextlib.AbstractContextManager[Standing]],
         timeout_s: float,
     ) -> Agreed:
         """Until the newest view has agreed. `report` and `plan` may be called again, for each view on the way. Entered
-        while this process does nothing but wait for others is `waiting`: who does not come is found by that."""
-        deadline = time.monotonic() + timeout_s
+        while this process does nothing but wait for others is `waiting`: who does not come is found by that. Who has
+        not come when this member has waited for `timeout_s` is evicted."""
+        waited = RunningTime()
         agreed, digest, told = None, None, Report(applied=0, oldest=0)
 
         def look() -> Step:
@@ -119,6 +131,7 @@ class Agreement:
             if before.phase is Phase.REPORTING:
                 self._known.clear()
                 agreed, digest, told = None, None, report(before.view)
+                waited.begin_again()
             elif before.phase is Phase.PLANNING and agreed is None and not self.newer_view_exists():
                 agreed = self._gather(before.view)
                 digest = plan(agreed)
@@ -126,8 +139,8 @@ class Agreement:
             if write is not None:
                 self._store.create(write.key, write.value)
             elif self.member == before:
-                with waiting():
-                    self._wait_for_news(look, deadline, timeout_s)
+                with waiting() as standing:
+                    self._wait_for_news(look, standing, waited, timeout_s)
             if self.member.phase is Phase.EXCLUDED:
                 seat, epoch = self.member.seat, self.member.view.epoch
                 raise Excluded(
@@ -138,12 +151,19 @@ class Agreement:
                 self._compare_plans(agreed.view)
                 return agreed
 
-    def _wait_for_news(self, look: Callable[[], Step], deadline: float, timeout_s: float) -> None:
+    def _wait_for_news(
+        self, look: Callable[[], Step], standing: Standing, waited: RunningTime, timeout_s: float
+    ) -> None:
         awaited = membership.awaited_of(self.member, self._fan)
         pause, longest = FIRST_POLL_S, LAST_POLL_S if awaited is None else self._longest_pause(awaited)
         while look() == (self.member, None):
-            self._refuse_to_wait_beyond(deadline, timeout_s)
-            time.sleep(pause)
+            if waited.seconds() > timeout_s:
+                self._evict_the_missing(timeout_s)
+            until = time.monotonic() + pause
+            while (left := until - time.monotonic()) > 0:
+                standing.poll()
+                time.sleep(min(left, _SHOW_S))
+                waited.seconds()
             pause = min(1.5 * pause, longest)
 
     def _longest_pause(self, awaited: Gathering) -> float:
@@ -173,13 +193,18 @@ class Agreement:
                 way_out="run the same versions and the same configuration everywhere",
             )
 
-    def _refuse_to_wait_beyond(self, deadline: float, timeout_s: float) -> None:
-        if time.monotonic() < deadline:
-            return
+    def _evict_the_missing(self, timeout_s: float) -> None:
+        """Make the next view without whoever holds this agreement up; the next look finds it."""
         awaited = membership.awaited_of(self.member, self._fan)
-        missing = awaited.missing(self._read) if awaited else []
-        epoch = self.member.view.epoch
-        raise NoAgreement(
-            f"epoch {epoch} did not agree within {timeout_s} s; missing: {', '.join(missing) or 'nothing'}",
-            way_out="look at the processes of these slots; restart from the last checkpoint",
+        late = awaited.late(self._read) if awaited else ()
+        epoch, mine = self.member.view.epoch, self.member.seat.slot
+        if not late or mine in late:
+            raise NoAgreement(
+                f"epoch {epoch} did not agree within {timeout_s} s, and slot {mine} does not see for whom it waits",
+                way_out="look at the job's store; restart from the last checkpoint",
+            )
+        assert awaited is not None, "somebody is late"
+        _LOG.warning(
+            "epoch %d: slots %s evicted: no %s within %g s", epoch, ", ".join(map(str, late)), awaited.kind, timeout_s
         )
+        self.go_on_without(late)

@@ -77,14 +77,18 @@ class Gathering:
         """Slot -> its value, as far as they are there."""
         return dict(self._together(self._top(), read))
 
-    def missing(self, read: Read) -> list[str]:
-        """The keys that hold all others up."""
-        return [key for node in self._top() for key in self._missing(node, read)]
+    def late(self, read: Read) -> tuple[int, ...]:
+        """The slots that hold all others up: they have not written their own value, or not put together what is due."""
+        return tuple(sorted({self._writer(*node) for top in self._top() for node in self._missing(top, read)}))
 
-    def _missing(self, node: tuple[int, int], read: Read) -> list[str]:
+    def _missing(self, node: tuple[int, int], read: Read) -> list[tuple[int, int]]:
         if read(self._key(*node)) is not None:
             return []
-        return [key for part in self._parts(*node) for key in self._missing(part, read)] or [self._key(*node)]
+        return [found for part in self._parts(*node) for found in self._missing(part, read)] or [node]
+
+    def _writer(self, level: int, index: int) -> int:
+        first: int = index * self.fan**level
+        return self.slots[first]
 
     @functools.cached_property
     def _levels(self) -> int:

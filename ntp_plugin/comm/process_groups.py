@@ -43,6 +43,7 @@ from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
 from ntp_plugin.comm.nccl_requirements import require_nccl
 from ntp_plugin.comm.operations import POINT_TO_POINT, WAIT_WHOLE, Operations, kind_of_device
 from ntp_plugin.comm.sockets import Connections
+from ntp_plugin.comm.standing import Movement, Standing
 from ntp_plugin.comm.waits import BreakableWaits, Manner
 from ntp_plugin.errors import PeerLost, Refused
 
@@ -366,12 +367,12 @@ class ElasticGroups:
                         until_then.enter_context(backend.alone(rank, size))
             yield
 
-    def moved(self) -> tuple[float, bool]:
-        """When this process last entered or left a wait for others, and whether it stands in one."""
+    def moved(self) -> Movement:
+        """When this process last entered or left a wait for others, and when the one under way last polled, if any."""
         return self._waits.moved()
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """While this process waits for others by other means than its groups."""
+    def waiting(self) -> Standing:
+        """While this process waits for others by other means than its groups; whose loop then calls `poll`."""
         return self._waits.standing()
 
     def _revoke(self) -> None:

@@ -20,7 +20,6 @@ those of its kind and group are waited for, which is made once; and its wait is 
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -31,6 +30,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Work
 
 from ntp_plugin.comm.helpers import Helpers
+from ntp_plugin.comm.standing import Movement, Standing
 from ntp_plugin.errors import PeerLost
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.1
@@ -55,20 +55,6 @@ class Manner:
     """Whose thread one has until it is over."""
 
 
-class _Standing:
-    """That this process waits; no generator, because a step has many."""
-
-    def __init__(self) -> None:
-        self.moved_at = time.monotonic()
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self.moved_at, self.depth = time.monotonic(), self.depth + 1
-
-    def __exit__(self, *_: object) -> None:
-        self.moved_at, self.depth = time.monotonic(), self.depth - 1
-
-
 class BreakableWaits:
     """Waits on the works of some groups."""
 
@@ -79,7 +65,7 @@ class BreakableWaits:
         self._helpers = Helpers()
         self._original: Callable[..., bool] | None = None
         self._give_up_at: float | None = None
-        self._standing = _Standing()
+        self._standing = Standing()
         self._slice = timedelta(seconds=_LONGEST_S)
 
     def attach(self) -> None:
@@ -129,9 +115,9 @@ class BreakableWaits:
             if manner.holder is holder:
                 self._works.pop(key, None)
 
-    def moved(self) -> tuple[float, bool]:
-        """When a wait was last entered or left, and whether one is going on: what a heart tells."""
-        return self._standing.moved_at, self._standing.depth > 0
+    def moved(self) -> Movement:
+        """What the heartbeat tells of these waits."""
+        return self._standing.movement()
 
     def begin_break_out(self) -> None:
         """From now on waits leave operations that gloo does not end within the grace."""
@@ -149,9 +135,10 @@ class BreakableWaits:
         """Call on a helper thread; raises `PeerLost` where a break-out finds the call lost, and leaves it behind."""
         calling = self._helpers.submit(call)
         try:
-            with self._standing:
+            with self._standing as standing:
                 began = time.monotonic()
                 while not concurrent.futures.wait([calling], self._slice_s(time.monotonic() - began)).done:
+                    standing.poll()
                     self._leave_if_lost()
                 return calling.result()
         finally:
@@ -191,6 +178,7 @@ class BreakableWaits:
             except RuntimeError as error:
                 if _EXPIRED not in str(error):
                     raise
+            self._standing.poll()
             until = until or time.monotonic() + limit_s
             if not work.is_completed():  # else the slice ran out just as the work ended: look again
                 self._leave_if_lost()
@@ -202,8 +190,8 @@ class BreakableWaits:
             return _SHORTEST_S
         return min(max(_SHORTEST_S, wanted), _LONGEST_S)
 
-    def standing(self) -> contextlib.AbstractContextManager[None]:
-        """What a heart is told: that this process waits for others."""
+    def standing(self) -> Standing:
+        """A context that tells the heartbeat that this process waits for others; what it gives is to be polled."""
         return self._standing
 
     def _leave_if_lost(self) -> None:

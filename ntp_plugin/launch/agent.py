@@ -32,6 +32,7 @@ from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args
 
 from ntp_plugin.comm.membership import Seat
+from ntp_plugin.comm.running_time import MOST_S, RunningTime
 from ntp_plugin.comm.store import TorchStore, own_address, serve, shared_token
 from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import tenancy
@@ -45,12 +46,14 @@ from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.launch.supervisor import ASK_S_PER_HOST, Supervisor
 from ntp_plugin.launch.telling import Telling
 from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
-from ntp_plugin.recovery.detector import Thresholds, Verdict
+from ntp_plugin.recovery.detector import NOT_NEEDED, Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
 from ntp_plugin.telemetry import Gone, Stuck
 
 _STANDALONE = "--standalone"
+_PUBLISH_S = 2.0
+"""From what the supervisors know to the view that all others read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +202,8 @@ class TolerantAgent(LocalElasticAgent):
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
         os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.heart_s)
         os.environ["NTP_HUNG_S"] = str(self.policy.thresholds.hung_s)
+        if place.hosts > 1:  # a whole host is missed later than one process is seen to end
+            os.environ["NTP_PUBLISH_S"] = str(self.policy.thresholds.host_s + _PUBLISH_S)
         if place.tenant:
             os.environ["NTP_TENANT"] = str(place.tenant)
         self._supervisor = Supervisor(
@@ -211,6 +216,8 @@ class TolerantAgent(LocalElasticAgent):
             hosts=self._hosts() if place.hosts > 1 else None,
             ask_s=place.hosts * ASK_S_PER_HOST,
         )
+        self._answered_at = self._supervisor.answered_at
+        self._unanswered = RunningTime(most_s=max(MOST_S, 2 * worker_group.spec.monitor_interval))
         self._births = 0
         self._lost: set[int] = set()
         self._lock = threading.Lock()
@@ -313,7 +320,10 @@ class TolerantAgent(LocalElasticAgent):
     def _trouble(self) -> NtpError | None:
         """Why this host is no part of the job any more."""
         assert self._supervisor is not None, "there are workers"
-        silence = time.monotonic() - self._supervisor.answered_at
+        if self._answered_at != self._supervisor.answered_at:
+            self._answered_at = self._supervisor.answered_at
+            self._unanswered.begin_again()
+        silence = self._unanswered.seconds()
         if self._supervisor.trouble is not None or silence <= self.policy.thresholds.store_s:
             return self._supervisor.trouble
         host, port = self._store_address
@@ -368,10 +378,13 @@ class TolerantAgent(LocalElasticAgent):
 
     def _told(self, seat: Seat, verdict: Verdict) -> None:
         """On the supervisor's thread: one line, and an end for a process that would not notice by itself."""
-        _say(f"slot {seat.slot} is lost: {verdict.reason}")
         here = self._handlers().get(seat.slot - self._tenancy.first_slot)
         pid = here.proc.pid if here is not None else 0
-        self._telling.tell(Gone(number=seat.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
+        if verdict.kind == NOT_NEEDED:
+            _say(f"slot {seat.slot} (pid {pid}) is ended: {verdict.reason}")
+        else:
+            _say(f"slot {seat.slot} is lost: {verdict.reason}")
+            self._telling.tell(Gone(number=seat.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
         with self._lock:
             self._lost.add(seat.slot)
 

@@ -19,7 +19,8 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ntp_plugin.comm.membership import View
 from ntp_plugin.comm.store import TorchStore
@@ -114,7 +115,7 @@ class Hosts:
             asked_at, count = self._clock(), self._store.count(f"beat/{host}")
             answered_at, pulse = self._clock(), self._pulses.get(host, Pulse(started_at=asked_at))
             if count != self._counts.get(host, 0):
-                pulse = heard(pulse, now=answered_at, moved_at=answered_at, waiting=False)
+                pulse = heard(pulse, now=answered_at, moved_at=answered_at)
             self._pulses[host], self._counts[host] = pulse, count
             silence = asked_at - (pulse.beat_at or pulse.started_at)
             limit = self._thresholds.host_s if pulse.beat_at else self._thresholds.start_s
@@ -145,7 +146,7 @@ class Hosts:
 
     def _opened(self, view: View, still: Standstill | None, now: float) -> _Round | None:
         key = f"round/{self._epoch}/{self._rounds}"
-        asking = still is not None and bool(still.waiting or still.idle) and now > self._quiet_until
+        asking = still is not None and bool(still.waiting or still.idle or still.done) and now > self._quiet_until
         if not (self._store.present([key]) or asking):
             return None
         asked_by = self._store.create(key, str(self.host)) if asking else ""
@@ -160,7 +161,7 @@ class Hosts:
         return opened
 
     def _answer(self, current: _Round, still: Standstill | None) -> None:
-        told = [still.waiting, list(still.idle.items()), current.knocked[0]] if still is not None else None
+        told = [still.waiting, _rows(still.idle), _rows(still.done), current.knocked[0]] if still is not None else None
         self._store.create(f"standstill/{self._epoch}/{current.number}/{self.host}", json.dumps(told))
         current.answered = True
 
@@ -198,8 +199,13 @@ def successors(hosts: Sequence[int], of: int, most: int) -> list[int]:
     return [*after, *(host for host in others if host < of)][:most]
 
 
-def _standstill(told: list[object] | None) -> Standstill | None:
+def _rows(since: Mapping[int, float]) -> list[tuple[int, float]]:
+    """As JSON has it, whose keys are no numbers."""
+    return list(since.items())
+
+
+def _standstill(told: Any) -> Standstill | None:
     if told is None:
         return None
-    waiting, idle, missed = told
-    return Standstill(waiting=waiting, idle=dict(idle), unreachable=tuple(missed))  # type: ignore[arg-type,call-overload]
+    waiting, idle, done, missed = told
+    return Standstill(waiting=waiting, idle=dict(idle), done=dict(done), unreachable=tuple(missed))

@@ -31,6 +31,7 @@ from ntp_plugin.recovery.detector import (
     is_done,
     is_to_be_asked_about,
     judge,
+    left_over,
     standstill,
     stuck,
 )
@@ -40,6 +41,8 @@ LOOK_S = 0.005
 """Between two looks at beats, and at the store as well, unless many hosts ask it."""
 ASK_S_PER_HOST = 0.00005
 """A question takes 11 us of a processor where the store is: many hosts, however many, take a fifth of one."""
+_PAUSE_S = 1.0
+"""Of this thread: longer than it ever pauses while it runs, and four beats of a rank."""
 _BEGINNING = 128
 """Of a /proc/PID/stat: its number, a name of 64 bytes at most, and the state."""
 
@@ -78,6 +81,7 @@ class Supervisor:
         self._thresholds, self._told = thresholds, told
         self._ask_s, self._asks_at = ask_s, 0.0
         self._told_stuck, self._stuck_in = told_stuck, -1
+        self._judged_at = self._judges_again_at = time.monotonic()
         self.view = first
         """The newest that it has seen."""
         self.answered_at = time.monotonic()
@@ -155,6 +159,7 @@ class Supervisor:
                 for slot, ward in wards.items():
                     self._listen(slot, ward, now)
                 self._look(wards, now)
+                self._heartbeats.count_look()
                 self._conclude()
         except NtpError as error:
             self.trouble = error
@@ -174,7 +179,14 @@ class Supervisor:
         if beat.count != ward.beats:
             ward.beats = beat.count
             self.has_heard_beats = True
-            ward.pulse = heard(ward.pulse, now=now, moved_at=beat.moved_at, waiting=beat.waiting, leaving=beat.leaving)
+            ward.pulse = heard(
+                ward.pulse,
+                now=now,
+                moved_at=beat.moved_at,
+                polled_at=beat.polled_at,
+                done=beat.done,
+                leaving=beat.leaving,
+            )
         if is_to_be_asked_about(ward.pulse, self._thresholds, now=now):
             ward.pulse = answered(ward.pulse, self._thresholds, now=now, stopped=_is_stopped(ward.pid))
 
@@ -193,13 +205,14 @@ class Supervisor:
                 self._told(seat, found[seat.slot])
 
     def _judge(self, wards: Mapping[int, _Ward], now: float) -> dict[int, Verdict]:
-        if self.view.over:  # the job is over, and whoever still runs is on the way out
-            return {}
         pulses = {slot: ward.pulse for slot, ward in wards.items()}
+        if self.view.over:  # whoever still runs is on the way out
+            joined = {slot for slot, ward in wards.items() if ward.been_in}
+            return {verdict.slot: verdict for verdict in left_over(pulses, joined, self._thresholds)}
         found = gone(pulses, self._thresholds, now=now)
         # A newcomer holds nobody up, and nobody waits for it: not while it imports, nor while it asks to be let in.
         members = {slot: ward.pulse for slot, ward in wards.items() if ward.seat in self.view.seats}
-        still = standstill(members, self._thresholds)
+        still = standstill(members, self._thresholds) if self._has_looked_lately(now) else None
         if self._hosts is not None:
             found += self._hosts.tick(self.view, still)
             self._tell_stuck(self._hosts.stuck)
@@ -207,6 +220,13 @@ class Supervisor:
             found = judge({0: still}, {0: members}, self._thresholds)
             self._tell_stuck(stuck({0: still}))
         return {verdict.slot: verdict for verdict in found}
+
+    def _has_looked_lately(self, now: float) -> bool:
+        """False for a while after this process was stopped itself: ranks that waited for its store could not poll."""
+        before, self._judged_at = self._judged_at, now
+        if now - before > _PAUSE_S:
+            self._judges_again_at = now + _PAUSE_S
+        return now >= self._judges_again_at
 
     def _tell_stuck(self, waiting: int) -> None:
         if waiting > 1 and self._stuck_in != self.view.epoch:

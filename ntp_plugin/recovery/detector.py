@@ -10,11 +10,15 @@ Five things tell that a rank is gone, and each has its own proof:
               cut off, or the machine is dying. Who has said that it ends has `hung_s`, if that is longer: taking a
               process down is no work that beats.
     hung      its heart beats, but it has neither moved nor waited for others for `hung_s`, while everybody else waits.
-              Whoever stands in a collective waits for others and is innocent; the one they wait for is not. Time for
-              which it was ready to run and got no CPU does not count (`heartbeat.py`).
+              Whoever stands in a collective waits for others and is innocent, as long as its wait goes on polling: a
+              signal handler that never returns stops the loop of a wait and leaves the rank's word that it waits as it
+              was. The one they wait for is not innocent. Time for which it was ready to run and got no CPU does not
+              count (`heartbeat.py`). Who waits for the end of the job has nothing left to do: the others may take
+              `end_s` until they are done too, but where they wait in a collective it is the one that they wait for.
     cut off   everybody waits, and the rank's host and some other host cannot reach each other.
 
-A rank that has never beaten is starting, and is given `start_s`.
+A rank that has never beaten is starting, and is given `start_s`; stopped it is frozen like any other. When the job is
+over a process that never joined it is not needed, and one that did may end its script in peace, unless it is stopped.
 
 The first three are judged by the rank's own host. The others take everybody's word: each host tells its `Standstill`,
 and `judge` looks at all of them. If everybody waits, and some hosts cannot reach each other, links are cut; then the
@@ -27,8 +31,13 @@ from collections.abc import Collection, Mapping
 
 from ntp_plugin.errors import ConfigError
 
+NOT_NEEDED = "not needed"
+"""The kind of a verdict on a process that is no loss to anybody."""
 _ASKED_IN_FROZEN_S = 6
 """So often the system is asked in that time whether a process is stopped."""
+_POLLING_IN_HUNG_S = 4
+"""Whose wait has polled within a quarter of that time waits; whose has not for all of it hangs; between the two nobody
+is judged. A wait polls ten times a second."""
 _BEATS_IN_SILENT_S, _BEATS_IN_HUNG_S = 4, 10
 """At least: three that are missed mean something, and a hang is told of by no more than a tenth of its limit later."""
 
@@ -47,6 +56,8 @@ class Thresholds:
     """A Python lock held for so long is a fault; loading a checkpoint or compiling gives it back within tenths."""
     hung_s: float = 30.0
     """Longer than the longest pause of a healthy step between two collectives, a checkpoint on one rank say."""
+    end_s: float = 600.0
+    """For what one rank alone does when all others are done: it writes the last checkpoint, say. `hung_s` at least."""
     start_s: float = 600.0
     """From the start of a process to its first beat: imports and file systems of large clusters take minutes."""
     host_beat_s: float = 0.25
@@ -88,8 +99,10 @@ class Pulse:
     beat_at: float | None = None
     moved_at: float | None = None
     """When it last entered or left a collective, as it tells itself: a late beat does not make it later."""
-    waiting: bool = False
-    """It stands in a collective."""
+    polled_at: float | None = None
+    """When the loop of the wait that it stands in last turned; None: it does not wait for others."""
+    done: bool = False
+    """It waits for the end of the job, and for nothing else."""
     leaving: bool = False
     """It said that it ends, with its last beat."""
     stopped: bool = False
@@ -113,9 +126,19 @@ class Verdict:
     reason: str
 
 
-def heard(pulse: Pulse, *, now: float, moved_at: float, waiting: bool, leaving: bool = False) -> Pulse:
-    """After a beat that told when the rank last moved, and whether it waits for others."""
-    return dataclasses.replace(pulse, beat_at=now, waiting=waiting, moved_at=moved_at, leaving=leaving, ran_at=now)
+def heard(
+    pulse: Pulse,
+    *,
+    now: float,
+    moved_at: float,
+    polled_at: float | None = None,
+    done: bool = False,
+    leaving: bool = False,
+) -> Pulse:
+    """After a beat that told when the rank last moved, and when its wait for others last polled, if it waits."""
+    return dataclasses.replace(
+        pulse, beat_at=now, moved_at=moved_at, polled_at=polled_at, done=done, leaving=leaving, ran_at=now
+    )
 
 
 def is_to_be_asked_about(pulse: Pulse, thresholds: Thresholds, *, now: float) -> bool:
@@ -136,9 +159,11 @@ class Standstill:
     """A host on which no rank has moved for `hung_s`."""
 
     waiting: int
-    """How many of its ranks stand in a collective."""
+    """How many of its ranks wait for others, and poll."""
     idle: Mapping[int, float]
-    """Slot -> for how long it has neither moved nor waited."""
+    """Slot -> for how long it has neither moved nor polled."""
+    done: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Slot -> for how long it has waited for the end of the job."""
     unreachable: tuple[int, ...] = ()
     """Hosts that this one cannot connect to."""
 
@@ -147,6 +172,22 @@ def gone(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> 
     """The ranks of a host that are gone by their own proof, ascending by slot."""
     found = [_judge_alone(slot, pulse, thresholds, now) for slot, pulse in sorted(pulses.items())]
     return [verdict for verdict in found if verdict is not None]
+
+
+def left_over(pulses: Mapping[int, Pulse], joined: Collection[int], thresholds: Thresholds) -> list[Verdict]:
+    """The processes of a host that hold up the end of a job that is over, ascending by slot."""
+    found = []
+    for slot, pulse in sorted(pulses.items()):
+        stood = pulse.asked_at - pulse.ran_at
+        if pulse.ended is not None:
+            continue
+        if slot not in joined:
+            reason = "the job is over, and it had not joined"
+            found.append(Verdict(slot=slot, kind=NOT_NEEDED, reason=reason))
+        elif pulse.stopped and stood > thresholds.silent_s:
+            reason = f"its process is stopped since {stood:.2f} s (limit {thresholds.silent_s} s), and the job is over"
+            found.append(Verdict(slot=slot, kind="frozen", reason=reason))
+    return found
 
 
 def standstill(pulses: Mapping[int, Pulse], thresholds: Thresholds) -> Standstill | None:
@@ -159,8 +200,19 @@ def standstill(pulses: Mapping[int, Pulse], thresholds: Thresholds) -> Standstil
     }
     if len(still) < len(living) or any(since <= thresholds.hung_s for since in still.values()):
         return None
-    idle = {slot: since for slot, since in still.items() if not living[slot].waiting}
-    return Standstill(waiting=len(still) - len(idle), idle=idle)
+    unpolled = {slot: _without_a_poll(living[slot], since) for slot, since in still.items()}
+    polling_s = thresholds.hung_s / _POLLING_IN_HUNG_S
+    if any(polling_s < since <= thresholds.hung_s for since in unpolled.values()):
+        return None
+    idle = {slot: since for slot, since in unpolled.items() if since > thresholds.hung_s}
+    done = {slot: since for slot, since in still.items() if living[slot].done and slot not in idle}
+    return Standstill(waiting=len(still) - len(idle) - len(done), idle=idle, done=done)
+
+
+def _without_a_poll(pulse: Pulse, still: float) -> float:
+    """For how long it has shown neither that it moves nor that it waits, if it has not moved for `still` seconds."""
+    assert pulse.beat_at is not None, "it has beaten"
+    return still if pulse.polled_at is None else pulse.beat_at - pulse.polled_at
 
 
 def judge(
@@ -172,27 +224,33 @@ def judge(
     """
     known = {host: still for host, still in told.items() if still is not None}
     waiting = sum(still.waiting for still in known.values())
-    if len(known) < len(told) or not waiting:
+    done = {slot: since for still in known.values() for slot, since in still.done.items()}
+    if len(known) < len(told) or not (waiting or done):
         return []
     broken = {host: still.unreachable for host, still in known.items()}
     if cut := cut_off(broken):
         why = f"its host is cut off from others, while {waiting} wait (limit {thresholds.hung_s} s)"
         return [Verdict(slot=slot, kind="cut off", reason=why) for host in cut for slot in sorted(slots[host])]
     idle = {slot: since for still in known.values() for slot, since in still.idle.items()}
-    return [
-        Verdict(
-            slot=slot,
-            kind="hung",
-            reason=f"it has not moved for {since:.1f} s while {waiting} others wait (limit {thresholds.hung_s} s)",
-        )
-        for slot, since in sorted(idle.items())
+    if waiting:
+        limit, others = thresholds.hung_s, f"{waiting} others wait"
+    else:
+        limit, others = max(thresholds.end_s, thresholds.hung_s), f"{len(done)} others are done"
+    hung = [
+        (slot, f"it has neither moved nor polled for {since:.1f} s while {others} (limit {limit} s)")
+        for slot, since in idle.items()
+        if since > limit
     ]
+    if waiting and not idle:
+        left_early = f"while {waiting} others wait in collectives (limit {limit} s)"
+        hung = [(slot, f"it has waited for the end for {since:.1f} s {left_early}") for slot, since in done.items()]
+    return [Verdict(slot=slot, kind="hung", reason=reason) for slot, reason in sorted(hung)]
 
 
 def stuck(told: Mapping[int, Standstill | None]) -> int:
     """How many wait for each other, where all do and all hosts reach each other: a deadlock of the job. Else 0."""
     known = {host: still for host, still in told.items() if still is not None}
-    somebody_is_late = len(known) < len(told) or any(still.idle for still in known.values())
+    somebody_is_late = len(known) < len(told) or any(still.idle or still.done for still in known.values())
     if somebody_is_late or cut_off({host: still.unreachable for host, still in known.items()}):
         return 0
     return sum(still.waiting for still in known.values())
@@ -227,14 +285,14 @@ def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) ->
     if pulse.ended is not None:
         reason = f"its process ended with code {pulse.ended}" + ("" if pulse.ended else " before the job was over")
         return Verdict(slot=slot, kind="ended", reason=reason)
-    if pulse.beat_at is None:
-        silence, limit = now - pulse.started_at, thresholds.start_s
-        reason = f"no beat in {silence:.1f} s since its start (limit {limit} s)"
-        return Verdict(slot=slot, kind="silent", reason=reason) if silence > limit else None
     stood = pulse.asked_at - pulse.ran_at
     if pulse.stopped and stood > thresholds.frozen_s:
         reason = f"its process is stopped, and did not run for {stood:.2f} s (limit {thresholds.frozen_s} s)"
         return Verdict(slot=slot, kind="frozen", reason=reason)
+    if pulse.beat_at is None:
+        silence, limit = now - pulse.started_at, thresholds.start_s
+        reason = f"no beat in {silence:.1f} s since its start (limit {limit} s)"
+        return Verdict(slot=slot, kind="silent", reason=reason) if silence > limit else None
     silence = now - pulse.beat_at
     limit = max(thresholds.silent_s, thresholds.hung_s) if pulse.leaving else thresholds.silent_s
     if silence > limit:

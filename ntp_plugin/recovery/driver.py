@@ -16,6 +16,7 @@ from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreed, Agreement
 from ntp_plugin.comm.membership import Report, View
 from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.comm.running_time import RunningTime
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.recovery.bell import Bell
 from ntp_plugin.recovery.trainer import LeavesOut, Trainer
@@ -37,7 +38,8 @@ class Patience:
     regroup_again: int = 3
     """So often an edit that failed while nobody was lost is tried again, in an epoch of its own."""
     publish_s: float = 2.0
-    """From a broken connection to the view that says who is lost; a job's own error is held back as long."""
+    """From a broken connection to the view that says who is lost; a job's own error is held back as long. Only time in
+    which the host's supervisor looks counts: one that is stopped publishes nothing."""
 
 
 class Driver:
@@ -48,13 +50,15 @@ class Driver:
         *,
         agreement: Agreement,
         newest_epoch: Callable[[], int],
+        looks: Callable[[], int],
         bell: Bell,
         groups: ElasticGroups,
         trainer: Trainer,
         patience: Patience | None = None,
     ) -> None:
+        """`newest_epoch` and `looks` tell what the host's supervisor has found, and how often it has looked."""
         self._agreement = agreement
-        self._newest_epoch, self._bell = newest_epoch, bell
+        self._newest_epoch, self._looks, self._bell = newest_epoch, looks, bell
         self._groups = groups
         self._trainer = trainer
         self._patience = patience or Patience()
@@ -102,8 +106,12 @@ class Driver:
 
     def finish(self) -> None:
         """Wait until all members are done, through whatever losses: who just ends is missed by the others, and lost."""
-        while not self._agreement.everybody_is_done():
+        while not self._everybody_is_done():
             self._walk()
+
+    def _everybody_is_done(self) -> bool:
+        with self._groups.waiting().at_the_end() as standing:
+            return self._agreement.everybody_is_done(standing.poll)
 
     @property
     def heading_for(self) -> int:
@@ -216,10 +224,13 @@ class Driver:
         return self._a_newer_view_comes()
 
     def _a_newer_view_comes(self) -> bool:
-        deadline = time.monotonic() + self._patience.publish_s
-        with self._groups.waiting():
-            while time.monotonic() < deadline:
+        supervised, supervised_s, looks = RunningTime(), 0.0, self._looks()
+        with self._groups.waiting() as standing:
+            while supervised_s < self._patience.publish_s:
                 if self._agreement.newer_view_exists():
                     return True
+                standing.poll()
                 time.sleep(self._patience.look_s)
+                if self._looks() != looks:
+                    looks, supervised_s = self._looks(), supervised.seconds()
         return False

@@ -40,6 +40,8 @@ class Place:
     beat_s: float
     hung_s: float
     """For so long who holds the others up may do so."""
+    publish_s: float = 0.0
+    """For so long at least a loss may be unpublished: that of a whole host is noticed when its beats are missed."""
     per_host: int
     """Processes of the job on each host."""
     copies: Path
@@ -117,6 +119,7 @@ class Place:
             heartbeats=Path(environment["NTP_HEARTBEATS"]),
             beat_s=float(environment["NTP_BEAT_S"]),
             hung_s=float(environment["NTP_HUNG_S"]),
+            publish_s=float(environment.get("NTP_PUBLISH_S", "0")),
             copies=Path(environment.get("NTP_COPIES") or Path(environment["NTP_HEARTBEATS"]).parent / "copies"),
             resume=Path(told) if (told := environment.get("NTP_RESUME")) else None,
             export=Path(told) if (told := environment.get("NTP_EXPORT")) else None,

@@ -58,10 +58,13 @@ class ElasticRank:
         self.doorkeeper = Doorkeeper(self._agreeing, lambda: self.groups.epoch, agreement.newer_view_exists)
         newest = self._heartbeats.newest_epoch
         usual = Patience()
-        patience = dataclasses.replace(usual, agree_s=max(usual.agree_s, 2 * place.hung_s))
+        patience = dataclasses.replace(
+            usual, agree_s=max(usual.agree_s, 2 * place.hung_s), publish_s=max(usual.publish_s, place.publish_s)
+        )
         self._driver = Driver(
             agreement=agreement,
             newest_epoch=newest,
+            looks=self._heartbeats.looks,
             bell=self._bell,
             groups=self.groups,
             trainer=trainer,

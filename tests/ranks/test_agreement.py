@@ -1,6 +1,5 @@
 """Agreement on a real TCPStore: members in threads, dying in every phase, joining, and wrongly suspected."""
 
-import contextlib
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,9 @@ from hypothesis import strategies as st
 from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.gathering import FAN
 from ntp_plugin.comm.membership import Report, Seat, View, view_key, without
+from ntp_plugin.comm.standing import Standing
 from ntp_plugin.comm.store import TorchStore
-from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer, StateLost
+from ntp_plugin.errors import Excluded, PlansDiffer, StateLost
 
 RUNS = itertools.count()
 PATIENCE_S = 20.0
@@ -66,9 +66,7 @@ class Stage:
             agreement = Agreement.founding(store, self.first, self.first.seats[slot], fan=self.fan)
             self.die(slot, dies == "before")
         while True:
-            agreed = agreement.run(
-                lost=lost, report=report, plan=plan, waiting=contextlib.nullcontext, timeout_s=timeout_s
-            )
+            agreed = agreement.run(lost=lost, report=report, plan=plan, waiting=Standing, timeout_s=timeout_s)
             self.die(slot, dies == "after")
             if self.expected is None or agreed.view.slots == self.expected:
                 return agreed
@@ -151,14 +149,16 @@ def test_newcomers_alone_say_that_no_state_is_left(connections):
     assert isinstance(results[0], StateLost)
 
 
-def test_a_silent_member_that_nobody_suspects_is_named_at_the_time_limit(connections):
-    stage = Stage(connections, 3)
-    stage.dead.add(2)
-    before = time.monotonic()
-    results = stage.all_play({0: {"timeout_s": 0.3}})
-    assert isinstance(results[0], NoAgreement)
-    assert "missing: report/1/1" in str(results[0])
-    assert time.monotonic() - before < 5
+@pytest.mark.parametrize("fan", [2, FAN])
+def test_members_that_nobody_suspects_are_evicted_at_the_time_limit(connections, caplog, fan):
+    """They neither report nor die, and no detector finds them: the others go on without them."""
+    stage = Stage(connections, 6, fan)
+    stage.dead.add(5)
+    stage.expected = (0, 2, 3)
+    limits = {slot: {"timeout_s": 0.3 if slot == 2 else PATIENCE_S} for slot in stage.expected}
+    results = stage.all_play(limits)
+    assert {result.view.slots for result in results.values()} == {stage.expected}
+    assert "slots 1, 4 evicted: no report within 0.3 s" in caplog.text
 
 
 @pytest.fixture

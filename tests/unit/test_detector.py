@@ -14,6 +14,7 @@ from ntp_plugin.recovery.detector import (
     heard,
     is_to_be_asked_about,
     judge,
+    left_over,
     standstill,
     stuck,
 )
@@ -22,8 +23,8 @@ LIMITS = Thresholds()
 
 
 def beating(at, *, waiting=False, moved_at=None, **more):
-    moved_at = at if moved_at is None else moved_at
-    return Pulse(started_at=0.0, beat_at=at, moved_at=moved_at, waiting=waiting, **more)
+    told = {"moved_at": at if moved_at is None else moved_at, "polled_at": at if waiting else None}
+    return Pulse(started_at=0.0, beat_at=at, **told | more)
 
 
 def verdicts(pulses, limits, *, now):
@@ -46,7 +47,7 @@ def test_an_ended_process_is_gone_at_once_unless_the_job_is_over():
     [(0.29, True, None), (0.31, True, "frozen"), (4.9, False, None), (5.1, False, "silent")],
 )
 def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
-    now, pulse = 10.0 + silence, heard(beating(10.0), now=10.0, moved_at=10.0, waiting=False)
+    now, pulse = 10.0 + silence, heard(beating(10.0), now=10.0, moved_at=10.0)
     for asked_at in (10.0, now):
         pulse = answered(pulse, LIMITS, now=asked_at, stopped=stopped)
     found = kinds({0: pulse, 1: beating(now)}, now=now)
@@ -57,7 +58,7 @@ def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
 @pytest.mark.parametrize("begins", [0.0, 0.01, 0.049])
 def test_who_is_stopped_is_frozen_by_that_time_alone(stopped_for, verdict, begins):
     """It was asked every 0.05 s at least, looked at every 0.005 s, and has not beaten for longer than a stop may be."""
-    pulse, found = heard(Pulse(started_at=0.0), now=9.0, moved_at=9.0, waiting=False), None
+    pulse, found = heard(Pulse(started_at=0.0), now=9.0, moved_at=9.0), None
     for look in range(300):
         now = 9.0 + 0.005 * look
         if is_to_be_asked_about(pulse, LIMITS, now=now):
@@ -67,7 +68,7 @@ def test_who_is_stopped_is_frozen_by_that_time_alone(stopped_for, verdict, begin
 
 
 def test_who_is_asked_about_late_was_not_stopped_all_the_time():
-    late = answered(heard(beating(10.0), now=10.0, moved_at=10.0, waiting=False), LIMITS, now=11.0, stopped=True)
+    late = answered(heard(beating(10.0), now=10.0, moved_at=10.0), LIMITS, now=11.0, stopped=True)
     assert kinds({0: late, 1: beating(11.0)}, now=11.0) == {}
     still = answered(late, LIMITS, now=11.26, stopped=True)
     assert kinds({0: still, 1: beating(11.26)}, now=11.26) == {0: "frozen"}
@@ -94,14 +95,49 @@ def test_who_said_that_it_ends_has_as_long_as_one_that_hangs(silence, kind):
 def test_a_stopped_process_that_beats_is_left_alone():
     stopped = answered(answered(beating(10.0), LIMITS, now=10.0, stopped=True), LIMITS, now=10.5, stopped=True)
     assert kinds({0: stopped}, now=10.5) == {0: "frozen"}
-    assert kinds({0: heard(stopped, now=10.6, moved_at=10.0, waiting=False)}, now=10.6) == {}
+    assert kinds({0: heard(stopped, now=10.6, moved_at=10.0)}, now=10.6) == {}
 
 
 def test_the_one_that_all_others_wait_for_is_hung():
     pulses = {slot: beating(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
     found = verdicts(pulses, LIMITS, now=100.0)
     assert [(verdict.slot, verdict.kind) for verdict in found] == [(2, "hung")]
-    assert found[0].reason == "it has not moved for 40.0 s while 3 others wait (limit 30.0 s)"
+    assert found[0].reason == "it has neither moved nor polled for 40.0 s while 3 others wait (limit 30.0 s)"
+
+
+@pytest.mark.parametrize(
+    ("polled", "hung"),
+    [(99.0, False), (92.6, False), (92.4, None), (70.1, None), (69.9, True)],
+)
+def test_a_wait_that_no_longer_polls_is_no_wait(polled, hung):
+    """All say that they wait; the loop of one has stopped turning. None: nobody is judged, and no deadlock told of."""
+    pulses = {slot: beating(100.0, waiting=True, moved_at=60.0) for slot in range(4)}
+    pulses[2] = beating(100.0, moved_at=60.0, polled_at=polled)
+    still = standstill(pulses, LIMITS)
+    if hung is None:
+        assert still is None
+    else:
+        assert kinds(pulses, now=100.0) == ({2: "hung"} if hung else {})
+        assert stuck({0: still}) == (0 if hung else 4)
+
+
+@pytest.mark.parametrize(
+    ("since", "kind"), [(590.0, None), (610.0, "hung")], ids=["a long checkpoint", "longer than that"]
+)
+def test_who_is_not_done_while_all_others_are_has_time_for_a_checkpoint(since, kind):
+    now = 1000.0 + since
+    pulses = {slot: beating(now, waiting=True, moved_at=1000.0, done=True) for slot in range(3)}
+    pulses[1] = beating(now, moved_at=1000.0)
+    assert kinds(pulses, now=now) == ({1: kind} if kind else {})
+    pulses[2] = beating(now, waiting=True, moved_at=1000.0)
+    assert kinds(pulses, now=now) == {1: "hung"}, "somebody waits for it in a collective"
+
+
+def test_who_waits_for_the_end_while_others_wait_for_it_is_hung():
+    pulses = {slot: beating(100.0, waiting=True, moved_at=60.0, done=slot == 2) for slot in range(4)}
+    found = verdicts(pulses, LIMITS, now=100.0)
+    assert [(verdict.slot, verdict.kind) for verdict in found] == [(2, "hung")]
+    assert found[0].reason == "it has waited for the end for 40.0 s while 3 others wait in collectives (limit 30.0 s)"
 
 
 def test_a_deadlock_of_the_job_has_no_culprit():
@@ -145,9 +181,9 @@ def test_a_rank_that_beats_often_enough_is_never_gone(beats):
     now, pulse = 0.0, Pulse(started_at=0.0)
     for pause, moves, stopped in beats:
         now += pause
-        found = verdicts({0: pulse, 1: beating(now, waiting=False)}, LIMITS, now=now)
+        found = verdicts({0: pulse, 1: beating(now)}, LIMITS, now=now)
         assert not found
-        pulse = heard(pulse, now=now, moved_at=now if moves else pulse.moved_at or 0.0, waiting=False)
+        pulse = heard(pulse, now=now, moved_at=now if moves else pulse.moved_at or 0.0)
         pulse = answered(pulse, LIMITS, now=now, stopped=stopped)
 
 
@@ -205,3 +241,18 @@ def test_whatever_is_broken_nobody_who_stays_misses_another(hosts, data):
     stay = set(range(hosts)) - set(cut_off(unreachable))
     assert stay
     assert not [pair for pair in broken if set(pair) <= stay]
+
+
+@pytest.mark.parametrize(("stopped_for", "kind"), [(4.9, None), (5.1, "frozen")])
+def test_when_the_job_is_over_nobody_waits_for_who_never_joined_nor_for_long_for_who_is_stopped(stopped_for, kind):
+    stopped = beating(10.0, ran_at=10.0, asked_at=10.0 + stopped_for, stopped=True)
+    pulses = {0: beating(10.0), 1: Pulse(started_at=9.0), 2: stopped, 3: beating(9.0, ended=0), 4: beating(10.0)}
+    found = left_over(pulses, {0, 2, 3}, LIMITS)
+    assert {verdict.slot: verdict.kind for verdict in found} == {1: "not needed", 4: "not needed"} | (
+        {2: kind} if kind else {}
+    )
+
+
+def test_who_is_stopped_before_it_ever_beat_is_frozen():
+    stopped = Pulse(started_at=0.0, ran_at=10.0, asked_at=10.31, stopped=True)
+    assert kinds({0: stopped, 1: beating(10.31)}, now=10.31) == {0: "frozen"}

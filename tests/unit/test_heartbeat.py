@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from ntp_plugin.comm.standing import Movement
 from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile, WaitForCpu
 
 SPIN = """
@@ -26,7 +27,7 @@ from ntp_plugin.recovery.heartbeat import Beat, HeartbeatFile
 file, step = HeartbeatFile(Path(sys.argv[1]), 1), 0
 while True:
     step += 1
-    file.write(0, Beat(count=step, moved_at=float(step), waiting=bool(step % 2)))
+    file.write(0, Beat(count=step, moved_at=float(step), polled_at=step + 0.5 if step % 2 else None))
 """
 
 
@@ -38,30 +39,40 @@ def file(tmp_path):
 
 
 def beats(file, told, starved):
-    """What the heart writes for each (moved, waiting) with the seconds for which it has starved by then."""
+    """What the heart writes for each (moved, polled) with the seconds for which it has starved by then."""
     moments = iter(zip(told, starved, strict=True))
-    now = [((0.0, False), 0.0)]
+    now = [(Movement(0.0), 0.0)]
     heart = Heart(file, 0, every_s=0.001, moved=lambda: now[0][0], starved=lambda: now[0][1])
-    for now[0] in moments:
-        yield heart._moved_or_starved()
+    for told_now, starved_now in moments:
+        now[0] = Movement(*told_now), starved_now
+        moved_at, polled_at, _ = heart._moved_or_starved()
+        yield moved_at, polled_at
     heart.stop()
 
 
 def test_time_without_a_cpu_is_no_standstill(file):
-    told = [(10.0, False), (10.0, False), (10.0, False), (12.0, False), (12.0, False)]
+    told = [(10.0, None), (10.0, None), (10.0, None), (12.0, None), (12.0, None)]
     seen = list(beats(file, told, [1.0, 1.0, 1.7, 2.0, 2.1]))
-    assert [(round(at, 9), waits) for at, waits in seen] == [
-        (11.0, False),
-        (11.0, False),
-        (11.7, False),
-        (12.3, False),
-        (12.4, False),
+    assert [(round(at, 9), polled) for at, polled in seen] == [
+        (11.0, None),
+        (11.0, None),
+        (11.7, None),
+        (12.3, None),
+        (12.4, None),
     ]
 
 
 def test_who_waits_for_others_tells_since_when_whatever_its_cpu_does(file):
-    told = [(10.0, True), (10.0, True), (10.5, False), (10.5, False)]
-    assert list(beats(file, told, [1.0, 2.0, 2.5, 2.75])) == [(10.0, True), (10.0, True), (11.0, False), (11.25, False)]
+    told = [(10.0, 10.0), (10.0, 10.25), (10.5, None), (10.5, None)]
+    moved = [at for at, _ in beats(file, told, [1.0, 2.0, 2.5, 2.75])]
+    assert moved[:2] == [10.0, 10.0]
+    assert moved[3] == moved[2] + 0.25
+
+
+def test_a_wait_that_gets_no_cpu_cannot_poll(file):
+    told = [(10.0, 10.0), (10.0, 10.25), (10.0, 10.25), (10.0, 10.25)]
+    polled = [at for _, at in beats(file, told, [0.0, 0.0, 0.5, 3.0])]
+    assert polled == [10.0, 10.25, 10.75, 13.25]
 
 
 def test_the_system_tells_how_long_a_thread_waited_for_a_cpu():
@@ -94,7 +105,7 @@ def test_what_is_told_together_is_read_together(file):
         while time.monotonic() < until:
             beat = file.read(0)
             assert beat.moved_at.is_integer()
-            assert beat.waiting == beat.moved_at % 2
+            assert (beat.polled_at is not None) == beat.moved_at % 2
             assert beat.moved_at >= last
             last = beat.moved_at
     finally:
@@ -102,9 +113,42 @@ def test_what_is_told_together_is_read_together(file):
         writer.wait()
 
 
+ENDS = """
+import sys
+from pathlib import Path
+from ntp_plugin.comm.standing import Movement
+from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
+Heart(HeartbeatFile(Path(sys.argv[1]), 1), 0, every_s=0.01, moved=lambda: Movement(1.0)).start()
+{ends}
+"""
+
+
+@pytest.mark.parametrize(
+    "ends", ["raise ValueError", "sys.exit(4)", "import os; os.fork() or sys.exit(0); raise OSError"]
+)
+def test_a_process_that_ends_by_an_error_says_that_it_ends(file, ends):
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS.format(ends=ends), str(file.path)], check=False, capture_output=True
+    )
+    assert ended.returncode
+    assert file.read(0).leaving
+
+
+def test_a_forked_process_that_ends_says_nothing(file):
+    forks = "import os, time\nif os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", ENDS.format(ends=forks), str(file.path)], check=False).returncode == 9
+    assert not file.read(0).leaving
+
+
+def test_how_often_the_supervisor_has_looked(file):
+    before = file.looks()
+    file.count_look()
+    assert file.looks() == before + 1
+
+
 def test_the_last_beat_says_so(file):
     asked = threading.Semaphore(0)
-    heart = Heart(file, 0, every_s=0.001, moved=lambda: asked.release() or (3.0, False), starved=lambda: 0.0)
+    heart = Heart(file, 0, every_s=0.001, moved=lambda: asked.release() or Movement(3.0), starved=lambda: 0.0)
     heart.start()
     assert all(asked.acquire(timeout=10) for _ in range(2)), "it beats"  # the first beat is written when it asks again
     assert not file.read(0).leaving

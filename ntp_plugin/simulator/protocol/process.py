@@ -41,8 +41,9 @@ class Process:
         self._job, self.member, self.host, self.newcomer = job, member, host, newcomer
         self.applied, self.prepared = 0, False
         self.state: int | None = None if newcomer else laws.lineage(0)
-        self.alive, self.frozen, self.hung, self.left = True, False, False, False
+        self.alive, self.frozen, self.left = True, False, False
         self.started_at = self.moved_at = job.time.now
+        self.hung_at: float | None = None
         self.stopped_at: float | None = None
         """When it died or was frozen: its heart has not beaten since."""
         self._computing: tuple[int, int] | None = None
@@ -64,6 +65,11 @@ class Process:
         """It lives, and its main thread runs."""
         return self.alive and not self.left and self.member.phase is not Phase.EXCLUDED
 
+    @property
+    def hung(self) -> bool:
+        """Its main thread does nothing any more."""
+        return self.hung_at is not None
+
     # ------------------------------------------------ what befalls it
 
     def die(self) -> None:
@@ -83,17 +89,21 @@ class Process:
             self._do(work)
 
     def hang(self) -> None:
-        """Its main thread stands still outside of every collective; its heart beats on."""
-        self.hung, self.moved_at = True, self._job.time.now
+        """Its main thread stands still wherever it is, in a wait for others too; its heart beats on."""
+        self.hung_at = self._job.time.now
+        if self._computing is not None:
+            self.moved_at = self.hung_at
 
     def pulse(self, now: float, beat_s: float) -> Pulse:
         """What its host's supervisor knows of it."""
         until = now if self.stopped_at is None else min(now, self.stopped_at)
+        beat_at = max(self.started_at, until - until % beat_s)
+        polled_at = beat_at if self.hung_at is None else min(beat_at, self.hung_at)
         return Pulse(
             started_at=self.started_at,
-            beat_at=max(self.started_at, until - until % beat_s),
+            beat_at=beat_at,
             moved_at=self.moved_at,
-            waiting=self._computing is None and not self.hung,
+            polled_at=polled_at if self._computing is None else None,
             stopped=self.frozen,
             asked_at=now,
             ran_at=until,

@@ -1,0 +1,22 @@
+"""Time in which a process was stopped is no time in which it waited."""
+
+import pytest
+
+from ntp_plugin.comm.running_time import MOST_S, RunningTime
+
+
+def test_a_pause_longer_than_a_wait_ever_makes_counts_as_a_short_one():
+    now = [100.0]
+    running = RunningTime(lambda: now[0])
+    for now[0] in (100.25, 100.5, 160.5, 160.75):
+        seconds = running.seconds()
+    assert seconds == pytest.approx(0.5 + MOST_S + 0.25)
+
+
+def test_it_begins_again():
+    now = [0.0]
+    running = RunningTime(lambda: now[0])
+    now[0] = 0.25
+    assert running.seconds() == 0.25
+    running.begin_again()
+    assert running.seconds() == 0.0
