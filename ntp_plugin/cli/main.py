@@ -8,6 +8,7 @@ from ntp_plugin import __version__
 from ntp_plugin.cli import chaos, copies, plan, report, run, simulate, status, store
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import NtpError
+from ntp_plugin.launch import quick_exit
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -47,5 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def console() -> int:
+    """Run one command as a process of its own, which is gone as soon as the command is done."""
+    quick_exit.arm()
+    code = main()
+    quick_exit.set_exit_code(code)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console())

@@ -12,4 +12,5 @@ run_folder.py   the folder of a run in shared memory, and those that dead ones h
 spares.py       processes that have done their imports, and wait to be told which worker to be
 nursery.py      one that has done them too, and forks workers
 script.py       a worker's script, with the hooks in the framework that it imports
+quick_exit.py   the end of a process without Python's teardown
 """

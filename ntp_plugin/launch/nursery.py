@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ntp_plugin.errors import Refused, in_one_line
+from ntp_plugin.launch import quick_exit
 from ntp_plugin.launch.script import run
 from ntp_plugin.launch.spares import be_worker, import_ahead
 
@@ -169,6 +170,7 @@ class Nursery:
 
 def main(arguments: Sequence[str]) -> None:
     """Imports, and forks until the agent is gone. In a child it returns when the worker's script has ended."""
+    quick_exit.arm()  # for the children, before what they get imported
     import_ahead()
     _refuse_a_gpu()
     gc.collect()
@@ -179,6 +181,8 @@ def main(arguments: Sequence[str]) -> None:
         words = _forks(socket.socket(fileno=int(arguments[0])))
     if words is not None:
         run(words)
+    else:
+        quick_exit.set_exit_code(0)  # the agent waits for this process
 
 
 def _refuse_a_gpu() -> None:

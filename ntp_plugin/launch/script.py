@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ntp_plugin.errors import NtpError
+from ntp_plugin.launch import quick_exit
 
 _MEGATRON, _DEEPSPEED = "megatron.training.arguments", "deepspeed"
 _ADAPTERS = ("ntp_plugin.megatron.activation", "ntp_plugin.deepspeed.activation")
@@ -138,4 +139,6 @@ def _end() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    quick_exit.arm()
+    with quick_exit.on_errors_of_ours():
+        main(sys.argv[1:])

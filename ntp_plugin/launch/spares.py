@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ntp_plugin.errors import Refused
+from ntp_plugin.launch import quick_exit
 from ntp_plugin.launch.script import rehearse_on_cpu, run
 
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "ntp_plugin.plain.job")
@@ -90,6 +91,7 @@ def be_worker(environment: Mapping[str, str], stdout: str | None, stderr: str | 
 
 def main(arguments: Sequence[str]) -> None:
     """What runs in the spare."""
+    quick_exit.arm()
     import_ahead()
     line = sys.stdin.buffer.readline()
     if not line:  # the job is over, and this one was not needed
