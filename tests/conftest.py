@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import os
+import sys
 
 from hypothesis import HealthCheck, settings
 
@@ -8,3 +9,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("desk", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("desk"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
+
+
+def pytest_runtest_teardown():
+    """What commands a test has started are ended with it, whether it failed or not."""
+    command = sys.modules.get("tests.ranks.command")  # importing it is for those who need it
+    while command is not None and command.Command.started:
+        command.Command.started.pop().stop()

@@ -1,7 +1,9 @@
-"""How long a test waits for what must come.
+"""How long a test waits for what must come, and for what must not.
 
-Only a test that hangs ends by it. Whatever else takes longer than it should on a busy machine is still waited for: a
-test that is to show how fast something is counts what it does, and asks no clock.
+Only a test that hangs ends by `PATIENCE_S`. Whatever else takes longer than it should on a busy machine is still waited
+for: a test that is to show how fast something is counts what it does, and asks no clock.
 """
 
 PATIENCE_S = 600.0
+HUNG_S = 3.0
+"""A limit for hung ranks in tests: they are found soon, and nobody else comes near it, waiting for a busy store say."""

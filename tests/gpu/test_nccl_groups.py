@@ -55,11 +55,11 @@ def play(rank):
 def test_a_rank_dies_and_comes_back():
     victim = SIZE - 1
     with Ranks(SIZE, play) as ranks:
-        ranks.wait_for_rows(SIZE, "ready", 120)
+        ranks.wait_for_rows(SIZE, "ready")
         ranks.kill(victim)
-        ranks.wait_for_rows(SIZE - 1, "fewer", 120)
+        ranks.wait_for_rows(SIZE - 1, "fewer")
         ranks.start_again(victim)
-        outcomes = ranks.wait(180)
+        outcomes = ranks.wait()
     assert len(outcomes) == SIZE
     for slot, seen in outcomes.items():
         groups = 2 if slot == 0 else 3

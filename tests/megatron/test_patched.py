@@ -54,7 +54,7 @@ def play_to(file):
     """What is run with the patched sources first in the path."""
     have_megatron_imported()
     with Ranks(JOB.processes, Looking(JOB)) as ranks:
-        Path(file).write_bytes(pickle.dumps(ranks.wait(120)))
+        Path(file).write_bytes(pickle.dumps(ranks.wait()))
 
 
 @pytest.mark.short

@@ -43,14 +43,14 @@ def _name(item):
 def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_back(tmp_path, capsys):
     running = job(tmp_path, steps=60)
     record = tmp_path / "run"
-    running.wait_for(r"iteration +4/", 120)
+    running.wait_for(r"iteration +4/")
     assert main(["chaos", "attach", str(record), "--what", "kill", "--slot", OWNER, "--during", "backward"]) == 0
     assert "ordered: kill" in capsys.readouterr().out
-    running.wait_for("slot 3 is lost", 60)
+    running.wait_for("slot 3 is lost")
     assert main(["status", str(record), "--json"]) == 0
     seen = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (seen["tp"], seen["replicas"]) == (2, 2)
-    code, said = running.end(180)
+    code, said = running.end()
     assert code == 0, said
 
     history = History.of(Follower(record).news())
@@ -75,9 +75,9 @@ def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_bac
 def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
     running = job(tmp_path, steps=30)
     record = tmp_path / "run"
-    running.wait_for(r"iteration +2/", 120)
+    running.wait_for(r"iteration +2/")
     assert main(["chaos", "attach", str(record), "--what", "sigkill", "--slot", "r0.s0.t0"]) == 0
-    code, said = running.end(180)
+    code, said = running.end()
     assert code == 0, said
     began = [one.event for one in Follower(record).news() if isinstance(one.event, Began) and one.slot == "r0.s0.t0"]
     assert f"pid {began[0].pid}" in capsys.readouterr().out
@@ -90,11 +90,11 @@ def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
 def test_a_recipe_strikes_a_job_that_runs(tmp_path):
     """Its steps are counted from then on, and the job goes on to its end."""
     running = job(tmp_path, steps=60)
-    running.wait_for(r"iteration +20/", 120)
+    running.wait_for(r"iteration +20/")
     recipe = "recipes/chaos/kill-in-backward.toml"
     out = tmp_path / "out"
     assert main(["chaos", "attach", str(tmp_path / "run"), recipe, "--out", str(out)]) == 0
-    code, said = running.end(180)
+    code, said = running.end()
     assert code == 0, said
     (strike,) = json.loads((out / "verdict.json").read_text())["strikes"]
     assert (strike["what"], strike["moment"], strike["problem"]) == ("kill", "backward", "")

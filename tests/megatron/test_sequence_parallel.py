@@ -133,7 +133,7 @@ def test_a_batch_of_another_length_is_refused_where_it_comes(where):
 @pytest.mark.short
 def test_any_length_over_three_slots():
     with Ranks(WIDTH, cut_and_whole) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     for found, with_gradients_on_pads in outcomes.values():
         for length, (difference, stored) in found.items():
             assert difference < 1e-12, length

@@ -1,18 +1,23 @@
 """`ntp ...` as somebody types it."""
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
+
+from tests.patience import PATIENCE_S
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "plain"
 PAUSED = Path(__file__).with_name("paused.py")
 NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
 
 
-def wait_until(look, why_not, timeout_s=90.0):
+def wait_until(look, why_not, timeout_s=PATIENCE_S):
     """What it finds, once it finds something."""
     deadline = time.monotonic() + timeout_s
     while not (found := look()):
@@ -21,14 +26,30 @@ def wait_until(look, why_not, timeout_s=90.0):
     return found
 
 
+def descendants(pid):
+    """This process and all that it has started, as far as they have not ended."""
+    with contextlib.suppress(OSError):  # it ends meanwhile
+        children = [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in told_children(task)]
+        return [pid, *(found for child in children for found in descendants(child))]
+    return [pid]
+
+
+def told_children(task):
+    return (task / "children").read_text().split()
+
+
 class Command:
     """A running `ntp ...`; what it says goes to a file."""
+
+    started: ClassVar = []
+    """All that a test has started; `tests/conftest.py` stops them after it."""
 
     def __init__(self, words, log, **environment):
         self.log, self._may_go_on = log, log.with_name(f"{log.name}.go-on")
         environment |= {"OMP_NUM_THREADS": "1", "GO_ON": str(self._may_go_on)}
         with log.open("wb") as file:
             self.process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment)
+        self.started.append(self)
 
     @property
     def said(self):
@@ -38,22 +59,31 @@ class Command:
         """Have a job of `paused.py` come to its end without pauses."""
         self._may_go_on.touch()
 
-    def wait_for(self, pattern, timeout_s=90.0):
+    def wait_for(self, pattern):
         def look():
             is_over = self.process.poll() is not None  # before it is read: its last word counts
             found = re.search(pattern, self.said)
             assert found or not is_over, self.said
             return found
 
-        return wait_until(look, lambda: f"{pattern} in {self.said}", timeout_s)
+        return wait_until(look, lambda: f"{pattern} in {self.said}")
 
-    def end(self, timeout_s=90.0):
+    def end(self):
         """(exit code, what it said)"""
         try:
-            code = self.process.wait(timeout_s)
+            code = self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s} s: {self.said}") from None
+            raise AssertionError(f"still running after {PATIENCE_S} s: {self.said}") from None
         return code, self.said
+
+    def stop(self):
+        """Kill it with all that it has started. A test that fails leaves it running, and whatever is left running
+        takes the processor from the tests after it, or has Python complain in the middle of one of them."""
+        if self.process.poll() is None:
+            for pid in descendants(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def last_line(said):

@@ -1,5 +1,6 @@
 """A recipe whose pauses between steps are over once a file is there: what a test waits for has happened by then.
 
+The pauses become longer, so that a busy machine has ten minutes for that, and an idle one is not slow to react.
 RECIPE and GO_ON, the file, are in the environment; `Command` has the latter.
 """
 
@@ -9,13 +10,18 @@ import sys
 import time
 from pathlib import Path
 
-go_on, sleep = Path(os.environ["GO_ON"]), time.sleep
+LONGEST_S, GROWTH, LOOK_S = 5.0, 1.03, 0.1
+go_on, sleep, pauses = Path(os.environ["GO_ON"]), time.sleep, 0
 
 
 def pause(seconds):
-    is_the_recipes = sys._getframe(1).f_globals["__name__"] == "__main__"
-    if not (is_the_recipes and go_on.exists()):
+    global pauses
+    if sys._getframe(1).f_globals["__name__"] != "__main__":  # it is none of the recipe's
         sleep(seconds)
+        return
+    until, pauses = time.monotonic() + max(seconds, min(LONGEST_S, seconds * GROWTH**pauses)), pauses + 1
+    while not go_on.exists() and (left := until - time.monotonic()) > 0:
+        sleep(min(left, LOOK_S))
 
 
 time.sleep = pause

@@ -87,7 +87,7 @@ def looks():
         ranks.kill(2)
         ranks.wait_for_rows(SIZE - 1, "looked")
         ranks.start_again(2)
-        return ranks.wait(60)
+        return ranks.wait()
 
 
 def test_a_line_is_as_long_as_it_has_members(looks):

@@ -23,7 +23,7 @@ def play_nothing(rank):
 
 
 def play_and_forget_a_process(rank):
-    subprocess.Popen(["sleep", "30"])
+    subprocess.Popen(["sleep", "3600"])
 
 
 def play_for_ever(rank):
@@ -36,7 +36,7 @@ def have_ranks_play():
     with Ranks(2, play_for_ever) as ranks:
         ranks.wait_for_rows(2, "process")
         print(*(running.process.pid for running in ranks._running.values()), flush=True)  # noqa: T201  (to the test)
-        ranks.wait(600)
+        ranks.wait()
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,18 @@ def test_a_fault_that_never_struck_is_told():
     fault = kill(1, during="between", step=2)
     with pytest.raises(AssertionError, match="planned, and never struck: slot 1 during 'between' of step 2"):  # noqa: SIM117
         with Ranks(2, play_nothing, faults=[fault]) as ranks:
-            ranks.wait(30)
+            ranks.wait()
 
 
 def test_a_fault_that_may_miss_may_miss():
     with Ranks(2, play_nothing, faults=[kill(1, during="between", step=2, may_miss=True)]) as ranks:
-        ranks.wait(30)
+        ranks.wait()
 
 
 def test_a_process_that_a_rank_leaves_behind_is_told_and_ended():
     with pytest.raises(AssertionError, match="left behind: a process that rank process"):  # noqa: SIM117
         with Ranks(1, play_and_forget_a_process) as ranks:
-            ranks.wait(30)
+            ranks.wait()
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def test_what_is_left_behind_here_is_told(planted, message):
     kept = contextlib.ExitStack()
     with kept, pytest.raises(AssertionError, match=f"left behind: {message}"), Ranks(1, play_nothing) as ranks:
         kept.enter_context(planted())
-        ranks.wait(30)
+        ranks.wait()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)

@@ -4,7 +4,6 @@ A job trains slowly until what a test waits for has happened, and then without p
 """
 
 import functools
-import time
 
 import pytest
 
@@ -14,15 +13,16 @@ from tests.ranks.machines import can_make_namespaces, machines
 with_cuts = pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
 
 PORT = 29400
-LIMITS = "host_s=1.5,store_s=4,hung_s=4"
-LONG = 400
-"""Steps, two minutes with pauses: a machine comes in within that."""
+LIMITS = "host_s=10,store_s=30,hung_s=20"
+"""A host on a machine with 60 busy processes beats once in a second or two."""
+STEPS = 160
+"""Ten minutes with pauses (`paused.py`): a machine comes in within that."""
 
 
 class Job:
     """`ntp run` with two workers on each of some machines."""
 
-    def __init__(self, hosts, count, *, store_at=1, steps=60, pause_s=0.3, script=RECIPES / "train.py"):
+    def __init__(self, hosts, count, *, store_at=1, steps=STEPS, pause_s=0.3, script=RECIPES / "train.py"):
         self.hosts, self.count, self.store_at = hosts, count, store_at
         self.steps, self.pause_s, self.script, self.agents = steps, pause_s, script, {}
         for at in range(1, count + 1):
@@ -89,7 +89,7 @@ if os.environ["MACHINE"] == "2":
 """
 
 
-@pytest.mark.parametrize("late_s", [0.8, 5.0])
+@pytest.mark.parametrize("late_s", [0.8, 15.0])
 def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path, late_s):
     """The job is over on all: the store's machine waits for the others for a while, and they need it no more then."""
     script = tmp_path / "late.py"
@@ -103,16 +103,14 @@ def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path
 
 def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
     with machines(3, tmp_path) as hosts:
-        job = Job(hosts, 2, steps=LONG)
+        job = Job(hosts, 2)
         job.wait_until_it_trains()
         spare = job.start(3)
         spare.wait_for("all 2 hosts of the job are there; this machine waits as a spare")
         first = job.agents[1]
         first_host = int(first.wait_for(r"slot (\d+) is pid")[1]) // 2
-        struck = time.monotonic()
         hosts.kill(2)
         first.wait_for(r"slot \d is lost: no beat of its host")
-        assert time.monotonic() - struck < 4
         spare.wait_for(f"this machine takes the place of host {1 - first_host}")
         job.wait_until_in(spare)
         job.go_on()
@@ -120,7 +118,7 @@ def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
         assert code == 0, said
         code, said_first = first.end()
         assert code == 0, said_first
-        assert_undisturbed(said + said_first, folder, 4, LONG)
+        assert_undisturbed(said + said_first, folder, 4, STEPS)
         assert last_line(said + said_first)[2] == "(0, 1, 2, 3)"
 
 
@@ -130,7 +128,7 @@ def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_pat
         job = Job(hosts, 2)
         job.wait_until_it_trains()
         hosts.cut(1, 2)
-        code, said = job.agents[2].end(30)
+        code, said = job.agents[2].end()
         assert code == 6, said
         assert "this host is cut off, or the store's host is lost" in said
         assert not hosts.pids(2)
@@ -138,7 +136,7 @@ def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_pat
         job.go_on()
         code, said = job.agents[1].end()
         assert code == 0, said
-        assert_undisturbed(said, folder, 4, 60)
+        assert_undisturbed(said, folder, 4, STEPS)
 
 
 @with_cuts
@@ -150,11 +148,11 @@ def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
         hosts.cut(1, 2)
         job.agents[1].wait_for("is lost: no beat of its host")
         hosts.heal(1, 2)
-        job.agents[2].wait_for("is lost: the others went on without it", 30)
+        job.agents[2].wait_for("is lost: the others went on without it")
         job.go_on()
         code, said = job.agents[1].end()
         assert code == 0, said
-        assert_undisturbed(said, folder, 4, 60)
+        assert_undisturbed(said, folder, 4, STEPS)
         assert job.agents[2].end()[0] == 0, "its job was done, by the others"
 
 
@@ -163,7 +161,7 @@ def test_the_stores_machine_is_lost_and_the_others_end_clearly(tmp_path):
         job = Job(hosts, 2, steps=10000)
         job.wait_until_it_trains()
         hosts.kill(1)
-        code, said = job.agents[2].end(30)
+        code, said = job.agents[2].end()
         assert code == 6, said
         assert "the job's store" in said
         assert "restart" in said
@@ -186,6 +184,6 @@ def test_with_a_store_outside_the_larger_part_of_a_cut_network_goes_on(tmp_path,
         assert code == 0, said
         code, said_third = job.agents[3].end()
         assert code == 0, said_third
-        assert_undisturbed(said + said_third, folder, 6, 60)
+        assert_undisturbed(said + said_third, folder, 6, STEPS)
         assert job.agents[1].end()[0] == 0, "its job was done, by the others"
         assert "slot" in job.agents[1].said

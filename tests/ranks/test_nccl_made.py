@@ -44,7 +44,7 @@ def play(rank, environment):
 
 def played(environment):
     with Ranks(1, functools.partial(play, environment=environment)) as ranks:
-        return ranks.wait(60)[0]
+        return ranks.wait()[0]
 
 
 def test_it_is_made_to_be_edited():

@@ -14,6 +14,7 @@ from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.testing.faults import hang, kill
 from ntp_plugin.testing.ranks import Ranks
 from ntp_plugin.testing.stateless import Stateless
+from tests.patience import HUNG_S
 
 
 def make_groups_when_all_are_there(rank):
@@ -49,7 +50,7 @@ def test_groups_that_are_made_after_a_return_connect():
     with Ranks(3, make_groups_when_all_are_there, faults=[kill(1, during="first", step=1)]) as ranks:
         ranks.wait_for_death(1)
         ranks.start_again(1)
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes == {0: [111.0, 101.0], 1: [111.0, 10.0], 2: [111.0, 101.0]}
 
 
@@ -78,9 +79,9 @@ def test_a_newcomer_that_made_other_groups_is_left_out_and_the_others_go_on():
     with Ranks(3, make_another_group_than_a_newcomer, faults=faults) as ranks:
         ranks.wait_for_death(1)
         ranks.start_again(1)
-        outcomes = ranks.wait(60, but=[1])
+        outcomes = ranks.wait(but=[1])
         with pytest.raises(Excluded, match="slot 1"):
-            ranks.wait(30, but=[0, 2])
+            ranks.wait(but=[0, 2])
     assert outcomes == {0: (0, 2), 2: (0, 2)}
 
 
@@ -107,9 +108,9 @@ def test_a_newcomer_that_never_connects_is_left_out_and_the_others_go_on():
     with Ranks(3, never_meet_as_a_newcomer, faults=[kill(1, during="first", step=1)]) as ranks:
         ranks.wait_for_death(1)
         ranks.start_again(1)
-        outcomes = ranks.wait(60, but=[1])
+        outcomes = ranks.wait(but=[1])
         with pytest.raises(Excluded, match="slot 1"):
-            ranks.wait(30, but=[0, 2])
+            ranks.wait(but=[0, 2])
     assert outcomes == {0: (0, 2), 2: (0, 2)}
 
 
@@ -148,10 +149,10 @@ def test_a_newcomer_that_prepares_itself_is_neither_hung_nor_a_sign_that_somebod
     """Not while it imports, before its first beat, nor while it builds its model: nobody waits for it."""
     play = functools.partial(hang_while_a_newcomer_prepares, beats=beats)
     faults = [kill(2, during="first", step=1), hang(1, during="prepares", step=2)]
-    with Ranks(3, play, faults=faults, thresholds=Thresholds(hung_s=0.5)) as ranks:
+    with Ranks(3, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         ranks.wait_for_death(2)
         ranks.start_again(2)
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes == {0: "went on", 2: "prepared"}
     assert ranks.verdicts[1].kind == "hung"
     assert ranks.verdicts[2].kind == "ended"

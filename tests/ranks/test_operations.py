@@ -97,7 +97,7 @@ def count_both_ways(rank, missed=""):
 def test_all_are_seen_that_torch_tells_of():
     by_name = set()
     with Ranks(SIZE, count_both_ways) as ranks:
-        for found in ranks.wait(60).values():
+        for found in ranks.wait().values():
             assert found.pop("after it") == (1, 0)
             for call, (told, seen, same, names) in found.items():
                 assert told == seen == same > 0, call
@@ -110,7 +110,7 @@ def test_all_are_seen_that_torch_tells_of():
 def test_one_that_is_not_replaced_would_be_missed():
     """The comparison above can fail."""
     with Ranks(SIZE, functools.partial(count_both_ways, missed="broadcast")) as ranks:
-        told, seen, _, _ = ranks.wait(60)[0]["broadcast"]
+        told, seen, _, _ = ranks.wait()[0]["broadcast"]
     assert (told, seen) == (1, 0)
 
 

@@ -10,6 +10,7 @@ from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.testing.faults import fail, freeze, hang, hold_lock, kill, leave, segfault, slow
 from ntp_plugin.testing.ranks import Ranks
 from ntp_plugin.testing.twin import assert_every_sample_once, assert_same_training
+from tests.patience import HUNG_S
 from tests.ranks.plain_job import IN_A_COLLECTIVE, IN_A_HELPER, IN_A_RECOVERY, IN_A_STEP, MOMENTS, PER_RANK, STEPS, play
 
 
@@ -17,7 +18,7 @@ from tests.ranks.plain_job import IN_A_COLLECTIVE, IN_A_HELPER, IN_A_RECOVERY, I
 def twin(ranks):
     """The same job without a fault."""
     with Ranks(ranks, play) as running:
-        return running.wait(60)
+        return running.wait()
 
 
 def assert_nothing_but_who_computes(outcomes, rows, ranks):
@@ -29,7 +30,7 @@ def assert_nothing_but_who_computes(outcomes, rows, ranks):
 @pytest.mark.parametrize("moment", [*IN_A_STEP, *IN_A_COLLECTIVE])
 def test_a_killed_rank_changes_nothing_but_who_computes(moment, victim):
     with Ranks(4, play, faults=[kill(victim, during=moment, step=7)]) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes.keys() == set(range(4)) - {victim}
     assert {outcome.members for outcome in outcomes.values()} == {tuple(sorted(outcomes))}
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
@@ -39,7 +40,7 @@ def test_a_killed_rank_changes_nothing_but_who_computes(moment, victim):
 def test_a_second_death_in_every_phase_of_the_recovery(phase):
     faults = [kill(1, during="reduce", step=7), kill(3, during=phase, epoch=1)]
     with Ranks(4, play, faults=faults) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes.keys() == {0, 2}
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
@@ -47,8 +48,8 @@ def test_a_second_death_in_every_phase_of_the_recovery(phase):
 @pytest.mark.parametrize("phase", [phase for phase in IN_A_RECOVERY if phase not in IN_A_HELPER])
 def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_left_behind(phase):
     faults = [kill(1, during="reduce", step=7), hang(3, during=phase, epoch=1)]
-    with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=0.5)) as ranks:
-        outcomes = ranks.wait(60)
+    with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
+        outcomes = ranks.wait()
     assert outcomes.keys() == {0, 2}
     assert ranks.verdicts[3].kind == "hung"
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
@@ -57,8 +58,8 @@ def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_left_behind(phase):
 def test_an_edit_that_hangs_in_one_rank_is_left_behind_and_tried_again_with_that_rank():
     """It is a thread beside the rank's own that hangs there; the rank waits for it, as all others wait for theirs."""
     faults = [kill(1, during="reduce", step=7), hang(3, during="address", epoch=1)]
-    with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=0.5)) as ranks:
-        outcomes = ranks.wait(60)
+    with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
+        outcomes = ranks.wait()
     assert outcomes.keys() == {0, 2, 3}
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
@@ -71,7 +72,7 @@ def test_a_third_death_in_every_phase_of_the_second_recovery(second, third):
     """The epoch says which recovery is meant: each death but the first strikes in the recovery from the one before."""
     faults = [kill(1, during="reduce", step=7), kill(3, during=second, epoch=1), kill(0, during=third, epoch=2)]
     with Ranks(4, play, faults=faults, moments=MOMENTS) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert {slot: outcome.members for slot, outcome in outcomes.items()} == {2: (2,)}
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
@@ -79,7 +80,7 @@ def test_a_third_death_in_every_phase_of_the_second_recovery(second, third):
 def test_two_at_once_and_then_one_after_the_other_until_one_is_left():
     faults = [kill(slot, during="vote", step=step) for slot, step in ((0, 3), (2, 3), (1, 9))]
     with Ranks(4, play, faults=faults) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes.keys() == {3}
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
@@ -91,7 +92,7 @@ def test_a_killed_rank_comes_back_and_trains_on_with_the_others_state(slot):
         ranks.wait_for_death(slot)
         ranks.wait_for_rows(1, 6)  # the others have gone on: it could be in for the step of its death else
         ranks.start_again(slot)
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes.keys() == {0, 1, 2, 3}
     assert {outcome.members for outcome in outcomes.values()} == {(0, 1, 2, 3)}
     assert 6 <= min(outcomes[slot].losses) <= 11, (
@@ -103,11 +104,11 @@ def test_a_killed_rank_comes_back_and_trains_on_with_the_others_state(slot):
 def test_a_frozen_rank_is_left_behind_and_fenced_when_it_thaws():
     fault = freeze(1, during="reduce", step=7)
     with Ranks(4, play, faults=[fault]) as ranks:
-        outcomes = ranks.wait(60, but=[1])
+        outcomes = ranks.wait(but=[1])
         assert ranks.verdicts[1].kind == "frozen"
         ranks.thaw(1)
         with pytest.raises(Excluded, match=r"slot 1 \(1/0\) is not in epoch \d: the others went on without it"):
-            ranks.wait(30, but=[0, 2, 3])
+            ranks.wait(but=[0, 2, 3])
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
@@ -115,8 +116,8 @@ def test_a_frozen_rank_is_left_behind_and_fenced_when_it_thaws():
 def test_a_hung_rank_with_a_beating_heart_is_left_behind(moment):
     """The others wait in a collective for it; a job with two replicas would wait for ever."""
     fault = hang(1, during=moment, step=7)
-    with Ranks(2, play, faults=[fault], thresholds=Thresholds(hung_s=0.5)) as ranks:
-        outcomes = ranks.wait(60)
+    with Ranks(2, play, faults=[fault], thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
+        outcomes = ranks.wait()
     assert outcomes.keys() == {0}
     assert ranks.verdicts[1].kind == "hung"
     assert_nothing_but_who_computes(outcomes, ranks.rows, 2)
@@ -125,7 +126,7 @@ def test_a_hung_rank_with_a_beating_heart_is_left_behind(moment):
 def test_the_twin_notices_a_wrong_gradient():
     """A negative control: one rank forgets a sample, and weights no longer agree."""
     with Ranks(4, play_forgetful) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     with pytest.raises(AssertionError, match="weight 0 of slot 0"):
         assert_same_training(outcomes, twin(4)[0], rtol=1e-12)
     with pytest.raises(AssertionError, match="step 1 of 16 samples used"):
@@ -148,7 +149,7 @@ def play_forgetful(rank):
 def struck(fault, ranks=3, **options):
     """Outcomes, rows and the verdict on the struck slot of a job with one fault."""
     with Ranks(ranks, play, faults=[fault], moments=MOMENTS, **options) as running:
-        outcomes = running.wait(60, but=[fault.slot])
+        outcomes = running.wait(but=[fault.slot])
     assert_nothing_but_who_computes(outcomes, running.rows, ranks)
     return outcomes, running.verdicts.get(fault.slot)
 
@@ -170,7 +171,7 @@ def test_a_rank_that_ends_before_the_job_is_lost_whatever_its_code(fault, reason
 
 
 def test_a_rank_that_holds_the_python_lock_is_silent():
-    outcomes, verdict = struck(hold_lock(1, during="backward", step=7), thresholds=Thresholds(silent_s=1.0))
+    outcomes, verdict = struck(hold_lock(1, during="backward", step=7))
     assert outcomes.keys() == {0, 2}
     assert verdict.kind == "silent"
 
@@ -178,8 +179,8 @@ def test_a_rank_that_holds_the_python_lock_is_silent():
 def test_a_slow_rank_is_waited_for():
     """It stands still for ten times as long as a stopped one may, in every step of the second half."""
     slowly = slow(1, 0.3, during="backward", from_step=STEPS // 2)
-    with Ranks(3, play, faults=[slowly], moments=MOMENTS, thresholds=Thresholds(hung_s=1.0)) as ranks:
-        outcomes = ranks.wait(60)
+    with Ranks(3, play, faults=[slowly], moments=MOMENTS, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
+        outcomes = ranks.wait()
     assert outcomes.keys() == {0, 1, 2}
     assert not ranks.verdicts
     assert_nothing_but_who_computes(outcomes, ranks.rows, 3)
@@ -190,9 +191,9 @@ def test_a_slow_rank_is_waited_for():
 @pytest.mark.parametrize("error", [ValueError("a bad sample"), RuntimeError("out of memory")], ids=repr)
 def test_the_error_of_a_rank_is_its_own_and_the_others_go_on(error):
     with Ranks(3, play, faults=[fail(1, error, during="backward", step=7)], moments=MOMENTS) as ranks:
-        outcomes = ranks.wait(60, but=[1])
+        outcomes = ranks.wait(but=[1])
         with pytest.raises(type(error), match=str(error)):
-            ranks.wait(30, but=[0, 2])
+            ranks.wait(but=[0, 2])
     assert outcomes.keys() == {0, 2}
     assert ranks.verdicts[1].reason == "its process ended with code 1"
     assert_nothing_but_who_computes(outcomes, ranks.rows, 3)

@@ -74,5 +74,5 @@ def watch(seen, plans, state, *rest, **said):
 def test_memory_of_a_move_is_that_of_its_largest_tensor(least, bounded):
     """Its new part, what arrives, and both once more as one message; where all is one batch, it is seen to be more."""
     with Ranks(4, functools.partial(play, least=least), faults=[kill(3, during="step", step=2)]) as ranks:
-        rose = ranks.wait(120)[2]
+        rose = ranks.wait()[2]
     assert (rose <= 4 * TENSOR) == bounded, f"{rose >> 20} MiB; the state is {STATE >> 20} MiB"

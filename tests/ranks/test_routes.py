@@ -27,7 +27,7 @@ def outcomes(shape, spoil=None):
     tp, dp = shape
     play = functools.partial(reduce_by_all_routes, tp=tp, dp=dp, losses=LOSSES[shape], spoil=spoil)
     with Ranks(tp * dp, play) as ranks:
-        told = ranks.wait(120)
+        told = ranks.wait()
     return [[routed for routed in slots if routed is not None] for slots in zip(*told.values(), strict=True)]
 
 

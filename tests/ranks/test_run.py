@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -101,19 +100,18 @@ def test_a_job_without_a_wide_enough_replica_ends_with_a_code_of_its_own(tmp_pat
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_signal_ends_everything_within_seconds(tmp_path, how, how_workers_come):
+def test_a_signal_ends_everything(tmp_path, how, how_workers_come):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does that starts a job in the background
     running = job(tmp_path, *how_workers_come, "--nproc-per-node=2", STEPS="100000")
     signal.signal(signal.SIGINT, before)
     pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(2)]
     pids += {parent_of(pid) for pid in pids} - {running.process.pid}
-    struck = time.monotonic()
     running.process.send_signal(how)
     code, said = running.end()
     assert code == 128 + how
     assert f"ntp run: ended by {how.name}\n" in said
     assert "SignalException" not in said, "no traceback of ours"
-    assert time.monotonic() - struck < 10
+    assert "forcefully" not in said, "torch kills whoever has not ended after 30 s"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -133,7 +131,7 @@ def test_a_signal_ends_at_once_who_still_imports(tmp_path):
     pid = wait_until(lambda: told.exists() and told.read_text().strip(), lambda: running.said)
     wait_until(lambda: catches(running.process.pid, signal.SIGTERM), lambda: running.said)
     running.process.send_signal(signal.SIGTERM)
-    code, said = running.end(20)
+    code, said = running.end()
     assert code == 128 + signal.SIGTERM, said
     assert not Path("/proc", pid).exists()
 

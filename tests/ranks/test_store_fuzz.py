@@ -17,6 +17,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore
 
 from ntp_plugin.comm.store import TorchStore, serve
+from tests.patience import PATIENCE_S
 from tests.ranks.command import NTP, RECIPES, Command
 from tests.unit.test_copies_wire import until
 
@@ -117,7 +118,7 @@ class Served:
 
     def hear(self, writes):
         """Whatever it says to that, nobody listens."""
-        with socket.create_connection(("127.0.0.1", self.server.port), timeout=20) as sender:
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE_S) as sender:
             sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
                 for write in writes:
@@ -156,7 +157,7 @@ def test_a_well_formed_command_of_a_stranger_is_obeyed_and_not_believed(opening)
     served = Served()
     theirs = PrefixStore("a job", served.torchs)
     command = b"\x01" + sized(b"/a job/a key") + sized(b"another value")
-    with socket.create_connection(("127.0.0.1", served.server.port), timeout=20) as sender:
+    with socket.create_connection(("127.0.0.1", served.server.port), timeout=PATIENCE_S) as sender:
         sender.sendall(opening)
 
         def is_obeyed():

@@ -18,7 +18,7 @@ from tests.ranks.tensor_parallel_job import HIDDEN, PER_REPLICA, STEPS, play
 def twin(ranks, tp):
     """The same job without a fault."""
     with Ranks(ranks, functools.partial(play, tp=tp)) as running:
-        return running.wait(60)
+        return running.wait()
 
 
 def assert_same_training(outcomes, ranks=4, tp=2):
@@ -59,7 +59,7 @@ def assert_each_replica_is_whole(outcomes, tp=2):
 
 def lose(*faults, ranks=4, tp=2, **options):
     with Ranks(ranks, functools.partial(play, tp=tp, **options), faults=faults) as running:
-        outcomes = running.wait(60)
+        outcomes = running.wait()
     assert {outcome.members for outcome in outcomes.values()} == {tuple(sorted(outcomes))}
     assert_same_training(outcomes, ranks, tp)
     assert_every_sample_once(outcomes, running.rows, ranks // tp)
@@ -113,7 +113,7 @@ def test_who_comes_back_gets_exactly_its_own_again(slots):
             ranks.wait_for_death(slot)
         for slot in slots:
             ranks.start_again(slot)
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes.keys() == {0, 1, 2, 3}
     assert_same_training(outcomes)
     assert_every_sample_once(outcomes, ranks.rows)
@@ -127,7 +127,7 @@ def test_a_narrow_replica_stands_idle_until_its_slot_comes_back():
     with Ranks(4, functools.partial(play, hold_at=(8,), min_width=2), faults=[fault]) as ranks:
         ranks.wait_for_death(3)
         ranks.start_again(3)
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert_same_training(outcomes)
     assert_every_sample_once(outcomes, ranks.rows)
 
@@ -137,7 +137,7 @@ def test_the_last_holder_of_a_unit_is_lost():
     faults = [kill(1, during="reduce", step=5), kill(3, during="stand on", epoch=1)]
     said = r"state of r0\.s0\.t1 is held by no living slot.*units 6 to \d+ of hidden \(column\.weight.*last checkpoint"
     with pytest.raises(StateLost, match=said), Ranks(4, play, faults=faults) as ranks:
-        ranks.wait(60)
+        ranks.wait()
 
 
 # ---------------------------------------------------------------- negative controls: the suite can fail
@@ -145,7 +145,7 @@ def test_the_last_holder_of_a_unit_is_lost():
 
 def test_the_twin_notices_a_lane_with_a_wrong_scale():
     with Ranks(4, play_wrong_scale) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     with pytest.raises(AssertionError):
         assert_same_training(outcomes)
 
@@ -162,7 +162,7 @@ def test_swapped_units_are_found_before_anybody_trains_on_them():
     said = r"column\.weight \(weight\) is not the same wherever it is held.*after in slots 0 .*after in slots 2, 3"
     faults = [kill(1, during="reduce", step=5)]
     with pytest.raises(StateLost, match=said), Ranks(4, play_swapped, faults=faults) as ranks:
-        ranks.wait(60)
+        ranks.wait()
 
 
 def play_swapped(rank):

@@ -69,7 +69,7 @@ def test_who_has_lost_the_other_is_left_out_and_both_come_back():
         assert ranks.verdicts[2].kind == "left behind"
         ranks.start_again(3)
         ranks.start_again(2)
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     whole = (0, 1, 2, 3)
     assert [seen for seen in outcomes[0] if seen[0] != whole] == [((0, 1), 11.0)]
     assert outcomes[0][-1] == (whole, 11.0)
@@ -124,7 +124,7 @@ def test_who_goes_alone_waits_for_nobody_and_is_together_again_behind_it():
     """Also in groups that were edited."""
     with Ranks(3, go_alone, faults=[kill(2, during="first", step=1)]) as ranks:
         ranks.wait_for_death(2)
-        outcomes = ranks.wait(60, but=[2])
+        outcomes = ranks.wait(but=[2])
     mine = [1.0, 2.0, 3.0, 4.0]
     together = [[2 * value for value in mine], mine * 2, mine * 2, [2.0, 4.0], [2 * value for value in mine]]
     scattered = [6.0, 8.0]
@@ -154,7 +154,7 @@ def end_in_half_a_pair(rank):
 def test_who_is_left_out_is_told_so():
     with Ranks(4, end_in_half_a_pair, faults=[kill(0, during="first", step=1)]) as ranks:
         ranks.wait_for_death(0)
-        outcomes = ranks.wait(60, but=[0, 1])
+        outcomes = ranks.wait(but=[0, 1])
         with pytest.raises(Excluded, match="slot 1"):
-            ranks.wait(30, but=[0, 2, 3])
+            ranks.wait(but=[0, 2, 3])
     assert outcomes == {2: (2, 3), 3: (2, 3)}

@@ -35,7 +35,7 @@ def play(rank):
 
 def test_each_gets_what_was_sent_to_it():
     with Ranks(SIZE, play) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     for right in outcomes.values():
         assert len(right) == (SIZE - 1) * (len(SHAPES) - 1) * len(DTYPES)
         assert all(right)

@@ -2,9 +2,9 @@
 was waited for keeps nothing alive, and has no backend replaced."""
 
 import functools
-import itertools
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from ntp_plugin.comm.operations import POINT_TO_POINT
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.testing.ranks import Ranks
+from tests.patience import PATIENCE_S
 
 SIZE = 2
 LOOKS = 10
@@ -38,34 +39,33 @@ def attached(rank):
 
 
 def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
-    """The seconds from the break-out to its end; the connections stay whole, as if gloo had lost the operation."""
+    """Whether the backend has the operation still, after the break-out; the connections stay whole, as if gloo had lost
+    the operation."""
     process_groups.WAIT_WHOLE -= spoilt
-    groups = attached(rank)
+    groups, store = attached(rank), c10d._get_default_store()
     dist.barrier()
     if rank.slot:
         rank.reached("first", 1)
-        time.sleep(3.0)
+        store.wait(["left"], timedelta(seconds=PATIENCE_S))  # and never comes
         return None
     groups._connections.shut = lambda: 0
-    at = []
 
     def break_out():
         time.sleep(0.3)
-        at.append(time.monotonic())
         groups.break_out(1)
+        rank.write([["broken out"]])
 
     threading.Thread(target=break_out).start()
     with pytest.raises(PeerLost):
         OPERATIONS[name]()
-    took = time.monotonic() - at[0]
-    return took, name == "recv" or groups._groups[0].busy()
+    store.set("left", b"")
+    return name == "recv" or groups._groups[0].busy()
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_it_is_left_when_the_membership_changes(name):
     with Ranks(SIZE, functools.partial(wait_for_who_never_comes, name=name)) as ranks:
-        took, busy = ranks.wait(30)[0]
-    assert took < 1.0
+        busy = ranks.wait()[0]
     assert busy, "the backend has it still, and is to be replaced"
 
 
@@ -73,28 +73,29 @@ def test_a_reduce_scatter_that_was_waited_for_in_slices_would_not_be():
     """As it was once: its work knows no time limit."""
     play = functools.partial(wait_for_who_never_comes, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
     with pytest.raises(TimeoutError, match="slot 0 did not finish within 2"), Ranks(SIZE, play) as ranks:
+        ranks.wait_for_rows(1, "broken out")
         ranks.wait(2)
 
 
 def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
-    """The seconds between one look, whether a break-out is under way, and the next."""
+    """The longest that each of its slices was to take, in seconds: after it comes a look for a break-out."""
     if longest_s is not None:
         waits._LONGEST_S = longest_s
     groups, store = attached(rank), c10d._get_default_store()
     dist.barrier()
-    looked, look = [], groups._waits._leave_if_lost
+    slices, wait = [], groups._waits._original
 
-    def look_and_tell():
-        looked.append(time.monotonic())
-        if len(looked) == LOOKS:
+    def wait_and_tell(work, *limit):
+        slices.extend(each.total_seconds() for each in limit)
+        if len(slices) == LOOKS:
             store.set("looked often", b"")
-        look()
+        return wait(work, *limit)
 
-    groups._waits._leave_if_lost = look_and_tell
+    groups._waits._original = wait_and_tell
     if rank.slot:
         store.wait(["looked often"])
     dist.all_reduce(torch.ones(4))
-    return [after - before for before, after in itertools.pairwise(looked)]
+    return slices
 
 
 @pytest.mark.parametrize(("longest_s", "seldom"), [(None, True), (0.02, False)])
@@ -102,9 +103,9 @@ def test_a_long_wait_looks_seldom(longest_s, seldom):
     """A slice that runs out costs time of a processor; the second row is as it was once."""
     play = functools.partial(wait_for_who_comes_when_it_was_looked_often, longest_s=longest_s)
     with Ranks(SIZE, play) as ranks:
-        between = ranks.wait(30)[0]
-    assert len(between) >= LOOKS - 1
-    assert (min(between) >= 0.09) == seldom
+        slices = ranks.wait()[0]
+    assert len(slices) >= LOOKS
+    assert (min(slices) >= 0.1) == seldom
 
 
 def do_it_often(rank, name):
@@ -121,7 +122,7 @@ def do_it_often(rank, name):
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in POINT_TO_POINT])
 def test_one_that_was_waited_for_keeps_nothing(name):
     with Ranks(SIZE, functools.partial(do_it_often, name=name)) as ranks:
-        for busy, kept in ranks.wait(30).values():
+        for busy, kept in ranks.wait().values():
             assert (busy, kept) == (False, 0)
 
 
@@ -137,6 +138,6 @@ def start_and_never_wait(rank):
 
 def test_one_that_nobody_waits_for_is_let_go_when_it_is_over():
     with Ranks(SIZE, start_and_never_wait) as ranks:
-        for before, after in ranks.wait(30).values():
+        for before, after in ranks.wait().values():
             assert before > 0
             assert after == 0

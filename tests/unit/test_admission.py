@@ -9,6 +9,7 @@ from ntp_plugin.comm.membership import Seat, View, newest_view, the_end, view_ke
 from ntp_plugin.errors import Excluded
 from ntp_plugin.recovery import admission
 from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
+from tests.patience import PATIENCE_S
 
 FIRST = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"{slot}/0") for slot in range(3)))
 
@@ -49,7 +50,7 @@ def wait_until_asked(door):
 
 
 def let_in(newcomer):
-    newcomer.join(5)
+    newcomer.join(PATIENCE_S)
     return not newcomer.is_alive()
 
 

@@ -8,12 +8,13 @@ import pytest
 from ntp_plugin.recovery import bell
 from ntp_plugin.recovery.bell import Bell, ring
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(name="patient")
 def _patient(monkeypatch):
     """Who does not look by itself in the time of a test."""
-    monkeypatch.setattr(bell, "_LOOK_S", 60.0)
+    monkeypatch.setattr(bell, "_LOOK_S", 2 * PATIENCE_S)
 
 
 def waiting(mine):
@@ -22,7 +23,7 @@ def waiting(mine):
     return thread
 
 
-def ended(thread, within_s=5.0):
+def ended(thread, within_s=PATIENCE_S):
     thread.join(within_s)
     return not thread.is_alive()
 
@@ -55,7 +56,7 @@ def test_a_ring_before_the_wait_is_not_lost(tmp_path):
 def test_who_is_never_rung_looks_all_the_same(tmp_path):
     mine, began = Bell(tmp_path / "a", 0), time.monotonic()
     mine.wait()
-    assert 0.9 < time.monotonic() - began < 5.0
+    assert time.monotonic() - began > 0.9, "and not often"
     mine.close()
 
 

@@ -22,6 +22,7 @@ from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.chaos.worker import Victim
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Began, Committed, Follower, Teller, events_file
+from tests.patience import PATIENCE_S
 from tests.unit.test_copies_wire import until
 
 SLOT = "r0.s0.t1"
@@ -39,7 +40,7 @@ def runs(process):
     """Neither ended nor stopped: it answers once more."""
     process.stdin.write("\n")
     process.stdin.flush()
-    answers, _, _ = select.select([process.stdout], [], [], 10)
+    answers, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
     return bool(answers) and process.stdout.readline() == "here\n"
 
 
@@ -76,7 +77,7 @@ def attach(run, what, *more, slot=SLOT):
 def test_a_signal_is_told_as_a_campaign_tells_it(tmp_path, processes):
     run = recorded(tmp_path, processes["worker"].pid)
     assert attach(run, "sigkill") == 0
-    assert processes["worker"].wait(10) == -9
+    assert processes["worker"].wait(PATIENCE_S) == -9
     (said,) = struck(run)
     assert (said.slot, said.event.what, said.event.whom, said.event.step) == ("campaign", "sigkill", SLOT, 6)
     (outcome,) = look_over(History.of(Follower(run).news()), None, bound=0.0).outcomes
@@ -196,9 +197,9 @@ def test_who_is_ended_while_a_rank_is_paused_wakes_it_first(by_recipe, tmp_path,
     words = [tmp_path / "recipe.toml", "--out", tmp_path / "out"] if by_recipe else PAUSED_BY_HAND
     command = [sys.executable, "-m", "ntp_plugin.cli.main", "chaos", "attach", run, *words]
     with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL) as attached:
-        until(lambda: is_stopped(worker.pid), 60)
+        until(lambda: is_stopped(worker.pid))
         attached.send_signal(signal.SIGTERM)
-        assert attached.wait(30) == 128 + signal.SIGTERM
+        assert attached.wait(PATIENCE_S) == 128 + signal.SIGTERM
     assert runs(worker)
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
 

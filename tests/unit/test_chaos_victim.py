@@ -9,6 +9,7 @@ import resource
 import signal
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.store import NEAR, Place, Store
 from ntp_plugin.recovery.moments import Weight
 from ntp_plugin.telemetry import Follower, Struck, events_file
+from tests.patience import PATIENCE_S
 from tests.unit.copies_bytes import bytes_of, wrong_in
 from tests.unit.test_copies_store import put
 from tests.unit.test_copies_wire import until
@@ -89,7 +91,7 @@ def test_every_kind_is_tried_here():
 @pytest.mark.parametrize(("what", "code"), ENDS.items())
 def test_a_process_ends_as_it_was_ordered_to_and_has_said_so(here, capfd, what, code):
     process = here.in_a_process(what)
-    process.join(60)
+    process.join(PATIENCE_S)
     assert process.exitcode == code
     assert here.told == said_first(what)
     assert not here.goes_on
@@ -132,13 +134,17 @@ def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here,
     process.start()
     try:
         until(lambda: here.told == said_first(what))
-        process.join(0.3)
-        before = heart.stat().st_mtime_ns
-        process.join(0.5)
-        assert (heart.stat().st_mtime_ns != before) == beats_on
+        until(lambda: state_of(process.pid) == "S")
+        until(lambda: beats_within(heart, 0.5) == beats_on)
     finally:
         process.kill()
         process.join()
+
+
+def beats_within(heart, seconds):
+    before = heart.read_text()
+    time.sleep(seconds)
+    return heart.read_text() != before
 
 
 def state_of(pid):
@@ -171,7 +177,17 @@ def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_moment_alone(
     assert here.told == said_first("slow")
 
 
-def test_nothing_can_be_written_for_so_long_and_then_it_can(here):
+class Later(threading.Timer):
+    """It begins to count when a test lets it."""
+
+    waiting: ClassVar = []
+
+    def start(self):
+        self.waiting.append(super().start)
+
+
+def test_nothing_can_be_written_for_so_long_and_then_it_can(here, monkeypatch):
+    monkeypatch.setattr(threading, "Timer", Later)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     path, ignored = here.folder / "checkpoint", signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     path.write_text("what was written")
@@ -180,6 +196,7 @@ def test_nothing_can_be_written_for_so_long_and_then_it_can(here):
         with pytest.raises(OSError, match="File too large"):
             (here.folder / "another").write_text("more")
         assert path.read_text() == "what was written"
+        Later.waiting.pop()()
         until(lambda: resource.getrlimit(resource.RLIMIT_FSIZE) == limits)
         (here.folder / "another").write_text("more")
     finally:

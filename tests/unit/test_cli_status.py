@@ -15,6 +15,7 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.cli.status import follow
 from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Teller, events_file
 from ntp_plugin.telemetry.whereabouts import here, is_alive
+from tests.patience import PATIENCE_S
 from tests.unit.test_copies_wire import until
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
@@ -86,7 +87,7 @@ def test_a_job_of_which_nobody_is_alive_is_one_line_and_code_1(tmp_path, capsys)
 def test_a_job_that_dies_while_one_looks_is_dead_once_its_last_process_is(tmp_path, process):
     tell_a_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 3 + [process.pid], machine=here())
     died = []
-    threading.Timer(1.0, lambda: died.append(process.kill())).start()
+    threading.Timer(1.0, lambda: (died.append(True), process.kill())).start()
     assert main(["status", str(tmp_path)]) == 1
     assert died, "it was waited for"
 
@@ -109,7 +110,7 @@ def test_a_job_some_of_which_is_on_another_machine_is_followed_on(tmp_path, else
         with pytest.raises(subprocess.TimeoutExpired):
             looking.wait(2)
         tell(tmp_path, Ended())
-        assert looking.wait(60) == 0
+        assert looking.wait(PATIENCE_S) == 0
 
 
 def test_a_process_that_nobody_has_waited_for_is_not_alive(process):

@@ -15,6 +15,7 @@ from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.replicator import Lateness, Part, Replicator, Snapshot
 from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, NEAR, Place, Store
+from tests.patience import PATIENCE_S
 from tests.unit.copies_bytes import bytes_of, wrong_in
 from tests.unit.test_copies_wire import SECRET, There, deaf_server, until
 
@@ -358,12 +359,12 @@ def test_nobody_waits_for_a_copy_that_is_slow(tmp_path, there):
         here.replicator.hold()
         until(lambda: here.replicator.through)
         here.replicator.begin(snapshot(6))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < PATIENCE_S
 
 
 def test_a_walk_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
     parts = some_parts(5, rows=200_000)
-    with deaf_server() as (listening, address), closing(Here(tmp_path, timeout_s=300.0)) as here:
+    with deaf_server() as (listening, address), closing(Here(tmp_path, timeout_s=2 * PATIENCE_S)) as here:
         here.replicator.send_to([address])
         here.replicator.begin(snapshot(5, parts=parts))
         connection, _ = listening.accept()
@@ -372,7 +373,7 @@ def test_a_walk_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
             assert not here.replicator.through
             began = time.monotonic()
             here.replicator.hold()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < PATIENCE_S
             assert here.store.manifest(near(2, 0)).size > 20_000_000, "the own host's copy is there"
             until(lambda: here.replicator.through)
         assert not here.replicator.ok
@@ -386,7 +387,7 @@ def test_a_walk_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
     with (
         deaf_server() as (one, first),
         deaf_server() as (_, second),
-        closing(Here(tmp_path, timeout_s=3.0)) as here,
+        closing(Here(tmp_path, timeout_s=2 * PATIENCE_S)) as here,
     ):
         here.replicator.send_to([first, second])
         here.replicator.begin(snapshot(5))
@@ -394,7 +395,7 @@ def test_a_walk_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
         with connection:
             assert connection.recv(1, socket.MSG_PEEK)
             here.replicator.hold()
-            until(lambda: here.replicator.through, 1.5)
+            until(lambda: here.replicator.through)
 
 
 def test_a_walk_costs_no_far_copy_after_it(here, there):

@@ -22,6 +22,7 @@ import torch
 from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, NEAR, PARITY, REBUILT, Place
 from ntp_plugin.copies.wire import PeerTrouble
+from tests.patience import PATIENCE_S
 from tests.unit.copies_bytes import wrong_in
 from tests.unit.test_chaos_strikes import spoilt
 from tests.unit.test_copies_store import put, some_values, written
@@ -103,7 +104,10 @@ def spoilt_manifests(dice):
 
 def send(there, message):
     """And hang up when it has."""
-    with socket.create_connection(there.server.address, timeout=20) as sender, contextlib.suppress(ConnectionError):
+    with (
+        socket.create_connection(there.server.address, timeout=PATIENCE_S) as sender,
+        contextlib.suppress(ConnectionError),
+    ):
         sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sender.sendall(message)
         with contextlib.suppress(OSError):  # it may have hung up
@@ -170,7 +174,7 @@ def test_elements_that_are_none_are_not_given(tmp_path, runs):
         _, manifest = put(there.store, FAR_PLACE)
         held, (starts, lengths) = manifest.held[0], torch.tensor(runs).T
         message = getting() | {"runs": len(runs), "written": [entry.digest for entry in held.entries]}
-        with socket.create_connection(there.server.address, timeout=20) as sender:
+        with socket.create_connection(there.server.address, timeout=PATIENCE_S) as sender:
             sender.sendall(line(message) + torch.stack([starts, lengths]).numpy().tobytes())
             assert sender.recv(1) == b""
         assert there.peer().get(FAR_PLACE, 0, held, Runs(starts=torch.tensor([2999]), lengths=torch.tensor([1])))
@@ -183,7 +187,7 @@ def test_a_server_without_a_descriptor_takes_connections_again_when_there_is_one
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
         try:
-            with socket.create_connection(there.server.address, timeout=20):
+            with socket.create_connection(there.server.address, timeout=PATIENCE_S):
                 until(lambda: "was not taken" in caplog.text)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.rehearsal import Asking, asking_of, tell_that_it_asks, wait_until_they_ask
+from tests.patience import PATIENCE_S
 
 STEP = 14
 
@@ -27,7 +28,7 @@ class Asks(threading.Thread):
             self._store.create(key, "")
 
 
-def member_at(folder, step, asking, patience_s=5.0):
+def member_at(folder, step, asking, patience_s=PATIENCE_S):
     until = time.monotonic() + patience_s
 
     def check():
@@ -44,7 +45,7 @@ def test_who_is_early_asks_when_it_is_awaited(tmp_path):
     newcomer.join(0.1)
     assert newcomer.told == ["beat/2"]
     member_at(tmp_path, STEP, asking)
-    newcomer.join(5.0)
+    newcomer.join(PATIENCE_S)
     assert newcomer.told == ["beat/2", "come/1/2", "asked/1/0"]
 
 
@@ -52,12 +53,12 @@ def test_who_is_late_is_waited_for(tmp_path):
     asking = asking_of({2: STEP})
     with pytest.raises(TimeoutError):
         member_at(tmp_path, STEP, asking, patience_s=0.0)
-    Asks(tmp_path, asking).join(5.0)
+    Asks(tmp_path, asking).join(PATIENCE_S)
     member_at(tmp_path, STEP, asking)
 
 
 @pytest.mark.parametrize("asking", [Asking(awaited={"2/1": STEP}, sooner=True), Asking(), asking_of({3: STEP})])
 def test_who_may_or_is_awaited_by_nobody_asks_at_once(tmp_path, asking):
     newcomer = Asks(tmp_path, asking)
-    newcomer.join(5.0)
+    newcomer.join(PATIENCE_S)
     assert newcomer.told[-1] == "asked/1/0"
