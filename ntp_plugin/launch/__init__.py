@@ -11,6 +11,7 @@ started_by.py   the command of a run, left beside its copies
 run_folder.py   the folder of a run in shared memory, and those that dead ones have left
 spares.py       processes that have done their imports, and wait to be told which worker to be
 nursery.py      one that has done them too, and forks workers
+bound.py        how a process is started that ends with its supervisor; reaper.py ends what those have started
 script.py       a worker's script, with the hooks in the framework that it imports
 quick_exit.py   the end of a process without Python's teardown
 """

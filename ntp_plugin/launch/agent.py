@@ -36,9 +36,11 @@ from ntp_plugin.comm.running_time import MOST_S, RunningTime
 from ntp_plugin.comm.store import TorchStore, own_address, serve, shared_token
 from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import tenancy
+from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.nursery import HOW_IS_NOT_KNOWN, Nursery
 from ntp_plugin.launch.probes import Door
+from ntp_plugin.launch.reaper import Reaper
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.spares import Spares
@@ -88,6 +90,7 @@ class TolerantAgent(LocalElasticAgent):
     _supervisor: Supervisor | None = None
     _spares: Spares | None = None
     _nursery: Nursery | None = None
+    _reaper: Reaper | None = None
 
     # ------------------------------------------------ coming into the job
 
@@ -200,6 +203,7 @@ class TolerantAgent(LocalElasticAgent):
         os.environ["NTP_COPIES"] = str(self._copies.path)
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
+        self._reaper = Reaper("NTP_HEARTBEATS")
         os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.heart_s)
         os.environ["NTP_HUNG_S"] = str(self.policy.thresholds.hung_s)
         if place.hosts > 1:  # a whole host is missed later than one process is seen to end
@@ -225,7 +229,7 @@ class TolerantAgent(LocalElasticAgent):
         if worker_group.spec.entrypoint == sys.executable:  # in another Python, or a shell script, we may not be there
             worker_group.spec.args = with_hooks(worker_group.spec.args, through=self.policy.through)
         self._nursery = Nursery(str(worker_group.spec.entrypoint)) if self.policy.fork else None
-        self._new_worker: Any = get_subprocess_handler if self._nursery is None else self._nursery.worker
+        self._new_worker: Any = _bound_worker if self._nursery is None else self._nursery.worker
         elastic_processes.get_subprocess_handler = self._new_worker  # type: ignore[attr-defined,assignment]
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for worker in worker_group.workers:
@@ -342,6 +346,9 @@ class TolerantAgent(LocalElasticAgent):
         if self._nursery is not None:  # until here it is asked how workers have ended
             self._nursery.close()
             self._nursery = None
+        if self._reaper is not None:
+            self._reaper.close()
+            self._reaper = None
 
     def _end_supervision(self) -> None:
         if self._supervisor is None:
@@ -445,6 +452,12 @@ class TolerantAgent(LocalElasticAgent):
         _say(f"slot {slot} {how} (pid {handler.proc.pid})")
         if self._spares is not None:
             self._spares.fill(self.policy.respawn - self._births)
+
+
+def _bound_worker(*, entrypoint: str, args: Sequence[object], **options: Any) -> Any:
+    """A worker as torch's agent starts one, but it does not outlive this process."""
+    program, *words = bound([entrypoint, *map(str, args)])
+    return get_subprocess_handler(entrypoint=program, args=tuple(words), **options)
 
 
 def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:

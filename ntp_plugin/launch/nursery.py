@@ -28,6 +28,7 @@ from typing import Any
 
 from ntp_plugin.errors import Refused, in_one_line
 from ntp_plugin.launch import quick_exit
+from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.script import run
 from ntp_plugin.launch.spares import be_worker, import_ahead
 
@@ -100,7 +101,7 @@ class Nursery:
         mine, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                bound([sys.executable, "-m", __name__, str(theirs.fileno())]),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # what asks while it is imported whether there is a GPU is not to open it, so that children can

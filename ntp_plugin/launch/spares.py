@@ -15,6 +15,7 @@ from typing import Any
 
 from ntp_plugin.errors import Refused
 from ntp_plugin.launch import quick_exit
+from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.script import rehearse_on_cpu, run
 
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "ntp_plugin.plain.job")
@@ -26,7 +27,7 @@ class Spare:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.proc = subprocess.Popen(
-            [sys.executable, "-u", "-m", __name__, *arguments], stdin=subprocess.PIPE, start_new_session=True
+            bound([sys.executable, "-u", "-m", __name__, *arguments]), stdin=subprocess.PIPE, start_new_session=True
         )
 
     def become(self, environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def descendants(pid):
 
 def told_children(task):
     return (task / "children").read_text().split()
+
+
+def descendants_of(pid):
+    """A pidfd for each process that descends from one; by pid."""
+    return {child: os.pidfd_open(child) for child in descendants(pid)[1:]}
+
+
+def assert_all_end(pidfds, timeout_s=300.0):
+    """Of processes, by pid."""
+    for pid, pidfd in pidfds.items():
+        assert select.select([pidfd], [], [], timeout_s)[0], f"runs on: {Path(f'/proc/{pid}/cmdline').read_bytes()}"
+        os.close(pidfd)
 
 
 class Command:
