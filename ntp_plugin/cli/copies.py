@@ -1,8 +1,8 @@
 """`ntp copies`: what is kept in the memory of this host, of runs that live and of those that are dead."""
 
 import argparse
+import contextlib
 import dataclasses
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ from ntp_plugin.cli import export
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.run_folder import COPIES, EXCERPTS, free, left_by_the_dead, shared_memory
+from ntp_plugin.private_folders import NotPrivate, private_folders, require_private
 
 _TOLD = {
     "list": "versions of all runs on this host, and whether all parts are here",
@@ -24,6 +25,10 @@ _TOLD = {
 }
 
 _COLUMNS = ("folder", "host", "run", "step", "epoch", "parts here", "parities of", "MB")
+
+
+class NotARun(ConfigError):
+    """A folder has no lock of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,18 +70,28 @@ def run(said: Any) -> int:
     """Do it; 1 where a copy is not what was written."""
     if said.what == "clean":
         return _clean(said.folders)
-    rows = [row for folder in _folders(said.folders) for row in _rows(folder, verify=said.what == "verify")]
-    _show(rows, verify=said.what == "verify")
+    verify = said.what == "verify"
+    rows = [row for folder in _folders(said.folders) for row in _rows_if_there(folder, said.folders, verify=verify)]
+    _show(rows, verify=verify)
     return int(any(row.wrong for row in rows))
 
 
 def _folders(given: Sequence[Path]) -> list[Path]:
     for folder in given:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder", way_out="name one that `ntp copies list` shows")
-    return list(given) or [
-        folder for folder in sorted(shared_memory().glob(f"{COPIES}*")) if os.access(folder, os.R_OK)
-    ]
+        require_private(folder)
+    return list(given) or private_folders(shared_memory(), COPIES)
+
+
+def _rows_if_there(folder: Path, given: Sequence[Path], *, verify: bool) -> list[Row]:
+    """Return the rows of a folder; none where its run has not begun to own it yet, or removes it meanwhile."""
+    try:
+        return list(_rows(folder, verify=verify))
+    except (NotARun, NotPrivate, FileNotFoundError) as error:
+        if folder not in given:
+            return []
+        if isinstance(error, FileNotFoundError):
+            raise NotARun(f"{folder} was removed while it was read", way_out="see ntp copies list") from error
+        raise
 
 
 def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
@@ -85,7 +100,7 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
 
     lives = _lives(folder)
     for host in sorted(path for path in folder.iterdir() if path.is_dir()):
-        store = Store(host)
+        store = Store(host, makes=False)
         found: defaultdict[Any, list[Any]] = defaultdict(list)
         for place, manifest in store.found():
             found[manifest.run, manifest.version.step, manifest.version.epoch].append((place, manifest))
@@ -157,7 +172,8 @@ def _clean(given: Sequence[Path]) -> int:
     for folder in _folders(given) if given else left:
         if given and _lives(folder):
             raise ConfigError(f"{folder} belongs to a run that lives", way_out="end that first")
-        shutil.rmtree(folder)
+        with contextlib.suppress(FileNotFoundError):  # another run removes it as well
+            shutil.rmtree(folder)
         print(f"removed {folder}")
     return 0
 
@@ -169,4 +185,4 @@ def _lives(folder: Path) -> bool:
     except BlockingIOError:
         return True
     except FileNotFoundError:
-        raise ConfigError(f"{folder} is no folder of a run", way_out="name one that `ntp copies list` shows") from None
+        raise NotARun(f"{folder} is no folder of a run", way_out="name one that `ntp copies list` shows") from None

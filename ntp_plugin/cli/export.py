@@ -1,15 +1,18 @@
 """`ntp copies export`: copies in memory, of a run that is dead or lives, as a checkpoint of its framework.
 
-Only the job's own script knows the model. So it is started once more, on this host, and told to save and end
-(`recovery/exporting.py`). What it reads stays as it is meanwhile: the folder of a dead run is locked, and of a run
-that lives one version is copied first (`copies/excerpt.py`), so that nothing of this is felt there but the load.
+Only the job's own script knows the model. So it is started once more, on this host, by the command that the user gives,
+and told to save and end (`recovery/exporting.py`). A run leaves its command beside its copies (`launch/started_by.py`),
+where it is shown to whoever gives none; a command that stands in a file is never executed.
+
+What it reads stays as it is meanwhile: the folder of a dead run is locked, and of a run that lives one version is
+copied first (`copies/excerpt.py`), so that nothing of this is felt there but the load.
 """
 
 import argparse
 import contextlib
-import os
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +22,8 @@ from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.launch.run_folder import COPIES, EXCERPTS, RunFolder, free, shared_memory
 from ntp_plugin.launch.started_by import StartedBy
+from ntp_plugin.private_folders import changed_at, private_folders, require_private
+from ntp_plugin.telemetry.printable import printable
 
 _CAN_ONLY_SAVE = ("megatron", "deepspeed")
 """Frameworks whose adapter ends a script when the checkpoint is written; of others it would begin to train."""
@@ -33,29 +38,26 @@ def add_command(actions: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="processes to start (default: as many as the job had in all)"
     )
-    parser.add_argument(
-        "--more", default="", metavar="ARGUMENTS", help="added to the script's own, in one word: --more='--flag 1'"
-    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.epilog = "The command of a worker follows behind --: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS."
+    parser.usage = "%(prog)s RUN --to DIR [--nproc-per-node N] [--dry-run] -- COMMAND"
+    parser.takes_command = True
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(said: Any) -> int:
     """Do it; returns the exit code."""
     folder = _chosen(said.folder)
-    version, started = _version(folder), StartedBy.read(folder)
-    processes = started.workers * started.hosts if said.nproc_per_node is None else said.nproc_per_node
+    version, words = _version(folder), _command(said.command, folder, said)
+    processes = _processes(folder) if said.nproc_per_node is None else said.nproc_per_node
     if processes < 1:
         raise ConfigError(f"--nproc-per-node = {processes} must be 1 or more")
     to = _empty(said.to.absolute(), folder)
-    words = (*started.words, *_split(said.more))
     if said.dry_run:
-        print(f"{version} of {folder} would go into {to}, by {processes} processes, in {started.folder}, of")
+        print(f"{version} of {folder} would go into {to}, by {processes} processes of")
         print(shlex.join(words))
         return 0
-    if not started.folder.is_dir():
-        raise ConfigError(f"the run was started in {started.folder}, which is gone", way_out="make it anew")
-    code = _whole_or_nothing(to, lambda: _write(folder, processes, words, started.folder, to))
+    code = _whole_or_nothing(to, lambda: _write(folder, processes, words, to))
     _say(f"there is no checkpoint; {folder} is as it was" if code else f"the checkpoint is in {to}")
     return code
 
@@ -64,13 +66,12 @@ def run(said: Any) -> int:
 
 
 def _chosen(said: str) -> Path:
-    there = sorted(
-        (folder for folder in shared_memory().glob(f"{COPIES}*") if any(folder.glob("*/*.json"))),
-        key=lambda folder: folder.stat().st_mtime,
-    )
+    ours = private_folders(shared_memory(), COPIES)
+    there = sorted((folder for folder in ours if any(folder.glob("*/*.json"))), key=changed_at)
     if said == "latest" and there:
         return there[-1]
     if (folder := Path(said).absolute()).is_dir():
+        require_private(folder)
         return folder
     found = ", ".join(map(str, there)) or "none"
     raise ConfigError(f"{said}: there are no copies of a run there", way_out=f"on this host: {found}")
@@ -102,14 +103,47 @@ def _store(folder: Path) -> Any:
             f"{folder} has copies of {len(hosts)} hosts, and a run has those of one",
             way_out="name one that `ntp copies list` shows",
         )
-    return Store(hosts[0])
+    return Store(hosts[0], makes=False)
 
 
-def _split(more: str) -> list[str]:
+def _command(given: Sequence[str], folder: Path, said: Any) -> tuple[str, ...]:
+    """Return the words of a worker's command, the interpreter first."""
+    if not given:
+        raise ConfigError("the command of the job is missing", way_out=_suggestion(folder, said))
+    if given[0] == "ntp":
+        raise ConfigError(
+            "the command behind -- is that of a worker, and ntp run starts workers",
+            way_out="leave out ntp run and its flags: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS",
+        )
+    if given[0] == "-m" or given[0].endswith(".py"):
+        return sys.executable, "-u", *given
+    return (sys.executable if _is_this_python(given[0]) else given[0]), *given[1:]
+
+
+def _is_this_python(word: str) -> bool:
+    """Return whether a word names this interpreter: hooks go into its scripts alone, and only they make them save."""
+    found = shutil.which(word)
+    return found is not None and Path(found).parent == Path(sys.executable).parent and "python" in Path(found).name
+
+
+def _suggestion(folder: Path, said: Any) -> str:
+    """Return what to type, by the command that the run has left for its owner to read."""
+    asked = shlex.join(["ntp", "copies", "export", said.folder, "--to", str(said.to)])
     try:
-        return shlex.split(more)
-    except ValueError as error:
-        raise ConfigError(f"--more {more!r}: {error}", way_out="write it as in a shell") from error
+        started = StartedBy.read(folder)
+    except ConfigError:
+        return f"{asked} -- train.py ARGUMENTS"
+    typed = f"cd {shlex.quote(str(started.folder))} && {asked} -- {shlex.join(started.words)}"
+    return f"{printable(typed)}   (as its folder has recorded it: read it before you run it)"
+
+
+def _processes(folder: Path) -> int:
+    """Return how many workers the run had on all its hosts."""
+    try:
+        started = StartedBy.read(folder)
+    except ConfigError as error:
+        raise ConfigError(error.what, way_out="say how many processes to start: --nproc-per-node") from error
+    return started.workers * started.hosts
 
 
 def _empty(to: Path, folder: Path) -> Path:
@@ -196,12 +230,11 @@ def _remove_all_in(folder: Path) -> None:
             path.unlink()
 
 
-def _write(folder: Path, processes: int, words: Sequence[str], where: Path, to: Path) -> int:
+def _write(folder: Path, processes: int, words: Sequence[str], to: Path) -> int:
     """Start the job's workers, who know from their place what they are for; the exit code."""
     from ntp_plugin.launch import agent  # noqa: PLC0415
 
     with _undisturbed(folder) as source:
-        os.chdir(where)
         flags = ["--standalone", "--nproc-per-node", str(processes), "--no-python"]
         return agent.run([*flags, *words], agent.RunPolicy(resume=source, export=to))
 

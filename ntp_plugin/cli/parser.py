@@ -4,13 +4,28 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ntp_plugin.errors import ConfigError
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Complains by `ConfigError`, in one line, with a guess at what was meant."""
+    """Complains by `ConfigError`, in one line, with a guess at what was meant.
+
+    A parser that `takes_command` puts all words after the first `--` into `command`, as they are.
+    """
+
+    takes_command = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does it, for the words before the command."""
+        if not self.takes_command:
+            return super().parse_known_args(args, namespace)
+        words = list(args)
+        at = words.index("--") if "--" in words else len(words)
+        found, unknown = super().parse_known_args(words[:at], namespace)
+        found.command = words[at + 1 :]
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""

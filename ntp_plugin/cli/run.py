@@ -12,6 +12,7 @@ from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.run_folder import COPIES, left_by_the_dead, shared_memory
 from ntp_plugin.launch.telling import Telling
+from ntp_plugin.private_folders import changed_at, require_private
 from ntp_plugin.recovery.detector import Thresholds
 
 
@@ -110,11 +111,13 @@ def _parser() -> OneLineParser:
 
 
 def _resumed(said: str) -> Path:
-    left = sorted(left_by_the_dead(shared_memory(), COPIES), key=lambda folder: folder.stat().st_mtime)
+    left = sorted(left_by_the_dead(shared_memory(), COPIES), key=changed_at)
     if said == "latest" and left:
         return left[-1]
     if Path(said) in left:
         return Path(said)
+    if Path(said).exists():
+        require_private(Path(said))
     found = ", ".join(map(str, left)) or "none"
     raise ConfigError(f"--ntp-resume {said}: there are no copies of a dead run there", way_out=f"on this host: {found}")
 

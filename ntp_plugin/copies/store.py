@@ -65,11 +65,18 @@ class Place:
 class Store:
     """The copies on one host."""
 
-    def __init__(self, folder: Path, *, at_most: int | None = None) -> None:
-        """`at_most` so many bytes are taken by all copies of this host together."""
+    def __init__(self, folder: Path, *, at_most: int | None = None, makes: bool = True) -> None:
+        """Open the copies in a host's folder.
+
+        Args:
+            folder: The host's folder within that of a run.
+            at_most: How many bytes all copies of this host together may take.
+            makes: Whether to create the folder; a reader does not, because its run may have removed it meanwhile.
+        """
         self.folder, self._at_most = folder, at_most
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)  # also one that was there
+        if makes:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)  # also one that was there
         self._maps: dict[Place, tuple[int, torch.Tensor]] = {}
         """What this process writes to: the file, by its inode, and its bytes."""
         self._pinned: set[Place] = set()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.run_folder import RunFolder, left_by_the_dead
+from ntp_plugin.private_folders import changed_at, private_folders
 
 _PREFIX = "ntp-record-"
 _KEPT = 10
@@ -32,11 +33,11 @@ def new_record(said: Callable[[str], None]) -> RunFolder | None:
 def newest_record() -> Path:
     """Of this user's runs, whether it lives or not."""
     parent = Path(tempfile.gettempdir())
-    found = [folder for folder in parent.glob(f"{_PREFIX}*") if any(folder.glob("events*.jsonl"))]
+    found = [folder for folder in private_folders(parent, _PREFIX) if any(folder.glob("events*.jsonl"))]
     if not found:
         raise ConfigError(f"there is no record of a run in {parent}", way_out="name the folder of the run")
     return max(found, key=_changed)
 
 
 def _changed(folder: Path) -> float:
-    return max((file.stat().st_mtime for file in folder.glob("events*.jsonl")), default=0.0)
+    return max(map(changed_at, folder.glob("events*.jsonl")), default=0.0)

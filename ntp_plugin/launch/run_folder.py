@@ -3,6 +3,9 @@ the next one.
 
 A run that is killed cannot clean up after itself. So its folder holds a lock that lives exactly as long as the process
 does, and whoever makes a folder removes those beside it whose lock is free.
+
+Other users of the host can create folders of the same names in the same place. They are ignored everywhere
+(`private_folders.py`): they are neither listed, nor read, nor locked, nor removed.
 """
 
 import contextlib
@@ -12,6 +15,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from ntp_plugin.private_folders import NotPrivate, opened, private_folders
 
 COPIES = "ntp-copies-"
 """How the folders begin in which copies of training state are kept."""
@@ -68,16 +73,23 @@ def shared_memory() -> Path:
 
 
 def left_by_the_dead(parent: Path, prefix: str) -> Iterator[Path]:
-    """The folders whose lock is free."""
-    for folder in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), free(folder):  # or somebody else's folder, or just removed
+    """This user's folders whose lock is free."""
+    for folder in private_folders(parent, prefix):
+        with contextlib.suppress(OSError, NotPrivate), free(folder):  # or it was just removed
             yield folder
 
 
 @contextlib.contextmanager
 def free(folder: Path) -> Iterator[None]:
-    """Nobody owns it meanwhile; raises `BlockingIOError` where a run does that lives."""
-    lock = os.open(folder / _OWNER, os.O_RDWR)
+    """Hold the lock of a run's folder, so that nobody owns it meanwhile.
+
+    Raises:
+        BlockingIOError: A run that lives owns it.
+        FileNotFoundError: It has no lock, so that it is no folder of a run.
+        NotPrivate: It is not this user's alone, or is gone.
+    """
+    with opened(folder) as there:
+        lock = os.open(_OWNER, os.O_RDWR | os.O_NOFOLLOW, dir_fd=there)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

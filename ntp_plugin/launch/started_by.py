@@ -1,4 +1,6 @@
-"""The command that started a run, in the folder of its copies, so that somebody else can make sense of these.
+"""The command that started a run, in the folder of its copies, so that its owner can make sense of these.
+
+It is shown, and never executed: what runs is what a person types. `ntp copies export` without a command shows this one.
 
 What is written is what the agent starts its workers by, not what was typed to it: the interpreter, the script, its
 arguments, how many, and where. The environment is not: it may hold secrets, and who starts the script again has one.
@@ -8,15 +10,18 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.private_folders import NotPrivate, opened
 
 _NAME = "started-by.json"
+_READS = os.O_RDONLY | os.O_NOFOLLOW
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StartedBy:
-    """A worker's command, the folder that it is started in, and how many of them there were."""
+    """A worker's command, the folder that it was started in, and how many workers there were."""
 
     words: tuple[str, ...]
     folder: Path
@@ -32,12 +37,29 @@ class StartedBy:
 
     @classmethod
     def read(cls, run_folder: Path) -> "StartedBy":
-        """As it was written."""
+        """Read the record of a run.
+
+        Args:
+            run_folder: The folder of the run's copies, which must be this user's alone.
+
+        Raises:
+            ConfigError: There is no record, or it is none.
+            NotPrivate: The folder is not this user's alone.
+        """
         try:
-            told = json.loads((run_folder / _NAME).read_text())
-            return cls(**told | {"words": tuple(told["words"]), "folder": Path(told["folder"])})
+            with opened(run_folder) as there, os.fdopen(os.open(_NAME, _READS, dir_fd=there)) as file:
+                return cls._checked(json.load(file))
+        except NotPrivate:
+            raise
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{run_folder} does not say by which command its run was started",
                 way_out="begin from it with the job's own command: ntp run --ntp-resume",
             ) from error
+
+    @classmethod
+    def _checked(cls, told: dict[str, Any]) -> "StartedBy":
+        words, folder, workers, hosts = told["words"], told["folder"], told["workers"], told["hosts"]
+        if not all(isinstance(word, str) for word in [*words, folder]):
+            raise TypeError("a command is words")
+        return cls(words=tuple(words), folder=Path(folder), workers=int(workers), hosts=int(hosts))

@@ -36,6 +36,7 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.planning.copy_placement import keepers, place_copies
 from ntp_plugin.planning.parity_groups import share_parities
 from ntp_plugin.planning.topology import Slot, Topology
+from ntp_plugin.private_folders import require_private
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import CopyTrouble, Teller
 
@@ -296,6 +297,7 @@ class JobCopies:
     def resume(self, folder: Path, make_room: MakeRoom, members: Sequence[int]) -> int:
         """Begin from the copies of a dead run, whatever its layout was; the step that they were made after. All members
         come together, before the first section."""
+        require_private(folder)
         there = Store(_of_this_host(folder, self._host))
         self._chosen = restore.standable(_tell_all(restore.describe(there)))
         if not self._chosen:

@@ -4,6 +4,7 @@
     record.py          the record: a file of events, written by every process, and read while it grows
     job_state.py       what a job looks like by its events: who is there, how wide, how far
     words.py           events in words
+    printable.py       text that somebody else wrote, as it may be shown in a terminal
     whereabouts.py     on which machine a process is, and whether it is there
     relay.py           a process that follows the record, for the sinks
     wandb_sink.py      Weights & Biases

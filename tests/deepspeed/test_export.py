@@ -31,10 +31,10 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 
 
-def export(to):
-    command = [sys.executable, "-m", "ntp_plugin.cli.main", "copies", "export", "latest", "--to", str(to)]
+def export(to, script):
+    words = ["-m", "ntp_plugin.cli.main", "copies", "export", "latest", "--to", str(to), "--", *script]
     done = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *words], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"the checkpoint is in {to}" in done.stdout
@@ -70,16 +70,17 @@ def assert_equal(mine, own):
 @pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
 def test_what_is_in_memory_is_what_deepspeed_would_have_saved(tmp_path, config, stage):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=20", "--deepspeed_config"]
-    process = start(*words, with_block(tmp_path, {"enabled": True}, of=config, stage=stage), PAUSE_S="1")
+    watched = [*words, with_block(tmp_path, {"enabled": True}, of=config, stage=stage)]
+    process = start(*watched, PAUSE_S="1")
     pids = pids_in(said_until(process, r"step 8:"))
-    living = export(tmp_path / "living")
+    living = export(tmp_path / "living", watched[1:])
     for line in process.stdout:  # it has gone on meanwhile, and does
         if (told := re.match(r"step (\d+):", line)) and int(told[1]) > living:
             break
     for pid in (process.pid, *pids.values()):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    dead = export(tmp_path / "dead")
+    dead = export(tmp_path / "dead", watched[1:])
     assert dead > living >= 7
     own = without_us(
         tmp_path, [*words, with_block(tmp_path, {"enabled": False}, of=config, stage=stage)], [living, dead]

@@ -35,8 +35,9 @@ def command(words, log, timeout_s=240):
     return Command(words, log, **ENVIRONMENT).end(timeout_s)
 
 
-def export(run, to, log, *more):
-    return command([*NTP, "copies", "export", str(run), "--to", str(to), *more], log)
+def export(run, to, log):
+    """By the command that the run was started by."""
+    return command([*NTP, "copies", "export", str(run), "--to", str(to), "--", *StartedBy.read(run).words], log)
 
 
 def saved_step(folder):

@@ -68,7 +68,7 @@ def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):
 
 def test_what_is_no_folder_of_ours(tmp_path, folder, capsys):
     assert main(["copies", "clean", str(tmp_path / "none")]) == 2
-    (tmp_path / "other").mkdir()
+    (tmp_path / "other").mkdir(mode=0o700)
     assert main(["copies", "clean", str(tmp_path / "other")]) == 2
     assert (tmp_path / "other").exists()
     assert "is no folder of a run" in capsys.readouterr().err
