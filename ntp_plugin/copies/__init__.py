@@ -11,6 +11,7 @@
     verify.py       whether its values are what was written
     store.py        copies in the memory of a host, which outlive processes
     parity.py       one far copy for several slots, from which any one of theirs is had again
+    handshake.py    both ends of a connection prove that they have the job's key
     wire.py         copies from host to host
     replicator.py   makes them beside the training
     restore.py      puts a version of the state together from them, in whatever layout

@@ -7,7 +7,8 @@ bytes, and so is the answer:
          as a part of a parity
     get  some elements of a piece; they are verified before they go, and their own digest goes with them
 
-A request names the run. A stranger gets no answer, and neither does a run of the same name with another secret.
+Both ends first prove that they have the job's key (`handshake.py`). Until then nothing is read but the proof, so a
+stranger costs no memory; and neither does a run of the same name with another key get an answer.
 Whatever is wrong with a request, its connection ends and no more than that.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from ntp_plugin.copies import digest
+from ntp_plugin.copies.handshake import HANDSHAKE_S, Credentials, Gatekeeper, authenticate
 from ntp_plugin.copies.layout import DTYPES, Batch
 from ntp_plugin.copies.manifest import Held, Manifest
 from ntp_plugin.copies.parity import Parities, Unwanted
@@ -40,9 +42,7 @@ _VERIFIED_PER_S = 5e7
 _LINE = 1 << 26
 """A manifest has some hundred bytes for each tensor."""
 _QUOTED = 50
-"""Letters of what a stranger said: it goes into the record."""
-_NO_ROOM_S = 0.1
-"""Until a connection is tried again for which the host had no descriptor or no thread."""
+"""Letters of what a peer said: it goes into a log."""
 _MALFORMED = (
     OSError,
     EOFError,
@@ -74,8 +74,27 @@ class WrongCopy(NtpError):
 class Server:
     """Takes and gives copies, on threads of its own."""
 
-    def __init__(self, store: Store, *, run: str, secret: str, host: str, told: Wrong) -> None:
-        self._store, self._run, self._secret, self._told = store, run, secret, told
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run: str,
+        secret: str,
+        host: str,
+        told: Wrong,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        """Listen at a free port of `host`.
+
+        Args:
+            store: Where copies are kept.
+            run: The name of the run.
+            secret: What the job's processes alone know: a client proves that it has it before a request is read.
+            host: The address to listen on.
+            told: Called with what was found to be wrong.
+            handshake_s: The seconds that a client has for its proof.
+        """
+        self._store, self._told = store, told
         self._socket = socket.create_server((host, 0), backlog=64)
         self.address: Address = (host, self._socket.getsockname()[1])
         self._threads: list[threading.Thread] = []
@@ -84,8 +103,22 @@ class Server:
         self._one_at_a_time: defaultdict[Place, threading.Lock] = defaultdict(threading.Lock)
         self._parities = Parities(store)
         self._closed = threading.Event()
-        self._acceptor = threading.Thread(target=self._accept, name="ntp-copies-server", daemon=True)
+        self._gatekeeper = Gatekeeper(
+            self._socket,
+            Credentials(run=run, secret=secret),
+            admit=self._begin,
+            report=told,
+            handshake_s=handshake_s,
+        )
+        self._acceptor = threading.Thread(
+            target=self._gatekeeper.run, args=(self._closed.wait,), name="ntp-copies-server", daemon=True
+        )
         self._acceptor.start()
+
+    @property
+    def pending(self) -> int:
+        """The number of connections whose clients have not proved that they have the job's key."""
+        return self._gatekeeper.pending
 
     def close(self) -> None:
         """Serve nobody any more."""
@@ -99,16 +132,6 @@ class Server:
                     connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connection, _ = self._socket.accept()
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._begin(connection)
-            except (OSError, RuntimeError) as error:  # it was closed, or somebody has opened too many
-                if not self._closed.wait(_NO_ROOM_S):
-                    _LOG.warning("a connection for copies was not taken: %s", error)
 
     def _begin(self, connection: socket.socket) -> None:
         thread = threading.Thread(target=self._serve, args=(connection,), name="ntp-copies", daemon=True)
@@ -127,10 +150,6 @@ class Server:
             while (request := _read_line(connection)) is not None:
                 if not isinstance(request, dict):
                     raise ValueError("a request that is none")
-                if (request.get("run"), request.get("secret")) != (self._run, self._secret):
-                    run = str(request.get("run"))[:_QUOTED]
-                    self._told(f"somebody of the run {run!r} asked for copies of {self._run!r}")
-                    return
                 {"put": self._put, "get": self._get}[request["do"]](connection, request)
         except _MALFORMED as error:
             _LOG.info("a connection for copies ended: %s", error)  # whoever asked notices, and asks elsewhere
@@ -276,7 +295,7 @@ class Peer:
     """Another process's server."""
 
     def __init__(self, address: Address, *, run: str, secret: str, timeout_s: float) -> None:
-        self._address, self._asked_by = address, {"run": run, "secret": secret}
+        self._address, self._credentials = address, Credentials(run=run, secret=secret)
         self._timeout_s = timeout_s
         self._connection: socket.socket | None = None
         self._given_up = False
@@ -294,7 +313,7 @@ class Peer:
         with self._connected() as connection:
             text = manifest.encode()
             of = {"place": dataclasses.asdict(place), "manifest": len(text), "members": list(members)}
-            _send_line(connection, self._asked_by | {"do": "put"} | of, text)
+            _send_line(connection, {"do": "put"} | of, text)
             connection.settimeout(self._timeout_s + max(1, len(members)) * manifest.size / _VERIFIED_PER_S)
             for start in range(0, manifest.size, CHUNK):
                 chunk = memory[start : min(start + CHUNK, manifest.size)]
@@ -314,7 +333,7 @@ class Peer:
         with self._connected() as connection:
             request = {"do": "get", "place": dataclasses.asdict(place), "piece": number, "runs": len(runs.starts)}
             request["written"] = _written(held)
-            _send_line(connection, self._asked_by | request)
+            _send_line(connection, request)
             _send(connection, torch.stack([runs.starts, runs.lengths]).view(-1).view(torch.uint8))
             answer = self._answer(connection)
             if "gone" in answer:
@@ -353,6 +372,7 @@ class Peer:
             if self._connection is None:
                 self._connection = socket.create_connection(self._address, timeout=self._timeout_s)
                 self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                authenticate(self._connection, self._credentials)
             yield self._connection
         except (OSError, ValueError, KeyError) as error:
             self.close()

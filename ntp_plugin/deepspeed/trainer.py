@@ -137,7 +137,6 @@ class EngineTrainer:
             carried=self._how_far,
             steps=self._window.step,
             teller=self._teller,
-            newcomer=self._newcomer,
         )
         self._window.copies = self.copies
         if not self._newcomer:

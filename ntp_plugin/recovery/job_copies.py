@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.telemetry import CopyTrouble, Teller
 
 _LOG = logging.getLogger(__name__)
-_SECRET = "what those know who may ask for copies"
 _TIMEOUT_S = 10.0
 WORDS = 3
 """That are told of copies in a vote."""
@@ -81,9 +79,7 @@ class JobCopies:
         carried: Carried,
         steps: int,
         teller: Teller,
-        newcomer: bool,
     ) -> None:
-        """All founders come together."""
         self._policy, self._topology, self._rank = policy, topology, rank
         self._carried, self._teller = carried, teller
         place = rank.place
@@ -91,7 +87,7 @@ class JobCopies:
         self._host = topology.node_of(topology.slot_of(place.slot))
         most = None if policy.max_host_gb is None else int(policy.max_host_gb * 1e9)
         self._store = Store(place.copies / f"host-{self._host}", at_most=most)
-        self._secret = self._share_secret(newcomer=newcomer)
+        self._secret = rank.place.secret_for("copies")
         self._server = Server(
             self._store,
             run=self._run,
@@ -120,15 +116,6 @@ class JobCopies:
         """Training steps that are over, everywhere."""
         self.state_of = steps
         """Those that this rank's state has in it."""
-
-    def _share_secret(self, *, newcomer: bool) -> str:
-        if newcomer:
-            known: str = self._rank.word(_SECRET)
-            return known
-        secret: str = _tell_all(secrets.token_hex(16))[0]
-        if dist.get_rank() == 0:
-            self._rank.leave_word(_SECRET, secret)
-        return secret
 
     @property
     def are_near_only(self) -> bool:

@@ -1,6 +1,7 @@
 """Where a process stands in its job, as `ntp run` tells it through its environment."""
 
 import dataclasses
+import hmac
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -61,6 +62,15 @@ class Place:
     def first_view(self) -> View:
         """Everybody, as the job was started."""
         return first_view(self.slots)
+
+    def secret_for(self, purpose: str) -> str:
+        """A secret of the job's, for one purpose: it follows from the token, so no process has to be told it.
+
+        Args:
+            purpose: What it is for; another purpose, another run, or another token has another secret.
+        """
+        of = f"{purpose}\0{self.corner}".encode()
+        return hmac.digest(self.token.encode(), of, "sha256").hex()
 
     def topology(self, policy: TrainingPolicy, *, tp: int = 1, pp: int = 1) -> Topology:
         """The nominal layout of the job, and on how many hosts it stands."""

@@ -17,7 +17,7 @@ from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, NEAR, Place, Store
 from tests.patience import PATIENCE_S
 from tests.unit.copies_bytes import bytes_of, wrong_in
-from tests.unit.test_copies_wire import SECRET, There, deaf_server, until
+from tests.unit.test_copies_wire import CREDENTIALS, SECRET, There, as_server, deaf_server, until
 
 SLOT = 3
 
@@ -369,6 +369,7 @@ def test_a_walk_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
         here.replicator.begin(snapshot(5, parts=parts))
         connection, _ = listening.accept()
         with connection:
+            as_server(connection, CREDENTIALS)
             assert connection.recv(1, socket.MSG_PEEK), "it is on its way"
             assert not here.replicator.through
             began = time.monotonic()
@@ -393,6 +394,7 @@ def test_a_walk_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
         here.replicator.begin(snapshot(5))
         connection, _ = one.accept()
         with connection:
+            as_server(connection, CREDENTIALS)
             assert connection.recv(1, socket.MSG_PEEK)
             here.replicator.hold()
             until(lambda: here.replicator.through)

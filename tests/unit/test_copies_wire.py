@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ntp_plugin.copies.handshake import Credentials, authenticate
 from ntp_plugin.copies.manifest import view
 from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.runs import Runs
@@ -23,14 +24,15 @@ from tests.unit.test_copies_store import put, some_values, written
 
 FAR_PLACE = Place(kind=FAR, slot=3, epoch=2, number=0)
 SECRET = "only members know"
+CREDENTIALS = Credentials(run="run", secret=SECRET)
 
 
 class There:
     """Another host: its store, its server, and what that was told to be wrong."""
 
-    def __init__(self, folder, **options):
-        self.store, self.told, self.peers = Store(folder, **options), [], []
-        self.server = Server(self.store, run="run", secret=SECRET, host="127.0.0.1", told=self.told.append)
+    def __init__(self, folder, *, at_most=None, **options):
+        self.store, self.told, self.peers = Store(folder, at_most=at_most), [], []
+        self.server = Server(self.store, run="run", secret=SECRET, host="127.0.0.1", told=self.told.append, **options)
 
     def peer(self, *, run="run", secret=SECRET, timeout_s=PATIENCE_S):
         self.peers.append(Peer(self.server.address, run=run, secret=secret, timeout_s=timeout_s))
@@ -60,11 +62,27 @@ def deaf_server():
         yield listening, listening.getsockname()
 
 
-def until(condition, seconds=PATIENCE_S):
+def as_server(connection, credentials):
+    """The server's half of a handshake; what the client has sent in it."""
+    challenge = b"c" * 32
+    connection.sendall(b"ntp-cop1" + challenge)
+    answer = connection.recv(64, socket.MSG_WAITALL)
+    connection.sendall(credentials.proof(b"server", challenge, answer[:32]))
+    return answer
+
+
+def until(condition, seconds=PATIENCE_S.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.001)
+
+
+def heard_until_the_end(connection):
+    found = b""
+    while more := connection.recv(1 << 16):
+        found += more
+    return found
 
 
 def no_pace(_):
@@ -203,7 +221,7 @@ def test_a_newer_copy_with_fewer_pieces_is_not_given_for_an_older_one(tmp_path):
             there.peer().get(FAR_PLACE, 2, manifest.held[2], all_of(manifest.held[2]))
 
 
-@pytest.mark.parametrize("stranger", [{"run": "another"}, {"secret": "guessed"}, {"secret": None}])
+@pytest.mark.parametrize("stranger", [{"run": "another"}, {"secret": "guessed"}, {"secret": ""}])
 def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
     _, manifest = put(there.store, FAR_PLACE)
     before = list(there.store.found())
@@ -211,7 +229,7 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
     with pytest.raises(PeerTrouble, match="cannot be reached"):
         peer.get(FAR_PLACE, 1, manifest.held[1], all_of(manifest.held[1]))
     until(lambda: there.told)
-    assert f"of the run {stranger.get('run', 'run')!r} asked for copies of 'run'" in there.told[0]
+    assert "127.0.0.1 asked for copies of 'run' and did not prove that it has the job's token" in there.told[0]
     memory, other = written(some_values(1), step=6)
     with pytest.raises(PeerTrouble, match="cannot be reached"):
         peer.put(dataclasses.replace(FAR_PLACE, slot=4), other, memory, pace=no_pace)
@@ -226,18 +244,19 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
         (2).to_bytes(8) + b"{}",
         (1 << 40).to_bytes(8),
         b"\0",
-        pytest.param(
-            (2).to_bytes(8) + b"[]",
-        ),
+        (2).to_bytes(8) + b"[]",
     ],
 )
-def test_who_does_not_speak_our_language_is_left_alone(tmp_path, said):
+@pytest.mark.parametrize("proved", [False, True])
+def test_who_does_not_speak_our_language_is_left_alone(tmp_path, said, proved):
     with closing(There(tmp_path)) as there:
         with socket.create_connection(there.server.address, timeout=PATIENCE_S) as connection:
+            if proved:
+                authenticate(connection, CREDENTIALS)
             connection.sendall(said)
             with contextlib.suppress(OSError):  # the other side may have hung up by now
                 connection.shutdown(socket.SHUT_WR)
-                assert connection.recv(1) == b""
+                assert len(heard_until_the_end(connection)) <= (0 if proved else 40), "a challenge, at most"
         memory, manifest = written(some_values())
         assert there.peer().put(FAR_PLACE, manifest, memory, pace=no_pace) == []
 
@@ -279,6 +298,7 @@ def test_a_put_that_goes_nowhere_can_be_given_up_by_another_thread():
         thread.start()
         connection, _ = listening.accept()
         with connection:
+            as_server(connection, CREDENTIALS)
             assert connection.recv(1, socket.MSG_PEEK), "it is on its way"
             assert thread.is_alive()
             peer.give_up()
@@ -288,10 +308,13 @@ def test_a_put_that_goes_nowhere_can_be_given_up_by_another_thread():
     peer.give_up()
 
 
-def test_a_server_that_closes_leaves_no_thread_and_no_connection(tmp_path):
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_server_that_closes_leaves_no_thread_and_no_connection(tmp_path, proved):
     there, before = There(tmp_path), threading.active_count()
     with socket.create_connection(there.server.address, timeout=PATIENCE_S) as idle:
-        until(lambda: there.server._open)
+        if proved:
+            authenticate(idle, CREDENTIALS)
+        until(lambda: there.server._open if proved else there.server.pending)
         there.close()
-        assert idle.recv(1) == b""
+        assert len(heard_until_the_end(idle)) <= 40, "a challenge, at most"
     assert threading.active_count() == before - 1

@@ -150,7 +150,6 @@ class MegatronTrainer:
             carried=self.how_far,
             steps=self._args.iteration,
             teller=self._teller,
-            newcomer=self._newcomer,
         )
         if not self._newcomer:
             layout = self.layout()
