@@ -7,6 +7,7 @@ folder is one, so the record is whole; a machine that a strike has taken is not 
 import contextlib
 import functools
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -107,6 +108,7 @@ def started(job: JobSpec, folder: Path, *, broken: bool) -> Iterator[Running]:
             until_the_end.callback(_end, process)
             yield OneMachine(process)
             return
+        environment.setdefault("NTP_TOKEN", secrets.token_hex(16))
         hosts = job.hosts + job.spare_hosts
         machines = until_the_end.enter_context(Machines(hosts + 1))
         address = machines.address(hosts + 1)

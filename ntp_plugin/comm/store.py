@@ -77,7 +77,7 @@ class TorchStore:
         if not hmac.compare_digest(found, mine):
             raise ConfigError(
                 f"another NTP_TOKEN is used in the corner {self._corner} of the job's store",
-                way_out="set NTP_TOKEN to the same words on all hosts of the job, or on none",
+                way_out="set NTP_TOKEN to the same value on all hosts of the job; a new job needs an --rdzv-id of its own",
             )
 
     def _signature(self, key: str, value: bytes) -> bytes:
@@ -106,12 +106,6 @@ _SIGNED = 32
 _TOKEN = "token"
 
 
-def shared_token(connection: Store, corner: str, mine: str) -> str:
-    """For hosts that have none in common beforehand: that of whoever comes first. The store has it in the clear."""
-    with _answered():
-        return str(PrefixStore(corner, connection).compare_set(f"{_TOKEN}/shared", "", mine).decode())
-
-
 @contextlib.contextmanager
 def _answered() -> Iterator[None]:
     try:
@@ -126,7 +120,8 @@ def _answered() -> Iterator[None]:
 
 def serve(host: str, port: int) -> TCPStore:
     """A store that lives as long as the object, and listens on this address alone."""
-    listener = socket.create_server((host, port), backlog=4096)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=4096)
     here = listener.getsockname()
     # torch takes the listening socket over, and closes it.
     return TCPStore(host, here[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach())

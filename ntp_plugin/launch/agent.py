@@ -11,7 +11,6 @@ never two parts of a job that both go on.
 
 import dataclasses
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -26,16 +25,16 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
-from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args
+from torch.distributed.run import run as torchrun
 
 from ntp_plugin.comm.membership import Seat
 from ntp_plugin.comm.running_time import MOST_S, RunningTime
-from ntp_plugin.comm.store import TorchStore, own_address, serve, shared_token
+from ntp_plugin.comm.store import TorchStore, own_address
 from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
-from ntp_plugin.launch import tenancy
+from ntp_plugin.launch import job_store, tenancy
 from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.nursery import HOW_IS_NOT_KNOWN, Nursery
@@ -53,7 +52,6 @@ from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
 from ntp_plugin.telemetry import Gone, Stuck
 
-_STANDALONE = "--standalone"
 _PUBLISH_S = 2.0
 """From what the supervisors know to the view that all others read."""
 
@@ -80,8 +78,6 @@ class TolerantAgent(LocalElasticAgent):
     """torchrun's agent with another idea of a failed worker. torch makes it, so its policy waits in the class."""
 
     policy: ClassVar[RunPolicy] = RunPolicy()
-    has_own_store: ClassVar[bool] = False
-    """Whether nobody but this agent and its workers comes to the job's store."""
     worst_code: ClassVar[int] = 0
     """Of all workers that ended badly: the highest exit code that is ours, else 1."""
 
@@ -153,10 +149,7 @@ class TolerantAgent(LocalElasticAgent):
         self._store_address = host, port
         connection, mine = TCPStore(host, port, None, False), corner(run_id)
         self._corner = PrefixStore(mine, connection)
-        if not os.environ.get("NTP_TOKEN"):
-            made = secrets.token_hex(16)
-            os.environ["NTP_TOKEN"] = made if self.has_own_store else shared_token(connection, mine, made)
-        self._job = TorchStore(connection, corner=mine, token=os.environ["NTP_TOKEN"])
+        self._job = TorchStore(connection, corner=mine, token=os.environ[job_store.TOKEN])
         self._job.refuse_strangers()
 
     def _send_workers_to_the_store(self, worker_group: Any) -> None:
@@ -464,10 +457,11 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     """What `torchrun` does with these arguments, but tolerant; returns the exit code of the job."""
     TolerantAgent.policy = policy
     launcher.LocalElasticAgent = TolerantAgent  # type: ignore[attr-defined]
-    words, store = _on_loopback_if_alone(list(torchrun_arguments))
-    TolerantAgent.has_own_store = store is not None
+    arguments = parse_args(list(torchrun_arguments))  # type: ignore[no-untyped-call]
+    os.environ[job_store.TOKEN] = job_store.token_of(arguments, os.environ)  # the workers inherit it
+    store = job_store.start_store(arguments, say=_say)
     try:
-        torchrun(words)
+        record(torchrun)(arguments)
     except ChildFailedError:
         _say("no worker ended well")
         return TolerantAgent.worst_code
@@ -484,25 +478,6 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
         del store  # it is the job's meeting place until here
     _say("done")
     return 0
-
-
-def _on_loopback_if_alone(words: list[str]) -> tuple[list[str], TCPStore | None]:
-    """torch's store for one host listens on all its addresses, and anybody may write into it; ours on loopback.
-
-    Where torch hears of it by another way than this word (its environment, a part of the word) its own store is taken.
-    """
-    if _STANDALONE not in words:
-        return words, None
-    at = words.index(_STANDALONE)
-    if not _is_standalone(words) or _is_standalone([*words[:at], *words[at + 1 :]]):  # it is a word of the script's
-        return words, None
-    store = serve("127.0.0.1", 0)
-    place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0")
-    return [*words[:at], *place, f"--rdzv-id={uuid.uuid4()}", *words[at + 1 :]], store
-
-
-def _is_standalone(words: list[str]) -> bool:
-    return bool(parse_args(words).standalone)  # type: ignore[no-untyped-call]
 
 
 def _say(what: str) -> None:

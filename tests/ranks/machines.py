@@ -11,6 +11,8 @@ from pathlib import Path
 from ntp_plugin.testing.machines import DEVICE, Machines, why_not
 from tests.ranks.command import NTP, Command
 
+TOKEN = "the token of all machines of a test"
+
 
 def can_make_namespaces():
     """Whether there are machines whose wires can be cut."""
@@ -41,6 +43,7 @@ class Hosts:
 
     def run(self, at, *words, name="ntp", **environment):
         """Start `ntp ...` on a machine."""
+        environment = {"NTP_TOKEN": TOKEN} | environment
         environment["GLOO_SOCKET_IFNAME"] = DEVICE if can_make_namespaces() else "lo"
         command = Command([*self._machines.prefix(at), *NTP, *words], self._folder / f"{name}{at}", **environment)
         self._commands.append(command)

@@ -164,9 +164,10 @@ def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):
     port = store.wait_for(r"ntp store: 127\.0\.0\.1:(\d+)")[1]
     flags = ["--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-conf", "is_host=0"]
     words = [*NTP, "run", *flags, f"--rdzv-endpoint=127.0.0.1:{port}", str(RECIPES / "train.py")]
-    code, said = Command(words, tmp_path / "first", STEPS="3", PAUSE_S="0").end()
+    job_of = {"STEPS": "3", "PAUSE_S": "0", "NTP_TOKEN": "the same for both jobs"}
+    code, said = Command(words, tmp_path / "first", **job_of).end()
     assert code == 0, said
-    code, said = Command(words, tmp_path / "second", STEPS="3", PAUSE_S="0").end()
+    code, said = Command(words, tmp_path / "second", **job_of).end()
     store.process.send_signal(signal.SIGTERM)
     assert store.end()[0] == 0
     assert code == 2, said

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ntp_plugin.comm.store import TorchStore, serve
 from tests.patience import PATIENCE_S
-from tests.ranks.command import NTP, RECIPES, Command
+from tests.ranks.command import NTP, PAUSED, RECIPES, Command
 from tests.unit.test_copies_wire import until
 
 MESSAGES = 10_000
@@ -193,6 +193,33 @@ def test_a_job_of_one_host_listens_on_loopback_alone(tmp_path):
     assert all(is_loopback(address) for address in addresses), addresses
 
 
+def test_a_job_of_several_hosts_listens_on_the_addresses_of_these_alone(tmp_path):
+    """Two machines that are two addresses of the loopback device; torch's own store would listen on all of them."""
+    with socket.create_server(("127.0.79.1", 0)) as free:
+        port = free.getsockname()[1]
+    jobs = [
+        Command(
+            [*NTP, "run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=job"]
+            + [f"--rdzv-endpoint=127.0.79.1:{port}", f"--rdzv-conf=is_host={int(at == 1)}"]
+            + [f"--local-addr=127.0.79.{at}", str(PAUSED)],
+            tmp_path / f"log{at}",
+            **{"STEPS": "400", "PAUSE_S": "0.1", "RECIPE": str(RECIPES / "train.py"), "GLOO_SOCKET_IFNAME": "lo"},
+            NTP_TOKEN="a token of 25 characters.",
+        )
+        for at in (1, 2)
+    ]
+    pids = [job.process.pid for job in jobs]
+    pids += [int(job.wait_for(r"slot \d+ is pid (\d+)", 300)[1]) for job in jobs]
+    addresses = {address for pid in pids for address in listened_at(pid)}
+    for job in jobs:
+        job.go_on()
+    for job in jobs:
+        code, said = job.end()
+        assert code == 0, said
+    assert addresses
+    assert all(is_loopback(address) for address in addresses), addresses
+
+
 def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -213,4 +240,7 @@ def listened_at(pid):
 
 
 def is_loopback(address):
-    return address in ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+    """All of 127.0.0.0/8, which the system writes backwards; of IPv6 ::1, and that network mapped into it."""
+    return address == "00000000000000000000000001000000" or (
+        address.endswith("7F") and address[:-8] in ("", "0000000000000000FFFF0000")
+    )

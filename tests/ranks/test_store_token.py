@@ -9,7 +9,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ntp_plugin.comm.membership import View
-from ntp_plugin.comm.store import TorchStore, serve, shared_token
+from ntp_plugin.comm.store import TorchStore, serve
 from ntp_plugin.errors import ConfigError
 from tests.ranks.command import NTP, RECIPES, Command, last_line
 
@@ -79,11 +79,6 @@ def test_a_host_with_another_token_is_refused(server):
     store(server).refuse_strangers()
     with pytest.raises(ConfigError, match=r"another NTP_TOKEN .*ntp/a job"):
         store(server, token="another").refuse_strangers()
-
-
-def test_hosts_that_have_none_in_common_take_that_of_the_first(server):
-    found = [shared_token(connection(server), CORNER, mine) for mine in ("one", "two")]
-    assert found == ["one", "one"]
 
 
 def test_a_stranger_who_says_that_the_job_is_over_is_not_heard(tmp_path):

@@ -71,7 +71,7 @@ def as_server(connection, credentials):
     return answer
 
 
-def until(condition, seconds=PATIENCE_S.0):
+def until(condition, seconds=PATIENCE_S):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from ntp_plugin.launch.agent import _on_loopback_if_alone
 from ntp_plugin.launch.script import AfterImport, after_import, with_hooks
 
 US = ("-m", "ntp_plugin.launch.script")
@@ -70,29 +69,3 @@ def test_who_only_asks_whether_it_is_installed_takes_nothing_away(imports):
     importlib.import_module("framework_of_a_test")
     assert done == [1]
     assert not any(isinstance(finder, AfterImport) for finder in sys.meta_path)
-
-
-@pytest.mark.parametrize(
-    ("words", "environment", "ours"),
-    [
-        (["--standalone", "train.py"], {}, True),
-        (["--nproc-per-node", "2", "--standalone", "train.py", "--standalone"], {}, True),
-        (["train.py"], {}, False),
-        (["train.py", "--standalone"], {}, False),
-        (["train.py"], {"PET_STANDALONE": "1"}, False),
-        (["train.py", "--standalone"], {"PET_STANDALONE": "1"}, False),
-        (["--standalon", "train.py"], {}, False),
-    ],
-)
-def test_a_job_of_one_host_gets_a_store_of_ours_where_the_word_for_it_is_torchruns(
-    words, environment, ours, monkeypatch
-):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    said, store = _on_loopback_if_alone(list(words))
-    assert (store is not None) == ours
-    if ours:
-        assert f"--rdzv-endpoint=127.0.0.1:{store.port}" in said
-        assert said[said.index("train.py") :] == words[words.index("train.py") :]
-    else:
-        assert said == words
