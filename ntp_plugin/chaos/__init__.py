@@ -13,6 +13,7 @@
     weights.py    PURE: how far the weights are from the twin's
     verdict.py    PURE: what came of each strike, and whether the training is the twin's
     drawing.py    the pictures
+    outside/      faults by signals alone, into a job that carries no fault points
     page.py       the page that holds all of it, and the table for the terminal
 
 The way of a strike. A recipe is a list of faults: what, on which slot, at which moment. The campaign starts `ntp run

@@ -9,6 +9,7 @@ store.py         `ntp store`
 copies.py        `ntp copies`; export.py is one of its commands
 simulate.py      `ntp simulate`: from a scenario to what losses cost; simulate_tables.py and simulate_plots.py show it
 chaos.py         `ntp chaos`: a recipe, or a strike at a job that runs
+chaos_outside.py  `ntp chaos outside`: faults by signals alone, into a job that is started as a user starts it
 status.py        `ntp status`; report.py: `ntp report`
 screen.py        a job as a grid that changes while one looks
 """

@@ -32,6 +32,7 @@ examples:
   ntp chaos recipes/chaos/kill-in-backward.toml -- --standalone --nproc-per-node=8 my_pretrain.py ...
   ntp chaos attach my-run --what sigkill --slot r0.s0.t1
   ntp chaos attach my-run recipes/chaos/kill-in-backward.toml
+  ntp chaos outside -- ntp run --standalone ...   (see ntp chaos outside --help)
 """
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ntp_plugin import __version__
-from ntp_plugin.cli import chaos, copies, plan, report, run, simulate, status, store
+from ntp_plugin.cli import chaos, chaos_outside, copies, plan, report, run, simulate, status, store
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import NtpError
 from ntp_plugin.launch import quick_exit
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["run"]:  # the rest is torchrun's, and must not be looked at by our parser
             return run.run(words[1:])
+        if words[:2] == ["chaos", "outside"]:  # behind -- is a command line of its own
+            return chaos_outside.run(words[2:])
         parsed, unknown = parser.parse_known_args(words)
         parsed.parser.refuse_unknown(unknown)
         code: int = parsed.run(parsed)

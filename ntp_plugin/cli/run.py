@@ -126,6 +126,11 @@ def _defaults() -> str:
     return ", ".join(f"{name}={value:g}" for name, value in dataclasses.asdict(Thresholds()).items())
 
 
+def thresholds_in(words: Sequence[str]) -> Thresholds:
+    """Those of a job that is started by these words."""
+    return _thresholds(_parser().parse_known_args(list(words))[0].ntp_thresholds)
+
+
 def _thresholds(words: str) -> Thresholds:
     known = dataclasses.asdict(Thresholds())
     given: dict[str, float] = {}

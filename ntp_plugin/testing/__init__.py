@@ -7,4 +7,5 @@ twin.py       whether a job that lost ranks trained what its undisturbed twin tr
 stateless.py  a trainer with nothing to train
 machines.py   several machines in one, with wires that can be cut
 leaks.py      what a rehearsal must not leave behind
+signal_handlers.py  a script with signal handlers that hang, raise, exit, or hold the interpreter lock
 """

@@ -5,9 +5,12 @@
 While it runs, kill one of the four workers (their pids are printed): the others go on at once with its samples, and a
 new process takes its place a few seconds later. The last line is that of an undisturbed run, but for the members and
 the last digits. Takes a minute; PAUSE_S, the pause after each step, gives you and the new process time.
+With EVERY_STEP=1 each worker prints each step, and with SAVE=FILE the last weights are written: by those `ntp chaos
+outside` judges the job.
 """
 
 import os
+import sys
 import time
 
 import torch
@@ -34,7 +37,11 @@ with elastic_job(model, optimizer, loss_of, per_rank=4) as job:
     print(f"slot {os.environ['RANK']} is pid {os.getpid()}", flush=True)
     while job.steps_done < STEPS:
         loss = job.step()
+        if os.environ.get("EVERY_STEP"):
+            sys.stdout.write(f"rank {os.environ['RANK']}: step {job.steps_done}: loss {loss!r}\n")
         time.sleep(PAUSE_S)
     if job.members[0] == int(os.environ["RANK"]):
         weights = sum(parameter.detach().abs().sum() for parameter in model.parameters())
         print(f"step {job.steps_done}: loss {loss:.12f}, weights {weights:.12f}, members {job.members}", flush=True)
+        if os.environ.get("SAVE"):
+            torch.save(model.state_dict(), os.environ["SAVE"])

@@ -1,0 +1,206 @@
+"""Faults from outside, by pids and signals alone, into five jobs: what `make show-outside` measures.
+
+    python -m benchmarks.outside              three campaigns of 21 faults in each of five jobs: two hours or more
+    SCALE=ci python -m benchmarks.outside     12 faults in two jobs
+    ROWS=plain,autotp ...                     some of the jobs
+
+Each campaign that is over is a line in build/show/outside.jsonl, and the next call goes on behind them. Whoever wants
+all of it of one tree removes the file.
+
+A campaign has every kind once, in an order and at instants that are drawn from its seed. All campaigns of a job are
+compared with one run of it without a fault. `left_behind` counts processes and files of all runs together.
+"""
+
+import dataclasses
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import evidence
+from ntp_plugin.chaos.outside.campaign import Asked, run_campaign, run_reference
+from ntp_plugin.chaos.outside.job_run import Command, Pace
+from ntp_plugin.chaos.outside.kinds import kinds
+from ntp_plugin.chaos.outside.verdict import Allowed, Judged, rows
+from ntp_plugin.recovery.detector import Thresholds
+
+PIECES = Path("build/show/outside.jsonl")
+SEED, CAMPAIGNS = 20261129, 3
+THRESHOLDS = Thresholds(frozen_s=1.0, silent_s=6.0, hung_s=8.0)
+"""Short, and long enough for a processor that eight ranks and their new processes share."""
+_HANDLERS = ("-m", "ntp_plugin.testing.signal_handlers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One of the five."""
+
+    name: str
+    ranks: int
+    script: tuple[str, ...]
+    environment: dict[str, str]
+    blocks_of: int
+    """Consecutive ranks of which any two may be lost at once."""
+    bound: float
+    weights_bound: float
+    fork: bool = True
+
+    def command(self) -> Command:
+        """As a user types it."""
+        said = (f"{name}={getattr(THRESHOLDS, name):g}" for name in ("frozen_s", "silent_s", "hung_s"))
+        ours = ("--ntp-respawn=1000", f"--ntp-thresholds={','.join(said)}", *["--ntp-fork"] * self.fork)
+        words = ("--standalone", f"--nproc-per-node={self.ranks}", *ours, *_HANDLERS, *self.script)
+        common = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        return Command(words=words, environment=common | self.environment)
+
+
+def _megatron(name: str, *flags: str) -> Job:
+    words = ("recipes/megatron/pretrain_gpt.py", "@recipes/megatron/tiny.args", "--ntp-enable", "--train-iters=120")
+    saved = ("--save={run}/checkpoints", "--save-interval=1000", "--ckpt-format=torch_dist")
+    return Job(
+        name=name,
+        ranks=8,
+        script=(*words, *saved, *flags),
+        environment={"NTP_CPU": "float64", "NTP_PRELOAD": "megatron.training.training"},
+        blocks_of=4 if "--tensor-model-parallel-size=4" in flags else 2,
+        bound=1e-12,
+        weights_bound=1e-11,
+    )
+
+
+def _deepspeed(name: str, config: str, *, blocks_of: int) -> Job:
+    words = ("recipes/deepspeed/train.py", f"--deepspeed_config=recipes/deepspeed/{config}", "--epochs=6")
+    return Job(
+        name=name,
+        ranks=4,
+        script=(*words, "--save={run}/checkpoints"),
+        environment={"DS_ACCELERATOR": "cpu", "NTP_PRELOAD": "deepspeed,transformers", "PAUSE_S": "0.1"},
+        blocks_of=blocks_of,
+        bound=1e-6,
+        weights_bound=7.4e-6,
+    )
+
+
+JOBS = (
+    Job(
+        name="plain",
+        ranks=4,
+        script=("recipes/plain/train.py",),
+        environment={"STEPS": "400", "PAUSE_S": "0.1", "EVERY_STEP": "1", "SAVE": "{run}/last.pt"},
+        blocks_of=4,
+        bound=1e-12,
+        weights_bound=1e-12,
+        fork=False,
+    ),
+    _deepspeed("deepspeed-zero2-dp4", "ds_config_zero2.json", blocks_of=4),
+    _deepspeed("autotp-tp2-dp2", "ds_config_tp.json", blocks_of=2),
+    _megatron("megatron-dp2-tp4", "--tensor-model-parallel-size=4"),
+    _megatron(
+        "megatron-dp2-tp2-pp2-sharded",
+        "--tensor-model-parallel-size=2",
+        "--pipeline-model-parallel-size=2",
+        "--use-distributed-optimizer",
+    ),
+)
+IN_CI = {
+    "plain": ("kill", "stop", "two-kills", "handler-hangs", "stop-short", "kill-joiner", "supervisor-kill"),
+    "autotp-tp2-dp2": ("hang-in-wait", "kill-then-hang", "stop-joiner", "segv", "supervisor-term"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What is kept of a campaign."""
+
+    job: str
+    seed: int
+    commit: str
+    seconds: float
+    not_injected: tuple[str, ...]
+    kept: int
+    judged: tuple[Judged, ...]
+
+
+def asked(job: Job, kinds_of_it: Sequence[str] | None, seed: int) -> Asked:
+    """One campaign."""
+    known = kinds(THRESHOLDS)
+    names = tuple(known) if kinds_of_it is None else tuple(kinds_of_it)
+    return Asked(
+        command=job.command(),
+        kinds=[known[name] for name in names],
+        faults=len(names),
+        seed=seed,
+        pace=Pace(thresholds=THRESHOLDS, every_s=2.0, blocks_of=job.blocks_of),
+        allowed=Allowed(bound=job.bound, weights_bound=job.weights_bound),
+    )
+
+
+def campaigns(
+    job: Job, kinds_of_it: Sequence[str] | None, count: int, folder: Path, kept: evidence.Kept
+) -> list[Piece]:
+    """So many, with those that are kept."""
+    found, reference = [_read(piece) for piece in kept.all(job=job.name)], None
+    while len(found) < count:
+        seed = next(seed for seed in itertools.count(SEED) if seed not in {piece.seed for piece in found})
+        one = asked(job, kinds_of_it, seed)
+        if reference is None:
+            print(f"{job.name}: without a fault", flush=True)
+            reference = run_reference(one, folder / job.name / "reference", wait=time.sleep)
+        began = time.monotonic()
+        came = run_campaign(
+            one, folder / job.name / str(seed), reference, wait=time.sleep, say=lambda what: print(what, flush=True)
+        )
+        piece = Piece(
+            job=job.name,
+            seed=seed,
+            commit=evidence.commit(),
+            seconds=round(time.monotonic() - began, 1),
+            not_injected=came.not_injected,
+            kept=came.kept,
+            judged=came.judged,
+        )
+        kept.add(dataclasses.asdict(piece))
+        found.append(piece)
+    return found
+
+
+def _read(read: dict[str, Any]) -> Piece:
+    judged = tuple(Judged(**{**one, "left": tuple(one["left"])}) for one in read["judged"])
+    return Piece(**{**read, "judged": judged, "not_injected": tuple(read["not_injected"])})
+
+
+def main(scale: str, chosen: str) -> int:
+    """No fault may be wrong or hung, and none may leave anything behind."""
+    names = [name for name in chosen.split(",") if name] or [job.name for job in JOBS]
+    in_ci = scale == "ci"
+    kept = evidence.Kept(None if in_ci else PIECES)
+    folder = Path(tempfile.mkdtemp(prefix="ntp-outside-"))
+    every = list[Piece]()
+    for job in JOBS:
+        if job.name in names and (not in_ci or job.name in IN_CI):
+            every += campaigns(job, IN_CI[job.name] if in_ci else None, 1 if in_ci else CAMPAIGNS, folder, kept)
+    by_job = dict[str, list[Judged]]()
+    for piece in every:
+        by_job.setdefault(piece.job, []).extend(piece.judged)
+    found = [row for job, judged in by_job.items() for row in rows(job, judged)]
+    totals = {name: sum(int(str(row[name])) for row in found) for name in ("faults", "wrong", "hung")}
+    left = sum(len(one.left) for piece in every for one in piece.judged)
+    not_injected = sum(len(piece.not_injected) for piece in every)
+    holds = bool(every) and not (totals["wrong"] or totals["hung"] or left or not_injected)
+    if holds:
+        shutil.rmtree(folder)
+    else:
+        for piece, one in [(piece, one) for piece in every for one in piece.judged]:
+            if one.wrong or one.hung or one.left:
+                print(f"{piece.job}, seed {piece.seed}, {one.kind} ({one.words}): {one.wrong} {one.hung} {one.left}")
+        print(f"not injected: {not_injected}; the runs are in {folder}")
+    return evidence.show("outside", holds=holds, seed=SEED, rows=found, **totals, left_behind=left)
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ.get("SCALE", ""), os.environ.get("ROWS", "")))

@@ -1,0 +1,193 @@
+"""`ntp chaos outside`: faults from outside into a job that is started by its own command line, and a verdict."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ntp_plugin.chaos.ending import ending_in_waits
+from ntp_plugin.chaos.outside.campaign import Asked, Found, run_campaign, run_reference
+from ntp_plugin.chaos.outside.job_run import Command, Pace
+from ntp_plugin.chaos.outside.job_view import LINE
+from ntp_plugin.chaos.outside.kinds import Kind, kinds
+from ntp_plugin.chaos.outside.verdict import Allowed, rows
+from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.plan import PIPED_WIDTH
+from ntp_plugin.cli.run import thresholds_in
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.recovery.detector import Thresholds
+
+_OURS = ("--ntp-run-dir", "--ntp-no-record")
+_EXAMPLE = """\
+example:
+  ntp chaos outside --faults 20 --seed 7 -- \\
+      ntp run --standalone --nproc-per-node=8 --ntp-respawn=100 pretrain.py --my-flags
+
+The job runs once without a fault, as the reference, and then as often as it takes to inject all faults. In its words
+and its environment {run} is replaced by the folder of each run: a job that writes its last checkpoint below it has that
+compared, too.
+"""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the campaign; returns 0 if every fault was survived, 1 if not."""
+    parser = _parser()
+    at = words.index("--") if "--" in words else len(words)
+    said, unknown = parser.parse_known_args(list(words[:at]))
+    parser.refuse_unknown(unknown)
+    asked = _asked(said, _job(words[at + 1 :]))
+    folder = Path(said.out or f"build/outside/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty", way_out="name another folder, or remove this one")
+    with ending_in_waits() as wait:
+        print(f"seed {asked.seed}, {asked.faults} faults; the reference run is in {folder / 'reference'}", flush=True)
+        reference = run_reference(asked, folder / "reference", wait=wait)
+        found = run_campaign(asked, folder, reference, wait=wait, say=_say)
+    (folder / "outside.json").write_text(json.dumps(summary(found, str(folder)), indent=2) + "\n")
+    _print(found, folder)
+    return 0 if found.holds else 1
+
+
+def summary(found: Found, job: str) -> dict[str, Any]:
+    """What came of it, for a machine."""
+    by_kind = rows(job, found.judged)
+    return {
+        "faults": sum(_number(row["faults"]) for row in by_kind),
+        "wrong": sum(_number(row["wrong"]) for row in by_kind),
+        "hung": sum(_number(row["hung"]) for row in by_kind),
+        "left_behind": sum(len(one.left) for one in found.judged),
+        "not_injected": list(found.not_injected),
+        "rows": by_kind,
+        "details": [dataclasses.asdict(one) for one in found.judged],
+    }
+
+
+def _number(value: object) -> int:
+    assert isinstance(value, int), "it counts something"
+    return value
+
+
+def _job(words: Sequence[str]) -> tuple[str, ...]:
+    """Those behind `ntp run`."""
+    if len(words) < 3 or Path(words[0]).name != "ntp" or words[1] != "run":
+        raise ConfigError(
+            f"behind -- stands {' '.join(words[:2]) or 'nothing'}, and no job",
+            way_out="ntp chaos outside -- ntp run --standalone --nproc-per-node=4 train.py",
+        )
+    for word in words[2:]:
+        if word.partition("=")[0] in _OURS:
+            raise ConfigError(f"{word}: each run gets a folder of its own", way_out=f"leave {_OURS[0]} out; see --out")
+    return tuple(words[2:])
+
+
+def _asked(said: argparse.Namespace, words: tuple[str, ...]) -> Asked:
+    thresholds = thresholds_in(words)
+    for name, least in (("faults", 1), ("every", 0.0), ("bound", 0.0), ("together", 1)):
+        value = getattr(said, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} = {value} must be at least {least}")
+    bound = said.bound
+    return Asked(
+        command=Command(words=words, line=said.line),
+        kinds=_chosen(said.kinds, kinds(thresholds)),
+        faults=said.faults,
+        seed=said.seed,
+        pace=Pace(thresholds=thresholds, every_s=said.every, blocks_of=said.together),
+        allowed=Allowed(
+            bound=bound,
+            weights_bound=bound if said.weights_bound is None else said.weights_bound,
+            loses_state=said.together is None,
+        ),
+    )
+
+
+def _chosen(said: str | None, known: Mapping[str, Kind]) -> list[Kind]:
+    if said is None:
+        return [kind for kind in known.values() if not kind.needs_handlers]
+    names = [name for name in said.split(",") if name]
+    if not names or (unknown := [name for name in names if name not in known]):
+        raise ConfigError(
+            f"--kinds: {unknown[0] if names else 'nothing'} is not known", way_out=f"known are {', '.join(known)}"
+        )
+    return [known[name] for name in names]
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="ntp chaos outside",
+        usage="ntp chaos outside [flags] -- ntp run ... SCRIPT ARGUMENTS",
+        description="Send signals to the processes of a job at random instants, and compare it with a run without.",
+        epilog=_EXAMPLE + "\n" + _glossary(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--faults", type=int, default=20, metavar="N", help="how many (default: 20)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same one draws the same faults")
+    parser.add_argument(
+        "--kinds", metavar="A,B", help="which kinds (default: all that need no handlers in the script, see below)"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds from when all ranks train again to the next fault, on average (default: 2)",
+    )
+    parser.add_argument(
+        "--together",
+        type=int,
+        metavar="N",
+        help="two ranks that are lost at once are of one block of N consecutive ranks, so of one replica with N = the"
+        " TP degree (default: any two, and the job may end with code 3, 4 or 8 by it)",
+    )
+    parser.add_argument(
+        "--bound", type=float, default=1e-6, metavar="X", help="relative difference of a loss (default: 1e-6)"
+    )
+    parser.add_argument("--weights-bound", type=float, metavar="X", help="of the last checkpoint (default: --bound)")
+    parser.add_argument(
+        "--line",
+        default=LINE,
+        metavar="REGEX",
+        help="how a line of the output looks that has a step and its loss, with groups named step, loss and perhaps"
+        " rank; for scripts whose losses are not in the record of the run",
+    )
+    parser.add_argument("--out", metavar="DIR", help="where to keep all runs (default: build/outside/TIME)")
+    return parser
+
+
+def _glossary() -> str:
+    lines = [f"  {kind.name:<18} {kind.text}{' *' * kind.needs_handlers}" for kind in kinds(Thresholds()).values()]
+    return "kinds (*: for a script run by -m ntp_plugin.testing.signal_handlers):\n" + "\n".join(lines)
+
+
+def _say(what: str) -> None:
+    print(what, flush=True)
+
+
+def _print(found: Found, folder: Path) -> None:
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+    table = Table(box=None, padding=(0, 2))
+    names = ("kind", "faults", "wrong", "hung", "noticed_p50_s")
+    for name in names:
+        table.add_column(name, header_style="dim")
+    for row in rows("", found.judged):
+        table.add_row(*("" if row[name] is None else str(row[name]) for name in names))
+    console.print(table)
+    for what in found.missed:
+        console.print(f"  could not be injected, and was tried again: {what}")
+    if found.not_injected:
+        console.print(
+            f"  NO   not injected: {', '.join(found.not_injected)}; the job is too short, or give more respawns"
+        )
+    total = summary(found, "")
+    console.print(
+        f"  {'ok  ' if found.holds else 'NO  '} {total['faults']} faults: {total['wrong']} wrong, {total['hung']} hung,"
+        f" {total['left_behind']} left behind ({folder}/outside.json)"
+    )
