@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import evidence
+from ntp_plugin.chaos.ending import Wait, ending_in_waits
 from ntp_plugin.chaos.outside.campaign import Asked, run_campaign, run_reference
 from ntp_plugin.chaos.outside.job_run import Command, Pace
 from ntp_plugin.chaos.outside.kinds import kinds
@@ -73,8 +74,8 @@ def _megatron(name: str, *flags: str) -> Job:
     )
 
 
-def _deepspeed(name: str, config: str, *, blocks_of: int) -> Job:
-    words = ("recipes/deepspeed/train.py", f"--deepspeed_config=recipes/deepspeed/{config}", "--epochs=6")
+def _deepspeed(name: str, config: str, *, blocks_of: int, epochs: int) -> Job:
+    words = ("recipes/deepspeed/train.py", f"--deepspeed_config=recipes/deepspeed/{config}", f"--epochs={epochs}")
     return Job(
         name=name,
         ranks=4,
@@ -91,14 +92,14 @@ JOBS = (
         name="plain",
         ranks=4,
         script=("recipes/plain/train.py",),
-        environment={"STEPS": "400", "PAUSE_S": "0.1", "EVERY_STEP": "1", "SAVE": "{run}/last.pt"},
+        environment={"STEPS": "300", "PAUSE_S": "0.1", "EVERY_STEP": "1", "SAVE": "{run}/last.pt"},
         blocks_of=4,
         bound=1e-12,
         weights_bound=1e-12,
         fork=False,
     ),
-    _deepspeed("deepspeed-zero2-dp4", "ds_config_zero2.json", blocks_of=4),
-    _deepspeed("autotp-tp2-dp2", "ds_config_tp.json", blocks_of=2),
+    _deepspeed("deepspeed-zero2-dp4", "ds_config_zero2.json", blocks_of=4, epochs=5),
+    _deepspeed("autotp-tp2-dp2", "ds_config_tp.json", blocks_of=2, epochs=2),
     _megatron("megatron-dp2-tp4", "--tensor-model-parallel-size=4"),
     _megatron(
         "megatron-dp2-tp2-pp2-sharded",
@@ -141,7 +142,7 @@ def asked(job: Job, kinds_of_it: Sequence[str] | None, seed: int) -> Asked:
 
 
 def campaigns(
-    job: Job, kinds_of_it: Sequence[str] | None, count: int, folder: Path, kept: evidence.Kept
+    job: Job, kinds_of_it: Sequence[str] | None, count: int, folder: Path, *, kept: evidence.Kept, wait: Wait
 ) -> list[Piece]:
     """So many, with those that are kept."""
     found, reference = [_read(piece) for piece in kept.all(job=job.name)], None
@@ -150,10 +151,10 @@ def campaigns(
         one = asked(job, kinds_of_it, seed)
         if reference is None:
             print(f"{job.name}: without a fault", flush=True)
-            reference = run_reference(one, folder / job.name / "reference", wait=time.sleep)
+            reference = run_reference(one, folder / job.name / "reference", wait=wait)
         began = time.monotonic()
         came = run_campaign(
-            one, folder / job.name / str(seed), reference, wait=time.sleep, say=lambda what: print(what, flush=True)
+            one, folder / job.name / str(seed), reference, wait=wait, say=lambda what: print(what, flush=True)
         )
         piece = Piece(
             job=job.name,
@@ -174,6 +175,15 @@ def _read(read: dict[str, Any]) -> Piece:
     return Piece(**{**read, "judged": judged, "not_injected": tuple(read["not_injected"])})
 
 
+def _bad_ends(every: Sequence[Piece]) -> list[str]:
+    return [
+        f"{piece.job}, seed {piece.seed}, {one.kind} ({one.words}): {one.wrong} {one.hung} {' '.join(one.left)}"
+        for piece in every
+        for one in piece.judged
+        if one.wrong or one.hung or one.left
+    ]
+
+
 def main(scale: str, chosen: str) -> int:
     """No fault may be wrong or hung, and none may leave anything behind."""
     names = [name for name in chosen.split(",") if name] or [job.name for job in JOBS]
@@ -181,9 +191,11 @@ def main(scale: str, chosen: str) -> int:
     kept = evidence.Kept(None if in_ci else PIECES)
     folder = Path(tempfile.mkdtemp(prefix="ntp-outside-"))
     every = list[Piece]()
-    for job in JOBS:
-        if job.name in names and (not in_ci or job.name in IN_CI):
-            every += campaigns(job, IN_CI[job.name] if in_ci else None, 1 if in_ci else CAMPAIGNS, folder, kept)
+    with ending_in_waits() as wait:
+        for job in JOBS:
+            if job.name in names and (not in_ci or job.name in IN_CI):
+                of_it, count = (IN_CI[job.name], 1) if in_ci else (None, CAMPAIGNS)
+                every += campaigns(job, of_it, count, folder, kept=kept, wait=wait)
     by_job = dict[str, list[Judged]]()
     for piece in every:
         by_job.setdefault(piece.job, []).extend(piece.judged)
@@ -195,9 +207,7 @@ def main(scale: str, chosen: str) -> int:
     if holds:
         shutil.rmtree(folder)
     else:
-        for piece, one in [(piece, one) for piece in every for one in piece.judged]:
-            if one.wrong or one.hung or one.left:
-                print(f"{piece.job}, seed {piece.seed}, {one.kind} ({one.words}): {one.wrong} {one.hung} {one.left}")
+        print("\n".join(_bad_ends(every)))
         print(f"not injected: {not_injected}; the runs are in {folder}")
     return evidence.show("outside", holds=holds, seed=SEED, rows=found, **totals, left_behind=left)
 

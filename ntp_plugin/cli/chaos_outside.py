@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,7 @@ def _asked(said: argparse.Namespace, words: tuple[str, ...]) -> Asked:
         value = getattr(said, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name} = {value} must be at least {least}")
+    _refuse_pattern(said.line)
     bound = said.bound
     return Asked(
         command=Command(words=words, line=said.line),
@@ -106,6 +108,15 @@ def _asked(said: argparse.Namespace, words: tuple[str, ...]) -> Asked:
             loses_state=said.together is None,
         ),
     )
+
+
+def _refuse_pattern(line: str) -> None:
+    try:
+        groups = re.compile(line).groupindex.keys()
+    except re.error as error:
+        raise ConfigError(f"--line {line}: {error}") from None
+    if missing := {"step", "loss"} - groups:
+        raise ConfigError(f"--line {line} has no group named {min(missing)}", way_out="(?P<step>...) and (?P<loss>...)")
 
 
 def _chosen(said: str | None, known: Mapping[str, Kind]) -> list[Kind]:
