@@ -1,7 +1,7 @@
 """Faults from outside, by pids and signals alone, into five jobs: what `make show-outside` measures.
 
     python -m benchmarks.outside              three campaigns of 21 faults in each of five jobs: two hours or more
-    SCALE=ci python -m benchmarks.outside     12 faults in two jobs
+    SCALE=ci python -m benchmarks.outside     12 faults in two jobs: three minutes on two idle cores
     ROWS=plain,autotp ...                     some of the jobs
 
 Each campaign that is over is a line in build/show/outside.jsonl, and the next call goes on behind them. Whoever wants
@@ -51,13 +51,13 @@ class Job:
     weights_bound: float
     fork: bool = True
 
-    def command(self) -> Command:
+    def command(self, *, in_ci: bool) -> Command:
         """As a user types it."""
         said = (f"{name}={getattr(THRESHOLDS, name):g}" for name in ("frozen_s", "silent_s", "hung_s"))
         ours = ("--ntp-respawn=1000", f"--ntp-thresholds={','.join(said)}", *["--ntp-fork"] * self.fork)
         words = ("--standalone", f"--nproc-per-node={self.ranks}", *ours, *_HANDLERS, *self.script)
         common = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        return Command(words=words, environment=common | self.environment)
+        return Command(words=words, environment=common | self.environment | (SHORTER if in_ci else {}))
 
 
 def _megatron(name: str, *flags: str) -> Job:
@@ -109,9 +109,14 @@ JOBS = (
     ),
 )
 IN_CI = {
-    "plain": ("kill", "stop", "two-kills", "handler-hangs", "stop-short", "kill-joiner", "supervisor-kill"),
-    "autotp-tp2-dp2": ("hang-in-wait", "kill-then-hang", "stop-joiner", "segv", "supervisor-term"),
+    "plain": (
+        *("kill", "segv", "stop", "stop-short", "two-kills", "handler-hangs", "kill-joiner"),
+        *("supervisor-kill", "supervisor-term"),
+    ),
+    "autotp-tp2-dp2": ("hang-in-wait", "kill-then-hang", "stop-joiner"),
 }
+SHORTER = {"STEPS": "150"}
+"""In CI, for a script that is told its length by the environment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,11 +137,11 @@ def asked(job: Job, kinds_of_it: Sequence[str] | None, seed: int) -> Asked:
     known = kinds(THRESHOLDS)
     names = tuple(known) if kinds_of_it is None else tuple(kinds_of_it)
     return Asked(
-        command=job.command(),
+        command=job.command(in_ci=kinds_of_it is not None),
         kinds=[known[name] for name in names],
         faults=len(names),
         seed=seed,
-        pace=Pace(thresholds=THRESHOLDS, every_s=2.0, blocks_of=job.blocks_of),
+        pace=Pace(thresholds=THRESHOLDS, every_s=1.0, blocks_of=job.blocks_of),
         allowed=Allowed(bound=job.bound, weights_bound=job.weights_bound),
     )
 

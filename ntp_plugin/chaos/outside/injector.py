@@ -99,7 +99,7 @@ class Injector:
     def _choose(self, kind: Kind, ranks: Mapping[int, Process]) -> dict[str, int]:
         victim = self._chosen.choice(sorted(ranks))
         others = [rank for rank in sorted(ranks) if rank != victim]
-        if kind.takes_two and self._blocks_of is not None:
+        if self._blocks_of is not None:  # also who is only stopped for a moment: a busy machine may make it longer
             others = [rank for rank in others if rank // self._blocks_of == victim // self._blocks_of]
         if not others and any(act.whom == OTHER for act in kind.acts):
             raise Missed(f"rank {victim} has no other rank beside it")

@@ -5,7 +5,9 @@ killed removes nothing itself; its folders in shared memory are removed by the n
 `kept`, and a later run of the campaign has to have removed what it is to remove.
 """
 
+import contextlib
 import dataclasses
+import os
 import shutil
 import time
 from collections.abc import Collection
@@ -34,8 +36,13 @@ class Leavings:
 
 
 def files_there() -> frozenset[Path]:
-    """What there is of ours in shared memory."""
-    return frozenset(shared_memory().glob(f"{_OURS}*"))
+    """What there is of this user's in shared memory with one of our names."""
+    found = set[Path]()
+    for path in shared_memory().glob(f"{_OURS}*"):
+        with contextlib.suppress(OSError):  # it was just removed
+            if path.lstat().st_uid == os.getuid():
+                found.add(path)
+    return frozenset(found)
 
 
 def look(
