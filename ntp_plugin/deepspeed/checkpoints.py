@@ -22,7 +22,6 @@ alike; where there was none, as if there were none. For who resumes the run that
 
 import functools
 import logging
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.errors import StateLost
+from ntp_plugin.plain_data import decode, encode
+from ntp_plugin.private_folders import require_private
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
 
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _NONE = None, None
 """What DeepSpeed gives where there is no checkpoint."""
-_LOADED = "loaded-{}.pickle"
+_LOADED = "loaded-{}.json"
+_GIVEN = "what engine.load_checkpoint gave the script (its client_state)"
 _SHARDS = "*zero_pp_rank_{}_mp_rank_*_optim_states.pt"
 
 
@@ -155,13 +157,14 @@ class Checkpoints:
         """For who resumes this run; the folder is its owner's alone."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unnamed = path.with_suffix(".new")
-        unnamed.write_bytes(pickle.dumps(self._loaded))
+        unnamed.write_text(encode(self._loaded, what=_GIVEN))
         unnamed.rename(path)
 
     def resumed(self, folder: Path) -> None:
         """This run goes on from the copies there."""
+        require_private(folder)
         kept = sorted(folder.glob(_LOADED.format("*")))
-        self.catches_up, self._before = True, pickle.loads(kept[0].read_bytes()) if kept else []
+        self.catches_up, self._before = True, decode(kept[0].read_text(), what=_GIVEN) if kept else []
 
     # ------------------------------------------------ by the window
 

@@ -1,19 +1,20 @@
 """What the engine has counted as a window begins, and how it is had back.
 
 Steps, samples, the schedule of the learning rate, the loss scale. A window that restarts begins from the same numbers
-again; who comes in is told them; and they go with each copy of the state, as JSON has them. A user's scheduler may keep
-anything, so it is pickled; copies are read by their owner alone. What random numbers are drawn from belongs to a rank,
-and is had back where that rank restarts.
+again; who comes in is told them; and they go with each copy of the state, as JSON has them. What a user's scheduler
+keeps is written as data (`plain_data.py`); where it keeps something that is none, it is refused. What random numbers
+are drawn from belongs to a rank, and is had back where that rank restarts.
 """
 
-import base64
 import functools
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ntp_plugin.plain_data import decode, encode
+
+_SCHEDULE, _GROUPS = "the state_dict of the learning rate's scheduler", "the optimizer's param_groups"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _OF_A_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -23,12 +24,13 @@ def count(engine: Any) -> dict[str, Any]:
     scheduler = engine.lr_scheduler
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "scheduler": _packed(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None),
-        "groups": _packed(
+        "scheduler": encode(scheduler.state_dict() if hasattr(scheduler, "state_dict") else None, what=_SCHEDULE),
+        "groups": encode(
             [
                 {name: value for name, value in group.items() if name != "params"}
                 for group in engine.basic_optimizer.param_groups
-            ]
+            ],
+            what=_GROUPS,
         ),
         "scaler": {name: getattr(_scaler(engine), name, None) for name in _OF_A_SCALER},
     }
@@ -38,23 +40,16 @@ def adopt(engine: Any, counted: Mapping[str, Any]) -> None:
     """Have it so again, or as another rank has told it."""
     for name, value in counted["counters"].items():
         setattr(engine, name, value)
-    scheduled = _unpacked(counted["scheduler"])
+    scheduled = decode(counted["scheduler"], what=_SCHEDULE)
     if scheduled is not None:
         engine.lr_scheduler.load_state_dict(scheduled)
-    for group, told in zip(engine.basic_optimizer.param_groups, _unpacked(counted["groups"]), strict=True):
+    groups = decode(counted["groups"], what=_GROUPS)
+    for group, told in zip(engine.basic_optimizer.param_groups, groups, strict=True):
         group.update(told)
     scaler = _scaler(engine)
     for name, value in counted["scaler"].items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
-
-
-def _packed(value: Any) -> str:
-    return base64.b64encode(pickle.dumps(value)).decode()
-
-
-def _unpacked(told: str) -> Any:
-    return pickle.loads(base64.b64decode(told))
 
 
 def _scaler(engine: Any) -> Any:

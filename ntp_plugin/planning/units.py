@@ -101,6 +101,10 @@ class ModelUnits:
     stages: tuple[StageUnits, ...]
 
 
+OF_UNITS = (ModelUnits, StageUnits, Tensor, Run, Family)
+"""All that a description of a model's units is made of, for who reads one."""
+
+
 def padded_vocabulary(model: Model, tp: int) -> int:
     """Vocabulary rows with Megatron's padding, pinned to the nominal TP degree so that no loss changes it."""
     multiple = model.vocab_multiple * tp

@@ -8,9 +8,7 @@ driver.finish()                     # with the others: a process that ends witho
 rank.leave()
 """
 
-import base64
 import dataclasses
-import pickle
 from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
@@ -21,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.store import TorchStore
+from ntp_plugin.plain_data import decode, encode
 from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
 from ntp_plugin.recovery.bell import Bell
 from ntp_plugin.recovery.driver import Driver, Patience
@@ -73,19 +72,23 @@ class ElasticRank:
         return self._driver
 
     def leave_word(self, name: str, value: object) -> None:
-        """For newcomers, by one founder: what all of them know alike, and a newcomer cannot find out by itself."""
-        self._agreeing.create(f"word/{name}", base64.b64encode(pickle.dumps(value)).decode())
+        """For newcomers, by one founder: what all of them know alike, and a newcomer cannot find out by itself.
 
-    def word(self, name: str) -> Any:
-        """What was left, as a newcomer reads it."""
-        value = self.word_if_left(name)
+        Raises:
+            NotData: The value is of a type that cannot be written as data (`plain_data.py`).
+        """
+        self._agreeing.create(f"word/{name}", encode(value, what=name))
+
+    def word(self, name: str, *, kinds: tuple[type, ...] = ()) -> Any:
+        """What was left, as a newcomer reads it; `kinds` are the data classes that may be in it."""
+        value = self.word_if_left(name, kinds=kinds)
         assert value is not None, "newcomers come when founders have begun"
         return value
 
-    def word_if_left(self, name: str) -> Any:
+    def word_if_left(self, name: str, *, kinds: tuple[type, ...] = ()) -> Any:
         """The same, or None."""
         value = self._agreeing.read(f"word/{name}")
-        return None if value is None else pickle.loads(base64.b64decode(value))
+        return None if value is None else decode(value, what=name, kinds=kinds)
 
     def wait_to_be_let_in(self, together: Collection[int] = ()) -> None:
         """As a newcomer, before it is driven: until the members open for it, and for those with whom alone it can

@@ -36,6 +36,7 @@ from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trainees import Trainees
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
 from ntp_plugin.planning.topology import Slot, Topology
+from ntp_plugin.planning.units import OF_UNITS
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
@@ -123,7 +124,7 @@ class MegatronTrainer:
         parameters = dict(named(anatomy.chunks))
         units = describe(parameters, sequence=self._args.seq_length, last=layout.last)
         if self._newcomer:
-            of_all = self._rank.word(_UNITS)
+            of_all = self._rank.word(_UNITS, kinds=OF_UNITS)
         else:
             of_all = share_units(layout, units)
             if layout.rank == 0:
