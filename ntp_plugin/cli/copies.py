@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ntp_plugin.cli import export
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.kept_copies import DeadRun, dead_run, in_words
 from ntp_plugin.launch.run_folder import COPIES, EXCERPTS, free, left_by_the_dead, shared_memory
 from ntp_plugin.private_folders import NotPrivate, private_folders, require_private
+from ntp_plugin.telemetry.printable import printable
 
 _TOLD = {
     "list": "versions of all runs on this host, and whether all parts are here",
@@ -24,7 +28,7 @@ _TOLD = {
     "clean": "remove those of dead runs",
 }
 
-_COLUMNS = ("folder", "host", "run", "step", "epoch", "parts here", "parities of", "MB")
+_COLUMNS = ("folder", "host", "run", "step", "epoch", "parts here", "parities of", "MB", "kept")
 
 
 class NotARun(ConfigError):
@@ -45,6 +49,8 @@ class Row:
     """The slots of each that is here, as `0+2`."""
     holders: frozenset[int] = frozenset()
     size: int = 0
+    kept: str = ""
+    """How long its run is dead, and when a new run removes it."""
     wrong: tuple[str, ...] = ()
 
 
@@ -54,7 +60,8 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         "copies",
         help="list, verify, export or remove the copies of training state on this host",
         description="Copies of training state in this host's memory. A run removes its own when it ends well; those of"
-        " a run that failed stay until the next run, or until `ntp copies clean`.",
+        " a run that failed stay as long as it was told (ntp run --ntp-copies-keep), until a new run needs their"
+        " room, or until `ntp copies clean`.",
     )
     actions = parser.add_subparsers(title="what to do with them", required=True, metavar="WHAT", dest="what")
     for what, told in _TOLD.items():
@@ -99,6 +106,7 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
     from ntp_plugin.copies.store import PARITY, Store  # noqa: PLC0415
 
     lives = _lives(folder)
+    kept = "" if lives else _kept(dead_run(folder))
     for host in sorted(path for path in folder.iterdir() if path.is_dir()):
         store = Store(host, makes=False)
         found: defaultdict[Any, list[Any]] = defaultdict(list)
@@ -120,11 +128,19 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
                 ),
                 holders=frozenset(copies[0][1].holders),
                 size=sum(manifest.size for _, manifest in copies),
+                kept=kept,
                 wrong=tuple(wrong.pop((step, epoch), [])),
             )
         for told in wrong.values():
             yield Row(folder=folder, host=host.name, wrong=tuple(told))
         store.close()
+
+
+def _kept(run: DeadRun) -> str:
+    dead_s = time.time() - run.died_at
+    left_s = run.keep_s - dead_s
+    when = f"stays {in_words(left_s)} more, if there is room" if left_s > 0 else "goes with the next run"
+    return f"dead for {in_words(dead_s)}; {when}"
 
 
 def _wrong(store: Any) -> dict[tuple[int, int], list[str]]:
@@ -159,11 +175,12 @@ def _show(rows: Sequence[Row], *, verify: bool) -> None:
         numbers = [str(row.step), str(row.epoch)] if row.holders else ["?", "?"]
         parts = f"{len(row.here)} of {len(row.holders)}" if row.holders else "?"
         shared = ", ".join(row.parities)
-        table.add_row(str(row.folder), row.host, row.run, *numbers, parts, shared, f"{row.size / 1e6:.1f}", *state)
+        cells = (row.folder, row.host, row.run, *numbers, parts, shared, f"{row.size / 1e6:.1f}", row.kept, *state)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
     for row in rows:
         for what in row.wrong:
-            console.print(f"{row.host}, {what}", style="red")
+            console.print(Text(printable(f"{row.host}, {what}"), style="red"))
 
 
 def _clean(given: Sequence[Path]) -> int:
@@ -174,7 +191,7 @@ def _clean(given: Sequence[Path]) -> int:
             raise ConfigError(f"{folder} belongs to a run that lives", way_out="end that first")
         with contextlib.suppress(FileNotFoundError):  # another run removes it as well
             shutil.rmtree(folder)
-        print(f"removed {folder}")
+        print(printable(f"removed {folder}"))
     return 0
 
 

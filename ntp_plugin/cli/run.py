@@ -4,16 +4,20 @@ Everything that is not a flag of ours goes to torchrun as it is.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from ntp_plugin.chaos.strikes import worker_words
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.kept_copies import DAY_S, dead_run
 from ntp_plugin.launch.run_folder import COPIES, left_by_the_dead, shared_memory
 from ntp_plugin.launch.telling import Telling
-from ntp_plugin.private_folders import changed_at, require_private
+from ntp_plugin.private_folders import require_private
 from ntp_plugin.recovery.detector import Thresholds
+
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
 
 
 def run(words: Sequence[str]) -> int:
@@ -27,6 +31,7 @@ def run(words: Sequence[str]) -> int:
 
     respawn = max(said.ntp_respawn, said.ntp_spares)
     resume = _resumed(said.ntp_resume) if said.ntp_resume is not None else None
+    keep_s = _seconds("--ntp-copies-keep", said.ntp_copies_keep)
     folder = None if said.ntp_run_dir is None else Path(said.ntp_run_dir)
     if said.ntp_no_record and folder is not None:
         raise ConfigError("--ntp-no-record and --ntp-run-dir are both said", way_out="choose one")
@@ -37,6 +42,7 @@ def run(words: Sequence[str]) -> int:
         spares=said.ntp_spares,
         fork=said.ntp_fork,
         resume=resume,
+        copies_keep_s=keep_s,
         thresholds=thresholds,
         through=worker_words(folder) if said.ntp_chaos and folder else (),
         telling=Telling(
@@ -84,6 +90,13 @@ def _parser() -> OneLineParser:
         " newest of them",
     )
     parser.add_argument(
+        "--ntp-copies-keep",
+        default="1d",
+        metavar="TIME",
+        help="how long copies stay in this host's memory if this run dies, for example 90s, 30m, 12h or 2d; the oldest"
+        " go earlier where a new run needs their room (default: %(default)s; 0: until the next run)",
+    )
+    parser.add_argument(
         "--ntp-run-dir",
         default=None,
         metavar="DIR",
@@ -111,7 +124,8 @@ def _parser() -> OneLineParser:
 
 
 def _resumed(said: str) -> Path:
-    left = sorted(left_by_the_dead(shared_memory(), COPIES), key=changed_at)
+    dead = [dead_run(folder) for folder in left_by_the_dead(shared_memory(), COPIES)]
+    left = [run.folder for run in sorted(dead, key=lambda run: run.died_at)]
     if said == "latest" and left:
         return left[-1]
     if Path(said) in left:
@@ -120,6 +134,14 @@ def _resumed(said: str) -> Path:
         require_private(Path(said))
     found = ", ".join(map(str, left)) or "none"
     raise ConfigError(f"--ntp-resume {said}: there are no copies of a dead run there", way_out=f"on this host: {found}")
+
+
+def _seconds(flag: str, text: str) -> float:
+    """Return a duration that was written as a number and one of s, m, h, d."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{flag} = {text!r} is no duration", way_out="write 90s, 30m, 12h or 2d")
+    return float(match[1]) * {"s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}[match[2]]
 
 
 def _defaults() -> str:

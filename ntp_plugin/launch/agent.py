@@ -37,10 +37,11 @@ from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import job_store, tenancy
 from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.hosts import Hosts
+from ntp_plugin.launch.kept_copies import DAY_S, in_words, new_folder
 from ntp_plugin.launch.nursery import HOW_IS_NOT_KNOWN, Nursery
 from ntp_plugin.launch.probes import Door
 from ntp_plugin.launch.reaper import Reaper
-from ntp_plugin.launch.run_folder import COPIES, RunFolder
+from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.started_by import StartedBy
@@ -66,6 +67,8 @@ class RunPolicy:
     """Workers are forked from one process that has done the imports."""
     resume: Path | None = None
     """A folder of copies that the job begins from."""
+    copies_keep_s: float = DAY_S
+    """How long the copies of this run stay if it dies."""
     export: Path | None = None
     """A folder for the checkpoint that it is to make of these, and do nothing else."""
     through: tuple[str, ...] = ()
@@ -184,10 +187,10 @@ class TolerantAgent(LocalElasticAgent):
         )
         os.environ.update(self._telling.told_to_workers)
         self._folder = RunFolder("ntp-run-")
-        self._copies = RunFolder(
-            COPIES,
-            sparing=lambda left: self.policy.export is not None or left == self.policy.resume,
-            removing=lambda left: _say(f"removing {left}, of a run that is dead"),
+        self._copies = new_folder(
+            keep_s=self.policy.copies_keep_s,
+            spares=lambda left: self.policy.export is not None or left == self.policy.resume,
+            said=_say,
         )
         self._recorded(worker_group.spec).write(self._copies.path)
         for name, told in (("NTP_RESUME", self.policy.resume), ("NTP_EXPORT", self.policy.export)):
@@ -361,7 +364,10 @@ class TolerantAgent(LocalElasticAgent):
         """Where the job did not end well, they may be all that is left of its last steps."""
         if any(self._copies.path.glob("*/*.json")):
             self._copies.leave()
-            _say(f"copies of the last steps stay in {self._copies.path} until the next run: see ntp copies --help")
+            _say(
+                f"copies of the last steps stay in {self._copies.path} for {in_words(self.policy.copies_keep_s)}, or"
+                " until a run needs their room: see ntp copies --help"
+            )
         else:
             self._copies.remove()
 

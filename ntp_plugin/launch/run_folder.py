@@ -2,7 +2,7 @@
 the next one.
 
 A run that is killed cannot clean up after itself. So its folder holds a lock that lives exactly as long as the process
-does, and whoever makes a folder removes those beside it whose lock is free.
+does, and whoever makes a folder removes those beside it whose lock is free, but for those that are to stay.
 
 Other users of the host can create folders of the same names in the same place. They are ignored everywhere
 (`private_folders.py`): they are neither listed, nor read, nor locked, nor removed.

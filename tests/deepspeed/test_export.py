@@ -70,17 +70,17 @@ def assert_equal(mine, own):
 @pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
 def test_what_is_in_memory_is_what_deepspeed_would_have_saved(tmp_path, config, stage):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=20", "--deepspeed_config"]
-    watched = [*words, with_block(tmp_path, {"enabled": True}, of=config, stage=stage)]
+    watched = ["--ntp-copies-keep=0", *words, with_block(tmp_path, {"enabled": True}, of=config, stage=stage)]
     process = start(*watched, PAUSE_S="1")
     pids = pids_in(said_until(process, r"step 8:"))
-    living = export(tmp_path / "living", watched[1:])
+    living = export(tmp_path / "living", watched[2:])
     for line in process.stdout:  # it has gone on meanwhile, and does
         if (told := re.match(r"step (\d+):", line)) and int(told[1]) > living:
             break
     for pid in (process.pid, *pids.values()):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    dead = export(tmp_path / "dead", watched[1:])
+    dead = export(tmp_path / "dead", watched[2:])
     assert dead > living >= 7
     own = without_us(
         tmp_path, [*words, with_block(tmp_path, {"enabled": False}, of=config, stage=stage)], [living, dead]

@@ -34,6 +34,7 @@ def start(hosts, at, folder):
         *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job"),
         *("--rdzv-endpoint", f"{hosts.address(1)}:{PORT}", "--rdzv-conf", f"is_host={int(at == 1)}"),
         *("--local-addr", hosts.address(at), "--ntp-thresholds", LIMITS),
+        *("--ntp-copies-keep", "0"),
     ]
     return hosts.run(at, "run", *flags, *training(job, folder), **ENVIRONMENT), events
 
