@@ -3,6 +3,7 @@
 gathering.py        PURE: what all members write, put together on the way to all
 membership.py       PURE: the protocol by which survivors agree on epoch, members and the step to stand on
 store.py            the small store that the protocol needs, on torch's TCPStore
+restored_keys.py    the same, but keys that a stranger deletes are written again
 agreement.py        the protocol on a live store
 sockets.py          the sockets that a group opened, found again and shut from outside
 operations.py       operations of groups, seen as Python starts them

@@ -77,7 +77,7 @@ class TorchStore:
         if not hmac.compare_digest(found, mine):
             raise ConfigError(
                 f"another NTP_TOKEN is used in the corner {self._corner} of the job's store",
-                way_out="set NTP_TOKEN to the same value on all hosts of the job; a new job needs an --rdzv-id of its own",
+                way_out="set NTP_TOKEN to the same value on all hosts of the job; another job needs another --rdzv-id",
             )
 
     def _signature(self, key: str, value: bytes) -> bytes:

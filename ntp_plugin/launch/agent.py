@@ -32,6 +32,7 @@ from torch.distributed.run import run as torchrun
 
 from ntp_plugin.comm.membership import Seat
 from ntp_plugin.comm.running_time import MOST_S, RunningTime
+from ntp_plugin.comm.restored_keys import RestoredKeys
 from ntp_plugin.comm.store import TorchStore, own_address
 from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
 from ntp_plugin.launch import job_store, tenancy
@@ -51,7 +52,7 @@ from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import NOT_NEEDED, Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
-from ntp_plugin.telemetry import Gone, Stuck
+from ntp_plugin.telemetry import Gone, KeyRestored, Stuck
 
 _PUBLISH_S = 2.0
 """From what the supervisors know to the view that all others read."""
@@ -207,7 +208,7 @@ class TolerantAgent(LocalElasticAgent):
         if place.tenant:
             os.environ["NTP_TENANT"] = str(place.tenant)
         self._supervisor = Supervisor(
-            self._job,
+            RestoredKeys(self._job, report=self._told_restored),
             first_view(place.slots),
             self._heartbeats,
             thresholds=self.policy.thresholds,
@@ -401,6 +402,10 @@ class TolerantAgent(LocalElasticAgent):
             " in operations that do not match, which end when torch's timeout does (py-spy dump --pid PID shows where)"
         )
         self._telling.tell(Stuck(waiting=waiting, seconds=seconds))
+
+    def _told_restored(self, key: str, what: str) -> None:
+        _say(what)
+        self._telling.tell(KeyRestored(key=key, what=what))
 
     def _respawn(self, worker_group: WorkerGroup) -> None:
         with self._lock:

@@ -140,7 +140,7 @@ def _connect_to(arguments: argparse.Namespace, address: str, port: int) -> None:
 
 def _hosts(arguments: argparse.Namespace) -> int:
     try:
-        most: int = parse_min_max_nnodes(arguments.nnodes)[1]  # type: ignore[no-untyped-call]
+        most: int = parse_min_max_nnodes(arguments.nnodes)[1]
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--nnodes={arguments.nnodes} is not a number of hosts") from error
     return most

@@ -9,6 +9,7 @@ rank.leave()
 """
 
 import dataclasses
+import logging
 from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.comm.restored_keys import RestoredKeys
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.plain_data import decode, encode
 from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
@@ -26,6 +28,8 @@ from ntp_plugin.recovery.driver import Driver, Patience
 from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.trainer import Trainer
+
+_LOG = logging.getLogger(__name__)
 
 
 class ElasticRank:
@@ -39,7 +43,8 @@ class ElasticRank:
         self.place, ElasticRank.is_there = place, True
         # One connection for each use, all opened now and none while recovering.
         agreeing, meeting = (TCPStore(place.store_host, place.store_port, None, False) for _ in range(2))
-        self._agreeing = TorchStore(agreeing, corner=place.corner, token=place.token)
+        store = TorchStore(agreeing, corner=place.corner, token=place.token)
+        self._agreeing = RestoredKeys(store, report=lambda _, what: _LOG.warning("%s", what))
         self.groups = ElasticGroups(place.slot, joining=place.joining)
         self.groups.attach()
         rendezvous = PrefixStore(f"{place.corner}/c10d", meeting)

@@ -81,6 +81,14 @@ class Stuck:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KeyRestored:
+    """A key of the job's store was deleted or overwritten by a stranger, and this host's supervisor wrote it again."""
+
+    key: str
+    what: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
     """What is done about a loss, and what it was chosen from."""
 
@@ -204,6 +212,7 @@ type Event = (
     | Recovered
     | Gone
     | Stuck
+    | KeyRestored
     | Chosen
     | Struck
     | Copied

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Gone, Stuck
+from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Gone, KeyRestored, Stuck
 from ntp_plugin.telemetry.job_state import JobState, Slot
 from ntp_plugin.telemetry.record import Told
 
@@ -41,7 +41,7 @@ class PrometheusSink:
 
     def hear(self, told: Told, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
         """What the job is like now."""
-        if news and isinstance(told.event, Gone | Corrupted | CopyTrouble | Stuck):
+        if news and isinstance(told.event, Gone | Corrupted | CopyTrouble | KeyRestored | Stuck):
             self._troubles.labels(type(told.event).__name__).inc()
         for gauge, value in (
             (self._step, job.step),

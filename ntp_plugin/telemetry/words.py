@@ -6,6 +6,7 @@ from ntp_plugin.telemetry.events import (
     Corrupted,
     Exported,
     Gone,
+    KeyRestored,
     Recovered,
     Restored,
     Struck,
@@ -28,6 +29,8 @@ def in_words(told: Told) -> tuple[str, str] | None:  # noqa: PLR0911  (a sentenc
                 "all wait for each other",
                 f"{event.waiting} ranks, for {event.seconds:g} s: their operations do not match",
             )
+        case KeyRestored():
+            return "somebody else writes to the job's store", event.what
         case Chosen():
             return f"what is done about it: {event.action}", "; ".join(event.table)
         case Recovered():

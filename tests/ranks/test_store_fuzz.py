@@ -197,11 +197,11 @@ def test_a_job_of_several_hosts_listens_on_the_addresses_of_these_alone(tmp_path
     """Two machines that are two addresses of the loopback device; torch's own store would listen on all of them."""
     with socket.create_server(("127.0.79.1", 0)) as free:
         port = free.getsockname()[1]
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    flags.append(f"--rdzv-endpoint=127.0.79.1:{port}")
     jobs = [
         Command(
-            [*NTP, "run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=job"]
-            + [f"--rdzv-endpoint=127.0.79.1:{port}", f"--rdzv-conf=is_host={int(at == 1)}"]
-            + [f"--local-addr=127.0.79.{at}", str(PAUSED)],
+            [*NTP, "run", *flags, f"--rdzv-conf=is_host={2 - at}", f"--local-addr=127.0.79.{at}", str(PAUSED)],
             tmp_path / f"log{at}",
             **{"STEPS": "400", "PAUSE_S": "0.1", "RECIPE": str(RECIPES / "train.py"), "GLOO_SOCKET_IFNAME": "lo"},
             NTP_TOKEN="a token of 25 characters.",

@@ -1,7 +1,10 @@
 """A rank that is rung looks at once, and one that is not looks by itself."""
 
+import contextlib
+import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +82,21 @@ def test_one_that_is_rung_too_often_holds_nobody_up(tmp_path):
         ring(tmp_path / "a", [0])
     mine.wait()
     mine.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_stranger_who_fills_the_socket_hides_no_epoch(tmp_path):
+    """Names in the abstract namespace have no permissions, and all users of the host can list them."""
+    path = tmp_path / "heartbeats"
+    file, mine = HeartbeatFile(path, 4), Bell(path, 2)
+    assert mine._name[1:] in Path("/proc/net/unix").read_text()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.setblocking(False)
+        with contextlib.suppress(BlockingIOError):  # it is full
+            while True:
+                stranger.sendto(b"garbage" * 1000, mine._name)
+    file.tell_epoch(1, [2])  # whose ring is refused
+    mine.wait()
+    assert file.newest_epoch() == 1, "it looks because of the stranger's"
+    mine.close()
+    file.close()
