@@ -9,6 +9,7 @@
     │       └── RestartIsBetter   the job could go on, and the user's figures say that it should not
     ├── SilentCorruption          replicas hold different bits of what they hold alike
     ├── StoreLost                 the job's store does not answer
+    ├── ScriptError               a rank's own script has failed, which no loss has caused
     ├── PeerLost                  a collective was left because the membership changes; recovery follows
     └── AgreementError            the members could not come to one mind
         ├── Excluded              the others went on without this process: it must end
@@ -90,6 +91,12 @@ class StoreLost(NtpError):
     """The job's store does not answer: its host is lost, or this one is cut off."""
 
     exit_code = 6
+
+
+class ScriptError(NtpError):
+    """A rank's own script has failed, and no loss has caused it: more hardware would not help."""
+
+    exit_code = 9
 
 
 class PeerLost(NtpError):

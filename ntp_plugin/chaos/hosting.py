@@ -132,6 +132,7 @@ def started(job: JobSpec, folder: Path, *, broken: bool) -> Iterator[Running]:
 
 def _words(job: JobSpec, folder: Path, *, broken: bool) -> list[str]:
     ours = [f"--ntp-run-dir={folder}", "--ntp-chaos"]  # the twin is weighed in the end, too
+    ours.append("--ntp-on-error=evict")  # an injected exception stands for a fault; what a recipe says comes later
     if job.fork:
         ours.append("--ntp-fork")
     if broken and (job.spares or job.respawns):

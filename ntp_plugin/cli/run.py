@@ -16,6 +16,7 @@ from ntp_plugin.launch.run_folder import COPIES, left_by_the_dead, shared_memory
 from ntp_plugin.launch.telling import Telling
 from ntp_plugin.private_folders import require_private
 from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.recovery.script_failure import ON_ERROR
 
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
 
@@ -43,6 +44,7 @@ def run(words: Sequence[str]) -> int:
         fork=said.ntp_fork,
         resume=resume,
         copies_keep_s=keep_s,
+        on_error=said.ntp_on_error,
         thresholds=thresholds,
         through=worker_words(folder) if said.ntp_chaos and folder else (),
         telling=Telling(
@@ -75,6 +77,14 @@ def _parser() -> OneLineParser:
         action="store_true",
         help="fork workers from one process that has done the imports: they start at once, and a lost one is back at"
         " once, without spares",
+    )
+    parser.add_argument(
+        "--ntp-on-error",
+        choices=ON_ERROR,
+        default="stop",
+        help="what a Python exception of the script's own, which no loss has caused, does: stop ends the job with code"
+        " 9 (default); retry takes the rank for lost, and ends the job where the same exception comes again; evict"
+        " takes the rank for lost",
     )
     parser.add_argument(
         "--ntp-thresholds",

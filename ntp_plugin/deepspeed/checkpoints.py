@@ -9,6 +9,9 @@ So there are copies of that step first, and then a loss in the writing, which ta
 Where the step was lost with the rank all the same, nothing is written, which the log says; and if the loop had no step
 left to take, the job ends by that.
 
+The same holds for the end of the script. What it does after its last step, by the engine or by itself, is done with the
+state of that step. Where a loss takes the state back behind it, nobody takes the step again, and the job ends by that.
+
 Once. Whoever has come through a walk goes through the end of its loop again without having taken a step, and a loop
 that goes by `engine.global_steps` alone asks after each micro-batch, of which ranks may have different numbers. So what
 was written of a step is not written again under the same name, and newcomers are told of it.
@@ -61,6 +64,8 @@ class Checkpoints:
         """The newest of the state as it is: the step, and where."""
         self._owed: int | None = None
         """The step whose checkpoint was not written because it was lost, until it is taken again."""
+        self._newest, self._has_ended = 0, False
+        """The newest step that this rank's loop has gone past; and whether the script is over."""
 
     def into(self, engine: Any) -> None:
         """In the place of the engine's own."""
@@ -102,6 +107,10 @@ class Checkpoints:
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
+            if self._window.step < self._newest:
+                self._owed = self._newest
+                _LOG.warning("no model was written of step %d, which the loop takes again", self._newest)
+                return False
             return self._is_behind or original(*args, **kwargs)
 
         return save
@@ -170,7 +179,7 @@ class Checkpoints:
 
     def committed(self, step: int) -> None:
         """So far the state is, again or for the first time."""
-        self.saved = None
+        self.saved, self._newest = None, max(self._newest, step)
         if self._owed == step:
             self._owed = None
 
@@ -181,4 +190,17 @@ class Checkpoints:
                 f"the checkpoint of step {self._owed} was not written: a rank was lost before there were copies of that"
                 f" step; what is left is of step {self._window.step}, and the loop has ended",
                 way_out="resume from the copies (ntp run --ntp-resume latest), or from the checkpoint before",
+            )
+        self._has_ended = True
+        self.refuse_to_end_behind()
+
+    def refuse_to_end_behind(self) -> None:
+        """After a recovery: raises `StateLost` where the script is over, so that nobody takes a lost step again."""
+        step = self._window.step
+        if self._has_ended and step < self._newest:
+            raise StateLost(
+                f"a rank was lost after the script's last step, {self._newest}, and its part of the optimizer's state"
+                f" is copied up to step {step} only: the survivors are there, and nobody goes on",
+                way_out="resume from the copies (ntp run --ntp-resume latest), or from the last checkpoint; a script"
+                " that ends with engine.save_checkpoint has copies of its last step",
             )

@@ -236,6 +236,7 @@ class EngineTrainer:
         self._newcomer = False
         self._have_engine_know()
         self._tell(agreed)
+        self._window.checkpoints.refuse_to_end_behind()
 
     def _tell_what_is_saved(self) -> None:
         told: list[tuple[int, str] | None] = [None] * dist.get_world_size()

@@ -11,6 +11,7 @@ records.py      the record of a run that was told no folder for it
 started_by.py   the command of a run, left beside its copies
 run_folder.py   the folder of a run in shared memory, and those that dead ones have left
 kept_copies.py  how long the copies of a dead run stay, and which go where room is needed
+script_errors.py  a rank that fails by an error of its own script ends the job
 spares.py       processes that have done their imports, and wait to be told which worker to be
 nursery.py      one that has done them too, and forks workers
 bound.py        how a process is started that ends with its supervisor; reaper.py ends what those have started

@@ -31,10 +31,10 @@ from torch.distributed.run import parse_args
 from torch.distributed.run import run as torchrun
 
 from ntp_plugin.comm.membership import Seat
-from ntp_plugin.comm.running_time import MOST_S, RunningTime
 from ntp_plugin.comm.restored_keys import RestoredKeys
+from ntp_plugin.comm.running_time import MOST_S, RunningTime
 from ntp_plugin.comm.store import TorchStore, own_address
-from ntp_plugin.errors import ConfigError, Excluded, NtpError, StoreLost
+from ntp_plugin.errors import ConfigError, Excluded, NtpError, ScriptError, StoreLost
 from ntp_plugin.launch import job_store, tenancy
 from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.hosts import Hosts
@@ -44,6 +44,7 @@ from ntp_plugin.launch.probes import Door
 from ntp_plugin.launch.reaper import Reaper
 from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.launch.script import with_hooks
+from ntp_plugin.launch.script_errors import ScriptErrors
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.launch.supervisor import ASK_S_PER_HOST, Supervisor
@@ -52,6 +53,7 @@ from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.recovery.detector import NOT_NEEDED, Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
+from ntp_plugin.recovery.script_failure import FOLDER, OnError
 from ntp_plugin.telemetry import Gone, KeyRestored, Stuck
 
 _PUBLISH_S = 2.0
@@ -74,6 +76,8 @@ class RunPolicy:
     """A folder for the checkpoint that it is to make of these, and do nothing else."""
     through: tuple[str, ...] = ()
     """Words of Python's before the script, of a module that runs it: `-m MODULE ARGUMENT`."""
+    on_error: OnError = "stop"
+    """What an error of a rank's own script is to the job."""
     telling: Telling = dataclasses.field(default_factory=Telling)
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
 
@@ -91,6 +95,8 @@ class TolerantAgent(LocalElasticAgent):
     _spares: Spares | None = None
     _nursery: Nursery | None = None
     _reaper: Reaper | None = None
+    _is_a_script_error = False
+    """Which ends the job."""
 
     # ------------------------------------------------ coming into the job
 
@@ -215,6 +221,7 @@ class TolerantAgent(LocalElasticAgent):
             told=self._told,
             told_stuck=self._told_stuck,
             hosts=self._hosts() if place.hosts > 1 else None,
+            script_errors=self._script_errors(),
             ask_s=place.hosts * ASK_S_PER_HOST,
         )
         self._answered_at = self._supervisor.answered_at
@@ -250,6 +257,20 @@ class TolerantAgent(LocalElasticAgent):
             hosts=self._tenancy.hosts,
         )
 
+    def _script_errors(self) -> ScriptErrors:
+        folder = self._folder.path / "failures"
+        folder.mkdir()
+        os.environ[FOLDER] = str(folder)
+        self._errors = ScriptErrors(
+            self._job,
+            folder,
+            on_error=self.policy.on_error if self.policy.export is None else "evict",  # an export has codes of its own
+            host=self._tenancy.host,
+            hosts=self._tenancy.hosts,
+            said=_say,
+        )
+        return self._errors
+
     def _hosts(self) -> Hosts:
         place = self._tenancy
         return Hosts(
@@ -270,9 +291,11 @@ class TolerantAgent(LocalElasticAgent):
         trouble = self._trouble()
         told = trouble is not None or self._supervisor.has_told_all()
         # Where the job is over its store may leave first: the workers here need it no more, and end by themselves.
-        if trouble is not None and not (self._finished or self._supervisor.view.over):
-            # Everything that torch would still say to the store would wait for it.
-            worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
+        over = self._finished or self._supervisor.view.over
+        if trouble is not None and (not over or isinstance(trouble, ScriptError)):
+            self._is_a_script_error = isinstance(trouble, ScriptError)
+            if not self._is_a_script_error:  # everything that torch would still say to the store would wait for it
+                worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
             raise trouble
         self._respawn(worker_group)
         codes = [handler.proc.poll() for handler in self._handlers().values()]
@@ -340,6 +363,8 @@ class TolerantAgent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._end_supervision()
         super()._shutdown(*args, **options)
+        if self._is_a_script_error:
+            self._errors.wait_for_other_hosts(self.policy.thresholds.host_s)
         if self._nursery is not None:  # until here it is asked how workers have ended
             self._nursery.close()
             self._nursery = None
@@ -482,7 +507,7 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     except JobIsDone:
         _say("the job is done, and did not need this machine")
         return 0
-    except (StoreLost, Excluded) as error:
+    except (StoreLost, Excluded, ScriptError) as error:
         _say(str(error))
         return error.exit_code
     finally:

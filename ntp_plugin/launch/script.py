@@ -22,6 +22,7 @@ from typing import Any
 
 from ntp_plugin.errors import NtpError
 from ntp_plugin.launch import quick_exit
+from ntp_plugin.recovery.script_failure import reported
 
 _MEGATRON, _DEEPSPEED = "megatron.training.arguments", "deepspeed"
 _ADAPTERS = ("ntp_plugin.megatron.activation", "ntp_plugin.deepspeed.activation")
@@ -92,7 +93,8 @@ def main(words: Sequence[str]) -> None:
         after_import(_MEGATRON, _hook_megatron)
         after_import(_DEEPSPEED, _hook_deepspeed)
         try:
-            run(words)
+            with reported():
+                run(words)
         except SystemExit as exit_:
             if exit_.code:
                 raise

@@ -21,6 +21,7 @@ from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import NtpError
 from ntp_plugin.launch.hosts import Hosts
+from ntp_plugin.launch.script_errors import BESIDE_S, ScriptErrors
 from ntp_plugin.recovery.detector import (
     Pulse,
     Thresholds,
@@ -72,12 +73,14 @@ class Supervisor:
         told: Callable[[Seat, Verdict], None],
         told_stuck: Callable[[int], None],
         hosts: Hosts | None = None,
+        script_errors: ScriptErrors | None = None,
         ask_s: float = 0.0,
     ) -> None:
         """`ask_s` goes by between two questions to the store, at the least. On the supervisor's thread `told` hears of
         everybody whom it finds gone, and of its own whom others do; `told_stuck`, once in an epoch, how many wait for
         each other, where all do."""
         self._store, self._heartbeats, self._hosts = store, heartbeats, hosts
+        self._script_errors, self._lost_at = script_errors, -BESIDE_S
         self._thresholds, self._told = thresholds, told
         self._ask_s, self._asks_at = ask_s, 0.0
         self._told_stuck, self._stuck_in = told_stuck, -1
@@ -173,6 +176,14 @@ class Supervisor:
             ward = by_pidfd[pidfd]
             over = membership.newest_view(self._store.read, self.view).over
             ward.pulse = dataclasses.replace(ward.pulse, ended=ward.exit_code(), over=over)
+            if ward.pulse.ended:
+                self._ask_script(ward)
+
+    def _ask_script(self, ward: _Ward) -> None:
+        if self._script_errors is not None:
+            is_member = ward.been_in or ward.seat in self.view.seats
+            beside = time.monotonic() - self._lost_at < BESIDE_S
+            self._script_errors.judge(ward.seat, ward.pid, is_member=is_member, beside_a_loss=beside)
 
     def _listen(self, slot: int, ward: _Ward, now: float) -> None:
         beat = self._heartbeats.read(slot)
@@ -193,6 +204,11 @@ class Supervisor:
     def _look(self, wards: Mapping[int, _Ward], now: float) -> None:
         """Judge, publish, and tell: the ranks of the newest epoch, and `told` of who is out."""
         found = self._judge(wards, now)
+        for slot in found.keys() & wards.keys():  # one that takes long to end has reported already
+            if wards[slot].pulse.ended is None:
+                self._ask_script(wards[slot])
+        if self._script_errors is not None:
+            self._script_errors.look(now)
         before = self.view
         self._publish({ward.seat for slot, ward in wards.items() if slot in found}, found.keys() - wards.keys(), now)
         for slot, ward in wards.items():
@@ -200,6 +216,8 @@ class Supervisor:
             if slot in found or (ward.been_in and not inside and not self.view.over):
                 self._let_go(ward, found.get(slot) or _left_behind(slot))
             ward.been_in = ward.been_in or inside
+        if set(before.seats) - set(self.view.seats):
+            self._lost_at = now
         for seat in set(before.seats) - set(self.view.seats):
             if seat.slot in found and seat.slot not in wards:
                 self._told(seat, found[seat.slot])

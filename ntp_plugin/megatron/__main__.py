@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ntp_plugin.errors import ConfigError, NtpError
 from ntp_plugin.megatron import activation, cpu
+from ntp_plugin.recovery.script_failure import reported
 
 
 def main() -> None:
@@ -18,7 +19,8 @@ def main() -> None:
         del sys.argv[0]
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            with reported():
+                runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as exit_:
             if exit_.code:
                 raise

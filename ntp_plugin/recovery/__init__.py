@@ -13,5 +13,6 @@ moments.py     the moments of a step and of a walk, for whoever makes something 
 heartbeat.py   how a rank tells its host's supervisor that it lives and moves
 bell.py        how the supervisor wakes them when there is a newer epoch
 place.py       where a process stands in its job, from its environment
+script_failure.py  PURE but for its file: an exception of a worker's script, and whether it is the job's error
 rank.py        this process in its job: its connections, its groups, its driver and its heart
 """

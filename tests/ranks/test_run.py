@@ -177,10 +177,11 @@ def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):
 
 def test_a_job_whose_workers_all_fail_has_failed(tmp_path, how_workers_come):
     script = tmp_path / "fails.py"
-    script.write_text("import atexit\natexit.register(lambda: print('at the end'))\nraise SystemExit(9)")
-    code, said = job(tmp_path, *how_workers_come, "--nproc-per-node=2", script=script).end()
+    script.write_text("import atexit\natexit.register(lambda: print('at the end'))\nraise SystemExit(10)")
+    words = [*how_workers_come, "--ntp-on-error=evict", "--nproc-per-node=2"]
+    code, said = job(tmp_path, *words, script=script).end()
     assert code == 1
-    assert re.search("slot 1 is lost: its process ended with code 9|exitcode *: 9", said)
+    assert re.search("slot 1 is lost: its process ended with code 10|exitcode *: 10", said)
     assert said.count("at the end") == 2
     assert "RuntimeWarning" not in said
     assert "ntp run: no worker ended well" in said

@@ -1,0 +1,61 @@
+"""The loop of a DeepSpeed script is over, and a rank fails or is killed before the script is."""
+
+import re
+
+import pytest
+
+from benchmarks.zero.job import STEPS, Job, run
+from ntp_plugin.errors import StateLost
+from ntp_plugin.testing.faults import kill
+from tests.deepspeed.test_recipe import ENVIRONMENT, RECIPES, with_block
+from tests.ranks.command import NTP, Command, assert_all_end, descendants_of, wait_until
+
+SECONDS = 600.0
+"""Far above what it takes."""
+AFTERWARDS = """
+import os, runpy, sys
+sys.argv[0] = {recipe!r}
+runpy.run_path({recipe!r}, run_name="__main__")
+if os.environ["RANK"] == "0":
+    None.config
+"""
+
+
+def job(folder, *flags, config, script=RECIPES / "train.py", **environment):
+    words = [*NTP, "run", "--standalone", "--nproc-per-node=4", *flags, str(script), "--deepspeed_config", config]
+    return Command([*words, "--epochs", "1"], folder / "log", **ENVIRONMENT | environment)
+
+
+@pytest.mark.short
+def test_an_error_of_the_script_is_the_jobs(tmp_path):
+    """As it is without the plugin."""
+    script = tmp_path / "train.py"
+    script.write_text(AFTERWARDS.format(recipe=str(RECIPES / "train.py")))
+    config = with_block(tmp_path, {"enabled": True}, stage=2)
+    code, said = job(tmp_path, "--ntp-respawn=1", config=config, script=script, PAUSE_S="0").end(SECONDS)
+    assert code == 9, said
+    assert "done: step 32" in said
+    assert re.search(r"ntp run: slot 0 \(pid \d+\) failed:\nTraceback (.|\n)*    None.config\n", said)
+    assert "slot 0 ended by an error of its own script: AttributeError: 'NoneType' object has no attribute" in said
+    assert "starts anew" not in said
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_is_killed_takes_a_step_with_it_that_nobody_takes_again(stage):
+    """So the survivors fail: they are not where they said that they were."""
+    with pytest.raises(StateLost, match=f"a rank was lost after the script's last step, {STEPS}, and its part"):
+        run(Job(stage=stage), faults=[kill(0, during="between", step=STEPS)])
+
+
+@pytest.mark.short
+def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path):
+    config = with_block(tmp_path, {"enabled": True}, stage=2)
+    running = job(tmp_path, config=config, PAUSE_S="3600")
+    try:
+        wait_until(lambda: running.said.count("is pid") == 4, lambda: running.said, SECONDS)
+    finally:
+        pidfds = descendants_of(running.process.pid)
+        running.process.kill()
+    assert_all_end(pidfds)
+    running.process.wait()

@@ -1,0 +1,92 @@
+"""An exception of the script's own, in a real `ntp run`: it is no lost rank, unless somebody asks for that."""
+
+import re
+
+import pytest
+
+from tests.ranks.command import NTP, Command
+
+TRAINS = """
+import os, signal, torch
+from ntp_plugin.plain.job import elastic_job
+
+torch.manual_seed(0)
+rank, is_founder = int(os.environ["RANK"]), "NTP_OCCUPANT" not in os.environ
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+def loss_of(step, samples):
+    drawn = [torch.randn(4, generator=torch.Generator().manual_seed(1000 * step + one)) for one in samples]
+    return model(torch.stack(drawn)).square().sum()
+
+def fail():
+    raise ValueError("the script is wrong")
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+LOOP = """
+with elastic_job(model, optimizer, loss_of, per_rank=2) as job:
+    while job.steps_done < 8 or (waits_for_all and len(job.members) < 3):
+        job.step()
+        if rank == 1 and job.steps_done >= 3:
+            at_step_three()
+    if rank == job.members[0]:
+        print(f"ends at step {job.steps_done} with members {job.members}", flush=True)
+"""
+SECONDS = 300.0
+"""Far above what a job of some steps takes."""
+
+
+def run(folder, body, *flags):
+    (folder / "train.py").write_text(body)
+    words = [*NTP, "run", "--standalone", "--nproc-per-node=3", *flags, str(folder / "train.py")]
+    return Command(words, folder / "log").end(SECONDS)
+
+
+def trains(*, at_step_three, before="", waits_for_all=False):
+    return f"{TRAINS}\n{before}\nat_step_three, waits_for_all = {at_step_three}, {waits_for_all}\n{LOOP}"
+
+
+@pytest.mark.parametrize("how", [(), ("--ntp-fork",)], ids=["started", "forked"])
+def test_an_error_of_one_rank_ends_the_job_with_its_traceback_and_a_code_of_its_own(tmp_path, how):
+    code, said = run(tmp_path, trains(at_step_three="fail"), *how, "--ntp-respawn=3")
+    assert code == 9, said
+    assert re.search(r"ntp run: slot 1 \(pid \d+\) failed:\nTraceback (.|\n)*in fail\n(.|\n)*the script is wrong", said)
+    assert re.search(r"ntp run: slot 1 ended by an error of its own script: ValueError: the script is wrong \(", said)
+    assert "is lost" not in said
+    assert "ends at step" not in said
+
+
+def test_who_asks_for_it_has_the_others_go_on(tmp_path):
+    code, said = run(tmp_path, trains(at_step_three="fail"), "--ntp-on-error=evict")
+    assert code == 0, said
+    assert "slot 1 failed, and is taken for lost: ValueError: the script is wrong (" in said
+    assert "ends at step 8 with members (0, 2)" in said
+
+
+def test_one_that_comes_again_on_the_replacement_ends_the_job(tmp_path):
+    body = trains(at_step_three="fail", waits_for_all=True)
+    code, said = run(tmp_path, body, "--ntp-on-error=retry", "--ntp-respawn=3")
+    assert code == 9, said
+    assert said.count("starts anew") == 1
+    assert "slot 1 ended by an error of its own script, which another process had before: ValueError" in said
+
+
+def test_a_replacement_that_fails_before_it_joins_does_not_end_the_job(tmp_path):
+    """On another node a file may be missing; the others do without it."""
+    before = f"has_failed = {str(tmp_path / 'failed')!r}\nif not is_founder:\n    open(has_failed, 'w')\n    fail()\n"
+    waits = "not os.path.exists(has_failed)"
+    body = trains(at_step_three="kill", before=before).replace("(waits_for_all and", f"({waits} or waits_for_all and")
+    code, said = run(tmp_path, body, "--ntp-respawn=1")
+    assert code == 0, said
+    assert "slot 1 failed, and is taken for lost: ValueError: the script is wrong (" in said
+    assert "ends at step 8 with members (0, 2)" in said
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(3)", "sys.exit('no data')"])
+def test_an_exit_with_a_code_is_an_error_of_the_script(tmp_path, ends):
+    """Also of one that knows nothing of us."""
+    code, said = run(tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\ntime.sleep(3600)")
+    assert code == 9, said
+    assert re.search(r"slot 1 ended by an error of its own script: SystemExit: exited with (3|no data) \(", said)

@@ -1,0 +1,76 @@
+"""How supervisors end a job by an error of one rank's script, on all hosts."""
+
+import pytest
+
+from ntp_plugin.comm.membership import Seat
+from ntp_plugin.errors import ScriptError
+from ntp_plugin.launch.script_errors import ScriptErrors
+from ntp_plugin.recovery.script_failure import ScriptFailure
+
+FAILURE = ScriptFailure(
+    kind="ValueError", message="wrong\nsecond line", place="train.py:3 in train", traceback="trace\n"
+)
+FIRST, SECOND = Seat(slot=1, occupant="1/0"), Seat(slot=1, occupant="1/1")
+
+
+class Keys(dict):
+    """A `KeyStore`."""
+
+    def create(self, key, value):
+        return self.setdefault(key, value)
+
+    def read(self, key):
+        return self.get(key)
+
+    def present(self, keys):
+        return all(key in self for key in keys)
+
+
+@pytest.fixture
+def host(tmp_path):
+    """One of two, and what it says."""
+    (tmp_path / "7.json").write_text(FAILURE.encode())
+
+    def make(store, number=0, on_error="stop"):
+        said = []
+        errors = ScriptErrors(store, tmp_path, on_error=on_error, host=number, hosts=2, said=said.append)
+        return errors, said
+
+    return make
+
+
+def test_all_hosts_end_by_the_error_of_one_and_know_it_of_each_other(host):
+    store = Keys()
+    errors, said = host(store)
+    other, said_there = host(store, 1)
+    other.look(now=1.0)
+    with pytest.raises(ScriptError, match=r"slot 1 ended by .*: ValueError: wrong \(train.py:3 in train\)"):
+        errors.judge(FIRST, 7, is_member=True, beside_a_loss=False)
+    assert said == ["slot 1 (pid 7) failed:\ntrace"]
+    other.look(now=1.1)  # it looks from time to time
+    with pytest.raises(ScriptError, match="slot 1 ended by an error of its own script: ValueError: wrong"):
+        other.look(now=2.0)
+    assert said_there == []
+    errors.wait_for_other_hosts(0.0)
+    assert store.present(["script error/0", "script error/1"])
+
+
+def test_a_process_that_reported_nothing_is_a_loss(host):
+    errors, said = host(Keys())
+    errors.judge(FIRST, 8, is_member=True, beside_a_loss=False)
+    assert said == []
+
+
+def test_who_may_fail_once_may_not_twice_and_is_asked_twice_about_the_same(host):
+    errors, said = host(Keys(), on_error="retry")
+    for _ in range(2):
+        errors.judge(FIRST, 7, is_member=True, beside_a_loss=False)
+    assert said == ["slot 1 failed, and is taken for lost: ValueError: wrong (train.py:3 in train)"] * 2
+    with pytest.raises(ScriptError, match="which another process had before"):
+        errors.judge(SECOND, 7, is_member=False, beside_a_loss=False)
+
+
+def test_processes_that_never_join_do_not_end_a_job_however_many_fail(host):
+    errors, _ = host(Keys())
+    for seat in (FIRST, SECOND):
+        errors.judge(seat, 7, is_member=False, beside_a_loss=False)
