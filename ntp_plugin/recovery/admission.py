@@ -25,8 +25,9 @@ _WAIT_S = 2.0
 """From the opening to the newcomer's view: it takes some milliseconds, unless the newcomer has just died."""
 
 
-def _asked(epoch: int, number: int) -> str:
-    return f"asked/{epoch}/{number}"
+def _asked(epoch: int, number: int, settings: str) -> str:
+    """Where a process asks that trains by these settings: members look for their own only."""
+    return f"asked/{epoch}/{number}" + f"/{settings}" * bool(settings)
 
 
 def _opened(epoch: int, number: int) -> str:
@@ -37,9 +38,11 @@ def _has_come(epoch: int, slot: int) -> str:
     return f"come/{epoch}/{slot}"
 
 
-def wait_to_be_let_in(store: KeyStore, first: View, *, slot: int, together: Collection[int] = ()) -> None:
+def wait_to_be_let_in(
+    store: KeyStore, first: View, *, slot: int, together: Collection[int] = (), settings: str = ""
+) -> None:
     """As a newcomer: ask, again in each epoch, until a member opens; also who asks with others is let in. `together`:
-    slots without which this one cannot train."""
+    slots without which this one cannot train; `settings`: the digest of what this process trains by."""
     view, number = newest_view(store.read, first), 0
     while not view.over:  # whoever joins then is told that it comes too late
         if not view.seats:
@@ -54,7 +57,7 @@ def wait_to_be_let_in(store: KeyStore, first: View, *, slot: int, together: Coll
                 continue
         while store.present([_opened(view.epoch, number)]):  # for those who asked before
             number += 1
-        store.create(_asked(view.epoch, number), "")
+        store.create(_asked(view.epoch, number, settings), "")
         while (newest := newest_view(store.read, view)) == view:
             if store.present([_opened(view.epoch, number)]):
                 return
@@ -81,6 +84,8 @@ class Doorkeeper:
         self._store, self._epoch, self._newer_view_exists, self._now = store, epoch, newer_view_exists, now
         self._of_epoch, self._number = 0, 0
         self._looks_at = -math.inf
+        self.settings = ""
+        """The digest of what the job trains by: who asks under another one is not let in."""
 
     def somebody_asks(self) -> bool:
         """Whether the door should be opened, as far as was looked by now."""
@@ -89,7 +94,7 @@ class Doorkeeper:
             return False
         self._looks_at = now + _LOOK_S
         self._begin_epoch()
-        return self._store.present([_asked(self._epoch(), self._number)])
+        return self._store.present([_asked(self._epoch(), self._number, self.settings)])
 
     def open(self, *, mine: bool) -> bool:
         """All members call this, and it is `mine` to say on one. Whether somebody is coming in."""

@@ -53,6 +53,8 @@ class ElasticRank:
         self._bell = Bell(place.heartbeats, place.slot)
         self._heart = Heart(self._heartbeats, place.slot, every_s=place.beat_s, moved=self.groups.moved)
         self._driver: Driver | None = None
+        self.settings = ""
+        """The digest of what this process trains by, once it was found to be that of all others."""
 
     def drive(self, trainer: Trainer) -> Driver:
         """The driver for a trainer; a newcomer announces itself here, so do it when all is ready."""
@@ -60,6 +62,7 @@ class ElasticRank:
         joined = Agreement.joining if place.joining else Agreement.founding
         agreement = joined(self._agreeing, place.first_view, place.seat)
         self.doorkeeper = Doorkeeper(self._agreeing, lambda: self.groups.epoch, agreement.newer_view_exists)
+        self.doorkeeper.settings = self.settings
         newest = self._heartbeats.newest_epoch
         usual = Patience()
         patience = dataclasses.replace(
@@ -98,7 +101,20 @@ class ElasticRank:
     def wait_to_be_let_in(self, together: Collection[int] = ()) -> None:
         """As a newcomer, before it is driven: until the members open for it, and for those with whom alone it can
         train."""
-        wait_to_be_let_in(self._agreeing, self.place.first_view, slot=self.place.slot, together=together)
+        wait_to_be_let_in(
+            self._agreeing,
+            self.place.first_view,
+            slot=self.place.slot,
+            together=together,
+            settings=self.settings,
+        )
+
+    def trains_by(self, settings: str) -> None:
+        """All others train by the settings of this digest as well; a process that asks under another one is not
+        admitted."""
+        self.settings = settings
+        if self._driver is not None:
+            self.doorkeeper.settings = settings
 
     def walked(self) -> tuple[float, dict[str, float]]:
         """How long the walk under way has taken, and by phases."""

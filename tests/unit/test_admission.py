@@ -182,3 +182,24 @@ def test_who_comes_second_does_not_ask_again():
     assert view.newcomers == (2,)
     assert let_in(asking_together(store, 3, 2))
     assert "asked/2/0" not in store
+
+
+def test_who_trains_by_other_settings_is_not_let_in_whatever_it_believes():
+    """It asks under the digest of its own settings, and members look for theirs."""
+    store = Keys()
+    door = door_of(store, lambda: 0, lambda: True)
+    door.settings = "ours"
+    for settings in ("", "others"):
+        args = {"slot": 1, "settings": settings}
+        threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), kwargs=args, daemon=True).start()
+    while sum(key.startswith("asked/") for key in store) < 2:
+        pass
+    assert not any(door.somebody_asks() for _ in range(10))
+    newcomer = threading.Thread(
+        target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 2, "settings": "ours"}, daemon=True
+    )
+    newcomer.start()
+    wait_until_asked(door)
+    assert door.open(mine=True)
+    assert let_in(newcomer)
+    store.create(view_key(1), the_end(FIRST).encode())  # for those who still ask
