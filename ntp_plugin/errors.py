@@ -8,6 +8,7 @@
     │       ├── StateLost         no living holder and no copy of some piece of state
     │       └── RestartIsBetter   the job could go on, and the user's figures say that it should not
     ├── SilentCorruption          replicas hold different bits of what they hold alike
+    ├── NotStarted                a rank was lost before all others had begun to train
     ├── StoreLost                 the job's store does not answer
     ├── ScriptError               a rank's own script has failed, which no loss has caused
     ├── PeerLost                  a collective was left because the membership changes; recovery follows
@@ -85,6 +86,10 @@ class SilentCorruption(NtpError):
     """Replicas hold different bits of what they hold alike."""
 
     exit_code = 7
+
+
+class NotStarted(NtpError):
+    """A rank was lost while others had not begun to train: these cannot begin without it, and nothing is lost yet."""
 
 
 class StoreLost(NtpError):

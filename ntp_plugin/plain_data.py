@@ -127,7 +127,7 @@ def _base64(value: bytes) -> str:
 
 
 def _fields(kind: type) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(kind)  # type: ignore[arg-type]
+    return dataclasses.fields(kind)
 
 
 _WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {

@@ -34,7 +34,7 @@ from ntp_plugin.comm.membership import Seat
 from ntp_plugin.comm.restored_keys import RestoredKeys
 from ntp_plugin.comm.running_time import MOST_S, RunningTime
 from ntp_plugin.comm.store import TorchStore, own_address
-from ntp_plugin.errors import ConfigError, Excluded, NtpError, ScriptError, StoreLost
+from ntp_plugin.errors import ConfigError, Excluded, NotStarted, NtpError, ScriptError, StoreLost
 from ntp_plugin.launch import job_store, tenancy
 from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.hosts import Hosts
@@ -95,8 +95,8 @@ class TolerantAgent(LocalElasticAgent):
     _spares: Spares | None = None
     _nursery: Nursery | None = None
     _reaper: Reaper | None = None
-    _is_a_script_error = False
-    """Which ends the job."""
+    _is_ended = False
+    """By its supervisors, because of one rank."""
 
     # ------------------------------------------------ coming into the job
 
@@ -292,9 +292,10 @@ class TolerantAgent(LocalElasticAgent):
         told = trouble is not None or self._supervisor.has_told_all()
         # Where the job is over its store may leave first: the workers here need it no more, and end by themselves.
         over = self._finished or self._supervisor.view.over
-        if trouble is not None and (not over or isinstance(trouble, ScriptError)):
-            self._is_a_script_error = isinstance(trouble, ScriptError)
-            if not self._is_a_script_error:  # everything that torch would still say to the store would wait for it
+        if trouble is not None and (not over or isinstance(trouble, ScriptError | NotStarted)):
+            self._is_ended = isinstance(trouble, ScriptError | NotStarted)
+            TolerantAgent.worst_code = _worst([handler.proc.poll() for handler in self._handlers().values()])
+            if not self._is_ended:  # everything that torch would still say to the store would wait for it
                 worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
             raise trouble
         self._respawn(worker_group)
@@ -328,8 +329,7 @@ class TolerantAgent(LocalElasticAgent):
         return (self._supervisor.view.over or store_left) and (ended_well or not were_in)
 
     def _failure(self, worker_group: WorkerGroup, codes: Sequence[int]) -> RunResult:
-        ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed
-        TolerantAgent.worst_code = max((code for code in codes if code in ours), default=1)
+        TolerantAgent.worst_code = _worst(codes)
         failures = {
             worker.global_rank: ProcessFailure(
                 local_rank=worker.local_rank,
@@ -363,7 +363,7 @@ class TolerantAgent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._end_supervision()
         super()._shutdown(*args, **options)
-        if self._is_a_script_error:
+        if self._is_ended:
             self._errors.wait_for_other_hosts(self.policy.thresholds.host_s)
         if self._nursery is not None:  # until here it is asked how workers have ended
             self._nursery.close()
@@ -489,6 +489,11 @@ def _bound_worker(*, entrypoint: str, args: Sequence[object], **options: Any) ->
     return get_subprocess_handler(entrypoint=program, args=tuple(words), **options)
 
 
+def _worst(codes: Sequence[int | None]) -> int:
+    ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed
+    return max((code for code in codes if code in ours), default=1)
+
+
 def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     """What `torchrun` does with these arguments, but tolerant; returns the exit code of the job."""
     TolerantAgent.policy = policy
@@ -507,6 +512,9 @@ def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
     except JobIsDone:
         _say("the job is done, and did not need this machine")
         return 0
+    except NotStarted as error:
+        _say(str(error))
+        return TolerantAgent.worst_code
     except (StoreLost, Excluded, ScriptError) as error:
         _say(str(error))
         return error.exit_code

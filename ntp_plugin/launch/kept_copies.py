@@ -84,7 +84,8 @@ def _reason(run: DeadRun, now: float) -> str:
 
 def in_words(seconds: float) -> str:
     """Return a duration in its two largest units, as `1 d 3 h`."""
-    left, parts = int(max(0.0, seconds)), []
+    left = int(max(0.0, seconds))
+    parts: list[str] = []
     for name, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         if left >= size or (name == "s" and not parts):
             parts.append(f"{left // size} {name}")

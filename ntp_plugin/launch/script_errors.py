@@ -1,6 +1,7 @@
-"""End the job on all hosts where one of its ranks fails by an error of its own script (`--ntp-on-error`).
+"""End the job on all hosts because of one rank.
 
-`recovery/script_failure.py` decides; this acts. The supervisor of the failed rank's host writes the error to the job's
+It failed by an error of its own script (`--ntp-on-error`; `recovery/script_failure.py` decides), or it was lost while
+others had not begun to train, which nothing would ever interrupt. The supervisor of its host writes that to the job's
 store, and those of the other hosts look for it there. Each host says that it has seen it, so that the one that keeps
 the store does not take it away before.
 """
@@ -14,10 +15,11 @@ from pathlib import Path
 
 from ntp_plugin.comm.membership import Seat
 from ntp_plugin.comm.store import KeyStore
-from ntp_plugin.errors import ScriptError, StoreLost
+from ntp_plugin.errors import NotStarted, ScriptError, StoreLost
 from ntp_plugin.recovery.script_failure import OnError, ScriptFailure, ends_the_job, read_failure
 
 _KEY = "script error"
+_ERROR, _REPEATED, _NOT_STARTED = "error", "repeated error", "not started"
 _LOOK_S = 0.25
 """Between two looks at the store for what another host has found."""
 _POLL_S = 0.02
@@ -53,11 +55,21 @@ class ScriptErrors:
             failure, on_error=self._on_error, again=again, is_member=is_member, beside_a_loss=beside_a_loss
         ):
             self._said(f"slot {seat.slot} (pid {pid}) failed:\n{failure.traceback.rstrip()}")
-            self._end_by(self._store.create(_KEY, json.dumps([seat.slot, failure.in_words, again])))
+            self._end_by(
+                self._store.create(_KEY, json.dumps([_REPEATED if again else _ERROR, seat.slot, failure.in_words]))
+            )
         self._said(f"slot {seat.slot} failed, and is taken for lost: {failure.in_words}")
 
+    def refuse_to_begin(self, slot: int, reason: str) -> None:
+        """End the job because a slot is lost that others, who have not begun to train, would wait for without end.
+
+        Raises:
+            NotStarted: Always, unless the job has been ended for another reason before.
+        """
+        self._end_by(self._store.create(_KEY, json.dumps([_NOT_STARTED, slot, reason])))
+
     def look(self, now: float) -> None:
-        """Whether another host has ended the job; raises `ScriptError` then."""
+        """Whether another host has ended the job; raises `ScriptError` or `NotStarted` then."""
         if self._hosts == 1 or now < self._looks_at:
             return
         self._looks_at = now + _LOOK_S
@@ -84,8 +96,13 @@ class ScriptErrors:
 
     def _end_by(self, told: str) -> None:
         self._store.create(f"{_KEY}/{self._host}", "known")
-        slot, in_words, again = json.loads(told)
-        repeated = ", which another process had before" * again
+        cause, slot, in_words = json.loads(told)
+        if cause == _NOT_STARTED:
+            raise NotStarted(
+                f"slot {slot} was lost before all others had begun to train, and these wait for it: {in_words}",
+                way_out="start the job again; nothing was trained",
+            )
+        repeated = ", which another process had before" * (cause == _REPEATED)
         raise ScriptError(
             f"slot {slot} ended by an error of its own script{repeated}: {in_words}",
             way_out="mend the script and start again from the last checkpoint or from copies (ntp copies list);"

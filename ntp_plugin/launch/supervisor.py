@@ -85,7 +85,7 @@ class Supervisor:
         self._ask_s, self._asks_at = ask_s, 0.0
         self._told_stuck, self._stuck_in = told_stuck, -1
         self._judged_at = self._judges_again_at = time.monotonic()
-        self.view = first
+        self.view, self._founders = first, frozenset(first.seats)
         """The newest that it has seen."""
         self.answered_at = time.monotonic()
         """When the store last answered."""
@@ -111,7 +111,7 @@ class Supervisor:
             pid=pid,
             pidfd=os.pidfd_open(pid),
             exit_code=exit_code,
-            pulse=Pulse(started_at=time.monotonic()),
+            pulse=Pulse(started_at=time.monotonic(), joining=seat not in self._founders),
             beats=beats,
         )
         with self._lock:
@@ -218,9 +218,23 @@ class Supervisor:
             ward.been_in = ward.been_in or inside
         if set(before.seats) - set(self.view.seats):
             self._lost_at = now
+            self._refuse_to_begin_without(set(before.seats) - set(self.view.seats), wards, found)
         for seat in set(before.seats) - set(self.view.seats):
             if seat.slot in found and seat.slot not in wards:
                 self._told(seat, found[seat.slot])
+
+    def _refuse_to_begin_without(
+        self, lost: Set[Seat], wards: Mapping[int, _Ward], found: Mapping[int, Verdict]
+    ) -> None:
+        """Who has never beaten has not begun to train, and nothing interrupts what it waits in."""
+        waits = any(
+            ward.pulse.beat_at is None and ward.pulse.ended is None and ward.seat in self._founders & {*self.view.seats}
+            for ward in wards.values()
+        )
+        if self._script_errors is not None and waits and not self.view.over:
+            slot = min(seat.slot for seat in lost)
+            reason = found[slot].reason if slot in found else "as its own host says"
+            self._script_errors.refuse_to_begin(slot, reason)
 
     def _judge(self, wards: Mapping[int, _Ward], now: float) -> dict[int, Verdict]:
         pulses = {slot: ward.pulse for slot, ward in wards.items()}

@@ -17,8 +17,9 @@ Five things tell that a rank is gone, and each has its own proof:
               `end_s` until they are done too, but where they wait in a collective it is the one that they wait for.
     cut off   everybody waits, and the rank's host and some other host cannot reach each other.
 
-A rank that has never beaten is starting, and is given `start_s`; stopped it is frozen like any other. When the job is
-over a process that never joined it is not needed, and one that did may end its script in peace, unless it is stopped.
+A rank that has never beaten is starting, and is given `start_s`. One that joins is frozen like any other when it is
+stopped meanwhile; of those that found the job somebody may be stopped, and nothing is lost. When the job is over a
+process that never joined it is not needed, and one that did may end its script in peace, unless it is stopped.
 
 The first three are judged by the rank's own host. The others take everybody's word: each host tells its `Standstill`,
 and `judge` looks at all of them. If everybody waits, and some hosts cannot reach each other, links are cut; then the
@@ -96,6 +97,8 @@ class Pulse:
     """What is known of one rank. Times are of one clock, that of whoever watches."""
 
     started_at: float
+    joining: bool = False
+    """It comes into a job that others have begun."""
     beat_at: float | None = None
     moved_at: float | None = None
     """When it last entered or left a collective, as it tells itself: a late beat does not make it later."""
@@ -286,7 +289,7 @@ def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) ->
         reason = f"its process ended with code {pulse.ended}" + ("" if pulse.ended else " before the job was over")
         return Verdict(slot=slot, kind="ended", reason=reason)
     stood = pulse.asked_at - pulse.ran_at
-    if pulse.stopped and stood > thresholds.frozen_s:
+    if pulse.stopped and stood > thresholds.frozen_s and (pulse.joining or pulse.beat_at is not None):
         reason = f"its process is stopped, and did not run for {stood:.2f} s (limit {thresholds.frozen_s} s)"
         return Verdict(slot=slot, kind="frozen", reason=reason)
     if pulse.beat_at is None:

@@ -253,6 +253,7 @@ def test_when_the_job_is_over_nobody_waits_for_who_never_joined_nor_for_long_for
     )
 
 
-def test_who_is_stopped_before_it_ever_beat_is_frozen():
-    stopped = Pulse(started_at=0.0, ran_at=10.0, asked_at=10.31, stopped=True)
-    assert kinds({0: stopped, 1: beating(10.31)}, now=10.31) == {0: "frozen"}
+@pytest.mark.parametrize(("joining", "found"), [(True, {0: "frozen"}), (False, {})])
+def test_who_joins_and_is_stopped_before_it_ever_beat_is_frozen(joining, found):
+    stopped = Pulse(started_at=0.0, joining=joining, ran_at=10.0, asked_at=10.31, stopped=True)
+    assert kinds({0: stopped, 1: beating(10.31)}, now=10.31) == found

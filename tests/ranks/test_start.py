@@ -1,0 +1,26 @@
+"""A rank that is lost before training has begun: the others wait for it in something that nothing interrupts."""
+
+import os
+import signal
+from pathlib import Path
+
+from tests.ranks.command import NTP, RECIPES, Command, descendants, wait_until
+
+
+def worker(running, slot):
+    """The process of a slot, as soon as there is one."""
+    mark = f"RANK={slot}".encode()
+    for pid in descendants(running.process.pid)[1:]:
+        if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    return None
+
+
+def test_the_job_ends_at_once_and_says_why(tmp_path):
+    words = [*NTP, "run", "--standalone", "--nproc-per-node=3", "--ntp-respawn=1", str(RECIPES / "train.py")]
+    running = Command(words, tmp_path / "log")
+    os.kill(wait_until(lambda: worker(running, 1), lambda: running.said), signal.SIGKILL)
+    code, said = running.end()
+    assert code == 1, said
+    assert "slot 1 was lost before all others had begun to train, and these wait for it" in said
+    assert "starts anew" not in said
