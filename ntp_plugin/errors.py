@@ -9,6 +9,7 @@
     │       └── RestartIsBetter   the job could go on, and the user's figures say that it should not
     ├── SilentCorruption          replicas hold different bits of what they hold alike
     ├── NotStarted                a rank was lost before all others had begun to train
+    ├── NotFinite                 a step has no finite result, and all replicas hold the same
     ├── StoreLost                 the job's store does not answer
     ├── ScriptError               a rank's own script has failed, which no loss has caused
     ├── PeerLost                  a collective was left because the membership changes; recovery follows
@@ -90,6 +91,10 @@ class SilentCorruption(NtpError):
 
 class NotStarted(NtpError):
     """A rank was lost while others had not begun to train: these cannot begin without it, and nothing is lost yet."""
+
+
+class NotFinite(NtpError):
+    """The framework ends the job at a result that is not finite, and all replicas hold the same state."""
 
 
 class StoreLost(NtpError):

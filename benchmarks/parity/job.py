@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import os
 import runpy
 import sys
@@ -104,6 +105,8 @@ class Seen:
     norms: list[float]
     rates: list[float]
     consumed: int
+    drawn_from: str
+    """A digest of all generators of random numbers, at the end."""
     parts: dict[str, Part]
     collectives: dict[str, int]
     overlapped: int
@@ -293,6 +296,7 @@ class Looker:
             norms=self._norms,
             rates=self._rates,
             consumed=get_args().consumed_train_samples,
+            drawn_from=_digest_of_generators(),
             parts={f"stage {stage}: {name}": part for name, part in self._parts(rank, width)},
             collectives=self._collectives,
             overlapped=self._overlapped,
@@ -353,6 +357,12 @@ class Looker:
                 ranges = [((run * width + rank) * size, (run * width + rank + 1) * size) for run in range(stride)]
             index = np.concatenate([np.arange(start, stop) for start, stop in ranges])
             yield name, Part(values=values, shape=shape, dim=dim, index=index)
+
+
+def _digest_of_generators() -> str:
+    from ntp_plugin.megatron.live import generators  # noqa: PLC0415
+
+    return hashlib.blake2b(repr(generators.states()).encode()).hexdigest()
 
 
 def bytes_sent(name: str, *args: Any, group: Any = None, **_: Any) -> float:

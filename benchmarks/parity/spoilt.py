@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ from ntp_plugin.megatron.uneven_sequence import UnevenSequence
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import ATTENTION, Tensor
+from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import Replacement
+from ntp_plugin.testing import harm
 from ntp_plugin.training import core_seats, rebuilding, relayout
 from ntp_plugin.training.core_seats import CoreSeat
 from ntp_plugin.training.gradient_lanes import GradientLane, Slice
@@ -280,6 +282,26 @@ def a_bit_flips() -> None:
     _when_six_steps_are_over(flip)
 
 
+def a_number_is_lost() -> None:
+    """The last weight of slot 3 is NaN, when the sixth step is over: its own replica alone sees it."""
+
+    def lose(step: TrainingStep) -> None:
+        weight = list(step._trainer.state.live.parameters.values())[-1].data
+        weight.view(-1)[0] = torch.nan
+
+    _when_six_steps_are_over(lose)
+
+
+def all_lose_a_number() -> None:
+    """The same weight of all slots is NaN, when the sixth step is over."""
+
+    def lose(step: TrainingStep) -> None:
+        for weight in step._trainer.state.live.parameters.values():
+            weight.data.fill_(torch.nan)
+
+    _when_six_steps_are_over(lose, slots=range(64))
+
+
 def a_bit_flips_in_its_own_shard() -> None:
     """Of slot 3's optimizer, when the sixth step is over: it is in that slot's weights, and would be in its copy."""
 
@@ -295,19 +317,32 @@ def nobody_tells_all_digests() -> None:
     _put(ReplicaWatch, "_odd_of_all", None)
 
 
-def _when_six_steps_are_over(flip: Callable[[TrainingStep], None]) -> None:
+def _when_six_steps_are_over(flip: Callable[[TrainingStep], None], *, slots: Collection[int] = (3,)) -> None:
     """In slot 3, once, before anything is compared or copied."""
     catch_up, flipped_after = TrainingStep.catch_up, set[int]()
 
     def flipped(step: TrainingStep) -> None:
         copies = step._trainer.copies
         done = step._args.curr_iteration if copies is None else copies.steps
-        if done == 6 and step._trainer.slot_number == 3 and not flipped_after:
+        if done == 6 and step._trainer.slot_number in slots and not flipped_after:
             flipped_after.add(done)
             flip(step)
         catch_up(step)
 
     _put(TrainingStep, "catch_up", flipped)
+
+
+def an_own_copy_of_slot_0_is_corrupt() -> None:
+    """The newest near one, which others have sound far copies of; found where it is read, in a recovery."""
+    describe = JobCopies.describe
+
+    def described(copies: JobCopies) -> str:
+        told = describe(copies)
+        if copies._slot == 0:
+            harm.spoil_copy(copies._rank.place.copies, 0, seed=0)
+        return told
+
+    _put(JobCopies, "describe", described)
 
 
 def far_copies_do_not_arrive() -> None:

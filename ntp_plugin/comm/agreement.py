@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ntp_plugin.comm import membership
-from ntp_plugin.comm.gathering import FAN, Gathering
+from ntp_plugin.comm.gathering import FAN, Gathering, Read, Write
 from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, Step, View
 from ntp_plugin.comm.running_time import RunningTime
 from ntp_plugin.comm.standing import Standing
@@ -96,12 +96,24 @@ class Agreement:
     def everybody_is_done(self, poll: Callable[[], None] = lambda: None) -> bool:
         """Say that this member is done, and wait for the others; False where a newer view must agree first. `poll` is
         called in each turn of the wait."""
-        done = membership.done_of(self.member.view, self._fan)
-        pause = max(END_POLL_S, self._longest_pause(done))
+        return self._meet(membership.finish, membership.done_of(self.member.view, self._fan), poll)
+
+    def everybody_has_come(self, poll: Callable[[], None] = lambda: None) -> bool:
+        """Say that this member has come to the end of its work, and wait for the others, however long their scripts
+        take; False where a newer view must agree first. `poll` is called in each turn of the wait."""
+        return self._meet(membership.arrive, membership.ended_of(self.member.view, self._fan), poll)
+
+    def _meet(
+        self,
+        look: Callable[[Member, Read, int], tuple[bool | None, Write | None]],
+        of: Gathering,
+        poll: Callable[[], None],
+    ) -> bool:
+        pause = max(END_POLL_S, self._longest_pause(of))
         while True:
-            over, write = membership.finish(self.member, self._read, self._fan)
-            if over is not None:
-                return over
+            met, write = look(self.member, self._read, self._fan)
+            if met is not None:
+                return met
             if write is not None:
                 self._store.create(write.key, write.value)
             else:

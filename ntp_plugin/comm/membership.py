@@ -148,6 +148,11 @@ def entries_of(view: View, fan: int = FAN) -> Gathering:
     return Gathering(kind="entry", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
+def ended_of(view: View, fan: int = FAN) -> Gathering:
+    """Who has come to the end of its work, and has one thing left to do with all others."""
+    return Gathering(kind="ended", epoch=view.epoch, slots=view.slots, fan=fan)
+
+
 def done_of(view: View, fan: int = FAN) -> Gathering:
     """Who has nothing left to do."""
     return Gathering(kind="done", epoch=view.epoch, slots=view.slots, fan=fan)
@@ -244,6 +249,19 @@ def finish(member: Member, read: Read, fan: int = FAN) -> tuple[bool | None, Wri
     if due is not None or not done.complete(read):
         return None, due
     return None, Write(key=view_key(view.epoch + 1), value=the_end(view).encode())
+
+
+def arrive(member: Member, read: Read, fan: int = FAN) -> tuple[bool | None, Write | None]:
+    """One step of a running member that has come to the end of its work: whether all others have, None where it must
+    look again, False where a newer view must agree first."""
+    view, slot = member.view, member.seat.slot
+    if read(view_key(view.epoch + 1)) is not None:
+        return False, None
+    ended = ended_of(view, fan)
+    if read(ended.own_key(slot)) is None:
+        return None, Write(key=ended.own_key(slot), value="ended")
+    due = ended.due(slot, read)
+    return (True, None) if due is None and ended.complete(read) else (None, due)
 
 
 def read_reports(view: View, read: Read, fan: int = FAN) -> dict[int, Report]:

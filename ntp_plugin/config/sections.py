@@ -243,8 +243,17 @@ class TrainingPolicy(Policy):
         help="exact: masks that do not depend on the layout, from the start; framework: its own, while nobody is lost",
         choices=("framework", "exact"),
     )
-    watch_steps: int = key(
-        100, help="steps between two comparisons of what all replicas hold alike (0: none)", at_least=0
+    watch_steps: int | None = key(
+        None,
+        help="steps between two comparisons of what all replicas hold alike (0: none; default: as often as watch_cost"
+        " allows, and at least every 100 steps)",
+        at_least=0,
+    )
+    watch_cost: float = key(
+        0.005,
+        help="the share of the step time that comparisons may take, where watch_steps is not given",
+        at_least=0.0001,
+        at_most=1.0,
     )
     gpu_memory_gb: float | None = key(
         None,

@@ -7,11 +7,14 @@ to blame whose part differs from the same part of a right one; where that is cut
 
 Nearly always all are alike. Digests can be added, over tensors as over parts, so this is seen from a few sums of each
 slot, in place of hundreds of digests with their names; the sums of wholes can be compared that have the same values.
+
+A whole with values that are not finite (NaN, infinity) is wrong where another one has finite values there, also of two.
+Where no whole has finite values the training has diverged by itself, the same in all.
 """
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 
 from ntp_plugin.copies.runs import MODULUS
 
@@ -31,6 +34,8 @@ class Odd:
     slots: tuple[int, ...]
     certain: bool
     wholes: int
+    finite: bool = True
+    """Whether the values of the slots to blame are finite."""
 
 
 def sums_of(told: Told) -> Sums:
@@ -51,20 +56,34 @@ def are_alike(sums: Iterable[Sums]) -> bool:
     return all(totals.setdefault(among, number) == number for (among, _), number in wholes.items())
 
 
-def odd_ones(told: Mapping[int, Told]) -> list[Odd]:
-    """By what all slots have told."""
+def odd_ones(told: Mapping[int, Told], not_finite: Mapping[int, Collection[str]] | None = None) -> list[Odd]:
+    """The values that differ, those first of which it is known who is wrong.
+
+    Args:
+        told: slot -> what it has told.
+        not_finite: slot -> the values of which its part is not finite.
+    """
     parts: defaultdict[str, defaultdict[str, dict[int, tuple[str, int]]]] = defaultdict(lambda: defaultdict(dict))
     for slot, theirs in told.items():
         for values, (_, whole, part, number) in theirs.items():
             parts[values][whole][slot] = part, number
-    return [odd for values, wholes in parts.items() if (odd := _judged(values, wholes)) is not None]
+    found = [
+        odd
+        for values, wholes in parts.items()
+        if (odd := _judged(values, wholes, {slot for slot, those in (not_finite or {}).items() if values in those}))
+    ]
+    return sorted(found, key=lambda odd: (odd.finite, not odd.certain))
 
 
-def _judged(values: str, wholes: Mapping[str, Mapping[int, tuple[str, int]]]) -> Odd | None:
+def _judged(values: str, wholes: Mapping[str, Mapping[int, tuple[str, int]]], not_finite: Set[int]) -> Odd | None:
     totals = {whole: sum(number for _, number in held.values()) % MODULUS for whole, held in wholes.items()}
     (most, count), *others = Counter(totals.values()).most_common()
     if not others:
         return None
+    spoilt = [whole for whole, held in wholes.items() if not_finite & held.keys()]
+    if 0 < len(spoilt) < len(wholes):
+        slots = not_finite & {slot for held in wholes.values() for slot in held}
+        return Odd(values=values, slots=tuple(sorted(slots)), certain=True, wholes=len(wholes), finite=False)
     if count <= len(wholes) / 2:
         slots = {slot for held in wholes.values() for slot in held}
         return Odd(values=values, slots=tuple(sorted(slots)), certain=False, wholes=len(wholes))

@@ -15,6 +15,7 @@ that the loop had in hand is stale: its forward is computed, and its backward an
     activation.py      the world, made so that it can be edited, and the engine, taken when it is built
     job.py             this process in a job, from its process group to its end
     settings.py        the `ntp` block of a configuration
+    fingerprints.py    what the training of a rank depends on, which all ranks compare
     refusals.py        what does not work, and is refused at start
     loaders.py         a DataLoader that follows `training/stream.py`, forward and back
     window.py          what is put around the engine's forward, backward and step; the vote

@@ -89,6 +89,7 @@ class Checkpoints:
                     self._owed = of_step
                     _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
                 else:
+                    window.compare()
                     if window.copies is not None:
                         window.copies.catch_up(self._vote_on_copies)
                     saved[:] = [self.write(functools.partial(original, save_dir, tag, *args, **kwargs))]

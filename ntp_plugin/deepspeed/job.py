@@ -12,12 +12,16 @@ import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.deepspeed import fingerprints
+from ntp_plugin.deepspeed.loaders import Loaders
 from ntp_plugin.deepspeed.refusals import refuse_configuration, refuse_engine
 from ntp_plugin.deepspeed.trainer import EngineTrainer
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.errors import Refused
-from ntp_plugin.recovery import exporting
+from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery import exporting, same_settings
 from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.recovery.fingerprint import Fingerprint
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
@@ -83,6 +87,7 @@ class LiveJob:
         place = self.rank.place
         tp = engine.autotp_size() if engine.autotp_size() > 1 else bwc_tensor_model_parallel_world_size(engine.mpu)
         topology = place.topology(policy, tp=tp)
+        self._require_same_settings(engine, policy, topology)
         # What an export tells of is for those whom the job tells it to, and is no part of a run's record.
         record = policy.events or (place.events if place.export is None else None)
         self._policy = policy
@@ -96,14 +101,14 @@ class LiveJob:
             teller=self.teller,
         )
         self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
-        self.window.look = ReplicaWatch(
+        self.window.watch = ReplicaWatch(
             policy,
             topology,
             rank=self.rank,
             held_alike=self.trainer.held_alike,
             distrust=self.trainer.distrust,
             teller=self.teller,
-        ).look
+        )
         # Not before: what all refuse they would have to refuse in the middle of it.
         self.window.seed = self._share_seed()
         self.window.into(engine)
@@ -123,6 +128,18 @@ class LiveJob:
         self._end_together(self.loop.driver, self.teller)
         sys.exit(0)
 
+    def _require_same_settings(self, engine: Any, policy: TrainingPolicy, topology: Topology) -> None:
+        slot = topology.slot_of(self.rank.place.slot)
+        settings = fingerprints.settings(engine._config._param_dict, policy)
+        whole = Fingerprint(sections={**settings.sections, **fingerprints.model(engine, slot)})
+        same_settings.require_same(self.rank, whole, leaves=slot.replica == 0)
+        self.rank.trains_by(settings.digest)
+
+    def _require_same_data(self) -> None:
+        slot = self.trainer.topology.slot_of(self.rank.place.slot)
+        found = fingerprints.data(None if Loaders.last is None else Loaders.last.sampler)
+        same_settings.require_same(self.rank, found, leaves=slot.replica == 0)
+
     def _share_seed(self) -> int:
         """What masks that do not depend on the rank are drawn from: the first rank's own seed."""
         if self.rank.place.joining:
@@ -137,6 +154,7 @@ class LiveJob:
     def _wait_to_be_let_in(self) -> None:
         """Beating, which who is there from the start does from here on as well."""
         self.rank.beat()
+        self._require_same_data()
         if self.rank.place.joining:
             self.rank.wait_to_be_let_in(self.trainer.together())
 
@@ -159,6 +177,7 @@ class LiveJob:
             return
         self.window.end()
         assert self.loop.driver is not None, "it has begun"
+        self.loop.driver.at_the_end(self.window.compare)
         self._end_together(self.loop.driver, self.teller)
 
     def _end_together(self, driver: Driver, teller: Teller) -> None:

@@ -32,7 +32,9 @@ class Followed:
         self.stream = stream
         self.trains = False
         """Whether the engine goes forward with what is drawn."""
-        self._sampler, self._turns, self._drawn_since = sampler, 0, 0
+        self.sampler = sampler
+        """That of this rank's nominal place."""
+        self._turns, self._drawn_since = 0, 0
         self._epochs: list[int] = []
         """That the sampler was set to, turn by turn."""
         self.in_hand: deque[int] = deque()
@@ -50,7 +52,7 @@ class Followed:
                 way_out="let it go to the end of the loader; a smaller data set makes turns shorter",
             )
         turn, self._turns, self._between = self._turns, self._turns + 1, False
-        self._epochs.append(self._sampler.epoch)
+        self._epochs.append(self.sampler.epoch)
         return _Turn(self, turn, functools.partial(self._prepare, loader, original))
 
     def _prepare(self, loader: Any, original: Callable[[Any], Iterator[Any]], turn: int, *, again: bool) -> Any:
@@ -74,7 +76,7 @@ class Followed:
     def _indices(self, one: MicroBatch, loader: Any) -> list[int]:
         if (one.turn, one.replica) not in self._orders:
             self._orders = {of: order for of, order in self._orders.items() if of[0] >= one.turn - 1}
-            other = copy.copy(self._sampler)
+            other = copy.copy(self.sampler)
             # Of a turn that this process has not begun: as the newest, which is right where nobody sets epochs.
             other.rank, other.epoch = one.replica, self._epochs[min(one.turn, len(self._epochs) - 1)]
             self._orders[one.turn, one.replica] = list(other)

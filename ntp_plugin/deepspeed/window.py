@@ -34,6 +34,7 @@ from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.telemetry import Committed, Teller
 from ntp_plugin.training.stream import Stream
 
@@ -79,8 +80,8 @@ class Window:
         """What there is to do before the first forward."""
         self.wait_to_be_let_in: Callable[[], None] = _nothing
         """What comes before that; a newcomer does it where the job is, as far as that was told."""
-        self.look: Callable[[int], None] = _nothing_of
-        """At the state after a step; all ranks come together."""
+        self.watch: ReplicaWatch | None = None
+        """Compares replicas at the state after a step; all ranks come together."""
         self._followed: Followed | None = None
         self._turns = Turns(rank)
         self._done = 0
@@ -95,11 +96,13 @@ class Window:
         """The section whose vote on a step this rank stands in: once that is over it goes on there, whoever is lost."""
         self._in_flight = False
         """Whether the newest forward has not been through the backward."""
-        self._loss = 0.0
+        self._loss: torch.Tensor | float = 0.0
+        """The sum over micro-batches; a number of the device, which nobody waits for before the vote."""
         self._before: Mapping[str, Any] | None = None
         """What the engine had counted when the window began, if it has."""
         self._drawn_from = drawn_from()
         self._began_at = time.monotonic()
+        loop.not_finite = self.compare_what_is_not_finite
         self.checkpoints = Checkpoints(engine, self, rank=rank, loop=loop)
         Loaders.follow = self._follow
 
@@ -222,13 +225,27 @@ class Window:
         self._stale, self._in_flight = not fresh, True
         self.checkpoints.catches_up &= self._stale
         if not self._stale and not self._done:
-            self._through(functools.partial(self.look, self._engine.global_steps))
+            self._through(self._look)
         if not self._stale and not self._done:
             self._begin()
         if not self._stale and self.hurt:
             self._engine.set_gradient_accumulation_boundary(self._is_last)
         if self._policy.dropout == "exact" and not self._stale:
             torch.manual_seed(_seed_of(self.seed, self.step, self.numbers[self._done]))
+
+    def _look(self) -> None:
+        if self.watch is not None:
+            self.watch.look(self._engine.global_steps)
+
+    def compare(self) -> None:
+        """Before the state is written, or the job ends; all ranks come together."""
+        if self.watch is not None:
+            self.watch.before_it_counts(self._engine.global_steps)
+
+    def compare_what_is_not_finite(self) -> None:
+        """In a vote whose numbers are not finite; all ranks come together."""
+        if self.watch is not None:
+            self.watch.not_finite(self._engine.global_steps)
 
     def _wait_to_be_let_in(self) -> None:
         wait, self.wait_to_be_let_in = self.wait_to_be_let_in, _nothing
@@ -309,8 +326,7 @@ class Window:
             if told is None:
                 return loss / self._each
             self._done += 1
-            if self._teller.is_heard:
-                self._loss += float(loss.detach())
+            self._loss = self._loss + loss.detach()
             return told[0] / weight if hurt else told[0]
 
         return backward
@@ -467,7 +483,7 @@ class Window:
 
     def _words(self) -> torch.Tensor:
         numbers = self.no_words()
-        numbers[_LOSS] = self._loss if self.replicas.speaks else 0.0
+        numbers[_LOSS] = float(self._loss) if self.replicas.speaks else 0.0
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
         if self.copies is not None:
@@ -495,7 +511,3 @@ def _seed_of(seed: int, step: int, number: int) -> int:
 
 def _nothing() -> None:
     """There is nothing to do."""
-
-
-def _nothing_of(_: int) -> None:
-    """Nor to look at."""

@@ -4,6 +4,7 @@
     tensor_parallel.py   the same for a model whose layers are cut over the ranks of a replica
     voted_step.py        an optimizer step that a death may interrupt anywhere
     parallel_layers.py   the layers for it, and a small model
+    fingerprints.py      what a rank's training depends on, which all ranks compare
     job.py               how a script uses either
 
 Both compute each step's gradient as (sum of the per-sample gradients of the global batch) / (number of

@@ -13,9 +13,12 @@ import torch.distributed as dist
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.errors import StateLost
 from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
 from ntp_plugin.planning.batch_split import NominalBatch, even_shares
+from ntp_plugin.recovery.replica_watch import HeldAlike
+from ntp_plugin.training.rebuilding import WEIGHT
 
 _EVEN = 1_000_000
 """Before anything is measured every rank is taken for equally fast."""
@@ -56,6 +59,11 @@ class DataParallel(VotedStep):
     def members(self) -> tuple[int, ...]:
         """The slots that train now: all that are there."""
         return self._members
+
+    @property
+    def is_in_the_first_replica(self) -> bool:
+        """Whether this rank is of the replica whose settings a joining process compares with its own."""
+        return self._groups.slot == 0
 
     def my_samples(self) -> list[int]:
         """The samples of a step that this rank computes, by their numbers in the global batch."""
@@ -112,6 +120,17 @@ class DataParallel(VotedStep):
                 f"after the recovery the members hold different state at step {self.applied}: {told}",
                 way_out="restart from the last checkpoint",
             )
+
+    def held_alike(self) -> HeldAlike:
+        """Every parameter and what the optimizer keeps in its shape, of which each rank has all."""
+        of = f"r{self._groups.slot}"
+        for name, parameter in self.model.named_parameters():
+            size = parameter.numel()
+            piece = Piece(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size, whole=of)
+            kept = self.optimizer.state.get(parameter, {})
+            entries = {key: value for key, value in kept.items() if getattr(value, "shape", None) == parameter.shape}
+            if size:
+                yield name, "", piece, {WEIGHT: parameter.data, **entries}
 
     def digest(self) -> str:
         """Of all parameters and optimizer state, bit for bit."""

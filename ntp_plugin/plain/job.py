@@ -18,26 +18,33 @@ A model whose layers are cut over several ranks says so, and is built for the pl
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 
+from ntp_plugin.config import schema
+from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import NtpError
+from ntp_plugin.plain import fingerprints
 from ntp_plugin.plain.data_parallel import DataParallel
 from ntp_plugin.plain.parallel_layers import TensorParallelGroup
 from ntp_plugin.plain.tensor_parallel import TensorParallel
 from ntp_plugin.plain.voted_step import LossOfSamples, Samples
+from ntp_plugin.recovery import same_settings
 from ntp_plugin.recovery.driver import Driver
 from ntp_plugin.recovery.place import Place
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.replica_watch import ReplicaWatch
+from ntp_plugin.telemetry import Teller
 
 
 class ElasticJob:
     """One rank of a job, between its losses."""
 
-    def __init__(self, trainer: DataParallel | TensorParallel, driver: Driver) -> None:
-        self._trainer, self._driver = trainer, driver
+    def __init__(self, trainer: DataParallel | TensorParallel, driver: Driver, watch: ReplicaWatch) -> None:
+        self._trainer, self._driver, self._watch = trainer, driver, watch
 
     @property
     def steps_done(self) -> int:
@@ -51,7 +58,28 @@ class ElasticJob:
 
     def step(self) -> float:
         """Take one optimizer step, through whatever losses; returns the mean loss over the global batch."""
-        return self._driver.carry_through(self._trainer.step)
+
+        def attempt() -> float:
+            self._watch.look(self._trainer.applied)
+            return self._trainer.step()
+
+        return self._driver.carry_through(attempt)
+
+    def compare(self) -> None:
+        """Compare the replicas, on all ranks after the same step: before the script writes a checkpoint.
+
+        Raises:
+            SilentCorruption: replicas hold different bits of what they hold alike.
+        """
+        self._driver.carry_through(self._compare)
+
+    def _compare(self) -> None:
+        self._watch.before_it_counts(self._trainer.applied)
+
+    def end(self) -> None:
+        """Compare the replicas once all ranks have come here, and end with them."""
+        self._driver.at_the_end(self._compare)
+        self._driver.finish()
 
 
 @contextlib.contextmanager
@@ -63,8 +91,14 @@ def elastic_job(
     per_rank: int,
     micro_batch: int = 1,
     timeout: timedelta = timedelta(minutes=30),
+    watch_steps: int | None = None,
+    on_sdc: str = "stop",
 ) -> Iterator[ElasticJob]:
-    """Join the job that `ntp run` started; an error of ours ends the process with one line and its exit code."""
+    """Join the job that `ntp run` started; an error of ours ends the process with one line and its exit code.
+
+    `watch_steps` and `on_sdc` are the keys of the `ntp` block: how often replicas are compared, and what is done about
+    one that holds other bits.
+    """
 
     def trainer(rank: ElasticRank) -> DataParallel:
         return DataParallel(
@@ -78,7 +112,8 @@ def elastic_job(
             newcomer=rank.place.joining,
         )
 
-    with _driven(trainer, timeout) as job:
+    settings = {"per_rank": per_rank, "micro_batch": micro_batch}
+    with _driven(trainer, timeout, settings, _policy(watch_steps, on_sdc)) as job:
         yield job
 
 
@@ -96,6 +131,8 @@ def tensor_parallel_job(
     micro_batch: int = 1,
     min_width: int = 1,
     timeout: timedelta = timedelta(minutes=30),
+    watch_steps: int | None = None,
+    on_sdc: str = "stop",
 ) -> Iterator[ElasticJob]:
     """The same for replicas of `tp` ranks each; one that is left with fewer than `min_width` stands idle."""
 
@@ -115,22 +152,68 @@ def tensor_parallel_job(
             newcomer=rank.place.joining,
         )
 
-    with _driven(trainer, timeout) as job:
+    settings = {"tp": tp, "per_replica": per_replica, "micro_batch": micro_batch, "min_width": min_width}
+    with _driven(trainer, timeout, settings, _policy(watch_steps, on_sdc), tp=tp) as job:
         yield job
 
 
 @contextlib.contextmanager
-def _driven(make: Callable[[ElasticRank], DataParallel | TensorParallel], timeout: timedelta) -> Iterator[ElasticJob]:
+def _driven(
+    make: Callable[[ElasticRank], DataParallel | TensorParallel],
+    timeout: timedelta,
+    settings: Mapping[str, Any],
+    policy: TrainingPolicy,
+    *,
+    tp: int = 1,
+) -> Iterator[ElasticJob]:
     place = Place.read()
     rank = ElasticRank(place, timeout=timeout)
     try:
         trainer = make(rank)
-        driver = rank.drive(trainer)
-        rank.start()
-        yield ElasticJob(trainer, driver)
-        driver.finish()
+        driver = _driver(rank, trainer, {**settings, "watch_steps": policy.watch_steps, "on_sdc": policy.on_sdc})
+        job = ElasticJob(trainer, driver, _watch(rank, trainer, policy, tp=tp))
+        yield job
+        job.end()
     except NtpError as error:
         print(f"ntp: slot {place.slot}: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     finally:
         rank.leave()
+
+
+def _policy(watch_steps: int | None, on_sdc: str) -> TrainingPolicy:
+    said = {"on_sdc": on_sdc} | ({} if watch_steps is None else {"watch_steps": watch_steps})
+    return schema.read(TrainingPolicy, said, where="")
+
+
+def _watch(
+    rank: ElasticRank, trainer: DataParallel | TensorParallel, policy: TrainingPolicy, *, tp: int
+) -> ReplicaWatch:
+    topology = rank.place.topology(policy, tp=tp)
+    watch = ReplicaWatch(
+        policy,
+        topology,
+        rank=rank,
+        held_alike=trainer.held_alike,
+        distrust=lambda _: None,  # no copies are made
+        teller=Teller(None, str(topology.slot_of(rank.place.slot))),
+    )
+    trainer.not_finite = lambda: watch.not_finite(trainer.applied)
+    return watch
+
+
+def _driver(rank: ElasticRank, trainer: DataParallel | TensorParallel, settings: Mapping[str, Any]) -> Driver:
+    """The driver of a rank that trains by the same settings as all others: founders compare them, and a joining process
+    does so before anybody sees it."""
+    mine = fingerprints.of(trainer, settings)
+    if rank.place.joining:
+        same_settings.require_same(rank, mine, leaves=False)
+        driver = rank.drive(trainer)
+    else:
+        driver = rank.drive(trainer)
+        rank.watch()
+        same_settings.require_same(rank, mine, leaves=trainer.is_in_the_first_replica)
+    rank.beat()
+    if rank.place.joining:
+        rank.watch()
+    return driver

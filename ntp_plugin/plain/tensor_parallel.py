@@ -11,6 +11,7 @@ The step is that of `voted_step.py`: cut parameters are summed lane by lane, rep
 The walk can be interrupted anywhere: see `training/relayout.py` for what holds the state together then.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,11 +21,14 @@ from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State
+from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.errors import Refused
 from ntp_plugin.plain.parallel_layers import TensorParallelGroup, describe
 from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
 from ntp_plugin.planning.recovery_plan import Nominal
 from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery.replica_watch import HeldAlike
+from ntp_plugin.training.cuts import global_ranges, local_shape
 from ntp_plugin.training.direct_lanes import DirectLanes, speaks
 from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes
 from ntp_plugin.training.relayout import relayout
@@ -92,6 +96,16 @@ class TensorParallel(VotedStep):
         self._connect()
         return super().step()
 
+    @property
+    def place(self) -> str:
+        """The TP slot of its replica."""
+        return f"t{self.slot.tp}"
+
+    @property
+    def is_in_the_first_replica(self) -> bool:
+        """Whether this rank is of the replica whose settings a joining process compares with its own."""
+        return self.slot.replica == 0
+
     def my_samples(self) -> list[int]:
         """The samples of a step that this slot's replica computes, by their numbers in the global batch."""
         shares = {share.replica: share for share in self._plan.goal.batch.shares}
@@ -134,6 +148,24 @@ class TensorParallel(VotedStep):
         made = DirectLanes(self._plan, self._groups, within_replicas=True)
         self._lanes, self._within.handle = made.gradients, made.within
         self._lanes_of = self._groups.epoch
+
+    def held_alike(self) -> HeldAlike:
+        """What every replica has. What is not cut is compared with the same slot's in other replicas."""
+        training = self.slot in self._plan.training
+        for move in self._plan.moves if training else ():
+            tensor = move.tensor
+            units = self._plan.units_of(tensor, self.slot)
+            piece = Piece(
+                tensor=tensor.name,
+                shape=tensor.shape,
+                dim=tensor.dim,
+                ranges=global_ranges(tensor, units),
+                start=0,
+                stop=math.prod(local_shape(tensor, units)),
+                whole=f"r{self.slot.replica}",
+            )
+            of_slot = "" if tensor.family else f" of TP slot {self.slot.tp}"
+            yield tensor.name + of_slot, of_slot, piece, self.state.entries(tensor.name)
 
     # ------------------------------------------------ a recovery
 

@@ -6,6 +6,7 @@ again, with the lost samples dealt to the others. After it all who hold the redu
 """
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.planning.batch_split import Share
+from ntp_plugin.recovery.replica_watch import HeldAlike
 
 type Samples = Sequence[int]
 type LossOfSamples = Callable[[int, Samples], torch.Tensor]
@@ -37,6 +39,8 @@ class VotedStep(abc.ABC):
         self._groups = groups
         self._micro_batch, self._samples_per_step = micro_batch, micro_batches * micro_batch
         self.applied = 0
+        self.not_finite: Callable[[], None] = _nothing
+        """Called by all ranks together where the loss of a step is not finite, before anything is applied."""
         self._prepared, self._newcomer = False, newcomer
 
     @property
@@ -44,9 +48,18 @@ class VotedStep(abc.ABC):
     def members(self) -> tuple[int, ...]:
         """The slots that train now."""
 
+    @property
+    def place(self) -> str:
+        """Which part of the model this rank has; ranks with the same one have the same shapes."""
+        return "all ranks"
+
     @abc.abstractmethod
     def my_samples(self) -> list[int]:
         """The samples of a step that this rank computes, by their numbers in the global batch."""
+
+    @abc.abstractmethod
+    def held_alike(self) -> HeldAlike:
+        """What every replica has, with this rank's part of it."""
 
     @abc.abstractmethod
     def _reduce(self, total: torch.Tensor) -> float:
@@ -56,6 +69,8 @@ class VotedStep(abc.ABC):
         """Compute, reduce, vote and apply the next step; returns its mean loss over the global batch."""
         total = self._accumulate(self.applied + 1, self.my_samples())
         told = self._reduce(total)
+        if not math.isfinite(told):
+            self.not_finite()
         for parameter in self.model.parameters():
             assert parameter.grad is not None, "every parameter was reduced"
             parameter.grad.div_(self._samples_per_step)
@@ -82,6 +97,10 @@ class VotedStep(abc.ABC):
     def _apply(self) -> None:
         self.optimizer.step()
         self.applied, self._prepared = self.applied + 1, False
+
+
+def _nothing() -> None:
+    """There is nothing to compare."""
 
 
 def samples_of(share: Share, micro_batch: int) -> list[int]:

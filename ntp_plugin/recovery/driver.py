@@ -104,6 +104,19 @@ class Driver:
                 raise
             return None
 
+    def at_the_end(self, work: Callable[[], None]) -> None:
+        """Run something once with all members when nobody has anything else left to do, through whatever losses. Until
+        all have come nobody waits in a collective, where a script that still saves a model would seem to hang."""
+
+        def attempt() -> None:
+            with self._groups.waiting().at_the_end() as standing:
+                all_have_come = self._agreement.everybody_has_come(standing.poll)
+            if not all_have_come:
+                raise PeerLost("the membership changes before all have come to the end")
+            work()
+
+        self.carry_through(attempt)
+
     def finish(self) -> None:
         """Wait until all members are done, through whatever losses: who just ends is missed by the others, and lost."""
         while not self._everybody_is_done():

@@ -56,6 +56,8 @@ class Loop:
         """Of the losses that a step's vote sums: name -> how many numbers. Once a step is done all know them."""
         self.in_step = False
         """Whether the section in flight is a training step."""
+        self.not_finite: Callable[[], None] = _nothing_to_compare
+        """Called by all ranks together where the numbers of a vote are not finite, before anything is applied."""
         self._apply: Callable[[bool], Any] = _nothing
         self.inside = False
         """Whether there is a section in flight."""
@@ -98,6 +100,8 @@ class Loop:
         self._groups.confirm()
         self._apply, self.prepared, self.voted_in = apply, True, self._groups.epoch
         self.outcome = self._sum(numbers)
+        if not bool(torch.isfinite(self.outcome).all()):
+            self.not_finite()
         result: Result = self.apply()
         return result
 
@@ -145,3 +149,7 @@ class Loop:
 
 def _nothing(_: bool) -> None:
     """Sections that only wait for each other apply nothing."""
+
+
+def _nothing_to_compare() -> None:
+    """There are no replicas that could be compared."""

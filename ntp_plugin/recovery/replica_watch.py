@@ -1,15 +1,22 @@
 """Replicas compared while they train: what they hold alike is to be the same bits.
 
 A flipped bit in one replica's weights is no error to anybody: it trains on, and its gradients are summed with the
-others'. So every `watch_steps` steps, where the next one begins, each rank digests its weights and whatever else the
-others have alike, and all compare. Who is wrong is told where it can be (`copies/watch.py`). Then the job stops, or the
-wrong ranks leave it as if they had died, and what they held comes from the others (`on_sdc`).
+others'. So ranks digest their weights, and whatever else the others have alike, and compare: before a checkpoint is
+written, before the job ends, after the first step and the first after each recovery, and in between as often as a share
+of the step time allows (`watch_interval.py`) or as the user has set. Who is wrong is told where it can be
+(`copies/watch.py`). Then the job stops, or the wrong ranks leave it as if they had died, and what they held comes from
+the others (`on_sdc`).
+
+Where the loss of a step is not finite they compare before anybody applies it: afterwards all replicas would have what
+one had. Where all hold the same, the training has diverged by itself, and goes on as its framework has it.
 
 No copy is made of a state that is about to be compared: that of a wrong rank would be what the others go on from.
 """
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,6 +28,7 @@ from ntp_plugin.copies.watch import Odd, Sums, Told, are_alike, odd_ones, sums_o
 from ntp_plugin.errors import SilentCorruption
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.watch_interval import Measured, Schedule
 from ntp_plugin.telemetry import Compared, Corrupted, Teller
 
 _LOG = logging.getLogger(__name__)
@@ -31,8 +39,18 @@ type HeldAlike = Iterable[tuple[str, str, Piece, Mapping[str, torch.Tensor]]]
 and the values of these elements by name."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    """What a rank tells all others in a comparison."""
+
+    alike: int
+    """The last step after which all were alike, as far as it knows."""
+    sums: Sums
+    measured: Measured
+
+
 class ReplicaWatch:
-    """Looks every so many steps."""
+    """Compares when it is due, and when it is asked to."""
 
     def __init__(
         self,
@@ -48,31 +66,87 @@ class ReplicaWatch:
         self._topology, self._held_alike, self._distrust = topology, held_alike, distrust
         self._teller, self._alike = teller, 0
         self._groups, self._slot = rank.groups, rank.place.slot
-        self._every, self._heals = policy.watch_steps, policy.on_sdc == "heal"
+        self._budget, self._heals = policy.watch_cost, policy.on_sdc == "heal"
+        self._schedule = Schedule(every=policy.watch_steps)
         self._looked = 0, 0
-        """The steps and the epoch that it last looked after."""
+        """The steps and the epoch that it last compared after."""
+        self._diverged_in = -1
+        """The epoch in which all were found alike while a loss was not finite."""
+        self._exchange_s, self._fastest_s = 0.0, 0.0
+        self._left = 0, -1, 0.0
+        """The steps and the epoch that it was last asked after, and when it had answered."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this job compares its replicas."""
+        return self._schedule.every != 0
 
     def look(self, step: int) -> None:
-        """If it is time, after so many steps; all ranks come together, wherever there may be something to do before the
-        next one, for the first time or again."""
-        now = step, self._groups.epoch
-        if not self._every or not step or step % self._every or now == self._looked:
+        """Compare if that is due after so many steps; all ranks come together, wherever there may be something to do
+        before the next one, for the first time or again."""
+        self._schedule = self._schedule.seen(step, self._groups.epoch)
+        self._time(step)
+        if self._schedule.is_due(step) and self._looked != (step, self._groups.epoch):
+            self._compare(step)
+        self._left = step, self._groups.epoch, time.monotonic()
+
+    def before_it_counts(self, step: int) -> None:
+        """Compare unless that was done after so many steps: before a checkpoint is written, or before the job ends. All
+        ranks come together."""
+        if self.is_on and step and self._looked != (step, self._groups.epoch):
+            self._compare(step)
+
+    def not_finite(self, step: int) -> None:
+        """Compare before a step is applied whose loss is not finite, after so many that are; all ranks come together.
+
+        Where one replica is to blame, and is to leave, all others wait for that: the step is taken again without it.
+        """
+        epoch = self._groups.epoch
+        if not self.is_on or self._diverged_in == epoch:
             return
+        if self._compare(step):
+            dist.barrier()  # which the ranks that leave do not come to: it ends with the recovery
+        self._diverged_in = epoch
+        _LOG.warning("a loss is not finite after step %d, and all replicas hold the same: it is no corruption", step)
+
+    def _time(self, step: int) -> None:
+        before, epoch, since = self._left
+        if (before + 1, epoch) == (step, self._groups.epoch):
+            took = time.monotonic() - since
+            self._fastest_s = min(self._fastest_s or took, took)
+
+    def _compare(self, step: int) -> bool:
+        """Whether some are odd, and leave; raises where this rank is one of them, or the job stops."""
+        began_at = time.monotonic()
         mine = self._digests(step)
-        said: list[tuple[int, Sums]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(said, (self._alike, sums_of(mine)))
-        odd = [] if are_alike(sums for _, sums in said) else self._odd_of_all(mine)
-        self._looked, self._alike = now, max(alike for alike, _ in said)  # who came in has not looked before
+        digested_at = time.monotonic()
+        measured = Measured(digests_s=digested_at - began_at, exchange_s=self._exchange_s, step_s=self._fastest_s)
+        told: list[_Told] = [_Told(alike=0, sums={}, measured=measured)] * dist.get_world_size()
+        dist.all_gather_object(told, _Told(alike=self._alike, sums=sums_of(mine), measured=measured))
+        odd = [] if are_alike(one.sums for one in told) else self._odd_of_all(mine)
+        self._exchange_s, self._fastest_s = time.monotonic() - digested_at, 0.0
+        self._schedule = self._schedule.compared(step, [one.measured for one in told], self._budget)
+        self._looked = step, self._groups.epoch
+        self._alike = max(one.alike for one in told)  # who came in has not compared before
         self._teller.tell(Compared(step=step, values=len(mine), odd=len(odd)))
         if odd:
             self._act(odd[0], step)
         else:
             self._alike = step
+        return bool(odd)
 
     def _odd_of_all(self, mine: Told) -> list[Odd]:
-        told: list[tuple[int, Told]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(told, (self._slot, mine))
-        return odd_ones(dict(told))
+        told: list[tuple[int, Told, list[str]]] = [(0, {}, [])] * dist.get_world_size()
+        dist.all_gather_object(told, (self._slot, mine, list(self._not_finite())))
+        return odd_ones(
+            {slot: theirs for slot, theirs, _ in told}, {slot: values for slot, _, values in told if values}
+        )
+
+    def _not_finite(self) -> Iterator[str]:
+        for title, _, _, entries in self._held_alike():
+            for name, values in entries.items():
+                if not bool(torch.isfinite(values).all()):
+                    yield f"{title} ({name})"
 
     def _digests(self, step: int) -> Told:
         found = {}
@@ -85,7 +159,9 @@ class ReplicaWatch:
 
     def _act(self, odd: Odd, step: int) -> None:
         slots = ", ".join(str(self._topology.slot_of(slot)) for slot in odd.slots)
-        if odd.certain:
+        if not odd.finite:
+            what = f"{odd.values} in {slots} is not finite after step {step}, and in other replicas it is"
+        elif odd.certain:
             what = f"{odd.values} in {slots} is not what the other replicas have after step {step}"
         else:
             what = f"{odd.values} differs between {odd.wholes} replicas after step {step}, in one of {slots}"

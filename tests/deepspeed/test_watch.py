@@ -105,7 +105,7 @@ def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
     found = differences(outcomes, rows, watched)
     assert within(found, watched.dtype), found
     assert not told(events, Corrupted)
-    assert {event.step for event in told(events, Compared)} == set(range(1, 20))
+    assert {event.step for event in told(events, Compared)} == set(range(1, 21))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -115,7 +115,7 @@ def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage,
     outcomes, _ = run(halved, faults=[kill(3, during="vote", step=5)])
     assert not told(events, Corrupted)
     compared = told(events, Compared)
-    assert {event.step for event in compared} == set(range(1, 20))
+    assert {event.step for event in compared} == set(range(1, 21))
     (weights,) = {len(seen.weights) for seen in outcomes.values()}
     assert {event.values for event in compared} == {weights if stage else 4 * weights}  # each with two moments
 

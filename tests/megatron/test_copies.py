@@ -399,3 +399,15 @@ def test_float32():
     lived, _ = live(job(dtype="float32"), faults=[kill(2, during="applied", step=5)])
     worst = largest_differences(as_if_always_there(lived), run(uniform(BASE, dtype="float32")))
     assert max(worst.values()) <= BOUNDS["float32"], worst
+
+
+def test_a_copy_that_is_corrupt_on_one_rank_alone_has_nobody_fall_back_alone(events):
+    """Slot 0 reads its own copy and finds it wrong, while all others read sound ones. All go back to one version: with
+    the sound far copy of slot 0's part to the newest, and never to another than their peers."""
+    spoilt = job(f"{OVERLAP} --ntp-events={events}", per_host=2, spoil="an_own_copy_of_slot_0_is_corrupt")
+    lived, rows = live(spoilt, faults=[kill(3, during="backward", step=5)])
+    assert any("near-0" in event.what or "slot 0" in event.what for event in told(events, CopyTrouble))
+    assert len({event.step for event in told(events, Restored)}) == 1
+    assert_little_was_lost(events)
+    assert_same_training(lived)
+    assert_every_sample_once(rows)

@@ -57,6 +57,31 @@ def test_two_that_are_wrong_in_different_ways_are_both_named():
     assert odd.slots == (3, 6)
 
 
+# ---------------------------------------------------------------- what is not finite
+
+
+def test_of_two_the_one_that_is_not_finite_is_wrong():
+    (odd,) = odd_ones(changed(replicas(2), 3, "cut", 21), {3: ["cut"]})
+    assert odd == Odd(values="cut", slots=(3,), certain=True, wholes=2, finite=False)
+
+
+def test_most_may_have_lost_a_number_and_the_finite_one_is_right():
+    told = changed(changed(replicas(3), 3, "cut", 21), 5, "cut", 21)
+    (odd,) = odd_ones(told, {3: ["cut"], 5: ["cut"]})
+    assert odd == Odd(values="cut", slots=(3, 5), certain=True, wholes=3, finite=False)
+
+
+def test_where_no_whole_is_finite_nobody_can_say():
+    (odd,) = odd_ones(changed(replicas(2), 3, "cut", 21), {1: ["cut"], 3: ["cut"]})
+    assert not odd.certain and odd.finite
+
+
+def test_what_is_not_finite_is_told_first():
+    told = changed(changed(replicas(2), 3, "cut", 21), 1, "each", 8)
+    first, second = odd_ones(told, {3: ["cut"]})
+    assert not first.finite and (first.values, second.values) == ("cut", "each")
+
+
 # ---------------------------------------------------------------- by sums alone
 
 CUT, EACH = ["cut 0", "cut 1", "cut 2"], ["each 0", "each 1"]

@@ -17,6 +17,7 @@ so that a run that is hurt at step s has, from there on, the very hooks, buckets
 The user's objects stay: the modules, the parameters, DDP, the optimizer and its groups, the scheduler.
 
     start.py        what happens when Megatron has parsed its arguments
+    fingerprints.py what the training of a rank depends on, which all ranks compare
     training_step.py  the section that is a step: what is applied after the vote, what is told if it was interrupted
     samples.py      loaders that are made when they are asked, and made again
     counts.py       what a job counts outside of its model and optimizer

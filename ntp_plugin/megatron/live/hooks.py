@@ -10,6 +10,7 @@ import queue
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.rerun_state_machine import RerunMode
 
 from ntp_plugin.megatron.live.anatomy import set_forward_waits
 from ntp_plugin.megatron.live.unsynced import no_sync
@@ -88,8 +89,14 @@ def _sections(job: "LiveJob") -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_TRAINING}:save_checkpoint_and_time",
-            why="the same, and how its groups share the writing out is kept from the first time on",
-            make=lambda original: _voted(job, _by_groups_of_now(job, original)),
+            why="the same, after a comparison of replicas, and how its groups share the writing out is kept from the"
+            " first time on",
+            make=lambda original: _voted(job, _by_groups_of_now(job, original), before=_compared(job, original)),
+        ),
+        Replacement(
+            target="megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
+            why="a rank that raises alone leaves the others waiting: it tells them with its vote, and they compare",
+            make=lambda original: _rejected(job, original),
         ),
         Replacement(
             target=f"{_TRAINING}:disable_forward_pre_hook",
@@ -172,8 +179,8 @@ def _schedule(job: "LiveJob", original: Any) -> Any:
     return get
 
 
-def _voted(job: "LiveJob", original: Any) -> Any:
-    """A section that changes nothing of the training."""
+def _voted(job: "LiveJob", original: Any, *, before: Any = lambda *_, **__: None) -> Any:
+    """A section that changes nothing of the training; all ranks do `before` in it, also those that do not train."""
     loop = job.loop
 
     @functools.wraps(original)
@@ -181,6 +188,7 @@ def _voted(job: "LiveJob", original: Any) -> Any:
         results: list[Any] = []
 
         def work() -> Any:
+            before(*args, **kwargs)
             result = job.trainer.among_those_who_train(lambda: original(*args, **kwargs))
             loop.vote(lambda _: results.append(bool(loop.outcome[0])), torch.tensor([float(bool(result))]))
             return results[-1]
@@ -188,6 +196,29 @@ def _voted(job: "LiveJob", original: Any) -> Any:
         return loop.section(work, lambda: results[-1])
 
     return section
+
+
+def _compared(job: "LiveJob", original: Any) -> Any:
+    """What comes before `save_checkpoint_and_time`: nobody is to go on from what one replica alone holds."""
+
+    def compare(*args: Any, **kwargs: Any) -> None:
+        job.step.watch.before_it_counts(inspect.signature(original).bind(*args, **kwargs).arguments["iteration"])
+
+    return compare
+
+
+def _rejected(job: "LiveJob", original: Any) -> Any:
+    """`validate_result` of the machine that repeats steps, where it is switched off."""
+
+    @functools.wraps(original)
+    def validate(machine: Any, result: Any, rejection_func: Any, message: str, *args: Any, **kwargs: Any) -> None:
+        fatal = kwargs.get("fatal", args[2] if len(args) > 2 else True)
+        if not (job.loop.in_step and fatal and machine.mode == RerunMode.DISABLED):
+            original(machine, result, rejection_func, message, *args, **kwargs)
+        elif bool(rejection_func(result)):
+            job.step.reject(message)
+
+    return validate
 
 
 def _gathered(job: "LiveJob", original: Any) -> Any:

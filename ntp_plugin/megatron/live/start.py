@@ -19,14 +19,15 @@ import torch
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.hooks import nominal_firsts, of_masks
-from ntp_plugin.megatron.live import export, hooks
+from ntp_plugin.megatron.lane_sync import named
+from ntp_plugin.megatron.live import export, fingerprints, hooks
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.refusals import draws_exact_masks
-from ntp_plugin.recovery import exporting
+from ntp_plugin.recovery import exporting, same_settings
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
 from ntp_plugin.recovery.place import Place
@@ -49,6 +50,7 @@ class LiveJob:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
         self.args, self.topology, self._policy = args, topology, policy
+        settings = fingerprints.settings(args, policy)  # before anything counts in the arguments
         # An export is no part of the run that its copies are of, whose file of events this may be.
         record = (policy.events or place.events) if place.export is None else None
         self.teller = Teller(record, str(topology.slot_of(place.slot)))
@@ -92,11 +94,17 @@ class LiveJob:
         else:
             self.driver = self.rank.drive(self.trainer)
             self.rank.watch()
+        same_settings.require_same(self.rank, settings, leaves=self._is_in_the_first_replica)
+        self.rank.trains_by(settings.digest)
         apply_all(hooks.table(self))
         if draws_exact_masks(args, policy):
             layout = self.trainer.layout()
             self.anatomy.masks = ExactDropout(layout, args, nominal_firsts(layout, args))
             apply_all(of_masks(self.anatomy.masks))
+
+    @property
+    def _is_in_the_first_replica(self) -> bool:
+        return self.topology.slot_of(self.rank.place.slot).replica == 0
 
     def model_is_built(self) -> None:
         """The last moment before training at which all ranks are together."""
@@ -157,6 +165,9 @@ class LiveJob:
 
     def begin_sections(self) -> None:
         """The job is driven from here on; a newcomer comes in."""
+        slot = self.topology.slot_of(self.rank.place.slot)
+        training = fingerprints.training(self.args, dict(named(self.anatomy.chunks)), slot)
+        same_settings.require_same(self.rank, training, leaves=self._is_in_the_first_replica)
         self.rank.beat()
         if self.rank.place.joining:
             self.rank.wait_to_be_let_in()
@@ -176,8 +187,8 @@ class LiveJob:
 
     def end_sections(self) -> None:
         """The training is over, and what it has come to is what everybody has."""
-        if self.trainer.copies is not None:
-            self.loop.section(lambda: self.loop.vote(lambda _: None, torch.zeros(1)), lambda: None)
+        if self.trainer.copies is not None or self.step.watch.is_on:
+            self.loop.section(self.step.compare_at_the_end, lambda: None)
 
     def end(self) -> None:
         """With the others: a process that ends without it is lost, whatever its code."""

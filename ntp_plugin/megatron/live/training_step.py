@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
-from ntp_plugin.errors import PeerLost
+from ntp_plugin.errors import NotFinite, PeerLost
 from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import Samples
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
@@ -27,7 +27,7 @@ from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.telemetry import Committed, Teller
 
-_SOMEBODY_ASKS, _NORM, _COPIES = range(3)
+_SOMEBODY_ASKS, _NORM, _REJECTED, _COPIES = range(4)
 _LOSSES = _COPIES + WORDS
 """What the numbers of the vote are; the last are as many as the losses have."""
 
@@ -52,6 +52,11 @@ class TrainingStep:
         self._args, self._loop, self._rank, self._trainer = args, loop, rank, trainer
         self._surroundings, self._samples, self._teller = surroundings, samples, teller
         self.watch = watch
+        loop.not_finite = lambda: watch.not_finite(self._in_the_state)
+        self.over = 0
+        """Training steps that are over, as far as this process took part in them; 0 before the first one."""
+        self._rejected = ""
+        """Why Megatron would end the job by the step in flight: a result that is not finite."""
         surroundings.catch_up, surroundings.consumed = self.catch_up, self._consumed
         self._somebody_asks = False
         self._kinds: tuple[int, Mapping[str, int]] | None = None
@@ -89,11 +94,31 @@ class TrainingStep:
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a newcomer comes in")
         self._losses, self._norm, self._skipped = [], None, False
+        self._voted, self._rejected = False, ""
         if self._trainer.idle:
             self._trainer.have_the_rest()
             self._vote(_nothing)
             return self._told()
-        return self._take()
+        result = self._take()
+        if not self._voted:  # Megatron has computed the step again, to the same end, and would leave without a word
+            self.reject("see Megatron's log above")
+            self._vote(_nothing)
+        return result
+
+    @property
+    def _in_the_state(self) -> int:
+        """Training steps that this rank's state has in it, while the next one is taken."""
+        copies = self._trainer.copies
+        return int(self._args.curr_iteration) if copies is None else copies.state_of
+
+    def reject(self, why: str) -> None:
+        """A result of the step in flight is not finite: nobody applies it."""
+        self._rejected = self._rejected or why
+
+    def compare_at_the_end(self) -> None:
+        """In a section of its own, after the last step."""
+        self.watch.before_it_counts(self.over)
+        self._loop.vote(lambda _: None, torch.zeros(1))
 
     def _consumed(self) -> int:
         copies, counted = self._trainer.copies, int(self._args.consumed_train_samples)
@@ -180,6 +205,8 @@ class TrainingStep:
             numbers[_NORM] = float(self._norm or 0.0)
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
+        if self._rejected:
+            numbers[_REJECTED] = torch.nan
         copies, self._voted = self._trainer.copies, True
         if copies is not None:
             numbers[_COPIES:_LOSSES] = torch.tensor(copies.words())
@@ -188,7 +215,9 @@ class TrainingStep:
         return self._loop.vote(functools.partial(self._heard, apply), numbers)
 
     def _heard(self, apply: Any, really: bool) -> Any:
+        self._refuse_what_is_rejected()
         self._somebody_asks = bool(self._loop.outcome[_SOMEBODY_ASKS])
+        self.over = self._args.curr_iteration + 1
         if self._loop.kinds is None:
             assert self._kinds is not None, "the numbers were made of them"
             self._loop.kinds = self._kinds[1]
@@ -198,6 +227,17 @@ class TrainingStep:
         result = self._heard_again(apply, self._loop.outcome) if really else None
         copies.steps += 1  # not before: a loss that interrupts what is applied may have the step taken once more
         return result
+
+    def _refuse_what_is_rejected(self) -> None:
+        if not bool(torch.isnan(self._loop.outcome[_REJECTED])):
+            return
+        raise NotFinite(
+            f"Megatron has found a result that is not finite in the step after step {self._args.curr_iteration}"
+            + (f" ({self._rejected})" if self._rejected else "")
+            + (", and all replicas hold the same weights" if self.watch.is_on else ""),
+            way_out="go on from the last checkpoint with a lower learning rate, or without these samples"
+            " (--iterations-to-skip)",
+        )
 
     def _heard_again(self, apply: Any, outcome: torch.Tensor) -> Any:
         copies, members = self._trainer.copies, dist.get_world_size()

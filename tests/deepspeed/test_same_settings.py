@@ -1,0 +1,84 @@
+"""Ranks of a DeepSpeed job that would train otherwise than the others: refused, with the names of what differs."""
+
+import dataclasses
+import os
+
+import pytest
+
+from benchmarks.zero.compare import differences, used_once, within
+from benchmarks.zero.job import Job, Play, have_deepspeed_imported, run
+from ntp_plugin.errors import Refused
+from ntp_plugin.recovery import same_settings
+from ntp_plugin.testing.faults import kill
+from ntp_plugin.testing.ranks import Ranks
+
+LONG_S = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviating(Play):
+    """One process that is started otherwise: with other keys, another data set, or other variables."""
+
+    who: str = ""
+    """Its occupant."""
+    keys: tuple[tuple[str, object], ...] = ()
+    shifted: int = 0
+    """Its samples are those of other numbers, of a data set as long."""
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def _play(self, rank):
+        if rank.seat.occupant != self.who:
+            return super()._play(rank)
+        os.environ |= dict(self.variables)
+        if self.shifted:
+            from benchmarks.zero.models import Samples  # noqa: PLC0415
+
+            item = Samples.__getitem__
+            Samples.__getitem__ = lambda samples, number: item(samples, number + self.shifted)
+        return dataclasses.replace(self, job=dataclasses.replace(self.job, more=self.keys), who="")._play(rank)
+
+
+WAYS = [
+    pytest.param({"keys": (("seed", 7),)}, r"configuration seed \(arguments\) is 7 here and not set there", id="key"),
+    pytest.param({"shifted": 1}, r"samples \(data\) is \w+", id="data"),
+    pytest.param({"variables": (("NVTE_X", "1"),)}, r"NVTE_X \(environment\) is 1 here and not set", id="variable"),
+]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("way", "named"), WAYS)
+def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(stage, way, named):
+    have_deepspeed_imported()
+    trained = Job(stage=stage)
+    with Ranks(4, Deviating(trained, who="3/1", **way), faults=[kill(3, during="backward", step=5)]) as ranks:
+        ranks.wait_for_death(3, LONG_S)
+        ranks.start_again(3)
+        outcomes = ranks.wait(LONG_S, but=[3])
+        with pytest.raises(Refused, match=named):
+            ranks.wait(LONG_S, but=[0, 1, 2])
+    assert within(differences(outcomes, ranks.rows, trained), trained.dtype)
+    assert used_once(ranks.rows, trained)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(("way", "named"), WAYS)
+def test_founders_that_train_otherwise_end_the_job_before_its_first_step(way, named):
+    have_deepspeed_imported()
+    match = rf"rank 2 \(here\) and rank 0 \(there\): {named}"
+    with Ranks(4, Deviating(Job(), who="2/0", **way)) as ranks, pytest.raises(Refused, match=match):
+        ranks.wait(LONG_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class NobodyCompares(Play):
+    """As it was before ranks compared their settings: one has samples of its own, and nobody says so."""
+
+    def _play(self, rank):
+        same_settings.require_same = lambda *_, **__: None
+        return dataclasses.replace(Deviating(self.job, who="2/0", shifted=1))._play(rank)
+
+
+def test_another_data_set_on_one_rank_is_nothing_that_anybody_else_notices():
+    """A negative control: the replicas stay alike, and all of them are wrong."""
+    outcomes, rows = run(Job(), play=NobodyCompares)
+    assert not within(differences(outcomes, rows, Job()), Job().dtype)

@@ -1,0 +1,36 @@
+"""What is no tensor stands where it would without a loss: random numbers, and how far the data were read."""
+
+import pytest
+
+from benchmarks.parity.job import STEPS
+from benchmarks.parity.layouts import DROPOUT, MODELS
+from benchmarks.parity.live import live
+from ntp_plugin.testing.faults import kill
+from tests.megatron.test_live import SHARDED, assert_every_sample_once, assert_same_training, job
+
+
+@pytest.mark.parametrize("kind", ["", SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize("model", [None, DROPOUT], ids=["no dropout", "exact dropout"])
+def test_generators_and_the_cursor_of_the_data_after_a_recovery_and_a_return(model, kind):
+    """Of those who stayed, and of who came back: each slot has the generators of an undisturbed run, and all have
+    consumed what that has."""
+    trained = job(more=kind, **({} if model is None else {"model": MODELS[model]}))
+    calm, _ = live(trained, timeout_s=400)
+    lived, rows = live(trained, faults=[kill(3, during="backward", step=5)], back={3: 10}, timeout_s=400)
+    assert {slot: one.seen.consumed for slot, one in lived.items()} == dict.fromkeys(range(4), STEPS * trained.batch)
+    assert {slot: one.seen.drawn_from for slot, one in lived.items()} == {
+        slot: one.seen.drawn_from for slot, one in calm.items()
+    }
+    assert_every_sample_once(rows)
+    if model is None:
+        assert_same_training(lived)
+
+
+@pytest.mark.parametrize("kind", ["", SHARDED], ids=["plain", "sharded"])
+def test_generators_and_the_cursor_of_the_data_in_a_hurt_layout(kind):
+    trained = job(more=kind)
+    calm, _ = live(trained, timeout_s=400)
+    lived, _ = live(trained, faults=[kill(3, during="vote", step=5)], timeout_s=400)
+    for slot, one in lived.items():
+        assert one.seen.consumed == STEPS * trained.batch
+        assert one.seen.drawn_from == calm[slot].seen.drawn_from

@@ -1,0 +1,128 @@
+"""Replicas of an ordinary PyTorch loop are compared: a bit that flips or a number that is lost is found and named."""
+
+import contextlib
+import dataclasses
+import io
+import os
+
+import pytest
+import torch
+
+from ntp_plugin.plain import job as plain
+from ntp_plugin.plain.parallel_layers import TensorParallelMLP
+from ntp_plugin.testing.ranks import Ranks
+from tests.ranks.plain_job import loss_of
+
+STEPS, LONG_S = 60, 300
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spoilt:
+    """A job in which one weight of slot 1 is spoilt between two steps."""
+
+    after: int
+    how: str
+    tp: int = 1
+    keys: tuple[tuple[str, object], ...] = ()
+
+    def __call__(self, rank):
+        """Its exit code, what it said, and the losses, weights and members that it ended with."""
+        os.environ |= rank.environment()
+        torch.manual_seed(0)
+        said, losses, job = io.StringIO(), [], None
+        try:
+            with contextlib.redirect_stderr(said), self._begun() as job:
+                while job.steps_done < STEPS:
+                    if job.steps_done == self.after and rank.slot == 1:
+                        self._spoil(next(iter(job._trainer.model.parameters())).data.view(-1))
+                    losses.append(job.step())
+        except SystemExit as end:
+            return end.code, said.getvalue(), losses, None, None
+        weights = [parameter.detach().clone() for parameter in job._trainer.model.parameters()]
+        return 0, said.getvalue(), losses, weights, job.members
+
+    def _begun(self):
+        keys = dict(self.keys)
+        if self.tp == 1:
+            model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+            return plain.elastic_job(model, optimizer, loss_of(model), per_rank=4, **keys)
+
+        def build(group):
+            model = TensorParallelMLP(8, 16, 32, 1, group).double()
+            return model, torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+
+        return plain.tensor_parallel_job(
+            build, lambda model, *of: loss_of(model)(*of), tp=self.tp, per_replica=4, **keys
+        )
+
+    def _spoil(self, values):
+        if self.how == "nan":
+            values[0] = torch.nan
+        elif self.how == "flip":
+            values[:1].view(torch.uint8)[0] ^= 1
+
+
+def played(spoilt, ranks, but=()):
+    with Ranks(ranks, spoilt) as running:
+        return running.wait(LONG_S, but=but)
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 3), (2, 4)])
+@pytest.mark.parametrize("after", [5, STEPS - 1])
+def test_a_flipped_bit_in_a_job_of_60_steps_is_found(tp, ranks, after):
+    """Also one that flips before the last step: replicas are compared before the job ends."""
+    outcomes = played(Spoilt(after=after, how="flip", tp=tp), ranks)
+    for code, said, *_ in outcomes.values():
+        assert code == 7, said
+        assert "weight (weight)" in said
+        named = "in r1.s0.t0 is not what the other" if tp == 1 else "in one of r0.s0.t0, r0.s0.t1, r1.s0.t0, r1.s0.t1"
+        assert named in said
+
+
+def test_where_the_user_wants_no_comparison_there_is_none():
+    outcomes = played(Spoilt(after=5, how="flip", keys=(("watch_steps", 0),)), 2)
+    assert [code for code, *_ in outcomes.values()] == [0, 0]
+
+
+@pytest.mark.parametrize(("tp", "ranks", "slot"), [(1, 2, "r1.s0.t0"), (2, 4, "r0.s0.t1")])
+def test_a_weight_that_is_not_finite_is_named_also_of_two_replicas(tp, ranks, slot):
+    """Before it has come to the others by the gradients."""
+    outcomes = played(Spoilt(after=30, how="nan", tp=tp), ranks)
+    for code, said, *_ in outcomes.values():
+        assert code == 7, said
+        assert f"in {slot} is not finite after step 30, and in other replicas it is" in said
+
+
+def test_the_others_go_on_where_the_job_is_to_heal():
+    calm = played(Spoilt(after=-1, how=""), 2)
+    outcomes = played(Spoilt(after=30, how="nan", keys=(("on_sdc", "heal"),)), 2)
+    code, said, *_ = outcomes[1]
+    assert code == 7 and "is not finite after step 30" in said
+    code, said, losses, weights, members = outcomes[0]
+    assert (code, members) == (0, (0,)), said
+    torch.testing.assert_close(losses, calm[0][2], rtol=1e-10, atol=0.0)
+    torch.testing.assert_close(weights, calm[0][3], rtol=1e-10, atol=0.0)
+
+
+def test_a_script_that_diverges_by_itself_goes_on():
+    """All replicas hold the same: it is nobody's fault but the script's."""
+    outcomes = played(Diverging(after=30, how="nan"), 2)
+    for code, said, losses, *_ in outcomes.values():
+        assert code == 0, said
+        assert len(losses) == STEPS and losses[-1] != losses[-1]
+
+
+class Diverging(Spoilt):
+    """Both slots lose the same number."""
+
+    def __call__(self, rank):
+        spoil, taken = self._spoil, plain.ElasticJob.step
+
+        def step(job):
+            if job.steps_done == self.after and rank.slot == 0:
+                spoil(next(iter(job._trainer.model.parameters())).data.view(-1))
+            return taken(job)
+
+        plain.ElasticJob.step = step
+        return super().__call__(rank)

@@ -1,0 +1,52 @@
+"""A process that would train otherwise than the others is refused, with the names of what differs."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
+
+WAYS = [
+    pytest.param("--seed=4", r"argument 1 (arguments) is '--seed=4' here and not set there", id="argument"),
+    pytest.param("NVTE_X=1", "NVTE_X (environment) is 1 here and not set there", id="variable"),
+    pytest.param("version=0.0.7", "ntp-plugin (versions) is 0.0.7 here and ", id="version"),
+]
+
+
+LONG_S = 300
+
+
+def job(folder, deviant, *flags, recipe="train.py", **environment):
+    words = {"RECIPE": str(RECIPES / recipe), "PLAYED": str(PAUSED), "STEPS": "200", "PAUSE_S": "0.5"} | environment
+    script = Path(__file__).with_name("deviating.py")
+    return Command([*NTP, "run", "--standalone", *flags, str(script)], folder / "log", DEVIANT=deviant, **words)
+
+
+@pytest.mark.parametrize(("way", "named"), WAYS)
+def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(tmp_path, way, named):
+    """Each process that is started in its place is refused too; there are no more of them than --ntp-respawn says."""
+    running = job(tmp_path, f"1:joining {way}", "--nproc-per-node=3", "--ntp-respawn=2")
+    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)", LONG_S)[1]), signal.SIGKILL)
+    running.wait_for(
+        r"slot 1 is lost: its process ended with code 2(.|\n)*slot 1 is lost: its process ended with code 2"
+    )
+    running.go_on()
+    code, said = running.end(LONG_S)
+    assert code == 0, said
+    assert said.count("is not admitted, because its training would differ") == 2
+    assert named.replace("'", "") in said.replace("'", "")
+    assert said.count("slot 1 starts anew") == 2
+    assert last_line(said)[-1] == "(0, 2)"
+
+
+@pytest.mark.parametrize("recipe", ["train.py", "train_tp.py"])
+def test_founders_that_train_otherwise_end_the_job_before_its_first_step(tmp_path, recipe):
+    running = job(tmp_path, "2:founding --seed=4 NVTE_X=1", "--nproc-per-node=4", recipe=recipe)
+    code, said = running.end(LONG_S)
+    assert code == 2, said
+    for name in ("argument 1 (arguments) is --seed=4 here", "NVTE_X (environment) is 1 here and not set there"):
+        assert name in said.replace("'", "")
+    assert "rank 2 (here) and rank 0 (there)" in said
+    assert "step" not in said
