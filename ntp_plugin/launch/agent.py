@@ -294,7 +294,7 @@ class TolerantAgent(LocalElasticAgent):
         over = self._finished or self._supervisor.view.over
         if trouble is not None and (not over or isinstance(trouble, ScriptError | NotStarted)):
             self._is_ended = isinstance(trouble, ScriptError | NotStarted)
-            TolerantAgent.worst_code = _worst([handler.proc.poll() for handler in self._handlers().values()])
+            TolerantAgent.worst_code = self._worst_code()
             if not self._is_ended:  # everything that torch would still say to the store would wait for it
                 worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
             raise trouble
@@ -316,7 +316,7 @@ class TolerantAgent(LocalElasticAgent):
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
             )
-        return self._failure(worker_group, codes)
+        return self._failure(worker_group)
 
     def _is_done(self, codes: Sequence[int], *, store_left: bool) -> bool:
         """Workers that beat say together that the job is over; of others nothing is known but how they ended."""
@@ -328,8 +328,8 @@ class TolerantAgent(LocalElasticAgent):
         ended_well = bool({0, HOW_IS_NOT_KNOWN} & set(codes))
         return (self._supervisor.view.over or store_left) and (ended_well or not were_in)
 
-    def _failure(self, worker_group: WorkerGroup, codes: Sequence[int]) -> RunResult:
-        TolerantAgent.worst_code = _worst(codes)
+    def _failure(self, worker_group: WorkerGroup) -> RunResult:
+        TolerantAgent.worst_code = self._worst_code()
         failures = {
             worker.global_rank: ProcessFailure(
                 local_rank=worker.local_rank,
@@ -340,6 +340,13 @@ class TolerantAgent(LocalElasticAgent):
             for worker in worker_group.workers
         }
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _worst_code(self) -> int:
+        """Of the workers: the highest exit code that is ours, also of one that was killed as it ended; else 1."""
+        ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed
+        ended = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is not None]
+        codes = {code for process in ended for code in (process.returncode, self._errors.code_of(process.pid))}
+        return max((code for code in codes if code in ours), default=1)
 
     def _trouble(self) -> NtpError | None:
         """Why this host is no part of the job any more."""
@@ -487,11 +494,6 @@ def _bound_worker(*, entrypoint: str, args: Sequence[object], **options: Any) ->
     """A worker as torch's agent starts one, but it does not outlive this process."""
     program, *words = bound([entrypoint, *map(str, args)])
     return get_subprocess_handler(entrypoint=program, args=tuple(words), **options)
-
-
-def _worst(codes: Sequence[int | None]) -> int:
-    ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed
-    return max((code for code in codes if code in ours), default=1)
 
 
 def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:

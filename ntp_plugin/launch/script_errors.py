@@ -16,7 +16,7 @@ from pathlib import Path
 from ntp_plugin.comm.membership import Seat
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import NotStarted, ScriptError, StoreLost
-from ntp_plugin.recovery.script_failure import OnError, ScriptFailure, ends_the_job, read_failure
+from ntp_plugin.recovery.script_failure import OnError, ScriptFailure, ends_the_job, read_code, read_failure
 
 _KEY = "script error"
 _ERROR, _REPEATED, _NOT_STARTED = "error", "repeated error", "not started"
@@ -67,6 +67,10 @@ class ScriptErrors:
             NotStarted: Always, unless the job has been ended for another reason before.
         """
         self._end_by(self._store.create(_KEY, json.dumps([_NOT_STARTED, slot, reason])))
+
+    def code_of(self, pid: int) -> int | None:
+        """The exit code that a worker of this host was about to end with, if it has said so."""
+        return read_code(self._folder, pid)
 
     def look(self, now: float) -> None:
         """Whether another host has ended the job; raises `ScriptError` or `NotStarted` then."""

@@ -85,6 +85,8 @@ class Supervisor:
         self._ask_s, self._asks_at = ask_s, 0.0
         self._told_stuck, self._stuck_in = told_stuck, -1
         self._judged_at = self._judges_again_at = time.monotonic()
+        self._judged_epoch = first.epoch
+        self._over_since: float | None = None
         self.view, self._founders = first, frozenset(first.seats)
         """The newest that it has seen."""
         self.answered_at = time.monotonic()
@@ -240,11 +242,14 @@ class Supervisor:
         pulses = {slot: ward.pulse for slot, ward in wards.items()}
         if self.view.over:  # whoever still runs is on the way out
             joined = {slot for slot, ward in wards.items() if ward.been_in}
-            return {verdict.slot: verdict for verdict in left_over(pulses, joined, self._thresholds)}
+            return {
+                verdict.slot: verdict
+                for verdict in left_over(pulses, joined, self._thresholds, over_for=self._over_for(now))
+            }
         found = gone(pulses, self._thresholds, now=now)
         # A newcomer holds nobody up, and nobody waits for it: not while it imports, nor while it asks to be let in.
         members = {slot: ward.pulse for slot, ward in wards.items() if ward.seat in self.view.seats}
-        still = standstill(members, self._thresholds) if self._has_looked_lately(now) else None
+        still = standstill(members, self._thresholds) if self._may_judge(now) else None
         if self._hosts is not None:
             found += self._hosts.tick(self.view, still)
             self._tell_stuck(self._hosts.stuck)
@@ -253,11 +258,18 @@ class Supervisor:
             self._tell_stuck(stuck({0: still}))
         return {verdict.slot: verdict for verdict in found}
 
-    def _has_looked_lately(self, now: float) -> bool:
-        """False for a while after this process was stopped itself: ranks that waited for its store could not poll."""
+    def _over_for(self, now: float) -> float:
+        self._over_since = now if self._over_since is None else self._over_since
+        return now - self._over_since
+
+    def _may_judge(self, now: float) -> bool:
+        """False for a while after this process was stopped itself, as ranks that waited for its store could not poll, and
+        after the view has changed, as all are about to move."""
         before, self._judged_at = self._judged_at, now
         if now - before > _PAUSE_S:
-            self._judges_again_at = now + _PAUSE_S
+            self._judges_again_at = max(self._judges_again_at, now + _PAUSE_S)
+        if self.view.epoch != self._judged_epoch:
+            self._judged_epoch, self._judges_again_at = self.view.epoch, now + self._thresholds.hung_s
         return now >= self._judges_again_at
 
     def _tell_stuck(self, waiting: int) -> None:

@@ -7,8 +7,8 @@ Five things tell that a rank is gone, and each has its own proof:
               the process is stopped. A rank that is only starved of CPU is runnable or sleeping, not stopped, so that
               load alone never makes this verdict.
     silent    its heart has not beaten for `silent_s`, whatever the system says: the Python lock is held, the host is
-              cut off, or the machine is dying. Who has said that it ends has `hung_s`, if that is longer: taking a
-              process down is no work that beats.
+              cut off, or the machine is dying. Who has said that it ends has half a minute, or `hung_s` if that is
+              longer: taking a process down is no work that beats.
     hung      its heart beats, but it has neither moved nor waited for others for `hung_s`, while everybody else waits.
               Whoever stands in a collective waits for others and is innocent, as long as its wait goes on polling: a
               signal handler that never returns stops the loop of a wait and leaves the rank's word that it waits as it
@@ -39,6 +39,8 @@ _ASKED_IN_FROZEN_S = 6
 _POLLING_IN_HUNG_S = 4
 """Whose wait has polled within a quarter of that time waits; whose has not for all of it hangs; between the two nobody
 is judged. A wait polls ten times a second."""
+_LEAVING_S = 30.0
+"""For a process that ends: a busy machine takes so long to unload its libraries."""
 _BEATS_IN_SILENT_S, _BEATS_IN_HUNG_S = 4, 10
 """At least: three that are missed mean something, and a hang is told of by no more than a tenth of its limit later."""
 
@@ -177,8 +179,10 @@ def gone(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> 
     return [verdict for verdict in found if verdict is not None]
 
 
-def left_over(pulses: Mapping[int, Pulse], joined: Collection[int], thresholds: Thresholds) -> list[Verdict]:
-    """The processes of a host that hold up the end of a job that is over, ascending by slot."""
+def left_over(
+    pulses: Mapping[int, Pulse], joined: Collection[int], thresholds: Thresholds, *, over_for: float
+) -> list[Verdict]:
+    """The processes of a host that hold up the end of a job that has been over for so long, ascending by slot."""
     found = []
     for slot, pulse in sorted(pulses.items()):
         stood = pulse.asked_at - pulse.ran_at
@@ -186,7 +190,8 @@ def left_over(pulses: Mapping[int, Pulse], joined: Collection[int], thresholds: 
             continue
         if slot not in joined:
             reason = "the job is over, and it had not joined"
-            found.append(Verdict(slot=slot, kind=NOT_NEEDED, reason=reason))
+            if over_for > thresholds.silent_s:  # one that runs ends by itself
+                found.append(Verdict(slot=slot, kind=NOT_NEEDED, reason=reason))
         elif pulse.stopped and stood > thresholds.silent_s:
             reason = f"its process is stopped since {stood:.2f} s (limit {thresholds.silent_s} s), and the job is over"
             found.append(Verdict(slot=slot, kind="frozen", reason=reason))
@@ -297,7 +302,7 @@ def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) ->
         reason = f"no beat in {silence:.1f} s since its start (limit {limit} s)"
         return Verdict(slot=slot, kind="silent", reason=reason) if silence > limit else None
     silence = now - pulse.beat_at
-    limit = max(thresholds.silent_s, thresholds.hung_s) if pulse.leaving else thresholds.silent_s
+    limit = max(thresholds.silent_s, thresholds.hung_s, _LEAVING_S) if pulse.leaving else thresholds.silent_s
     if silence > limit:
         reason = f"no beat in {silence:.1f} s (limit {limit} s)" + " after it said that it ends" * pulse.leaving
         return Verdict(slot=slot, kind="silent", reason=reason)

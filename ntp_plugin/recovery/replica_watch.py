@@ -13,6 +13,7 @@ one had. Where all hold the same, the training has diverged by itself, and goes 
 No copy is made of a state that is about to be compared: that of a wrong rank would be what the others go on from.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -25,7 +26,7 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.pieces import Piece
 from ntp_plugin.copies.watch import Odd, Sums, Told, are_alike, odd_ones, sums_of
-from ntp_plugin.errors import SilentCorruption
+from ntp_plugin.errors import PeerLost, SilentCorruption
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.watch_interval import Measured, Schedule
@@ -172,11 +173,18 @@ class ReplicaWatch:
             return  # they leave, and are missed in this step
         if not heals:
             self._distrust(self._alike)
+            self._wait_for_all_to_know()
         raise SilentCorruption(
             f"{what}; at step {self._alike} all were alike" if self._alike else what,
             way_out="test the hardware of these slots"
             + ("; the others go on" if heals else f", and {self._restart()}"),
         )
+
+    def _wait_for_all_to_know(self) -> None:
+        """Whoever ended before another has its part of the exchange would be missed there as a loss, and that one would
+        go on. Who comes here knows all; who is missed here has come, or dies of something else."""
+        with contextlib.suppress(PeerLost, RuntimeError):
+            dist.barrier()
 
     def _restart(self) -> str:
         if not self._alike:

@@ -33,6 +33,8 @@ _FAULT_WORDS = re.compile(
 )
 _BUG_WORDS = re.compile(r"device-side assert|out of memory", re.I)
 """The device says so, and the script is the cause."""
+_FAILURE, _CODE = "json", "code"
+"""How the names of reports end."""
 _LONGEST = 16_000
 """Characters of a traceback; its end is what counts."""
 _FIRST_OF_SIGNALS = 128
@@ -100,10 +102,18 @@ def reported() -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         folder = os.environ.get(FOLDER)
-        if folder is not None and (failure := failure_of(error)) is not None:
+        if folder is not None:
             with contextlib.suppress(OSError):  # then it is lost as by a fault, and its traceback is in its output
-                _write(Path(folder), failure)
+                _report(Path(folder), error)
         raise
+
+
+def _report(folder: Path, error: BaseException) -> None:
+    ours = next((one for one in _chain(error) if isinstance(one, NtpError)), None)
+    if ours is not None:
+        _write(folder, _CODE, str(ours.exit_code))
+    elif (failure := failure_of(error)) is not None:
+        _write(folder, _FAILURE, failure.encode())
 
 
 def failure_of(error: BaseException) -> ScriptFailure | None:
@@ -140,10 +150,10 @@ def _is_a_fault(error: BaseException) -> bool:
     return bool(of_torch & _FAULT_CLASSES) or _FAULT_WORDS.search(str(error)) is not None
 
 
-def _write(folder: Path, failure: ScriptFailure) -> None:
+def _write(folder: Path, kind: str, text: str) -> None:
     unnamed = folder / f"{os.getpid()}.new"
-    unnamed.write_text(failure.encode())
-    unnamed.rename(folder / f"{os.getpid()}.json")
+    unnamed.write_text(text)
+    unnamed.rename(folder / f"{os.getpid()}.{kind}")
 
 
 # ---------------------------------------------------------------- the supervisor
@@ -152,6 +162,15 @@ def _write(folder: Path, failure: ScriptFailure) -> None:
 def read_failure(folder: Path, pid: int) -> ScriptFailure | None:
     """What a process that has ended had reported; None where it reported nothing."""
     try:
-        return ScriptFailure.decode((folder / f"{pid}.json").read_text())
+        return ScriptFailure.decode((folder / f"{pid}.{_FAILURE}").read_text())
     except (OSError, ValueError, TypeError):
+        return None
+
+
+def read_code(folder: Path, pid: int) -> int | None:
+    """The exit code that a process was about to end with by an error of this package; None where there is none. It may
+    have been killed since: a busy machine takes long to unload a process."""
+    try:
+        return int((folder / f"{pid}.{_CODE}").read_text())
+    except (OSError, ValueError):
         return None

@@ -10,26 +10,14 @@ import pytest
 
 from tests.ranks.command import NTP, RECIPES, Command, last_line
 
-PATIENCE_S = 900.0
-"""For a job on a machine that is busy with others."""
 SIGNALLED = Path(__file__).with_name("signalled.py")
-
-
-class Job(Command):
-    """Waited for with more patience."""
-
-    def wait_for(self, pattern, timeout_s=PATIENCE_S):
-        return super().wait_for(pattern, timeout_s)
-
-    def end(self, timeout_s=PATIENCE_S):
-        return super().end(timeout_s)
 
 
 def job(folder, *flags, hung_s=3, **environment):
     """Three slots that train slowly until they may go on."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", f"--ntp-thresholds=hung_s={hung_s}", *flags]
-    told = {"RECIPE": str(RECIPES / "train.py"), "STEPS": "300", "PAUSE_S": "0.5"} | environment
-    return Job([*words, str(SIGNALLED)], folder / "log", **told)
+    told = {"RECIPE": str(RECIPES / "train.py"), "STEPS": "60", "PAUSE_S": "1"} | environment
+    return Command([*words, str(SIGNALLED)], folder / "log", **told)
 
 
 @pytest.fixture(scope="module")

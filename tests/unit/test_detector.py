@@ -243,14 +243,14 @@ def test_whatever_is_broken_nobody_who_stays_misses_another(hosts, data):
     assert not [pair for pair in broken if set(pair) <= stay]
 
 
+@pytest.mark.parametrize("over_for", [4.9, 5.1])
 @pytest.mark.parametrize(("stopped_for", "kind"), [(4.9, None), (5.1, "frozen")])
-def test_when_the_job_is_over_nobody_waits_for_who_never_joined_nor_for_long_for_who_is_stopped(stopped_for, kind):
+def test_when_the_job_is_over_who_never_joined_or_is_stopped_is_not_waited_for_long(stopped_for, kind, over_for):
     stopped = beating(10.0, ran_at=10.0, asked_at=10.0 + stopped_for, stopped=True)
     pulses = {0: beating(10.0), 1: Pulse(started_at=9.0), 2: stopped, 3: beating(9.0, ended=0), 4: beating(10.0)}
-    found = left_over(pulses, {0, 2, 3}, LIMITS)
-    assert {verdict.slot: verdict.kind for verdict in found} == {1: "not needed", 4: "not needed"} | (
-        {2: kind} if kind else {}
-    )
+    found = left_over(pulses, {0, 2, 3}, LIMITS, over_for=over_for)
+    not_needed = {1: "not needed", 4: "not needed"} if over_for > 5.0 else {}
+    assert {verdict.slot: verdict.kind for verdict in found} == not_needed | ({2: kind} if kind else {})
 
 
 @pytest.mark.parametrize(("joining", "found"), [(True, {0: "frozen"}), (False, {})])
