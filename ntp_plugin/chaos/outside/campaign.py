@@ -89,7 +89,7 @@ def run_campaign(asked: Asked, folder: Path, reference: Reference, *, wait: Wait
         one = judge(ran, reference.losses, weights_apart=_weights_apart(ran, reference), allowed=asked.allowed)
         one += _not_removed(kept)
         for bad in (one for one in one if one.wrong or one.hung or one.left):
-            say(f"run {number}: {bad.kind}: {bad.wrong or bad.hung or f'left behind: {bad.left}'}")
+            say(f"run {number}: {bad.kind}: {'; '.join(_words(bad))}")
         say(f"run {number}: {len(ran.injected)} faults, ended with code {ran.code}; {len(queue)} faults to come")
         judged, missed, kept = [*judged, *one], [*missed, *ran.missed], [*kept, *ran.leavings.kept]
     leavings.remove(kept)
@@ -99,6 +99,10 @@ def run_campaign(asked: Asked, folder: Path, reference: Reference, *, wait: Wait
         missed=tuple(missed),
         kept=len(kept),
     )
+
+
+def _words(bad: Judged) -> list[str]:
+    return [what for what in (bad.wrong, bad.hung, "left behind: " * bool(bad.left) + ", ".join(bad.left)) if what]
 
 
 def _weights_apart(ran: Ran, reference: Reference) -> float | None:

@@ -60,8 +60,12 @@ class JobView:
 
     @property
     def reports(self) -> Sequence[Report]:
-        """In the order in which they came: from the record, or if it has none from the output."""
-        return self._recorded or self._printed
+        """In the order in which they came: from the record, or if it has none from the output.
+
+        Where lines say which rank they are of, others do not count: a summary at the end, say, with fewer digits.
+        """
+        of_ranks = [report for report in self._printed if report.rank is not None]
+        return self._recorded or of_ranks or self._printed
 
     def look(self) -> None:
         """Read what is new."""
