@@ -20,7 +20,7 @@ def play_against_each_other(rank):
     elastic.drive(Stateless())
     elastic.start()
     dist.barrier()
-    with pytest.raises(PeerLost):
+    with pytest.raises((RuntimeError, PeerLost)):  # the connection may break before the loss is published
         dist.broadcast(torch.zeros(1), src=1 - rank.slot)
     elastic.leave()
 
