@@ -71,6 +71,7 @@ def _as_mapping(report: Report) -> dict[str, object]:
         "checks": [dataclasses.asdict(check) for check in verdict.checks],
         "samples": dataclasses.asdict(verdict.samples),
         "drawn": None if verdict.drawn is None else dataclasses.asdict(verdict.drawn),
+        "left_out": list(verdict.left_out),
         "strikes": [dataclasses.asdict(outcome) for outcome in verdict.outcomes],
     }
 
@@ -88,6 +89,7 @@ def _page(report: Report) -> str:
 <title>{html.escape(report.title)}</title><style>{_STYLE}</style></head><body>
 <h1>{html.escape(report.title)}</h1>
 <p>{_summary(verdict)}</p>
+{"".join(f"<p>Left out: {html.escape(line)}</p>" for line in verdict.left_out)}
 <h2>What was checked</h2>
 {_table(("", "what", "found"), checks)}
 {f"<h2>The strikes</h2>{strikes}" if verdict.outcomes else ""}

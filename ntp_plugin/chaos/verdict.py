@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ntp_plugin.chaos import weights
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, Asked, Strike
+from ntp_plugin.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +77,8 @@ class Verdict:
     drawn: Drawn | None = None
     efficiency: float
     """Of the steps that were begun, the part that counts: each recovery has one begun anew."""
+    left_out: tuple[str, ...] = ()
+    """Lines of the record that are not judged, each with the reason."""
 
     @property
     def holds(self) -> bool:
@@ -144,17 +147,28 @@ def judge_attached(asked: Asked, run: History) -> Verdict:
 
 def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
     """A run of which nobody has said what was to happen: whatever struck is told by the record itself."""
-    struck = [
-        Strike(name=said.event.strike, what=said.event.what, slot=said.event.whom, during=said.event.moment)
-        for said in run.struck
-    ]
+    struck, left_out = _struck(run)
     outcomes = tuple(_outcome(strike, run, goes_on=False) for strike in struck)
     beside = [] if twin is None else [_losses(run, twin, bound)]
     if twin is not None and twin.weighed and run.weighed:
         beside.append(_weights(run, twin, bound))
     samples = _samples(run, twin)
     checks = (_samples_right(samples, run, twin), _steps(run, twin, first=min(run.commits, default=1)), *beside)
-    return Verdict(outcomes=outcomes, checks=checks, samples=samples, efficiency=_efficiency(run))
+    return Verdict(
+        outcomes=outcomes, checks=checks, samples=samples, efficiency=_efficiency(run), left_out=tuple(left_out)
+    )
+
+
+def _struck(run: History) -> tuple[list[Strike], list[str]]:
+    """Return the strikes that a record tells of, and why lines are left out that can be none."""
+    struck, left_out = list[Strike](), list[str]()
+    for said in run.struck:
+        event = said.event
+        try:
+            struck.append(Strike(name=event.strike, what=event.what, slot=event.whom, during=event.moment))
+        except ConfigError as error:
+            left_out.append(f"a Struck line that {said.slot} told: {error.what}")
+    return struck, left_out
 
 
 def _efficiency(run: History) -> float:

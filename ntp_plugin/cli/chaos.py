@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ntp_plugin.chaos.attach import strike_by, strike_now
 from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
@@ -24,6 +25,7 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.config.schema import read
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.recovery.moments import OF_STEPS, OF_WALKS
+from ntp_plugin.telemetry.printable import printable
 
 _EXAMPLE = """\
 examples:
@@ -158,7 +160,7 @@ def _print(verdict: Verdict, page: Path, log: Path | None) -> None:
         table.add_column(heading, header_style="dim")
     for outcome in verdict.outcomes:
         when = f"step {outcome.step}" + f", {outcome.moment}" * bool(outcome.moment)
-        table.add_row(
+        cells = (
             outcome.name,
             outcome.what,
             outcome.slot,
@@ -166,11 +168,11 @@ def _print(verdict: Verdict, page: Path, log: Path | None) -> None:
             _seconds(outcome.detected_s),
             _seconds(outcome.recovered_s),
             outcome.problem or ("ok" if outcome.struck_at else "never struck"),
-            style="bright_red" if outcome.problem else "",
         )
+        table.add_row(*(Text(printable(cell)) for cell in cells), style="bright_red" if outcome.problem else "")
     console.print(table)
     for check in verdict.checks:
-        console.print(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")
+        console.print(Text(printable(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")))
     if log is not None and not verdict.holds:
         console.print(f"  the log of the job: {log}")
     console.print(f"  the report: {page}")

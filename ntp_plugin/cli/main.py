@@ -9,6 +9,7 @@ from ntp_plugin.cli import chaos, chaos_outside, copies, plan, report, run, simu
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import NtpError
 from ntp_plugin.launch import quick_exit
+from ntp_plugin.telemetry.printable import printable
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = parsed.run(parsed)
         sys.stdout.flush()
     except NtpError as error:
-        print(f"ntp: {error}", file=sys.stderr)
+        print(f"ntp: {printable(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -10,6 +10,7 @@ from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.cli.parser import OneLineParser, add_run
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import read_run
+from ntp_plugin.telemetry.printable import printable
 
 
 def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
@@ -45,7 +46,9 @@ def run(said: Any) -> int:
         bound=said.bound,
         command=f"ntp report {folder}" + (f" --twin {said.twin}" if said.twin else ""),
     )
-    print(write_page(report, folder))
+    print(printable(write_page(report, folder)))
     for check in report.verdict.checks:
-        print(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")
+        print(printable(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}"))
+    for line in report.verdict.left_out:
+        print(printable(f"  left out: {line}"))
     return 0 if report.verdict.holds else 1

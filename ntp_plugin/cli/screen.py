@@ -1,4 +1,7 @@
-"""A job as a grid in the terminal that changes while one looks, or as plain lines where there is no terminal."""
+"""A job as a grid in the terminal that changes while one looks, or as plain lines where there is no terminal.
+
+Whatever comes from the record is stripped of terminal sequences first: others may have written there.
+"""
 
 import time
 from collections import deque
@@ -12,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.printable import printable
 from ntp_plugin.telemetry.record import Told
 from ntp_plugin.telemetry.words import in_words
 
@@ -33,7 +37,7 @@ class Screen:
     """Shows one job."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
-        self._title = title
+        self._title = printable(title)
         self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, refresh_per_second=8) if self._console.is_terminal else None
         self._news: deque[str] = deque(maxlen=_NEWS)
@@ -58,7 +62,7 @@ class Screen:
             if self._live is None:
                 print(f"  {line}", flush=True)
         if self._live is not None:
-            self._live.update(Panel(Group(*self._parts(job)), title=self._title, padding=(1, 2)))
+            self._live.update(Panel(Group(*self._parts(job)), title=Text(self._title), padding=(1, 2)))
         elif job.step >= self._line_at + LINE_EVERY:
             self._line_at = job.step
             grid = "  ".join("".join(LOOKS[state][0] for _, state in row) for row in _rows(job)[:_ROWS])
@@ -70,7 +74,7 @@ class Screen:
             words = in_words(told)
             if words is not None and words[0] not in self._said:  # all who go on say the same
                 self._said = {words[0]} if words[0].startswith("the job goes on") else self._said | {words[0]}
-                lines.append(f"step {job.step + 1}: {words[0]}: {words[1]}")
+                lines.append(printable(f"step {job.step + 1}: {words[0]}: {words[1]}"))
         return lines
 
     def _parts(self, job: JobState) -> list[RenderableType]:
@@ -116,4 +120,4 @@ def _grid(job: JobState) -> Table:
 
 
 def _losses(job: JobState) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in job.losses.items())
+    return "  ".join(f"{printable(name)} {value:.4f}" for name, value in job.losses.items())

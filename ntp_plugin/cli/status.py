@@ -13,6 +13,7 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import Follower
 from ntp_plugin.telemetry.job_state import JobState
+from ntp_plugin.telemetry.printable import printable
 from ntp_plugin.telemetry.whereabouts import nobody_is_left
 
 _LOOK_S = 0.2
@@ -57,8 +58,9 @@ def follow(folder: Path, shown: Screen) -> int:
                 break
             time.sleep(_LOOK_S)
     if not state.ended:
+        named = printable(folder)
         print(
-            f"ntp: nobody is left: no process that {folder} tells of is alive on this machine, and none has told the"
+            f"ntp: nobody is left: no process that {named} tells of is alive on this machine, and none has told the"
             f" job's end; step {state.step} was the last. See ntp report, and ntp copies for what there is of it"
         )
     return 0 if state.ended else _DEAD

@@ -263,7 +263,7 @@ class Supervisor:
         return now - self._over_since
 
     def _may_judge(self, now: float) -> bool:
-        """False for a while after this process was stopped itself, as ranks that waited for its store could not poll, and
+        """False for a while after this process was stopped itself, when ranks that asked its store could not poll, and
         after the view has changed, as all are about to move."""
         before, self._judged_at = self._judged_at, now
         if now - before > _PAUSE_S:

@@ -1,10 +1,12 @@
 """`ntp copies` on a folder with copies in it."""
 
 import os
+import shutil
 
 import pytest
 import torch
 
+from ntp_plugin.cli import copies
 from ntp_plugin.cli.main import main
 from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.parity import Parities
@@ -92,3 +94,36 @@ def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
     mapped(store, place)[9] ^= 2
     assert main(["copies", "verify", str(run.path)]) == 1
     assert "host-0, parity-3-e2-0: parity (xor) not as it was written" in capsys.readouterr().out
+
+
+def test_a_run_that_begins_or_ends_meanwhile_is_passed_over(folder, tmp_path, capsys):
+    """One has made its folder, and not its lock yet; one has removed its lock, and not its copies yet."""
+    (tmp_path / f"{COPIES}begins").mkdir(mode=0o700)
+    ends = tmp_path / f"{COPIES}ends"
+    shutil.copytree(folder[0].path, ends)
+    (ends / "owner").unlink()
+    for what in ("list", "verify"):
+        assert main(["copies", what]) == 0
+        told = capsys.readouterr().out
+        assert str(folder[0].path) in told
+        assert str(ends) not in told
+    assert main(["copies", "list", str(ends)]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err
+
+
+def test_a_run_that_is_removed_while_it_is_read_is_passed_over(folder, tmp_path, monkeypatch, capsys):
+
+    def removed(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+
+    monkeypatch.setattr(copies, "_lives", removed)
+    assert main(["copies", "list"]) == 0
+    assert "no copies on this host" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_only_reads_makes_no_folder(tmp_path):
+    """One that a run has just removed would be there again, without a lock, and for ever."""
+    assert list(Store(tmp_path / "run/host-0", makes=False).found()) == []
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """A record in which somebody else has written: who looks on is not stopped, and is told of the job what is right."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -137,3 +138,22 @@ def test_a_number_that_counts_nothing_is_no_event(tmp_path, field, number):
     follower = Follower(tmp_path)
     assert follower.news() == []
     assert follower.senseless == 1
+
+
+def test_a_report_leaves_out_a_strike_that_can_be_none_and_says_so(tmp_path, capsys):
+    """It refused the whole record."""
+    for slot, event in STORY:
+        with contextlib.closing(Teller(events_file(tmp_path), slot)) as teller:
+            teller.tell(event)
+    assert main(["report", str(tmp_path)]) in (0, 1)
+    before = capsys.readouterr().out
+    for name in ("", "two words", "x" * 81):
+        with contextlib.closing(Teller(events_file(tmp_path), "r1.s0.t0")) as teller:
+            teller.tell(Struck(strike=name, what="kill", whom="r1.s0.t1", moment="", step=2))
+    assert main(["report", str(tmp_path)]) in (0, 1)
+    told = capsys.readouterr().out
+    assert told.startswith(before), "the rest is judged as before"
+    assert "left out: a Struck line that r1.s0.t0 told: 'two words' is no name for a strike" in told
+    assert told.count("left out: ") == 3
+    assert json.loads((tmp_path / "verdict.json").read_text())["left_out"]
+    assert "Left out: a Struck line" in (tmp_path / "report.html").read_text()
