@@ -143,7 +143,7 @@ def test_a_store_is_asked_an_eighth_more_by_who_waits(server):
 
 
 def test_survivors_come_through_a_loss_although_a_stranger_deletes_the_view(tmp_path):
-    """At the code before they ended by gloo's errors, or had no agreement within 60 s."""
+    """The supervisor writes it again, and says so; nothing said so before."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", f"--ntp-run-dir={tmp_path / 'run'}", str(PAUSED)]
     job = Command(words, tmp_path / "log", STEPS="400", PAUSE_S="0.1", RECIPE=str(RECIPES / "train.py"))
     pids = [int(job.wait_for(rf"slot {slot} is pid (\d+)", 300)[1]) for slot in range(3)]
