@@ -101,7 +101,7 @@ class Agreement:
     def everybody_has_come(self, poll: Callable[[], None] = lambda: None) -> bool:
         """Say that this member has come to the end of its work, and wait for the others, however long their scripts
         take; False where a newer view must agree first. `poll` is called in each turn of the wait."""
-        return self._meet(membership.arrive, membership.ended_of(self.member.view, self._fan), poll)
+        return self._meet(membership.arrive, membership.arrived_of(self.member.view, self._fan), poll)
 
     def _meet(
         self,

@@ -5,6 +5,7 @@ Every key is created by whoever comes first and never changes, so reading late i
     view/E          who is in from epoch E on. Made from view/E-1 by whoever noticed a loss, or by a newcomer
     report/E/SLOT   where that member stands: what it applied, what it holds reduced gradients for
     entry/E/SLOT    the digest of the plan that it made of all reports of epoch E
+    arrived/E/SLOT  that member has come to the end of its work, and has one thing left to do with all others
     done/E/SLOT     that member has nothing left to do; once all of epoch E have said so, the job ends
 
 What all members read of all members is put together on the way (`gathering.py`).
@@ -148,9 +149,9 @@ def entries_of(view: View, fan: int = FAN) -> Gathering:
     return Gathering(kind="entry", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
-def ended_of(view: View, fan: int = FAN) -> Gathering:
+def arrived_of(view: View, fan: int = FAN) -> Gathering:
     """Who has come to the end of its work, and has one thing left to do with all others."""
-    return Gathering(kind="ended", epoch=view.epoch, slots=view.slots, fan=fan)
+    return Gathering(kind="arrived", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
 def done_of(view: View, fan: int = FAN) -> Gathering:
@@ -257,11 +258,11 @@ def arrive(member: Member, read: Read, fan: int = FAN) -> tuple[bool | None, Wri
     view, slot = member.view, member.seat.slot
     if read(view_key(view.epoch + 1)) is not None:
         return False, None
-    ended = ended_of(view, fan)
-    if read(ended.own_key(slot)) is None:
-        return None, Write(key=ended.own_key(slot), value="ended")
-    due = ended.due(slot, read)
-    return (True, None) if due is None and ended.complete(read) else (None, due)
+    arrived = arrived_of(view, fan)
+    if read(arrived.own_key(slot)) is None:
+        return None, Write(key=arrived.own_key(slot), value="arrived")
+    due = arrived.due(slot, read)
+    return (True, None) if due is None and arrived.complete(read) else (None, due)
 
 
 def read_reports(view: View, read: Read, fan: int = FAN) -> dict[int, Report]:

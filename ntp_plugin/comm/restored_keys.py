@@ -16,7 +16,7 @@ from ntp_plugin.errors import StoreLost
 _EVERY = 8
 """With it a store that many wait at answers an eighth more."""
 _VIEW = "view"
-_OF_AN_EPOCH = (_VIEW, "report", "entry", "done", "asked", "opened", "come", "round", "standstill")
+_OF_AN_EPOCH = (_VIEW, "report", "entry", "arrived", "done", "asked", "opened", "come", "round", "standstill")
 """Kinds of keys whose second word is an epoch."""
 
 
