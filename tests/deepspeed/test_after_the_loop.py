@@ -32,7 +32,7 @@ def test_an_error_of_the_script_is_the_jobs(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(AFTERWARDS.format(recipe=str(RECIPES / "train.py")))
     config = with_block(tmp_path, {"enabled": True}, stage=2)
-    code, said = job(tmp_path, "--ntp-respawn=1", config=config, script=script, PAUSE_S="0").end(SECONDS)
+    code, said = job(tmp_path, "--ntp-respawn=1", config=config, script=script, PAUSE_S="0").end()
     assert code == 9, said
     assert "done: step 32" in said
     assert re.search(r"ntp run: slot 0 \(pid \d+\) failed:\nTraceback (.|\n)*    None.config\n", said)

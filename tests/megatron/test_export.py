@@ -31,8 +31,8 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 FLOAT64 = BOUNDS["float64"]
 
 
-def command(words, log, timeout_s=240):
-    return Command(words, log, **ENVIRONMENT).end(timeout_s)
+def command(words, log):
+    return Command(words, log, **ENVIRONMENT).end()
 
 
 def export(run, to, log):

@@ -76,7 +76,7 @@ def test_a_machine_is_lost_with_the_copies_on_it(two_hosts, tmp_path):
     (agent, events), _ = (start(two_hosts, at, tmp_path) for at in (1, 2))
     wait_for_step(8, events, agent)
     two_hosts.kill(2)
-    code, said = agent.end(timeout_s=PATIENCE_S)
+    code, said = agent.end()
     assert code == 0, said[-4000:]
     told = Follower(events).news()
     restored = [one.event for one in told if isinstance(one.event, Restored)]

@@ -16,7 +16,7 @@ def test_a_run_leaves_the_copies_of_another_job_that_has_just_died(tmp_path):
     try:
         (tmp_path / "train.py").write_text("print('trained')")
         words = [*NTP, "run", "--standalone", "--nproc-per-node", "1", str(tmp_path / "train.py")]
-        code, said = Command(words, tmp_path / "log").end(600)
+        code, said = Command(words, tmp_path / "log").end()
         assert (code, "trained" in said) == (0, True), said
         assert dead_run(run.path).size, said
         assert f"removing {run.path}" not in said

@@ -146,7 +146,7 @@ def test_survivors_come_through_a_loss_although_a_stranger_deletes_the_view(tmp_
     """The supervisor writes it again, and says so; nothing said so before."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", f"--ntp-run-dir={tmp_path / 'run'}", str(PAUSED)]
     job = Command(words, tmp_path / "log", STEPS="400", PAUSE_S="0.1", RECIPE=str(RECIPES / "train.py"))
-    pids = [int(job.wait_for(rf"slot {slot} is pid (\d+)", 300)[1]) for slot in range(3)]
+    pids = [int(job.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
     with open(f"/proc/{pids[0]}/environ") as file:  # noqa: PTH123
         told = dict(pair.split("=", 1) for pair in file.read().split("\0") if "=" in pair)
     theirs = PrefixStore(
@@ -157,7 +157,7 @@ def test_survivors_come_through_a_loss_although_a_stranger_deletes_the_view(tmp_
     while not theirs.delete_key("view/1"):  # at once when it is there: the ranks shall not have read it
         assert time.monotonic() < deadline, job.said
     job.go_on()
-    code, said = job.end(300)
+    code, said = job.end()
     assert code == 0, said
     assert last_line(said)[2] == "(0, 1)"
     assert "key view/1 of the job's store was deleted or overwritten, and was written again" in said

@@ -181,10 +181,10 @@ def test_a_job_whose_workers_all_fail_has_failed(tmp_path, how_workers_come):
     words = [*how_workers_come, "--ntp-on-error=evict", "--nproc-per-node=2"]
     code, said = job(tmp_path, *words, script=script).end()
     assert code == 1
-    assert re.search("slot 1 is lost: its process ended with code 10|exitcode *: 10", said)
-    assert said.count("at the end") == 2
+    assert re.search("slot [01] is lost: its process ended with code 10", said)
+    assert "at the end" in said
     assert "RuntimeWarning" not in said
-    assert "ntp run: no worker ended well" in said
+    assert re.search("slot [01] was lost before all others had begun to train|no worker ended well", said)
 
 
 def test_a_lost_nursery_takes_nobody_with_it_and_there_is_another_when_it_is_needed(tmp_path):

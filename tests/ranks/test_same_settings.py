@@ -28,12 +28,12 @@ def job(folder, deviant, *flags, recipe="train.py", **environment):
 def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(tmp_path, way, named):
     """Each process that is started in its place is refused too; there are no more of them than --ntp-respawn says."""
     running = job(tmp_path, f"1:joining {way}", "--nproc-per-node=3", "--ntp-respawn=2")
-    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)", LONG_S)[1]), signal.SIGKILL)
+    os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
     running.wait_for(
         r"slot 1 is lost: its process ended with code 2(.|\n)*slot 1 is lost: its process ended with code 2"
     )
     running.go_on()
-    code, said = running.end(LONG_S)
+    code, said = running.end()
     assert code == 0, said
     assert said.count("is not admitted, because its training would differ") == 2
     assert named.replace("'", "") in said.replace("'", "")
@@ -44,7 +44,7 @@ def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(
 @pytest.mark.parametrize("recipe", ["train.py", "train_tp.py"])
 def test_founders_that_train_otherwise_end_the_job_before_its_first_step(tmp_path, recipe):
     running = job(tmp_path, "2:founding --seed=4 NVTE_X=1", "--nproc-per-node=4", recipe=recipe)
-    code, said = running.end(LONG_S)
+    code, said = running.end()
     assert code == 2, said
     for name in ("argument 1 (arguments) is --seed=4 here", "NVTE_X (environment) is 1 here and not set there"):
         assert name in said.replace("'", "")

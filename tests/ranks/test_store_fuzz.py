@@ -185,7 +185,7 @@ def test_a_job_of_one_host_listens_on_loopback_alone(tmp_path):
     job = Command(words, tmp_path / "log", STEPS="10", PAUSE_S="0.1")
     job.wait_for(r"slot 0 is pid \d+")
     pids = [job.process.pid, *children(job.process.pid)]
-    assert len(pids) == 3
+    assert len(pids) == 4, "ntp run, two workers, and the process that ends what a killed ntp run leaves"
     addresses = {address for pid in pids for address in listened_at(pid)}
     code, said = job.end()
     assert code == 0, said
@@ -209,7 +209,7 @@ def test_a_job_of_several_hosts_listens_on_the_addresses_of_these_alone(tmp_path
         for at in (1, 2)
     ]
     pids = [job.process.pid for job in jobs]
-    pids += [int(job.wait_for(r"slot \d+ is pid (\d+)", 300)[1]) for job in jobs]
+    pids += [int(job.wait_for(r"slot \d+ is pid (\d+)")[1]) for job in jobs]
     addresses = {address for pid in pids for address in listened_at(pid)}
     for job in jobs:
         job.go_on()

@@ -249,6 +249,7 @@ MEMBERS_ALONE = {
     "recovery/job_copies.py",
     "recovery/loop.py",
     "recovery/replica_watch.py",
+    "recovery/same_settings.py",
     "training/relayout.py",
 }
 """Where torch's collectives of objects are called, which unpickle what other members of a process group send. Torch,
