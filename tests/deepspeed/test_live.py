@@ -289,6 +289,7 @@ def test_who_comes_back_into_a_job_that_began_from_a_checkpoint(begun, tmp_path,
 
 def test_a_job_that_is_resumed_reads_no_checkpoint(begun, tmp_path):
     """It goes on from copies of a run that began from one, and has written newer ones since, which are not read."""
+    (tmp_path / "dead").mkdir(mode=0o700)  # as the folder of a run is
     job = dataclasses.replace(begun(1, tmp_path / "mine"), copies=str(tmp_path / "dead"))
     run(job, faults=[kill(slot, during="backward", step=18) for slot in range(4)], leaving=range(4))
     twin = run(dataclasses.replace(begun(1, tmp_path / "twin"), enabled=False))[0][0]
@@ -301,6 +302,7 @@ def test_a_job_that_is_resumed_reads_no_checkpoint(begun, tmp_path):
 
 def test_a_job_that_died_in_its_last_checkpoint_writes_it_when_it_is_resumed(tmp_path):
     """No step is left to take. Those of the turns before are not written again."""
+    (tmp_path / "dead").mkdir(mode=0o700)  # as the folder of a run is
     job = Job(stage=1, saves_turns=True, folder=str(tmp_path / "saved"), copies=str(tmp_path / "dead"))
     last = job.steps + job.epochs
     run(job, faults=[kill(slot, during="written", step=last) for slot in range(4)], leaving=range(4))
