@@ -29,7 +29,7 @@ from ntp_plugin.copies.watch import Odd, Sums, Told, are_alike, odd_ones, sums_o
 from ntp_plugin.errors import PeerLost, SilentCorruption
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.watch_interval import Measured, Schedule
+from ntp_plugin.recovery.watch_interval import AT_LEAST_EVERY, Measured, Schedule
 from ntp_plugin.telemetry import Compared, Corrupted, Teller
 
 _LOG = logging.getLogger(__name__)
@@ -62,13 +62,16 @@ class ReplicaWatch:
         held_alike: Callable[[], HeldAlike],
         distrust: Callable[[int], None],
         teller: Teller,
+        fixed: bool = False,
     ) -> None:
-        """`distrust` the copies that were made since a step: nobody may begin from them where the job stops."""
+        """`distrust` the copies that were made since a step: nobody may begin from them where the job stops. `fixed`:
+        by the number of the step alone, every hundredth where the user says nothing."""
         self._topology, self._held_alike, self._distrust = topology, held_alike, distrust
         self._teller, self._alike = teller, 0
         self._groups, self._slot = rank.groups, rank.place.slot
         self._budget, self._heals = policy.watch_cost, policy.on_sdc == "heal"
-        self._schedule = Schedule(every=policy.watch_steps)
+        every = AT_LEAST_EVERY if fixed and policy.watch_steps is None else policy.watch_steps
+        self._schedule = Schedule(every=every, after_recoveries=not fixed)
         self._looked = 0, 0
         """The steps and the epoch that it last compared after."""
         self._diverged_in = -1

@@ -15,6 +15,7 @@ from ntp_plugin.recovery.moments import MOMENTS
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Ranks
 from tests.megatron.test_live import assert_same_training, job
+from tests.refused import assert_all_are_refused
 
 LONG_S = 400
 
@@ -72,12 +73,8 @@ def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(
 def test_founders_that_train_otherwise_end_the_job_before_its_first_step(way, named):
     have_megatron_imported()
     match = rf"rank 2 \(here\) and rank 0 \(there\): {named}"
-    with (
-        Ranks(4, Deviating(job(), who="2/0", **way), moments=MOMENTS) as ranks,
-        pytest.raises(Refused, match=match) as refused,
-    ):
-        ranks.wait(LONG_S)
-    assert refused.value.exit_code == 2
+    with Ranks(4, Deviating(job(), who="2/0", **way), moments=MOMENTS) as ranks:
+        assert_all_are_refused(ranks, 4, match)
 
 
 @pytest.fixture
@@ -97,11 +94,9 @@ def test_another_data_set_on_one_rank_ends_the_job_before_its_first_step(corpora
     one, other = corpora
     have_megatron_imported()
     play = Deviating(job(more=f"--data-path {one}"), who="2/0", words=("--data-path", other))
-    with (
-        Ranks(4, play, moments=MOMENTS) as ranks,
-        pytest.raises(Refused, match=r"rank 2 \(here\) and rank 0 \(there\): part 1\.bin \(data_path\) is \d+ bytes, "),
-    ):
-        ranks.wait(LONG_S)
+    match = r"rank 2 \(here\) and rank 0 \(there\): part 1\.bin \(data_path\) is \d+ bytes, "
+    with Ranks(4, play, moments=MOMENTS) as ranks:
+        assert_all_are_refused(ranks, 4, match)
 
 
 def test_the_same_data_set_may_lie_in_another_folder(corpora, tmp_path):
