@@ -153,7 +153,7 @@ def test_a_script_that_cannot_start_leaves_nothing(left, tmp_path):
     """The folder is as it was: not there."""
     folder = left()
     words = [*NTP, "copies", "export", str(folder), "--to", str(tmp_path / "out"), "--nproc-per-node", "1"]
-    words += ["--", "python", "-u", str(tmp_path / "train.py")]
+    words += ["--", sys.executable, "-u", str(tmp_path / "train.py")]  # another Python ends with a code of its own
     code, said = Command(words, tmp_path / "log").end()
     assert (code, "there is no checkpoint" in said) == (1, True), said
     assert not (tmp_path / "out").exists()
