@@ -108,7 +108,6 @@ class LiveJob:
             held_alike=self.trainer.held_alike,
             distrust=self.trainer.distrust,
             teller=self.teller,
-            fixed=True,  # a process that joins within a window looks for the first time after that
         )
         # Not before: what all refuse they would have to refuse in the middle of it.
         self.window.seed = self._share_seed()

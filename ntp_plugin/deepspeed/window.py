@@ -39,7 +39,7 @@ from ntp_plugin.telemetry import Committed, Teller
 from ntp_plugin.training.stream import Stream
 
 _LOG = logging.getLogger(__name__)
-_SOMEBODY_ASKS, _LOSS, _COPIES = range(3)
+_SOMEBODY_ASKS, _COMPARE, _LOSS, _COPIES = range(4)
 """What the numbers of the vote are; the last are as many as there are words of copies."""
 
 
@@ -82,6 +82,8 @@ class Window:
         """What comes before that; a newcomer does it where the job is, as far as that was told."""
         self.watch: ReplicaWatch | None = None
         """Compares replicas at the state after a step; all ranks come together."""
+        self._compare_in = -1
+        """The epoch of the last vote in which a rank asked for a comparison after the step."""
         self._followed: Followed | None = None
         self._turns = Turns(rank)
         self._done = 0
@@ -225,17 +227,18 @@ class Window:
         self._stale, self._in_flight = not fresh, True
         self.checkpoints.catches_up &= self._stale
         if not self._stale and not self._done:
-            self._through(self._look)
-        if not self._stale and not self._done:
             self._begin()
         if not self._stale and self.hurt:
             self._engine.set_gradient_accumulation_boundary(self._is_last)
         if self._policy.dropout == "exact" and not self._stale:
             torch.manual_seed(_seed_of(self.seed, self.step, self.numbers[self._done]))
 
-    def _look(self) -> None:
+    def _compare_if_voted(self) -> None:
+        """All who left the vote in this epoch know it alike, and nobody joins without a new one; where a step was
+        applied in a recovery, the comparison is after the next step."""
         if self.watch is not None:
-            self.watch.look(self._engine.global_steps)
+            wanted = self._compare_in == self._rank.groups.epoch
+            self.watch.compare_if(wanted, self._engine.global_steps)
 
     def compare(self) -> None:
         """Before the state is written, or the job ends; all ranks come together."""
@@ -348,6 +351,7 @@ class Window:
             if told is None:
                 return None
             self._commit()
+            self._through(self._compare_if_voted)
             return told[0]
 
         return step
@@ -486,6 +490,8 @@ class Window:
         numbers[_LOSS] = float(self._loss) if self.replicas.speaks else 0.0
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
+        if self.watch is not None and self.watch.is_due(self._engine.global_steps + 1):
+            numbers[_COMPARE] = 1
         if self.copies is not None:
             numbers[_COPIES:] = torch.tensor(self.copies.words(), dtype=torch.float64)
         return numbers
@@ -493,6 +499,7 @@ class Window:
     def _heard(self, work: Callable[[], Any], really: bool) -> Any:
         outcome = self._loop.outcome
         self._somebody_asks = bool(outcome[_SOMEBODY_ASKS])
+        self._compare_in = self._loop.voted_in if outcome[_COMPARE] else -1
         if not really:
             return None
         if self.copies is None:

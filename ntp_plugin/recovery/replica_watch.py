@@ -29,7 +29,7 @@ from ntp_plugin.copies.watch import Odd, Sums, Told, are_alike, odd_ones, sums_o
 from ntp_plugin.errors import PeerLost, SilentCorruption
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.watch_interval import AT_LEAST_EVERY, Measured, Schedule
+from ntp_plugin.recovery.watch_interval import Measured, Schedule
 from ntp_plugin.telemetry import Compared, Corrupted, Teller
 
 _LOG = logging.getLogger(__name__)
@@ -62,16 +62,13 @@ class ReplicaWatch:
         held_alike: Callable[[], HeldAlike],
         distrust: Callable[[int], None],
         teller: Teller,
-        fixed: bool = False,
     ) -> None:
-        """`distrust` the copies that were made since a step: nobody may begin from them where the job stops. `fixed`:
-        by the number of the step alone, every hundredth where the user says nothing."""
+        """`distrust` the copies that were made since a step: nobody may begin from them where the job stops."""
         self._topology, self._held_alike, self._distrust = topology, held_alike, distrust
         self._teller, self._alike = teller, 0
         self._groups, self._slot = rank.groups, rank.place.slot
         self._budget, self._heals = policy.watch_cost, policy.on_sdc == "heal"
-        every = AT_LEAST_EVERY if fixed and policy.watch_steps is None else policy.watch_steps
-        self._schedule = Schedule(every=every, after_recoveries=not fixed)
+        self._schedule = Schedule(every=policy.watch_steps)
         self._looked = 0, 0
         """The steps and the epoch that it last compared after."""
         self._diverged_in = -1
@@ -89,8 +86,18 @@ class ReplicaWatch:
         """Compare if that is due after so many steps; all ranks come together, wherever there may be something to do
         before the next one, for the first time or again."""
         self._schedule = self._schedule.seen(step, self._groups.epoch)
+        self.compare_if(self._schedule.is_due(step), step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this rank asks for a comparison after a step that is being taken: for an adapter whose ranks share
+        that in the vote, and then `compare_if` one of them has asked."""
+        self._schedule = self._schedule.seen(step - 1, self._groups.epoch)
+        return self._schedule.is_due(step)
+
+    def compare_if(self, wanted: bool, step: int) -> None:
+        """Compare where that is wanted after so many steps; all ranks come together."""
         self._time(step)
-        if self._schedule.is_due(step) and self._looked != (step, self._groups.epoch):
+        if wanted and self._looked != (step, self._groups.epoch):
             self._compare(step)
         self._left = step, self._groups.epoch, time.monotonic()
 

@@ -45,9 +45,6 @@ class Schedule:
 
     every: int | None
     """What the user has set: so many steps between two comparisons, 0 for none; None: by the budget."""
-    after_recoveries: bool = True
-    """Whether the first step in an epoch is followed by a comparison: only where whoever joins looks after each step
-    that the others look after, from the one on at which it joins."""
     epoch: int = -1
     """The epoch that `next_at` belongs to."""
     next_at: int = 0
@@ -55,7 +52,7 @@ class Schedule:
     def seen(self, step: int, epoch: int) -> "Schedule":
         """In a new epoch, which all ranks enter at the same step, the next comparison is after its first step: whoever
         joined knows no more, and a loss may have kept some ranks from hearing what was decided last."""
-        if not self.after_recoveries or epoch == self.epoch:
+        if epoch == self.epoch:
             return self
         return dataclasses.replace(self, epoch=epoch, next_at=step + 1)
 

@@ -9,7 +9,7 @@ from benchmarks.zero.compare import differences, used_once, within
 from benchmarks.zero.job import Job, Play, run
 from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import SilentCorruption, StateLost
-from ntp_plugin.telemetry import Compared, Corrupted, Follower
+from ntp_plugin.telemetry import Committed, Compared, Corrupted, Follower
 from ntp_plugin.testing.faults import kill
 
 CUT, OWN = {"tp": 2}, {"tp": 2, "mpu": True}
@@ -106,6 +106,22 @@ def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
     assert within(found, watched.dtype), found
     assert not told(events, Corrupted)
     assert {event.step for event in told(events, Compared)} == set(range(1, 21))
+
+
+@pytest.mark.parametrize("options", [pytest.param({"stage": 1}, marks=pytest.mark.short), {"stage": 0, **CUT}])
+def test_replicas_are_compared_after_the_first_step_of_each_epoch(options, tmp_path):
+    """In between nothing is compared in so short a job. One rank is lost, and trains again later."""
+    events = str(tmp_path / "events")
+    watched = Job(**options, ntp=(("watch_steps", 100), ("events", events)))
+    outcomes, _ = run(watched, faults=[kill(3, during="backward", step=5)], back={3: 10})
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    first, ranks = {}, {}
+    for event in told(events, Committed):
+        first[event.epoch] = min(event.step, first.get(event.epoch, event.step))
+    for event in told(events, Compared):
+        ranks[event.step] = ranks.get(event.step, 0) + 1
+    assert sorted(first) == [0, 1, 2]
+    assert ranks == {first[0]: 4, first[1]: 3, first[2]: 4, 20: 4}
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -70,15 +70,3 @@ def test_the_user_may_set_the_interval_or_switch_comparisons_off():
     schedule = schedule.compared(1, [measured()], 0.005).seen(4, 1)
     assert [step for step in range(4, 10) if schedule.is_due(step)] == [5, 6, 9]
     assert not any(Schedule(every=0).seen(0, 0).is_due(step) for step in range(200))
-
-
-@pytest.mark.parametrize(("after_recoveries", "due"), [(True, [8, 10]), (False, [10])])
-def test_a_schedule_by_the_number_of_the_step_alone_knows_no_epochs(after_recoveries, due):
-    """Of two ranks one of which looks in an epoch for the first time, after another step than the other."""
-    schedule, found = Schedule(every=10, after_recoveries=after_recoveries), []
-    for step in range(7, 12):
-        schedule = schedule.seen(step, 3)
-        if schedule.is_due(step):
-            found.append(step)
-            schedule = schedule.compared(step, [], 0.005)
-    assert found == due
