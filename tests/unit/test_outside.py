@@ -329,6 +329,23 @@ def test_checkpoints_of_the_newest_step_are_compared(tmp_path):
     assert checkpoints.apart(tmp_path / "a", tmp_path / "empty") is None
 
 
+class OfAFramework:
+    """Must not be made when a checkpoint is read."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def __setstate__(self, state):
+        raise AssertionError("it was read")
+
+
+def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_path):
+    saved = {"scaler": OfAFramework("x"), "kind": OfAFramework, "flat": [torch.tensor([1.5], requires_grad=True)]}
+    torch.save(saved, tmp_path / "zero_pp_rank_0.pt")
+    found = checkpoints.read(tmp_path)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"zero_pp_rank_0.pt//flat/0": [1.5]}
+
+
 # ---------------------------------------------------------------- the command
 
 

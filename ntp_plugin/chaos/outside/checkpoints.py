@@ -2,12 +2,13 @@
 
 Looked at are the files that are there under the folders of both runs: `.pt` files as the frameworks write them for each
 rank, and folders of torch's distributed checkpoints, whose tensors are whole whatever layout has written them. Nothing
-but tensors is taken from a file.
+but tensors is taken from a file: for objects of a framework, as DeepSpeed's loss scaler, there are stand-ins.
 """
 
 import math
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,23 @@ def read(run: Path) -> Tensors:
         if folder.is_dir():
             found |= {f"{name}/{key}": tensor for key, tensor in _distributed(folder).items()}
         else:
-            saved = torch.load(folder, map_location="cpu", weights_only=True)
-            found |= {f"{name}/{key}": tensor for key, tensor in _flat(saved)}
+            found |= {f"{name}/{key}": tensor for key, tensor in _flat(_load(folder))}
     return found
+
+
+class _StandIn:
+    """For an object of a class that is not imported."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, _: object) -> None: ...
+
+
+def _load(file: Path) -> Any:
+    """What torch has saved in a file, with stand-ins for whatever would have to be imported."""
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if zipfile.is_zipfile(file) else []
+    with torch.serialization.safe_globals([(type("_StandIn", (_StandIn,), {}), name) for name in names]):
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _last(run: Path) -> Iterator[Path]:
@@ -78,7 +93,7 @@ def _distributed(folder: Path) -> Tensors:
 def _flat(saved: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(saved, torch.Tensor):
         if saved.is_floating_point():
-            yield at, saved
+            yield at, saved.detach()
     elif isinstance(saved, Mapping):
         for name, value in saved.items():
             yield from _flat(value, f"{at}/{name}")
