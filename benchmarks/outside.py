@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks import evidence
 from ntp_plugin.chaos.ending import Wait, ending_in_waits
-from ntp_plugin.chaos.outside.campaign import Asked, run_campaign, run_reference
+from ntp_plugin.chaos.outside import checkpoints
+from ntp_plugin.chaos.outside.campaign import Asked, Reference, run_campaign, run_reference
 from ntp_plugin.chaos.outside.job_run import Command, Pace
 from ntp_plugin.chaos.outside.kinds import kinds
 from ntp_plugin.chaos.outside.verdict import Allowed, Judged, rows
@@ -155,8 +156,7 @@ def campaigns(
         seed = next(seed for seed in itertools.count(SEED) if seed not in {piece.seed for piece in found})
         one = asked(job, kinds_of_it, seed)
         if reference is None:
-            print(f"{job.name}: without a fault", flush=True)
-            reference = run_reference(one, folder / job.name / "reference", wait=wait)
+            reference = _reference(one, folder / job.name, wait=wait)
         began = time.monotonic()
         came = run_campaign(
             one, folder / job.name / str(seed), reference, wait=wait, say=lambda what: print(what, flush=True)
@@ -173,6 +173,17 @@ def campaigns(
         kept.add(dataclasses.asdict(piece))
         found.append(piece)
     return found
+
+
+def _reference(one: Asked, folder: Path, *, wait: Wait) -> Reference:
+    """Its checkpoint must be there: without one, nothing of the weights would be compared."""
+    print(f"{folder.name}: without a fault", flush=True)
+    reference = run_reference(one, folder / "reference", wait=wait)
+    tensors = checkpoints.read(reference.folder)
+    if not tensors:
+        raise SystemExit(f"{folder.name}: the run without a fault has written no checkpoint under {reference.folder}")
+    print(f"{folder.name}: {len(tensors)} tensors of its last checkpoint are what others are compared with", flush=True)
+    return reference
 
 
 def _read(read: dict[str, Any]) -> Piece:
