@@ -17,6 +17,7 @@ from ntp_plugin.comm.agreement import Agreed, Agreement
 from ntp_plugin.comm.membership import Report, View
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.running_time import RunningTime
+from ntp_plugin.comm.standing import Standing
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.recovery.bell import Bell
 from ntp_plugin.recovery.trainer import LeavesOut, Trainer
@@ -32,6 +33,8 @@ class Patience:
     """Between two looks at the store for a view that is about to come."""
     agree_s: float = 60.0
     """For a whole agreement. Who is frozen or hung in it is put out by the detector, which must come first."""
+    agree_at_the_end_s: float = 600.0
+    """The same where this member has come to the end: another one may write a model alone before it hears of a loss."""
     regroup_s: float = 5.0
     """For a member to come into the edit of a group; gloo then gives its connections five times as long. A death ends
     the edit at once, so that this is only for trouble that nobody detects."""
@@ -62,6 +65,8 @@ class Driver:
         self._groups = groups
         self._trainer = trainer
         self._patience = patience or Patience()
+        self._is_at_the_end = False
+        """Whether this member has nothing left to do but to end with the others."""
         self._walking_since: float | None = None
         self._phases: dict[str, float] = {}
         self._stopping = threading.Event()
@@ -105,26 +110,36 @@ class Driver:
             return None
 
     def at_the_end(self, work: Callable[[], None]) -> None:
-        """Run something once with all members when nobody has anything else left to do, through whatever losses. Until
-        all have come nobody waits in a collective, where a script that still saves a model would seem to hang."""
+        """Run something with all members when nobody has anything else left to do, and end with them, through whatever
+        losses; after a loss all run it again, because some may not have come through it. Until all have come nobody
+        waits in a collective, where a script that still saves a model would seem to hang."""
 
         def attempt() -> None:
-            with self._groups.waiting().at_the_end() as standing:
+            with self._waiting() as standing:
                 all_have_come = self._agreement.everybody_has_come(standing.poll)
             if not all_have_come:
                 raise PeerLost("the membership changes before all have come to the end")
             work()
+            if not self._everybody_is_done():
+                raise PeerLost("the membership changes before all are done")
 
+        self._is_at_the_end = True
         self.carry_through(attempt)
 
     def finish(self) -> None:
         """Wait until all members are done, through whatever losses: who just ends is missed by the others, and lost."""
+        self._is_at_the_end = True
         while not self._everybody_is_done():
             self._walk()
 
     def _everybody_is_done(self) -> bool:
-        with self._groups.waiting().at_the_end() as standing:
+        with self._waiting() as standing:
             return self._agreement.everybody_is_done(standing.poll)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[Standing]:
+        """A wait for others, in which they may take longer where this member has nothing else left to do."""
+        waiting = self._groups.waiting()
+        return waiting.at_the_end() if self._is_at_the_end else waiting
 
     @property
     def heading_for(self) -> int:
@@ -176,8 +191,8 @@ class Driver:
                 lost=frozenset,
                 report=self._report,
                 plan=self._trainer.plan,
-                waiting=self._groups.waiting,
-                timeout_s=self._patience.agree_s,
+                waiting=self._waiting,
+                timeout_s=self._patience.agree_at_the_end_s if self._is_at_the_end else self._patience.agree_s,
             )
         except LeavesOut as found:
             if not (found.awaits and self._a_newer_view_comes()):

@@ -1,0 +1,147 @@
+"""Members that end a job together lose one of them between the last thing that they do and the end."""
+
+import threading
+import time
+
+import pytest
+
+from ntp_plugin.comm import membership
+from ntp_plugin.comm.agreement import Agreement
+from ntp_plugin.comm.membership import Seat, View
+from ntp_plugin.comm.standing import Standing
+from ntp_plugin.recovery.driver import Driver, Patience
+from ntp_plugin.testing.stateless import Stateless
+from tests.patience import PATIENCE_S
+
+SEATS = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(3))
+FIRST = View(epoch=0, seats=SEATS)
+
+
+class Keys:
+    """One store for threads."""
+
+    def __init__(self):
+        self._values, self._lock = {}, threading.Lock()
+
+    def read(self, key):
+        with self._lock:
+            return self._values.get(key)
+
+    def create(self, key, value):
+        with self._lock:
+            return self._values.setdefault(key, value)
+
+    def present(self, keys):
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+
+class Late:
+    """The same store for a member that looks for who has arrived only after a loss."""
+
+    def __init__(self, keys, after):
+        self._keys, self._after = keys, after
+        self.create, self.present = keys.create, keys.present
+
+    def read(self, key):
+        if key.startswith("arrived/0/") or key == membership.view_key(1):
+            assert self._after.wait(PATIENCE_S)
+        return self._keys.read(key)
+
+
+class Groups:
+    """None: what the driver asks of them."""
+
+    def __init__(self):
+        self.standing = Standing()
+        self.waiting = lambda: self.standing
+        self.check = lambda: None
+        self.break_out = lambda _: 0
+        self.offer = dict
+        self.unmatched = lambda _: {}
+        self.regroup = lambda *_, **__: None
+
+
+class Bell:
+    wait = wake = staticmethod(lambda: None)
+
+
+def driver(keys, seat, **patience):
+    agreement = Agreement.founding(keys, FIRST, seat)
+    return Driver(
+        agreement=agreement,
+        newest_epoch=lambda: 0,
+        looks=lambda: 0,
+        bell=Bell(),
+        groups=Groups(),
+        trainer=Stateless(),
+        patience=Patience(**patience),
+    )
+
+
+@pytest.fixture
+def apart():
+    """What is run on a thread of its own."""
+    threads = []
+
+    def run(work):
+        thread = threading.Thread(target=work, daemon=True)
+        threads.append(thread)
+        thread.start()
+
+    yield run
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a member waits for ever"
+
+
+def until(true):
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_one_has_come_through_the_last_thing_and_another_has_not(apart):
+    """Of 0 and 1 the first is past it when 2 is lost: both do it again, and end."""
+    keys, lost, done = Keys(), threading.Event(), {0: [], 1: []}
+
+    def first():
+        member = driver(keys, SEATS[0])
+
+        def work():
+            done[0].append(member.heading_for)
+            if member.heading_for == 0:
+                keys.create(membership.view_key(1), membership.without(FIRST, [2]).encode())
+                lost.set()
+
+        member.at_the_end(work)
+        member.finish()
+
+    def second():
+        member = driver(Late(keys, lost), SEATS[1])
+        member.at_the_end(lambda: done[1].append(member.heading_for))
+        member.finish()
+
+    keys.create("arrived/0/2", "arrived")
+    keys.create("arrived/0/1", "arrived")
+    apart(first)
+    apart(second)
+    assert lost.wait(PATIENCE_S)
+    until(lambda: keys.read(membership.view_key(2)) is not None)
+    assert View.decode(keys.read(membership.view_key(2))).over
+    assert done[0] == [0, 1]
+    assert done[1] == [1]
+
+
+def test_who_agrees_at_the_end_shows_that_it_has_nothing_left_to_do(apart):
+    """So that one that writes a model alone is given its time when another is lost."""
+    keys = Keys()
+    member = driver(keys, SEATS[0], agree_s=0.0)
+    keys.create(membership.view_key(1), membership.without(FIRST, [2]).encode())
+    apart(member.finish)
+    until(lambda: keys.present(["report/1/0"]) and member._groups.standing.movement().done)
+    assert keys.read(membership.view_key(2)) is None, "the one that is at work was evicted"
+    other = driver(keys, SEATS[1])
+    other.finish()
+    assert View.decode(keys.read(membership.view_key(2))).over
