@@ -59,7 +59,11 @@ class ElasticJob:
     def step(self) -> float:
         """Take one optimizer step, through whatever losses; returns the mean loss over the global batch."""
 
+        number = self._trainer.applied + 1
+
         def attempt() -> float:
+            if self._trainer.applied == number:  # in a recovery, because others had applied it
+                return self._trainer.loss
             self._watch.look(self._trainer.applied)
             return self._trainer.step()
 
@@ -71,7 +75,13 @@ class ElasticJob:
         Raises:
             SilentCorruption: replicas hold different bits of what they hold alike.
         """
-        self._driver.carry_through(self._compare)
+        epoch = self._driver.heading_for
+
+        def attempt() -> None:
+            if self._driver.heading_for == epoch:  # some may have come through it, and a recovery compares as well
+                self._compare()
+
+        self._driver.carry_through(attempt)
 
     def _compare(self) -> None:
         self._watch.before_it_counts(self._trainer.applied)
@@ -79,7 +89,6 @@ class ElasticJob:
     def end(self) -> None:
         """Compare the replicas once all ranks have come here, and end with them."""
         self._driver.at_the_end(self._compare)
-        self._driver.finish()
 
 
 @contextlib.contextmanager

@@ -42,6 +42,8 @@ class VotedStep(abc.ABC):
         self.not_finite: Callable[[], None] = _nothing
         """Called by all ranks together where the loss of a step is not finite, before anything is applied."""
         self._prepared, self._newcomer = False, newcomer
+        self.loss = math.nan
+        """The mean loss of the newest step whose gradients this rank has reduced."""
 
     @property
     @abc.abstractmethod
@@ -69,6 +71,7 @@ class VotedStep(abc.ABC):
         """Compute, reduce, vote and apply the next step; returns its mean loss over the global batch."""
         total = self._accumulate(self.applied + 1, self.my_samples())
         told = self._reduce(total)
+        self.loss = told / self._samples_per_step
         if not math.isfinite(told):
             self.not_finite()
         for parameter in self.model.parameters():
@@ -79,7 +82,7 @@ class VotedStep(abc.ABC):
         self._vote()
         self._groups.confirm()
         self._apply()
-        return told / self._samples_per_step
+        return self.loss
 
     def _accumulate(self, number: int, samples: list[int]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=False)
