@@ -161,7 +161,9 @@ class Hosts:
         return opened
 
     def _answer(self, current: _Round, still: Standstill | None) -> None:
-        told = [still.waiting, _rows(still.idle), _rows(still.done), current.knocked[0]] if still is not None else None
+        told = None
+        if still is not None:
+            told = [still.waiting, _rows(still.idle), still.hanging, _rows(still.done), current.knocked[0]]
         self._store.create(f"standstill/{self._epoch}/{current.number}/{self.host}", json.dumps(told))
         current.answered = True
 
@@ -207,5 +209,7 @@ def _rows(since: Mapping[int, float]) -> list[tuple[int, float]]:
 def _standstill(told: Any) -> Standstill | None:
     if told is None:
         return None
-    waiting, idle, done, missed = told
-    return Standstill(waiting=waiting, idle=dict(idle), done=dict(done), unreachable=tuple(missed))
+    waiting, idle, hanging, done, missed = told
+    return Standstill(
+        waiting=waiting, idle=dict(idle), hanging=tuple(hanging), done=dict(done), unreachable=tuple(missed)
+    )

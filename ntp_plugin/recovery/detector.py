@@ -14,7 +14,8 @@ Five things tell that a rank is gone, and each has its own proof:
               signal handler that never returns stops the loop of a wait and leaves the rank's word that it waits as it
               was. The one they wait for is not innocent. Time for which it was ready to run and got no CPU does not
               count (`heartbeat.py`). Who waits for the end of the job has nothing left to do: the others may take
-              `end_s` until they are done too, but where they wait in a collective it is the one that they wait for.
+              `end_s` until they are done too, each with work of its own; where they wait in a collective it is the
+              one that they wait for.
     cut off   everybody waits, and the rank's host and some other host cannot reach each other.
 
 A rank that has never beaten is starting, and is given `start_s`. One that joins is frozen like any other when it is
@@ -167,6 +168,8 @@ class Standstill:
     """How many of its ranks wait for others, and poll."""
     idle: Mapping[int, float]
     """Slot -> for how long it has neither moved nor polled."""
+    hanging: tuple[int, ...] = ()
+    """Those of them that hang in a wait: they do no work of their own, which others would have to wait for."""
     done: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Slot -> for how long it has waited for the end of the job."""
     unreachable: tuple[int, ...] = ()
@@ -213,8 +216,9 @@ def standstill(pulses: Mapping[int, Pulse], thresholds: Thresholds) -> Standstil
     if any(polling_s < since <= thresholds.hung_s for since in unpolled.values()):
         return None
     idle = {slot: since for slot, since in unpolled.items() if since > thresholds.hung_s}
+    hanging = tuple(slot for slot in idle if living[slot].polled_at is not None)
     done = {slot: since for slot, since in still.items() if living[slot].done and slot not in idle}
-    return Standstill(waiting=len(still) - len(idle) - len(done), idle=idle, done=done)
+    return Standstill(waiting=len(still) - len(idle) - len(done), idle=idle, hanging=hanging, done=done)
 
 
 def _without_a_poll(pulse: Pulse, still: float) -> float:
@@ -240,17 +244,20 @@ def judge(
         why = f"its host is cut off from others, while {waiting} wait (limit {thresholds.hung_s} s)"
         return [Verdict(slot=slot, kind="cut off", reason=why) for host in cut for slot in sorted(slots[host])]
     idle = {slot: since for still in known.values() for slot, since in still.idle.items()}
-    if waiting:
-        limit, others = thresholds.hung_s, f"{waiting} others wait"
-    else:
-        limit, others = max(thresholds.end_s, thresholds.hung_s), f"{len(done)} others are done"
+    hanging = {slot for still in known.values() for slot in still.hanging}
+    others = f"{waiting} others wait" if waiting else f"{len(done)} others are done"
+
+    def limit(slot: int) -> float:
+        works_alone = not waiting and slot not in hanging
+        return max(thresholds.end_s, thresholds.hung_s) if works_alone else thresholds.hung_s
+
     hung = [
-        (slot, f"it has neither moved nor polled for {since:.1f} s while {others} (limit {limit} s)")
+        (slot, f"it has neither moved nor polled for {since:.1f} s while {others} (limit {limit(slot)} s)")
         for slot, since in idle.items()
-        if since > limit
+        if since > limit(slot)
     ]
     if waiting and not idle:
-        left_early = f"while {waiting} others wait in collectives (limit {limit} s)"
+        left_early = f"while {waiting} others wait in collectives (limit {thresholds.hung_s} s)"
         hung = [(slot, f"it has waited for the end for {since:.1f} s {left_early}") for slot, since in done.items()]
     return [Verdict(slot=slot, kind="hung", reason=reason) for slot, reason in sorted(hung)]
 

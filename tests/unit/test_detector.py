@@ -187,6 +187,19 @@ def test_a_rank_that_beats_often_enough_is_never_gone(beats):
         pulse = answered(pulse, LIMITS, now=now, stopped=stopped)
 
 
+def test_who_hangs_in_its_wait_for_the_end_does_no_work_that_others_would_wait_for():
+    """One that writes a model alone is given `end_s`; this one has nothing left to write."""
+    now = 1000.0
+    done = Pulse(started_at=0.0, beat_at=now, moved_at=300.0, polled_at=now, done=True)
+    for other, found in (
+        (dataclasses.replace(done, polled_at=now - LIMITS.hung_s - 1), [2]),
+        (dataclasses.replace(done, polled_at=None, done=False), [2]),
+        (dataclasses.replace(done, moved_at=now - LIMITS.hung_s - 1, polled_at=None, done=False), []),
+    ):
+        still = standstill({0: done, 1: done, 2: other}, LIMITS)
+        assert [verdict.slot for verdict in judge({0: still}, {0: range(3)}, LIMITS)] == found
+
+
 # ---------------------------------------------------------------- several hosts
 
 

@@ -4,6 +4,7 @@ What it concludes is the live detector's: `gone` for its own ranks, `standstill`
 others up, and the silence of other hosts. Here it looks less often than live, at moments that the seed draws.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,7 @@ class Host:
         still = standstill(inside, THRESHOLDS)
         if still is None:
             return None
-        return Standstill(waiting=still.waiting, idle=still.idle, unreachable=self._job.cut_from(self.number))
+        return dataclasses.replace(still, unreachable=self._job.cut_from(self.number))
 
     def _is_mine(self, seat: Seat) -> bool:
         ward = self.wards().get(seat.slot)
