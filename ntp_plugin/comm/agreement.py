@@ -170,7 +170,7 @@ class Agreement:
         pause, longest = FIRST_POLL_S, LAST_POLL_S if awaited is None else self._longest_pause(awaited)
         while look() == (self.member, None):
             if waited.seconds() > timeout_s:
-                self._evict_the_missing(timeout_s)
+                self._evict_the_missing(look, timeout_s)
             until = time.monotonic() + pause
             while (left := until - time.monotonic()) > 0:
                 standing.poll()
@@ -205,12 +205,14 @@ class Agreement:
                 way_out="run the same versions and the same configuration everywhere",
             )
 
-    def _evict_the_missing(self, timeout_s: float) -> None:
+    def _evict_the_missing(self, look: Callable[[], Step], timeout_s: float) -> None:
         """Make the next view without whoever holds this agreement up; the next look finds it."""
         awaited = membership.awaited_of(self.member, self._fan)
         late = awaited.late(self._read) if awaited else ()
         epoch, mine = self.member.view.epoch, self.member.seat.slot
         if not late or mine in late:
+            if look() != (self.member, None):  # what was missing has come just now
+                return
             raise NoAgreement(
                 f"epoch {epoch} did not agree within {timeout_s} s, and slot {mine} does not see for whom it waits",
                 way_out="look at the job's store; restart from the last checkpoint",

@@ -1,0 +1,54 @@
+"""What an agreement waits for comes in the moment in which its time limit passes."""
+
+from ntp_plugin.comm import membership
+from ntp_plugin.comm.agreement import Agreement
+from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View
+from ntp_plugin.comm.standing import Standing
+
+SEATS = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(2))
+BOTH = View(epoch=1, seats=SEATS)
+REPORT = Report(applied=0, oldest=0)
+
+
+class Keys(dict):
+    """One store; `late`: the report of slot 1 comes between the last look at it and that at who is missing."""
+
+    late = False
+
+    def read(self, key):
+        return self.get(key)
+
+    def create(self, key, value):
+        return self.setdefault(key, value)
+
+    def present(self, keys):
+        return all(key in self for key in keys)
+
+
+def agree(keys, monkeypatch):
+    keys.create(membership.view_key(1), BOTH.encode())
+    member = Member(seat=SEATS[0], view=View(epoch=0, seats=SEATS), phase=Phase.RUNNING)
+    evict = Agreement._evict_the_missing
+
+    def late(agreement, *args):
+        if keys.late:
+            keys.create("report/1/1", REPORT.encode())
+            keys.create("entry/1/1", "the plan")
+        return evict(agreement, *args)
+
+    monkeypatch.setattr(Agreement, "_evict_the_missing", late)
+    agreement = Agreement(keys, member)
+    return agreement.run(
+        lost=frozenset, report=lambda _: REPORT, plan=lambda _: "the plan", waiting=Standing, timeout_s=0.05
+    )
+
+
+def test_a_report_that_comes_then_is_read(monkeypatch):
+    keys = Keys()
+    keys.late = True
+    assert agree(keys, monkeypatch).view.slots == (0, 1)
+
+
+def test_where_none_comes_its_member_is_evicted(monkeypatch):
+    """A negative control."""
+    assert agree(Keys(), monkeypatch).view.slots == (0,)
