@@ -60,7 +60,9 @@ def data(sampler: Any) -> Fingerprint:
         **{name: str(getattr(sampler, name, None)) for name in ("seed", "shuffle", "num_replicas", "drop_last")},
     }
     known = getattr(dataset, "_fingerprint", None)  # Hugging Face's
-    return Fingerprint(sections={"data": words | ({"fingerprint": known} if isinstance(known, str) else {})})
+    return Fingerprint(
+        sections={same_settings.DATA: words | ({"fingerprint": known} if isinstance(known, str) else {})}
+    )
 
 
 def _samples_of(dataset: Any) -> str:

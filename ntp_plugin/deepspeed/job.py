@@ -135,11 +135,6 @@ class LiveJob:
         same_settings.require_same(self.rank, whole, leaves=slot.replica == 0)
         self.rank.trains_by(settings.digest)
 
-    def _require_same_data(self) -> None:
-        slot = self.trainer.topology.slot_of(self.rank.place.slot)
-        found = fingerprints.data(None if Loaders.last is None else Loaders.last.sampler)
-        same_settings.require_same(self.rank, found, leaves=slot.replica == 0)
-
     def _share_seed(self) -> int:
         """What masks that do not depend on the rank are drawn from: the first rank's own seed."""
         if self.rank.place.joining:
@@ -152,9 +147,11 @@ class LiveJob:
         return told[0]
 
     def _wait_to_be_let_in(self) -> None:
-        """Beating, which who is there from the start does from here on as well."""
+        """Beating, which who is there from the start does from here on as well: reading samples may take long."""
+        slot = self.trainer.topology.slot_of(self.rank.place.slot)
+        data = fingerprints.data(None if Loaders.last is None else Loaders.last.sampler)
         self.rank.beat()
-        self._require_same_data()
+        same_settings.require_same(self.rank, data, leaves=slot.replica == 0)
         if self.rank.place.joining:
             self.rank.wait_to_be_let_in(self.trainer.together())
 

@@ -10,6 +10,10 @@ from ntp_plugin.recovery import fingerprint as fp
 from ntp_plugin.recovery import same_settings
 from ntp_plugin.recovery.fingerprint import Fingerprint
 
+_OF_THE_STATE = {"params", "lr", "initial_lr", "momentum", "betas"}
+"""What a schedule changes in an optimizer's groups while it trains: a joining rank has it from the others, whatever a
+checkpoint that its script has loaded says."""
+
 
 def of(trainer: VotedStep, settings: Mapping[str, Any]) -> Fingerprint:
     """The script and its words, how the job was set up, the model and its optimizer.
@@ -25,4 +29,5 @@ def of(trainer: VotedStep, settings: Mapping[str, Any]) -> Fingerprint:
 def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str]]:
     yield "optimizer", type(optimizer).__qualname__
     for number, group in enumerate(optimizer.param_groups):
-        yield from fp.in_words({f"group {number}": {k: v for k, v in group.items() if k != "params"}}).items()
+        values = {name: value for name, value in group.items() if name not in _OF_THE_STATE}
+        yield from fp.in_words({f"group {number}": values}).items()

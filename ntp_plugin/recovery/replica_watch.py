@@ -29,7 +29,7 @@ from ntp_plugin.copies.watch import Odd, Sums, Told, are_alike, odd_ones, sums_o
 from ntp_plugin.errors import PeerLost, SilentCorruption
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.watch_interval import Measured, Schedule
+from ntp_plugin.recovery.watch_interval import AT_LEAST_EVERY, Measured, Schedule
 from ntp_plugin.telemetry import Compared, Corrupted, Teller
 
 _LOG = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class ReplicaWatch:
         self._schedule = Schedule(every=policy.watch_steps)
         self._looked = 0, 0
         """The steps and the epoch that it last compared after."""
-        self._diverged_in = -1
-        """The epoch in which all were found alike while a loss was not finite."""
+        self._diverged_in, self._diverged_at = -1, 0
+        """The epoch, and the step, in which all were last found alike while a loss was not finite."""
         self._exchange_s, self._fastest_s = 0.0, 0.0
         self._left = 0, -1, 0.0
         """The steps and the epoch that it was last asked after, and when it had answered."""
@@ -113,11 +113,12 @@ class ReplicaWatch:
         Where one replica is to blame, and is to leave, all others wait for that: the step is taken again without it.
         """
         epoch = self._groups.epoch
-        if not self.is_on or self._diverged_in == epoch:
+        known = self._diverged_in == epoch and step < self._diverged_at + AT_LEAST_EVERY
+        if not self.is_on or known:
             return
         if self._compare(step):
             dist.barrier()  # which the ranks that leave do not come to: it ends with the recovery
-        self._diverged_in = epoch
+        self._diverged_in, self._diverged_at = epoch, step
         _LOG.warning("a loss is not finite after step %d, and all replicas hold the same: it is no corruption", step)
 
     def _time(self, step: int) -> None:

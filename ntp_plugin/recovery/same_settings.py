@@ -25,6 +25,8 @@ from ntp_plugin.recovery.fingerprint import Fingerprint
 from ntp_plugin.recovery.rank import ElasticRank
 
 _WORD = "fingerprint/{}"
+DATA = "data"
+"""The section of a data set, which founders may not have yet where they compare."""
 _OF_A_PLACE = ("--local_rank", "--local-rank", "--rank", "--node_rank", "--node-rank")
 """Arguments of a script that say where a process stands."""
 
@@ -103,6 +105,8 @@ def _require_same_as_job(rank: ElasticRank, mine: Fingerprint) -> None:
     found: list[str] = []
     for section, words in mine.sections.items():
         left: Any = rank.word_if_left(_WORD.format(section))
+        if left is None and section == DATA:  # the job's script saved before it had a loader
+            continue
         if left is None:
             found.append(f"{section} is known here alone")
             continue

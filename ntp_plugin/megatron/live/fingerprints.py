@@ -21,6 +21,7 @@ FREE: Mapping[str, str] = {
     **dict.fromkeys(("memory_snapshot_path", "rl_profile_dir", "profile_ranks"), "where a profile goes"),
     **dict.fromkeys(("data_cache_path", "object_storage_cache_path"), "a folder of this host, made from the data"),
     **dict.fromkeys(("num_workers", "num_dataset_builder_threads"), "how data are read, not which"),
+    "iteration": "of the newest checkpoint, where arguments are read from it; a joining rank has the others' steps",
     "ntp_config": "the policy that comes of it is compared",
 }
 """Arguments that may differ from rank to rank, and why. So may those of `_DATA`, whose files are compared."""
