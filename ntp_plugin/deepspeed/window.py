@@ -124,11 +124,13 @@ class Window:
     def restart(self, step: int, numbers: Sequence[int], counted: Any = None) -> None:
         """From the first micro-batch of the step after `step` on; in a walk."""
         self._unwinding = self._stale = self._drawn_anew = self._evaluates_alone = True
+        has_drawn = self._before is not None or step < self.step  # else the window has not begun
         self.step, self.numbers = step, numbers
         self._done, self._loss = 0, 0.0
         adopt(self._engine, counted or self.counted())
         self._before = None
-        draw_from(self._drawn_from)
+        if has_drawn:
+            draw_from(self._drawn_from)
         if self._followed is not None:
             self._followed.stream.restart(step, numbers)
 
@@ -227,6 +229,8 @@ class Window:
         self._stale, self._in_flight = not fresh, True
         self.checkpoints.catches_up &= self._stale
         if not self._stale and not self._done:
+            self._through(self._compare_if_voted)
+        if not self._stale and not self._done:
             self._begin()
         if not self._stale and self.hurt:
             self._engine.set_gradient_accumulation_boundary(self._is_last)
@@ -248,7 +252,12 @@ class Window:
     def compare_what_is_not_finite(self) -> None:
         """In a vote whose numbers are not finite; all ranks come together."""
         if self.watch is not None:
-            self.watch.not_finite(self._engine.global_steps)
+            self.watch.not_finite(self._steps_before)
+
+    @property
+    def _steps_before(self) -> int:
+        """The engine's steps before the window: one that it skips is counted before the vote."""
+        return int(self.counted()["counters"]["global_steps"])
 
     def _wait_to_be_let_in(self) -> None:
         wait, self.wait_to_be_let_in = self.wait_to_be_let_in, _nothing
@@ -351,7 +360,6 @@ class Window:
             if told is None:
                 return None
             self._commit()
-            self._through(self._compare_if_voted)
             return told[0]
 
         return step
@@ -490,7 +498,7 @@ class Window:
         numbers[_LOSS] = float(self._loss) if self.replicas.speaks else 0.0
         if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
             numbers[_SOMEBODY_ASKS] = 1
-        if self.watch is not None and self.watch.is_due(self._engine.global_steps + 1):
+        if self.watch is not None and self.watch.is_due(self._steps_before + 1):
             numbers[_COMPARE] = 1
         if self.copies is not None:
             numbers[_COPIES:] = torch.tensor(self.copies.words(), dtype=torch.float64)
