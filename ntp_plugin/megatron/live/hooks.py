@@ -187,13 +187,17 @@ def _voted(job: "LiveJob", original: Any, *, before: Any = lambda *_, **__: None
     def section(*args: Any, **kwargs: Any) -> Any:
         results: list[Any] = []
 
-        def work() -> Any:
+        def once() -> Any:
             before(*args, **kwargs)
-            result = job.trainer.among_those_who_train(lambda: original(*args, **kwargs))
+            return job.trainer.among_those_who_train(lambda: original(*args, **kwargs))
+
+        def work() -> Any:
+            result = once()
             loop.vote(lambda _: results.append(bool(loop.outcome[0])), torch.tensor([float(bool(result))]))
             return results[-1]
 
-        return loop.section(work, lambda: results[-1])
+        # A checkpoint before an exit is a part of the section that decides on the exit, whose vote is for both.
+        return once() if loop.inside else loop.section(work, lambda: results[-1])
 
     return section
 
