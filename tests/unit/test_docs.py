@@ -12,7 +12,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md")]
+BESIDE = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "recipes/README.md")
+]
 
 _NAMED = re.compile(r"(?<![\w/.-])(?:\.\./)*((?:recipes|tests|benchmarks)/[\w./-]*\w)")
 _TEST = re.compile(r"`(test_\w+)`")
