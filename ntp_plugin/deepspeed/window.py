@@ -218,7 +218,7 @@ class Window:
         self._adopt_loader()
         if self._in_flight and self._has_none_in_hand:  # a second forward for one backward
             return
-        self._through(self._open_the_door if not self._done else _nothing)
+        self._through(self._between_windows if not self._done else _nothing)
         assert self._followed is not None, "there is a loader that was drawn from"
         fresh = self._followed.hand_over()
         if fresh is None:
@@ -229,13 +229,15 @@ class Window:
         self._stale, self._in_flight = not fresh, True
         self.checkpoints.catches_up &= self._stale
         if not self._stale and not self._done:
-            self._through(self._compare_if_voted)
-        if not self._stale and not self._done:
             self._begin()
         if not self._stale and self.hurt:
             self._engine.set_gradient_accumulation_boundary(self._is_last)
         if self._policy.dropout == "exact" and not self._stale:
             torch.manual_seed(_seed_of(self.seed, self.step, self.numbers[self._done]))
+
+    def _between_windows(self) -> None:
+        self._compare_if_voted()
+        self._open_the_door()
 
     def _compare_if_voted(self) -> None:
         """All who left the vote in this epoch know it alike, and nobody joins without a new one; where a step was
