@@ -5,6 +5,7 @@ supervisor.py   watches processes and heartbeats, publishes who is gone, tells t
 hosts.py        the hosts of a job, as each sees the others through the job's store
 tenancy.py      which host of the job this machine is: its founder, a spare, or in the place of a lost one
 job_store.py    where the job's store listens, and the token that hosts share
+signed_rendezvous.py  torch's rendezvous reads only what a process of the job has written
 probes.py       whether hosts can connect to each other
 telling.py      what a run tells, and to whom
 records.py      the record of a run that was told no folder for it

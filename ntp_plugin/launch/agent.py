@@ -35,7 +35,7 @@ from ntp_plugin.comm.restored_keys import RestoredKeys
 from ntp_plugin.comm.running_time import MOST_S, RunningTime
 from ntp_plugin.comm.store import TorchStore, own_address
 from ntp_plugin.errors import ConfigError, Excluded, NotStarted, NtpError, ScriptError, StoreLost
-from ntp_plugin.launch import job_store, tenancy
+from ntp_plugin.launch import job_store, signed_rendezvous, tenancy
 from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.kept_copies import DAY_S, in_words, new_folder
@@ -101,8 +101,9 @@ class TolerantAgent(LocalElasticAgent):
     # ------------------------------------------------ coming into the job
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._refuse(worker_group)
         handler: Any = worker_group.spec.rdzv_handler
+        signed_rendezvous.sign(handler, secret=os.environ[job_store.TOKEN])
+        self._refuse(worker_group)
         # torch asks whether machines wait to come in, and would start all workers anew; ours come in by `tenancy`.
         handler.num_nodes_waiting = lambda: 0
         shared = getattr(handler, "_store", None)
