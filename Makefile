@@ -9,7 +9,7 @@ IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 .PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-recipes show-widths soak-cycles docs clean
 
 demo: $(READY)
-	.venv/bin/ntp plan --config recipes/plan/two-gpus-short.toml
+	.venv/bin/ntp plan recipes/plan/two-gpus-short.toml
 	rm -rf build/demo
 	.venv/bin/ntp chaos recipes/chaos/megatron-demo.toml --out build/demo
 

@@ -217,7 +217,7 @@ def _refuse_other_hosts(path: Path, recipe: Recipe) -> None:
 
 
 def _known_tables(path: Path) -> dict[str, Any]:
-    raw = read_file(path)
+    raw = read_file(path, least="write at least [job] and a [[fault]]; recipes/chaos/ has examples")
     if unknown := raw.keys() - {"job", "fault", "random", "trace"}:
         raise ConfigError(
             f"{path}: {min(unknown)} is not a known key", way_out="known keys: [job], [[fault]], [random], [trace]"

@@ -2,6 +2,7 @@
 
 main.py          the commands, and how an error becomes one line and an exit code
 parser.py        a parser that complains in one line
+configured.py    what a command is asked for by a file and by flags
 plan.py          `ntp plan`: from words to a plan
 plan_tables.py   a plan as tables on a terminal
 run.py           `ntp run`: our flags, the rest is torchrun's

@@ -1,11 +1,13 @@
 """A parser that complains in one line."""
 
 import argparse
+import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ntp_plugin.config.schema import LARGEST_NUMBER
 from ntp_plugin.errors import ConfigError
 
 
@@ -27,6 +29,11 @@ class OneLineParser(argparse.ArgumentParser):
         found.command = words[at + 1 :]
         return found, unknown
 
+    @property
+    def flags(self) -> list[str]:
+        """All that it knows."""
+        return [flag for action in self._actions for flag in action.option_strings]
+
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""
         raise ConfigError(message, way_out=f"see {self.prog} --help")
@@ -36,12 +43,24 @@ class OneLineParser(argparse.ArgumentParser):
         if not unknown:
             return
         flag = unknown[0].split("=")[0]
-        known = [option for action in self._actions for option in action.option_strings]
-        close = difflib.get_close_matches(flag, known, n=1)
+        close = difflib.get_close_matches(flag, self.flags, n=1)
         raise ConfigError(
             f"{flag} is not a known {'flag' if flag.startswith('-') else 'word'} of {self.prog}",
             way_out=f"did you mean {close[0]}" if close else f"see {self.prog} --help",
         )
+
+
+def number[Kind: (int, float)](kind: type[Kind], *, least: Kind, most: float = LARGEST_NUMBER) -> Callable[[str], Kind]:
+    """Make the `type` of a flag that takes a number in these bounds; what is no number is in none."""
+
+    def read(text: str) -> Kind:
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        words = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {words} from {least:,} to {most:,}")
+
+    return read
 
 
 def add_run(parser: OneLineParser) -> None:

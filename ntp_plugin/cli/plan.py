@@ -5,14 +5,13 @@ Reads a job from a file, from flags, or from both (flags win), and prints what e
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
+from ntp_plugin.cli.configured import add_file, configured
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.cli.plan_tables import print_plan
 from ntp_plugin.config import schema
-from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import Job
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.decision import as_allowed
@@ -20,12 +19,13 @@ from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, as_json, pl
 from ntp_plugin.planning.topology import Slot, Topology, parse_slots
 
 PIPED_WIDTH = 140
+_LEAST = "write at least [parallel] and [model]; recipes/plan/ has examples"
 
 _EXAMPLE = """\
 example:
   ntp plan --tp 8 --pp 4 --dp 32 --heads 64 --groups 8 --ffn 28672 --vocab 128256 \\
            --layers 80 --hidden 8192 --lose r3.s1.t5
-  ntp plan --config recipes/plan/llama-70b.toml --lose r3.s1.t5 --json
+  ntp plan recipes/plan/llama-70b.toml --lose r3.s1.t5 --json
 """
 
 
@@ -39,7 +39,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="a .toml or .json file with the same keys; flags win over it")
+    add_file(parser)
     parser.add_argument("--json", action="store_true", help="print the whole plan as JSON")
     schema.add_flags(parser.add_argument_group("the job, the policy and the losses"), Job)
     parser.set_defaults(run=run, parser=parser)
@@ -47,7 +47,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Plan and print."""
-    plan = plan_for(_read_job(parsed))
+    plan = plan_for(configured(Job, parsed, least=_LEAST))
     if parsed.json:
         print(as_json({"digest": plan.digest, "plan": plan}))
         return 0
@@ -65,15 +65,6 @@ def plan_for(job: Job) -> RecoveryPlan:
     if never_lost:
         raise ConfigError(f"back names {never_lost[0]}, which was not lost", way_out="name it in already as well")
     return plan_recovery(as_allowed(Nominal.of(job)), lost_before=already, lost=(already | lose) - back)
-
-
-def _read_job(parsed: argparse.Namespace) -> Job:
-    said = schema.flag_values(Job, parsed)
-    if parsed.config is None:
-        return schema.build(Job, said, name=lambda path: schema.flag_name(Job, path))
-    path = Path(parsed.config)
-    written = schema.check(Job, read_file(path), name=schema.dotted(f"{path}: "))
-    return schema.build(Job, said, written, name=schema.dotted(f"{path}: "))
 
 
 def _refuse_overlap(one: str, ones: frozenset[Slot], other: str, others: frozenset[Slot], both: list[Slot]) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.configured import add_file, configured
+from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.cli.simulate_tables import print_report
 from ntp_plugin.config import schema
-from ntp_plugin.config.files import read_file
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.simulator.protocol.laws import Violation
 from ntp_plugin.simulator.protocol.rules import PLANTED
@@ -27,11 +27,12 @@ from ntp_plugin.simulator.scenario import Scenario, Simulation
 PIPED_WIDTH = 140
 EXIT_FOUND = 1
 SEEDS_AT_ONCE = 200
+_LEAST = "write at least [parallel] and [model], and days or failed_up_to; recipes/simulate/ has examples"
 
 _EXAMPLE = """\
 examples:
-  ntp simulate --config recipes/simulate/paper-480b.toml --plot build/paper.png
-  ntp simulate --config recipes/simulate/h100-chooser.toml --days 90 --seed 7 --json
+  ntp simulate recipes/simulate/paper-480b.toml --plot build/paper.png
+  ntp simulate recipes/simulate/h100-chooser.toml --days 90 --seed 7 --json
   ntp simulate --search 20000        the live protocol under 20,000 drawn schedules
 """
 
@@ -46,12 +47,13 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="a .toml or .json file with the same keys; flags win over it")
+    add_file(parser)
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw the report into this .png, .svg or .pdf")
     live = parser.add_argument_group("the live protocol under drawn schedules, in place of a cluster")
-    live.add_argument("--search", metavar="N", help="look at so many schedules, from the one of --seed on")
-    live.add_argument("--replay", metavar="SEED", help="run one schedule again")
+    seed, some = number(int, least=0), number(int, least=1)
+    live.add_argument("--search", type=some, metavar="N", help="look at so many schedules, from the one of --seed on")
+    live.add_argument("--replay", type=seed, metavar="SEED", help="run one schedule again")
     live.add_argument("--planted", metavar="BUG", help=f"with a planted bug: {', '.join(PLANTED)}")
     schema.add_flags(parser.add_argument_group("the scenario"), Simulation)
     parser.set_defaults(run=run, parser=parser)
@@ -63,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
         return _look_at_schedules(parsed)
     if parsed.planted is not None:
         raise ConfigError("--planted belongs to --search or --replay", way_out="name one of them as well")
-    scenario = Scenario(asked=_read(parsed))
+    scenario = Scenario(asked=configured(Simulation, parsed, least=_LEAST))
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
     report = _last(simulate(scenario), of=work_of(scenario))
     if parsed.plot is not None:
@@ -73,15 +75,6 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     print_report(scenario, report, console)
     return 0
-
-
-def _read(parsed: argparse.Namespace) -> Simulation:
-    said = schema.flag_values(Simulation, parsed)
-    if parsed.config is None:
-        return schema.build(Simulation, said, name=lambda path: schema.flag_name(Simulation, path))
-    path = Path(parsed.config)
-    written = schema.check(Simulation, read_file(path), name=schema.dotted(f"{path}: "))
-    return schema.build(Simulation, said, written, name=schema.dotted(f"{path}: "))
 
 
 def _last(reports: Iterable[Report], *, of: int) -> Report:
@@ -108,8 +101,8 @@ def _plot(report: Report, path: Path) -> None:
 
 def _look_at_schedules(parsed: argparse.Namespace) -> int:
     if parsed.replay is not None:
-        return _replay(_number("--replay", parsed.replay), parsed.planted)
-    wanted = _number("--search", parsed.search)
+        return _replay(parsed.replay, parsed.planted)
+    wanted = parsed.search
     first = int(schema.flag_values(Simulation, parsed).get("seed", 0))
     events = faults = 0
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -133,9 +126,3 @@ def _replay(seed: int, planted: str | None) -> int:
         return EXIT_FOUND
     print(f"seed {seed}: {outcome.faults} faults, {outcome.epochs} epochs, {outcome.events} events: no law is broken")
     return 0
-
-
-def _number(flag: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > schema.LARGEST_NUMBER:
-        raise ConfigError(f"{flag} = {text!r} must be a whole number from 0 on")
-    return int(text)

@@ -23,8 +23,8 @@ def draw(report: Report, path: Path) -> None:
     figure = Figure(figsize=(6.4 * len(parts), 4.4), layout="constrained")
     for place, part in enumerate(parts):
         part(figure.add_subplot(1, len(parts), place + 1), report)
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be drawn: {error}", way_out="name it .png, .svg or .pdf") from None

@@ -8,13 +8,19 @@ from typing import Any
 from ntp_plugin.errors import ConfigError
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The file's top table. Whatever is wrong with the file is one `ConfigError` that names it."""
+def read_file(path: Path, *, least: str = "") -> dict[str, Any]:
+    """Read the top table of a file.
+
+    Args:
+        path: A `.toml` or `.json` file in UTF-8, with or without a byte-order mark.
+        least: What to write into a file that is empty, for the error that says so.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not what its ending says.
+    """
     text = _text_of(path)
     if not text.strip():
-        raise ConfigError(
-            f"{path} is empty", way_out="write at least [parallel] and [model]; recipes/plan/ has examples"
-        )
+        raise ConfigError(f"{path} is empty", way_out=least)
     try:
         if path.suffix == ".toml":
             return tomllib.loads(text)
@@ -31,7 +37,7 @@ def _text_of(path: Path) -> str:
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"{path} has no known ending", way_out="name it .toml or .json")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a byte-order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

@@ -60,7 +60,7 @@ def dotted(where: str = "") -> Naming:
 def check(section: type, raw: object, *, name: Naming, path: tuple[str, ...] = ()) -> Values:
     """The values of `raw` with types and bounds checked; nested mappings for nested sections."""
     if not isinstance(raw, Mapping):
-        place = name(path) or "the file"
+        place = name(path).rstrip(". :") or "the file"
         raise ConfigError(
             f"{place} must be a table of keys, not {_show(raw)}", way_out=f"known keys: {_known(section)}"
         )
@@ -115,7 +115,8 @@ def _checked_value(value: object, kind: Any, rule: Rule, named: str) -> object:
         close = difflib.get_close_matches(str(value), rule.choices, n=1)
         hint = f'did you mean "{close[0]}"? ' if close else ""
         raise ConfigError(
-            f"{named} = {_show(value)} is not allowed", way_out=f"{hint}choose from {', '.join(rule.choices)}"
+            f"{named} = {_show(value)} is not allowed",
+            way_out=f"{hint}choose from {', '.join(filter(None, rule.choices))}",
         )
     if kind in (int, float):
         _check_bounds(typing.cast(float, value), rule, named)
@@ -167,6 +168,11 @@ def flag_values(section: type, parsed: argparse.Namespace, *, prefix: str = "") 
             table = table.setdefault(part, {})
         table[path[-1]] = _checked_value(_from_text(said, kind, flag), kind, rule, flag)
     return values
+
+
+def flags(section: type, *, prefix: str = "") -> list[str]:
+    """The flags of all keys of the section."""
+    return [flag for flag, *_ in _flags(section, prefix)]
 
 
 def flag_name(section: type, path: tuple[str, ...], *, prefix: str = "") -> str:

@@ -125,7 +125,9 @@ def read_policy(args: Any) -> TrainingPolicy:
         )
     path = Path(args.ntp_config)
     name = schema.dotted(f"{path}: ntp.")
-    written = schema.check(TrainingFile, read_file(path), name=schema.dotted(f"{path}: "))
+    written = schema.check(
+        TrainingFile, read_file(path, least="write at least [ntp] and enabled = true"), name=schema.dotted(f"{path}: ")
+    )
     return schema.build(TrainingPolicy, said, written.get("ntp", {}), name=name)
 
 

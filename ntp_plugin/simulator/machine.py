@@ -46,7 +46,10 @@ def read_machine(name: str) -> Machine:
         raise ConfigError(
             f"machine = {name!r} is not known", way_out=f"choose from {', '.join(known())}, or name a .toml file"
         )
-    return parse(read_file(path), where=str(path) if path.parent != FOLDER else path.name)
+    return parse(
+        read_file(path, least="simulator/machines/ has examples"),
+        where=str(path) if path.parent != FOLDER else path.name,
+    )
 
 
 def parse(table: Mapping[str, Any], *, where: str) -> Machine:

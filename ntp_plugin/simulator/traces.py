@@ -30,7 +30,7 @@ class Row:
 def read_trace(path: Path) -> tuple[Outage, ...]:
     """All outages, by their start."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     rows = list(_csv_rows(text, path) if path.suffix == ".csv" else _json_rows(text, path))

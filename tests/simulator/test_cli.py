@@ -93,7 +93,7 @@ def test_a_trace_names_its_assumption(capsys, tmp_path):
         (["--spares-needed"], "set packed and days"),
         (["--mode", "hard"], "choose from shrink, strict, fixed"),
         (["--forbid", "sleep"], "'sleep' is no action"),
-        (["--search", "many"], "--search = 'many' must be a whole number"),
+        (["--search", "many"], "argument --search: 'many' is not a whole number from 1"),
         (["--planted", "decide-early"], "--planted belongs to --search or --replay"),
         (["--replay", "3", "--planted", "no"], "'no' is no planted bug"),
         (["--trace", "none.csv", "--trace-gpus", "1"], "none.csv cannot be read"),

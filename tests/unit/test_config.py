@@ -69,7 +69,7 @@ def test_toml_json_and_flags_mean_the_same(tmp_path):
         ({"batch": {"epsilon": float("nan")}}, "ntp.batch.epsilon = nan must be a finite number"),
         ({"enabled": "yes"}, "ntp.enabled = 'yes' must be true or false"),
         ({7: 1}, "ntp.7 is not a known key"),
-        ([], "ntp. must be a table of keys, not []"),
+        ([], "ntp must be a table of keys, not []"),
     ],
 )
 def test_a_bad_block_is_refused_by_its_key(block, message):
