@@ -37,8 +37,9 @@ def opened(folder: Path) -> Iterator[int]:
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        what = "is a symbolic link" if folder.is_symlink() else f"cannot be opened as a folder ({error.strerror})"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        what = "is a symbolic link" if folder.is_symlink() else f"cannot be opened as a folder ({reason})"
         raise _refusal(folder, what) from error
     try:
         found = os.fstat(descriptor)

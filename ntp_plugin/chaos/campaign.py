@@ -20,6 +20,7 @@ from ntp_plugin.chaos.striker import Striker, is_worker, send
 from ntp_plugin.chaos.strikes import Asked
 from ntp_plugin.chaos.verdict import End, Expected, Verdict, judge
 from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.output_folders import require_new
 from ntp_plugin.telemetry import Follower, read_run
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import Told
@@ -62,8 +63,7 @@ def run_campaign(
     recipe: Recipe, folder: Path, *, look: Looking, twin: Path | None = None, wait: Wait = time.sleep
 ) -> Campaign:
     """`look` is asked for a view of each run, by its name; `twin` is one that has run already."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty", way_out="name another folder, or remove this one")
+    require_new(folder, "--out")
     calm = None if twin is None else _ran_before(twin)
     with look("broken") as shown:
         broken = _run(recipe.job, folder / "broken", Schedule(recipe), shown, wait)

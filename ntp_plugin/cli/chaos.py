@@ -12,18 +12,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ntp_plugin.chaos.attach import strike_by, strike_now
+from ntp_plugin.chaos.attach import job_of, strike_by, strike_now
 from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
 from ntp_plugin.chaos.ending import Wait, ending_in_waits
 from ntp_plugin.chaos.page import Report, write_page
 from ntp_plugin.chaos.recipe import Recipe, read_recipe
 from ntp_plugin.chaos.strikes import KINDS, Strike
 from ntp_plugin.chaos.verdict import Verdict
-from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.cli.plan import PIPED_WIDTH
 from ntp_plugin.cli.screen import Screen
 from ntp_plugin.config.schema import read
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.output_folders import require_new, require_usable
 from ntp_plugin.recovery.moments import OF_STEPS, OF_WALKS
 from ntp_plugin.telemetry.printable import printable
 
@@ -53,7 +54,9 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         metavar="RECIPE",
         help="a file of recipes/chaos/, or `attach`, the folder of a run, and maybe a recipe",
     )
-    parser.add_argument("rest", nargs="*", metavar="-- WORDS", help="for `ntp run`, instead of those of the recipe")
+    parser.add_argument(
+        "rest", nargs="*", default=(), metavar="-- WORDS", help="for `ntp run`, instead of those of the recipe"
+    )
     parser.add_argument("--job", metavar="FILE", help="break the job of this file instead of the recipe's")
     parser.add_argument("--twin", metavar="DIR", help="compare with this run, instead of running the job once more")
     parser.add_argument(
@@ -64,7 +67,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     order.add_argument("--what", choices=tuple(KINDS), metavar="KIND", help="what breaks")
     order.add_argument("--slot", help="r0.s0.t1")
     order.add_argument("--during", help="a moment; the next one without it")
-    order.add_argument("--seconds", type=float, help="how long, or how much")
+    order.add_argument("--seconds", type=number(float, least=-1e9, most=1e9), help="how long, or how much")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -77,7 +80,7 @@ def run(said: Any) -> int:
         if getattr(said, flag) is not None:
             raise ConfigError(f"--{flag} is for a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
     recipe = read_recipe(Path(said.recipe), job=None if said.job is None else Path(said.job), run=tuple(said.rest))
-    folder = _folder(said, recipe)
+    folder = require_new(_folder(said, recipe), "--out")
     with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), ending_in_waits() as wait:
         twin = None if said.twin is None else Path(said.twin)
         campaign = run_campaign(recipe, folder, look=_looking, twin=twin, wait=wait)
@@ -86,7 +89,8 @@ def run(said: Any) -> int:
 
 
 def _folder(said: Any, recipe: Recipe) -> Path:
-    return Path(said.out or f"build/chaos/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    default = f"build/chaos/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return require_usable(default if said.out is None else said.out, "--out")
 
 
 def _show(verdict: Verdict, page: Path, said: Any, *, log: Path | None) -> int:
@@ -136,6 +140,7 @@ def _attach_recipe(said: Any, wait: Wait) -> int:
     run, path = map(Path, said.rest)
     recipe = read_recipe(path, run=("a job that is there",))  # whatever it says of a job of its own
     folder = _folder(said, recipe)
+    job_of(run)  # what has no record is refused before anything is made
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), Screen(f"{run} is struck") as screen:
         history, verdict = strike_by(recipe, run, look=screen.show, wait=wait)

@@ -19,10 +19,11 @@ from ntp_plugin.chaos.outside.job_run import Command, Pace
 from ntp_plugin.chaos.outside.job_view import LINE
 from ntp_plugin.chaos.outside.kinds import Kind, kinds
 from ntp_plugin.chaos.outside.verdict import Allowed, rows
-from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.cli.plan import PIPED_WIDTH
 from ntp_plugin.cli.run import thresholds_in
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.output_folders import require_new
 from ntp_plugin.recovery.detector import Thresholds
 
 _OURS = ("--ntp-run-dir", "--ntp-no-record")
@@ -44,9 +45,8 @@ def run(words: Sequence[str]) -> int:
     said, unknown = parser.parse_known_args(list(words[:at]))
     parser.refuse_unknown(unknown)
     asked = _asked(said, _job(words[at + 1 :]))
-    folder = Path(said.out or f"build/outside/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty", way_out="name another folder, or remove this one")
+    default = f"build/outside/{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = require_new(default if said.out is None else said.out, "--out").absolute()
     with ending_in_waits() as wait:
         print(f"seed {asked.seed}, {asked.faults} faults; the reference run is in {folder / 'reference'}", flush=True)
         reference = run_reference(asked, folder / "reference", wait=wait)
@@ -90,10 +90,6 @@ def _job(words: Sequence[str]) -> tuple[str, ...]:
 
 def _asked(said: argparse.Namespace, words: tuple[str, ...]) -> Asked:
     thresholds = thresholds_in(words)
-    for name, least in (("faults", 1), ("every", 0.0), ("bound", 0.0), ("together", 1)):
-        value = getattr(said, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} = {value} must be at least {least}")
     _refuse_pattern(said.line)
     bound = said.bound
     return Asked(
@@ -139,29 +135,30 @@ def _parser() -> OneLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--faults", type=int, default=20, metavar="N", help="how many (default: 20)")
+    some, bound = number(int, least=1, most=1_000_000), number(float, least=0.0)
+    parser.add_argument("--faults", type=some, default=20, metavar="N", help="how many (default: 20)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same one draws the same faults")
     parser.add_argument(
         "--kinds", metavar="A,B", help="which kinds (default: all that need no handlers in the script, see below)"
     )
     parser.add_argument(
         "--every",
-        type=float,
+        type=number(float, least=0.0, most=1e6),
         default=2.0,
         metavar="S",
         help="seconds from when all ranks train again to the next fault, on average (default: 2)",
     )
     parser.add_argument(
         "--together",
-        type=int,
+        type=some,
         metavar="N",
         help="two ranks that are lost at once are of one block of N consecutive ranks, so of one replica with N = the"
         " TP degree (default: any two, and the job may end with code 3, 4 or 8 by it)",
     )
     parser.add_argument(
-        "--bound", type=float, default=1e-6, metavar="X", help="relative difference of a loss (default: 1e-6)"
+        "--bound", type=bound, default=1e-6, metavar="X", help="relative difference of a loss (default: 1e-6)"
     )
-    parser.add_argument("--weights-bound", type=float, metavar="X", help="of the last checkpoint (default: --bound)")
+    parser.add_argument("--weights-bound", type=bound, metavar="X", help="of the last checkpoint (default: --bound)")
     parser.add_argument(
         "--line",
         default=LINE,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.launch.run_folder import COPIES, EXCERPTS, RunFolder, free, shared_memory
 from ntp_plugin.launch.started_by import StartedBy
@@ -36,7 +36,10 @@ def add_command(actions: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser.add_argument("folder", metavar="RUN", help="a folder that ntp copies list shows; latest: the newest of them")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="for the checkpoint: empty, or not there")
     parser.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="processes to start (default: as many as the job had in all)"
+        "--nproc-per-node",
+        type=number(int, least=1, most=1_000_000),
+        metavar="N",
+        help="processes to start (default: as many as the job had in all)",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     parser.epilog = "The command of a worker follows behind --: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS."
@@ -50,8 +53,6 @@ def run(said: Any) -> int:
     folder = _chosen(said.folder)
     version, words = _version(folder), _command(said.command, folder, said)
     processes = _processes(folder) if said.nproc_per_node is None else said.nproc_per_node
-    if processes < 1:
-        raise ConfigError(f"--nproc-per-node = {processes} must be 1 or more")
     to = _empty(said.to.absolute(), folder)
     if said.dry_run:
         print(f"{version} of {folder} would go into {to}, by {processes} processes of")
@@ -232,11 +233,12 @@ def _remove_all_in(folder: Path) -> None:
 
 def _write(folder: Path, processes: int, words: Sequence[str], to: Path) -> int:
     """Start the job's workers, who know from their place what they are for; the exit code."""
-    from ntp_plugin.launch import agent  # noqa: PLC0415
+    from ntp_plugin.launch import agent, torchrun_flags  # noqa: PLC0415
 
     with _undisturbed(folder) as source:
         flags = ["--standalone", "--nproc-per-node", str(processes), "--no-python"]
-        return agent.run([*flags, *words], agent.RunPolicy(resume=source, export=to))
+        started = torchrun_flags.parse([*flags, *words])
+        return agent.run(started, agent.RunPolicy(resume=source, export=to))
 
 
 def _say(what: str) -> None:

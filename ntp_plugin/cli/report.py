@@ -7,7 +7,7 @@ from typing import Any
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.page import Report, write_page
 from ntp_plugin.chaos.verdict import look_over
-from ntp_plugin.cli.parser import OneLineParser, add_run
+from ntp_plugin.cli.parser import OneLineParser, add_run, number
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import read_run
 from ntp_plugin.telemetry.printable import printable
@@ -25,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser.add_argument("--twin", metavar="RUN_DIR", type=Path, help="the same job, undisturbed, to compare with")
     parser.add_argument(
         "--bound",
-        type=float,
+        type=number(float, least=0.0),
         default=1e-6,
         help="how far losses and weights may be from the twin's (default: %(default)s)",
     )

@@ -4,7 +4,7 @@ import argparse
 import signal
 from typing import Any
 
-from ntp_plugin.cli.parser import OneLineParser
+from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.errors import ConfigError
 
 
@@ -16,19 +16,23 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         description="Keep a job's store until Ctrl-C. Give every node --rdzv-endpoint=HOST:PORT --rdzv-conf is_host=0.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=29400, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=number(int, least=0, most=65535), default=29400, help="0 takes a free one (default: %(default)s)"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(said: Any) -> int:
     """Serve until a signal comes."""
+    if not said.host:
+        raise ConfigError("--host is empty", way_out="name an address of this machine")
     from ntp_plugin.comm.store import serve  # noqa: PLC0415  (brings torch, which no other command needs)
 
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         server = serve(said.host, said.port)
-    except (OSError, OverflowError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"cannot listen on {said.host}:{said.port} ({reason})") from error
     print(f"ntp store: {said.host}:{server.port}", flush=True)

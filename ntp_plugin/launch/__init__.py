@@ -1,5 +1,6 @@
 """Who looks after the ranks of a host, and the hosts of a job.
 
+torchrun_flags.py  torchrun's part of the command line, checked before anything starts
 agent.py        `ntp run`: torchrun's agent, but a dead worker does not end its siblings
 supervisor.py   watches processes and heartbeats, publishes who is gone, tells the ranks of new epochs
 hosts.py        the hosts of a job, as each sees the others through the job's store

@@ -9,6 +9,7 @@ The store of the rendezvous is the job's one meeting place, and whoever does not
 never two parts of a job that both go on.
 """
 
+import argparse
 import dataclasses
 import os
 import socket
@@ -27,14 +28,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
-from torch.distributed.run import parse_args
 from torch.distributed.run import run as torchrun
 
 from ntp_plugin.comm.membership import Seat
 from ntp_plugin.comm.restored_keys import RestoredKeys
 from ntp_plugin.comm.running_time import MOST_S, RunningTime
 from ntp_plugin.comm.store import TorchStore, own_address
-from ntp_plugin.errors import ConfigError, Excluded, NotStarted, NtpError, ScriptError, StoreLost
+from ntp_plugin.errors import Excluded, NotStarted, NtpError, ScriptError, StoreLost
 from ntp_plugin.launch import job_store, signed_rendezvous, tenancy
 from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.hosts import Hosts
@@ -50,6 +50,7 @@ from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.launch.supervisor import ASK_S_PER_HOST, Supervisor
 from ntp_plugin.launch.telling import Telling
 from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
+from ntp_plugin.launch.torchrun_flags import store_in_rank_0
 from ntp_plugin.recovery.detector import NOT_NEEDED, Thresholds, Verdict
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
@@ -143,17 +144,8 @@ class TolerantAgent(LocalElasticAgent):
         )
 
     def _refuse(self, worker_group: WorkerGroup) -> None:
-        spec = worker_group.spec
-        if not spec.rdzv_handler.use_agent_store:
-            raise ConfigError(
-                "with this rendezvous the store lives in rank 0, and dies with it",
-                way_out="use --standalone, or --rdzv-backend c10d with --rdzv-endpoint",
-            )
-        if spec.max_restarts:
-            raise ConfigError(
-                f"--max-restarts = {spec.max_restarts} would start all workers anew after a failure",
-                way_out="leave it out; --ntp-respawn starts single workers anew",
-            )
+        if not worker_group.spec.rdzv_handler.use_agent_store:
+            raise store_in_rank_0()
 
     def _open(self, host: str, port: int, run_id: str) -> None:
         """The job's corner of the store, on a connection of its own."""
@@ -497,11 +489,18 @@ def _bound_worker(*, entrypoint: str, args: Sequence[object], **options: Any) ->
     return get_subprocess_handler(entrypoint=program, args=tuple(words), **options)
 
 
-def run(torchrun_arguments: Sequence[str], policy: RunPolicy) -> int:
-    """What `torchrun` does with these arguments, but tolerant; returns the exit code of the job."""
+def run(arguments: argparse.Namespace, policy: RunPolicy) -> int:
+    """Do what `torchrun` does with these arguments, but go on after a loss.
+
+    Args:
+        arguments: torchrun's, from `torchrun_flags.parse`.
+        policy: What `ntp run` was told beyond them.
+
+    Returns:
+        The exit code of the job.
+    """
     TolerantAgent.policy = policy
     launcher.LocalElasticAgent = TolerantAgent  # type: ignore[attr-defined]
-    arguments = parse_args(list(torchrun_arguments))  # type: ignore[no-untyped-call]
     os.environ[job_store.TOKEN] = job_store.token_of(arguments, os.environ)  # the workers inherit it
     store = job_store.start_store(arguments, say=_say)
     try:

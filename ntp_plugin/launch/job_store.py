@@ -18,13 +18,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
 from torch.distributed.elastic.rendezvous.utils import (
     _matches_machine_hostname,
-    _parse_rendezvous_config,
     parse_rendezvous_endpoint,
 )
-from torch.distributed.run import parse_min_max_nnodes
 
 from ntp_plugin.comm.store import serve
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.torchrun_flags import most_hosts, rendezvous_configuration
 
 TOKEN = "NTP_TOKEN"
 _SHORTEST = 16
@@ -43,7 +42,7 @@ def token_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> s
     Raises:
         ConfigError: The job runs on several hosts and NTP_TOKEN is not set, or it is set and too short.
     """
-    given, hosts = environment.get(TOKEN, ""), _hosts(arguments)
+    given, hosts = environment.get(TOKEN, ""), most_hosts(arguments)
     fix = f"export {TOKEN}=$(openssl rand -hex 16) once, and the same value on every host (srun passes it on)"
     if not given and hosts > 1:
         raise ConfigError(
@@ -74,7 +73,10 @@ def start_store(arguments: argparse.Namespace, *, say: Callable[[str], None]) ->
         _connect_to(arguments, "127.0.0.1", store.port)
         arguments.standalone, arguments.rdzv_backend, arguments.rdzv_id = False, "c10d", str(uuid.uuid4())
         return store
-    if arguments.rdzv_backend != "c10d" or _configuration(arguments).get("store_type", "tcp").strip().lower() != "tcp":
+    if (
+        arguments.rdzv_backend != "c10d"
+        or rendezvous_configuration(arguments).get("store_type", "tcp").strip().lower() != "tcp"
+    ):
         return None
     host, port = parse_rendezvous_endpoint(arguments.rdzv_endpoint, DEFAULT_PORT)
     told = _told_to_host(arguments)
@@ -133,17 +135,9 @@ def _serve_at(
 def _connect_to(arguments: argparse.Namespace, address: str, port: int) -> None:
     """Have torch be a client of the store there."""
     bracketed = f"[{address}]" if ":" in address else address
-    configuration = _configuration(arguments) | {"is_host": "0"}
+    configuration = rendezvous_configuration(arguments) | {"is_host": "0"}
     arguments.rdzv_endpoint = f"{bracketed}:{port}"
     arguments.rdzv_conf = ",".join(f"{name}={value}" for name, value in configuration.items())
-
-
-def _hosts(arguments: argparse.Namespace) -> int:
-    try:
-        most: int = parse_min_max_nnodes(arguments.nnodes)[1]
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--nnodes={arguments.nnodes} is not a number of hosts") from error
-    return most
 
 
 def _is_of_one_host(arguments: argparse.Namespace) -> bool:
@@ -151,19 +145,12 @@ def _is_of_one_host(arguments: argparse.Namespace) -> bool:
     endpoint_is_given = (
         arguments.rdzv_backend != "static" or arguments.rdzv_endpoint or arguments.master_port is not None
     )
-    return bool(arguments.standalone) or (not endpoint_is_given and _hosts(arguments) == 1)
-
-
-def _configuration(arguments: argparse.Namespace) -> dict[str, str]:
-    try:
-        return _parse_rendezvous_config(arguments.rdzv_conf)
-    except ValueError as error:
-        raise ConfigError(f"--rdzv-conf={arguments.rdzv_conf} is not NAME=VALUE,...") from error
+    return bool(arguments.standalone) or (not endpoint_is_given and most_hosts(arguments) == 1)
 
 
 def _told_to_host(arguments: argparse.Namespace) -> bool | None:
     """What --rdzv-conf says of who has the store; None where it says nothing."""
-    said = _configuration(arguments).get("is_host")
+    said = rendezvous_configuration(arguments).get("is_host")
     if said is not None and said.lower() not in (*_TRUE, *_FALSE):
         raise ConfigError(f"--rdzv-conf is_host={said} is neither 0 nor 1")
     return None if said is None else said.lower() in _TRUE

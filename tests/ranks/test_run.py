@@ -219,7 +219,7 @@ def test_a_script_of_ours_outside_of_ntp_run_says_so(tmp_path):
     ("flags", "message"),
     [
         (["--nproc-per-node=1", "--max-restarts=3"], "--max-restarts = 3 would start all workers anew"),
-        (["--nproc-per-node=1", "--ntp-respawn=many"], "argument --ntp-respawn: invalid int value: 'many'"),
+        (["--nproc-per-node=1", "--ntp-respawn=many"], "argument --ntp-respawn: 'many' is not a whole number from 0"),
     ],
 )
 def test_flags_that_make_no_sense_are_one_line_and_exit_code_2(tmp_path, flags, message):

@@ -140,7 +140,7 @@ def test_words_that_make_no_sense(left, tmp_path, capsys):
     for words, why in (
         ((tmp_path / "none", "--to", to), f"there are no copies of a run there. Way out: on this host: {folder}"),
         ((folder,), "--to"),
-        ((folder, "--to", to, "--nproc-per-node", "0"), "--nproc-per-node = 0"),
+        ((folder, "--to", to, "--nproc-per-node", "0"), "argument --nproc-per-node: '0' is not a whole number from 1"),
         ((folder, "--to", to, "--", "ntp", "run", "train.py"), "leave out ntp run"),
         ((folder, "--to", to, "train.py"), "train.py is not a known word"),
         ((folder, "--to", to, "--form", "x"), "is not a known flag"),

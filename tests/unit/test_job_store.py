@@ -157,6 +157,6 @@ def test_what_cannot_be_read_is_one_line(words):
 
 def test_ntp_run_on_several_hosts_without_a_token_ends_with_code_2(monkeypatch, capsys):
     monkeypatch.delenv("NTP_TOKEN", raising=False)
-    assert main(["run", *TWO_HOSTS, "--rdzv-endpoint=127.0.78.3:0", "train.py"]) == 2
+    assert main(["run", *TWO_HOSTS, "--rdzv-endpoint=127.0.78.3:0", __file__]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "export NTP_TOKEN=$(openssl rand -hex 16)" in line

@@ -356,7 +356,7 @@ def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_pa
         (["--", "torchrun", "x.py"], "behind -- stands torchrun x.py"),
         (["--kinds", "kil", "--", "ntp", "run", "x.py"], "kil is not known"),
         (["--fault", "3", "--", "ntp", "run", "x.py"], "did you mean --faults"),
-        (["--faults", "0", "--", "ntp", "run", "x.py"], "--faults = 0 must be at least 1"),
+        (["--faults", "0", "--", "ntp", "run", "x.py"], "argument --faults: '0' is not a whole number from 1"),
         (["--", "ntp", "run", "--ntp-run-dir=x", "x.py"], "leave --ntp-run-dir out"),
         (["--line", "(", "--", "ntp", "run", "x.py"], "--line"),
     ],

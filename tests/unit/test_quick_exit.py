@@ -63,4 +63,4 @@ def test_a_command_is_not_torn_down():
     words = ["run", "--ntp-respawn=-1", "train.py"]
     done = subprocess.run([sys.executable, "-c", AS_A_COMMAND, *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--ntp-respawn = -1 must be 0 or more" in done.stderr
+    assert "argument --ntp-respawn: '-1' is not a whole number from 0" in done.stderr

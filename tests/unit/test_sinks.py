@@ -360,7 +360,7 @@ def test_what_a_sink_has_missed_when_it_failed_is_not_taken_for_told(tmp_path):
         (["--ntp-wandb", "p"], "--ntp-run-dir"),
         (["--ntp-prometheus", "9000"], "--ntp-run-dir"),
         (["--ntp-chaos"], "--ntp-run-dir"),
-        (["--ntp-run-dir", "there", "--ntp-prometheus", "99999"], "is no port"),
+        (["--ntp-run-dir", "there", "--ntp-prometheus", "99999"], "'99999' is not a whole number from 0 to 65,535"),
     ],
 )
 def test_what_cannot_be_told_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):

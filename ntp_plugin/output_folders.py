@@ -1,0 +1,38 @@
+"""Folders that a user names for results: whether they can be written, before hours of work have results to write."""
+
+import os
+from pathlib import Path
+
+from ntp_plugin.errors import ConfigError
+
+
+def require_usable(folder: Path | str, flag: str) -> Path:
+    """Raise unless results can be written there, and make nothing yet.
+
+    Args:
+        folder: What the user has typed.
+        flag: Where it was typed, for the error.
+
+    Returns:
+        The folder, which need not exist.
+
+    Raises:
+        ConfigError: The name is empty, a file is in the way, or this user may not write there.
+    """
+    path, fix = Path(folder), "name a folder that can be made or written to"
+    if not str(folder):
+        raise ConfigError(f"{flag} is empty", way_out=fix)
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"{flag} {path}: {nearest} is a file", way_out=fix)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {path}: this user may not write to {nearest}", way_out=fix)
+    return path
+
+
+def require_new(folder: Path | str, flag: str) -> Path:
+    """Raise unless the folder is usable, and empty or not there yet."""
+    path = require_usable(folder, flag)
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"{path} is not empty", way_out="name another folder, or remove this one")
+    return path
