@@ -1,6 +1,7 @@
 """Faults from outside, into a small job: what goes wrong is found, and what does not is not."""
 
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ntp_plugin.chaos.outside import checkpoints, processes
+from ntp_plugin.chaos.outside import checkpoints, injector, processes
 from ntp_plugin.chaos.outside.campaign import Asked, run_campaign, run_reference
 from ntp_plugin.chaos.outside.drawing import draw
 from ntp_plugin.chaos.outside.injector import Injected
@@ -230,9 +231,87 @@ def test_when_a_loss_was_noticed_is_counted_from_its_own_signal():
         reports=SOUND,
         noticed=[Noticed(at=0.5, rank=0), Noticed(at=1.3, rank=0), Noticed(at=1.52, rank=1)],
     )
-    first, second = judge(run, REFERENCE, weights_apart=None, allowed=ALLOWED)
+    first, second, _ = judge(run, REFERENCE, weights_apart=None, allowed=ALLOWED)
     assert first.noticed_s == pytest.approx(0.5)
     assert second.noticed_s is None
+
+
+LONG = {step: 1 / step for step in range(1, 21)}
+
+
+def wrongs(*injected, noticed=(), code=0, steps=20, recorded=True, **more):
+    """What a job of four ranks comes to that completes a step each second, of which rank 0 reports."""
+    reports = [report(step + 0.5, step, LONG[step]) for step in range(1, steps + 1)]
+    reports += [report(2.5, 2, LONG[2], rank=rank) for rank in (1, 2, 3)]
+    said = [Noticed(at=at, rank=rank) for rank, at in noticed]
+    run = dataclasses.replace(ran(*injected, reports=reports, noticed=said, code=code), is_recorded=recorded, **more)
+    return [(one.kind, one.wrong) for one in judge(run, LONG, weights_apart=None, allowed=ALLOWED)]
+
+
+def test_a_rank_that_no_fault_was_to_take_is_wrong():
+    kill, stop = fault("kill", 5.0, (1, 5.0)), fault("stop-short", 10.0)
+    assert wrongs(kill, stop, noticed=[(1, 5.2)]) == [("kill", ""), ("stop-short", "")]
+    innocent = wrongs(kill, stop, noticed=[(1, 5.2), (3, 5.4)])
+    assert innocent == [("kill", "rank 3 was lost too"), ("stop-short", "")]
+    evicted = wrongs(kill, stop, noticed=[(1, 5.2), (1, 10.3)])
+    assert evicted == [("kill", ""), ("stop-short", "rank 1 was lost too")]
+    before = wrongs(kill, noticed=[(2, 4.0), (1, 5.2)])
+    assert before == [("kill", ""), (NO_FAULT, "rank 2 was lost too")]
+
+
+def test_a_loss_that_has_a_cause_is_not_wrong():
+    both = fault("two-kills", 5.0, (1, 5.0), (2, 5.01))
+    assert wrongs(both, noticed=[(2, 5.1), (1, 5.2)]) == [("two-kills", "")]
+    joiner = fault("kill-joiner", 5.0, (1, 5.0), (1, 6.0))
+    assert wrongs(joiner, noticed=[(1, 5.1), (1, 6.2), (1, 7.0)]) == [("kill-joiner", "")]
+    late = wrongs(fault("stop", 5.0, (1, 5.0)), fault("kill", 7.0, (2, 7.0)), noticed=[(2, 7.1), (1, 7.2)])
+    assert late == [("stop", ""), ("kill", "")]
+    busy = dataclasses.replace(fault("stop-short", 5.0), may_be_lost_at=((1, 5.0),))
+    assert wrongs(busy, noticed=[(1, 5.9)]) == [("stop-short", "")]
+    tried = wrongs(fault("kill", 5.0, (1, 5.0)), noticed=[(1, 5.1), (3, 9.1)], may_be_lost_at=((3, 9.0),))
+    assert tried == [("kill", "")]
+
+
+def test_a_replica_that_leaves_whole_and_a_job_that_ends_take_others_along():
+    left_out = Noticed(at=5.3, rank=3, left_out=True)
+    run = ran(fault("kill", 1.0, (1, 1.0)), reports=SOUND, noticed=[Noticed(at=1.2, rank=1), left_out])
+    assert judged_kinds(run) == [("kill", False)]
+    ended = wrongs(fault("supervisor-term", 5.0), noticed=[(1, 5.1), (2, 5.1)], code=143, steps=5)
+    assert ended == [("supervisor-term", "")]
+    failed = wrongs(fault("handler-raises", 5.0, (1, 5.0)), noticed=[(1, 5.1), (2, 5.1)], code=9, steps=5)
+    assert failed == [("handler-raises", "")]
+
+
+def test_a_loss_that_nobody_noticed_is_wrong_where_others_went_on():
+    said = "rank 1 was lost, nobody noticed, and the others completed 15 further steps"
+    kill = fault("kill", 6.0, (1, 6.0))
+    assert wrongs(kill) == [("kill", said)]
+    assert wrongs(kill, recorded=False) == [("kill", "")]
+    assert wrongs(fault("kill", 17.0, (1, 17.0))) == [("kill", "")]  # the job was over before
+    assert wrongs(fault("stop-long", 6.0, (0, 6.0))) == [("stop-long", "")]  # it goes on
+    joiner = fault("kill-joiner", 6.0, (1, 6.0), (1, 7.0))
+    assert wrongs(joiner, noticed=[(1, 6.2)]) == [("kill-joiner", "")]
+    assert wrongs(joiner) == [("kill-joiner", said)]
+
+
+def test_who_was_stopped_for_longer_than_it_was_to_be_is_known():
+    stop, go_on = KINDS["stop-short"].acts
+    victim = processes.Process(pid=7, started=1, parent=1, state="S")
+    for ended_at, long in ((5.1, ()), (5.9, ((3, 5.0),))):
+        sent = [(stop, victim, 5.0), (go_on, victim, ended_at)]
+        assert injector._stopped_for_long(sent, {"victim": 3}, 0.6) == long
+
+
+def test_whom_the_others_have_left_out_is_known_by_its_code(tmp_path):
+    lines = [
+        {"at": 1.0, "slot": "host0", "event": "Gone", "number": rank, "pid": 9, "kind": "ended", "reason": reason}
+        for rank, reason in ((1, "its process ended with code 5"), (2, "its process ended with code -9"))
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    view = JobView(tmp_path, tmp_path / "log.txt")
+    view.look()
+    assert [(one.rank, one.left_out) for one in view.noticed] == [(1, True), (2, False)]
+    assert not view.is_recorded
 
 
 def test_rows_have_the_keys_of_the_evidence():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.outside import processes
 from ntp_plugin.chaos.outside.job_view import JobView
-from ntp_plugin.chaos.outside.kinds import BY_HANDLER, JOINER, OTHER, SUPERVISOR, VICTIM, Act, Kind
+from ntp_plugin.chaos.outside.kinds import BY_HANDLER, JOINER, OTHER, RANKS, SUPERVISOR, VICTIM, Act, Kind
 from ntp_plugin.chaos.outside.processes import Process
 
 _LOOK_S = 0.02
@@ -38,10 +38,19 @@ class Injected:
     """Each rank whose loss has to be noticed, and when its signal was sent."""
     words: str
     """What was sent to whom."""
+    may_be_lost_at: tuple[tuple[int, float], ...] = ()
+    """Each rank that was stopped for longer than it was to be, because the machine was busy, and from when on."""
+
+
+type Sent = tuple[Act, Process, float]
+"""A signal, to whom, and when: of a SIGCONT when it had been sent, of another one just before."""
 
 
 class Missed(Exception):
     """A fault could not be carried out as its kind says; what was stopped has been continued."""
+
+    may_be_lost_at: tuple[tuple[int, float], ...] = ()
+    """Each rank that got a signal before."""
 
 
 class Injector:
@@ -84,15 +93,16 @@ class Injector:
         if not ranks:
             raise Missed("there are no ranks")
         whom = self._choose(kind, ranks)
-        stopped = list[Process]()
+        sent = list[Sent]()
         try:
-            return self._carry_out(kind, whom, ranks, stopped, over)
-        except Missed:
-            for process in stopped:
+            return self._carry_out(kind, whom, ranks, sent, over)
+        except Missed as error:
+            for process in _stopped(sent):
                 processes.send(process, signal.SIGCONT)
+            error.may_be_lost_at = tuple((_rank(act, whom), at) for act, _, at in sent if act.whom in RANKS)
             raise
         except BaseException:  # the command was ended: nobody stays stopped for good
-            for process in (*stopped, self._supervisor):
+            for process in (*_stopped(sent), self._supervisor):
                 processes.send(process, signal.SIGCONT)
             raise
 
@@ -110,11 +120,11 @@ class Injector:
         kind: Kind,
         whom: Mapping[str, int],
         ranks: Mapping[int, Process],
-        stopped: list[Process],
+        sent: list[Sent],
         over: Callable[[], bool],
     ) -> Injected:
         before = frozenset(processes.all_processes().values())
-        sent, step = list[tuple[Act, Process, float]](), self._view.newest
+        step = self._view.newest
         for act in kind.acts:
             if act.whom == JOINER:
                 target = self._joiner(whom[VICTIM], before, over)
@@ -123,13 +133,19 @@ class Injector:
             self._wait(self._chosen.uniform(*act.after))
             self._refuse_without_handler(kind, act, target)
             if act.once_it_waits:
-                self._wait_until_it_waits(target, stopped)
+                self._wait_until_it_waits(target, _stopped(sent))
             at = time.time()
             if not processes.send(target, act.number) and act.number != signal.SIGCONT:
                 raise Missed(f"pid {target.pid} had ended")
-            sent.append((act, target, at))
-            stopped += [target] * (act.number == signal.SIGSTOP)
-        return Injected(kind=kind, at=sent[0][2], step=step, lost_at=_lost(kind, whom, sent), words=_words(sent, whom))
+            sent.append((act, target, time.time() if act.number == signal.SIGCONT else at))
+        return Injected(
+            kind=kind,
+            at=sent[0][2],
+            step=step,
+            lost_at=_lost(kind, whom, sent),
+            words=_words(sent, whom),
+            may_be_lost_at=_stopped_for_long(sent, whom, self._held_s),
+        )
 
     def _refuse_without_handler(self, kind: Kind, act: Act, target: Process) -> None:
         if kind.needs_handlers and act.number in BY_HANDLER and not processes.handles(target, act.number):
@@ -169,7 +185,25 @@ def _pids(some: Collection[Process]) -> set[int]:
     return {process.pid for process in some}
 
 
-def _lost(kind: Kind, whom: Mapping[str, int], sent: list[tuple[Act, Process, float]]) -> tuple[tuple[int, float], ...]:
+def _stopped(sent: list[Sent]) -> list[Process]:
+    return [process for act, process, _ in sent if act.number == signal.SIGSTOP]
+
+
+def _rank(act: Act, whom: Mapping[str, int]) -> int:
+    return whom[VICTIM if act.whom == JOINER else act.whom]
+
+
+def _stopped_for_long(sent: list[Sent], whom: Mapping[str, int], held_s: float) -> tuple[tuple[int, float], ...]:
+    """Each rank that was, and since when."""
+    began = {process: at for act, process, at in reversed(sent) if act.number == signal.SIGSTOP}
+    return tuple(
+        (_rank(act, whom), began[process])
+        for act, process, at in sent
+        if act.number == signal.SIGCONT and act.whom in RANKS and at - began[process] > held_s
+    )
+
+
+def _lost(kind: Kind, whom: Mapping[str, int], sent: list[Sent]) -> tuple[tuple[int, float], ...]:
     """By the first signal that each got which loses it."""
     at = dict[str, float]()
     for act, _, when in sent:
@@ -178,7 +212,7 @@ def _lost(kind: Kind, whom: Mapping[str, int], sent: list[tuple[Act, Process, fl
     return tuple((whom[VICTIM if name == JOINER else name], when) for name, when in at.items())
 
 
-def _words(sent: list[tuple[Act, Process, float]], whom: Mapping[str, int]) -> str:
+def _words(sent: list[Sent], whom: Mapping[str, int]) -> str:
     first = sent[0][2]
     said = []
     for act, process, at in sent:

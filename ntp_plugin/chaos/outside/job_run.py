@@ -91,6 +91,10 @@ class Ran:
     hung: str
     """Why it counts as hung, with the numbers; empty if it does not."""
     leavings: Leavings
+    is_recorded: bool = False
+    """Whether the reports are those of the record, which has all steps of each rank and who was lost."""
+    may_be_lost_at: tuple[tuple[int, float], ...] = ()
+    """Each rank that got a signal of a fault that could not be carried out, and when."""
 
 
 class _Running:
@@ -211,6 +215,8 @@ def _found(running: _Running, faults: "_Faults", hung: str, pace: Pace, wait: Wa
         code=code,
         hung=hung,
         leavings=left,
+        is_recorded=running.view.is_recorded,
+        may_be_lost_at=tuple(faults.may_be_lost_at),
     )
 
 
@@ -230,6 +236,7 @@ class _Faults:
         self._running, self._view, self._injector, self._queue = running, running.view, injector, queue
         self._pace, self._chosen, self._say = pace, chosen, say
         self.injected, self.missed = list[Injected](), list[str]()
+        self.may_be_lost_at = list[tuple[int, float]]()
         self._wanted = 0
         self._next_at: float | None = None
         self._waits_since: float | None = None
@@ -264,6 +271,7 @@ class _Faults:
             injected = self._injector.inject(kind, over=lambda: self._running.is_over)
         except Missed as error:
             self.missed.append(f"{kind.name}: {error}")
+            self.may_be_lost_at += error.may_be_lost_at
             self._tries += 1
             self._no_more = self._tries >= _TRIES
             return False

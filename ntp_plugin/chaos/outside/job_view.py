@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ntp_plugin.errors import Excluded
 from ntp_plugin.telemetry import Began, Committed, Follower, Gone, Told
 
 LINE = (
@@ -38,6 +39,8 @@ class Noticed:
 
     at: float
     rank: int
+    left_out: bool = False
+    """It has ended because the others had gone on without it, with its replica perhaps."""
 
 
 class JobView:
@@ -57,6 +60,11 @@ class JobView:
         """The last step that any rank has completed."""
         self.newest_of: dict[int, int] = {}
         """And each rank."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the record has steps."""
+        return bool(self._recorded)
 
     @property
     def reports(self) -> Sequence[Report]:
@@ -82,8 +90,9 @@ class JobView:
                 rank, loss = self._numbers.get(told.slot), next(iter(losses.values()), None)
                 self._recorded.append(Report(at=told.at, rank=rank, step=step, loss=loss))
                 self._count(rank, step)
-            case Gone(number=number):
-                self.noticed.append(Noticed(at=told.at, rank=number))
+            case Gone(number=number, kind=kind, reason=reason):
+                left_out = kind == "ended" and reason.endswith(f" code {Excluded.exit_code}")
+                self.noticed.append(Noticed(at=told.at, rank=number, left_out=left_out))
                 self.newest_of.pop(number, None)
             case _:
                 pass

@@ -1,15 +1,16 @@
 """Which faults led to a wrong result, a hang, or something left behind. PURE.
 
 A result is wrong where a loss that any rank reports is not the reference run's, where a step is missing, where the last
-checkpoint differs, or where the job has ended with a code that the faults do not explain. It is laid to the last fault
-that came before it; what comes before every fault is laid to none.
+checkpoint differs, where a rank was taken for lost that no fault was to take, where one that was lost was not noticed,
+or where the job has ended with a code that the faults do not explain. It is laid to the last fault that came before it;
+what comes before every fault is laid to none.
 """
 
 import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ntp_plugin.chaos.outside.injector import Injected
 from ntp_plugin.chaos.outside.job_run import Ran, steps_of
@@ -17,6 +18,9 @@ from ntp_plugin.chaos.outside.job_view import Noticed, Report
 from ntp_plugin.chaos.outside.kinds import STATE_IS_LOST
 
 NO_FAULT = "(before any fault)"
+STEPS_WITHOUT = 5
+"""Nobody completes so many without a rank that was lost, unless it was noticed: of a step that it had its part in, and
+of the next, others may come to the end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,8 @@ def judge(ran: Ran, reference: Mapping[int, float], *, weights_apart: float | No
     wrong, at = _wrong(ran, reference, weights_apart, allowed)
     left = (*ran.leavings.processes, *ran.leavings.files)
     if wrong:
+        judged = _laid_to(judged, [fault.at for fault in ran.injected], at, wrong=wrong)
+    for at, wrong in (*_lost_too(ran), *_unnoticed(ran)):
         judged = _laid_to(judged, [fault.at for fault in ran.injected], at, wrong=wrong)
     if ran.hung:
         judged = _laid_to(judged, [fault.at for fault in ran.injected], math.inf, hung=ran.hung)
@@ -111,6 +117,47 @@ def _wrong(
     if not what and ran.code == 0:
         what = _not_whole(ran, reference, weights_apart, allowed)
     return what, math.inf
+
+
+def _lost_too(ran: Ran) -> Iterator[tuple[float, str]]:
+    """Ranks that were taken for lost and that no fault was to take; when, and in words.
+
+    After the last fault this means something only where the job has come to its own end: another one takes all along.
+    """
+    times = [fault.at for fault in ran.injected]
+    ended_well = ran.code == 0 and not any(fault.kind.ends_job for fault in ran.injected)
+    until = math.inf if ended_well else max(times, default=-math.inf)
+    for one in ran.noticed:
+        if one.at < until and not one.left_out and not _is_explained(one, ran, times):
+            yield one.at, f"rank {one.rank} was lost too"
+
+
+def _is_explained(one: Noticed, ran: Ran, times: Sequence[float]) -> bool:
+    """By a signal to that rank since the last fault, or by an earlier one that was not noticed until now."""
+    meant = (*ran.may_be_lost_at, *(lost for fault in ran.injected for lost in (*fault.lost_at, *fault.may_be_lost_at)))
+    return any(
+        not any(at < time <= one.at for time in times)
+        or not any(other.rank == rank and at <= other.at < one.at for other in ran.noticed)
+        for rank, at in meant
+        if rank == one.rank and at <= one.at
+    )
+
+
+def _unnoticed(ran: Ran) -> Iterator[tuple[float, str]]:
+    """Ranks that were not, although others went on without them; when the fault was, and in words."""
+    for fault in ran.injected if ran.is_recorded else ():
+        for rank, at in dict(reversed(fault.lost_at)).items():  # a joiner may be lost before the others knew of it
+            noticed = any(one.rank == rank and one.at >= at for one in ran.noticed)
+            if not noticed and (steps := _steps_without(rank, at, ran.reports)) >= STEPS_WITHOUT:
+                yield fault.at, f"rank {rank} was lost, nobody noticed, and the others completed {steps} further steps"
+
+
+def _steps_without(rank: int, since: float, reports: Sequence[Report]) -> int:
+    """How many further steps others have completed and that rank has not: one that goes on has survived its signal."""
+    last = max((report.step for report in reports if report.at <= since), default=0)
+    its_own = {report.step for report in reports if report.rank == rank}
+    further = {report.step for report in reports if report.at > since and report.step > last}
+    return len(further - its_own) if its_own else 0
 
 
 def _not_whole(ran: Ran, reference: Mapping[int, float], weights_apart: float | None, allowed: Allowed) -> str:
