@@ -208,7 +208,16 @@ def test_a_job_that_was_ended_may_lack_steps():
 
 def test_a_code_that_the_fault_does_not_explain_is_wrong():
     assert judged_kinds(ran(fault("kill", 1.0), reports=SOUND, code=1)) == [("kill", True)]
-    assert judged_kinds(ran(fault("handler-raises", 1.0), reports=SOUND, code=1)) == [("handler-raises", False)]
+    for kind, code, wrong in (
+        ("handler-raises", 9, False),
+        ("handler-exits", 9, False),
+        ("handler-raises", -11, True),
+        ("handler-exits", 4, True),
+        ("supervisor-kill", -9, False),
+        ("supervisor-kill", 0, False),
+        ("supervisor-kill", 1, True),
+    ):
+        assert judged_kinds(ran(fault(kind, 1.0), reports=SOUND, code=code)) == [(kind, wrong)], (kind, code)
     assert judged_kinds(ran(fault("two-kills", 1.0), reports=SOUND, code=4)) == [("two-kills", True)]
 
 

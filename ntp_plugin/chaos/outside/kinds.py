@@ -11,7 +11,7 @@ import dataclasses
 import signal
 from collections.abc import Mapping
 
-from ntp_plugin.errors import BelowMinimum, RestartIsBetter, StateLost
+from ntp_plugin.errors import BelowMinimum, RestartIsBetter, ScriptError, StateLost
 from ntp_plugin.recovery.detector import Thresholds
 
 VICTIM, OTHER, JOINER, SUPERVISOR = "victim", "other", "joiner", "supervisor"
@@ -49,7 +49,7 @@ class Kind:
     ends_job: bool = False
     """The job has to end, within seconds."""
     end_code: int | None = None
-    """With this code, where it ends; None: with any."""
+    """With this code, where it ends by this."""
     may_end_job: bool = False
     """The job may end by this: the script's own error."""
 
@@ -100,12 +100,14 @@ def _of_a_rank(thresholds: Thresholds) -> tuple[Kind, ...]:
             text="a signal handler that raises an exception",
             acts=(Act(number=RAISES),),
             may_end_job=True,
+            end_code=ScriptError.exit_code,
         ),
         Kind(
             name="handler-exits",
             text="a signal handler that calls sys.exit",
             acts=(Act(number=EXITS),),
             may_end_job=True,
+            end_code=ScriptError.exit_code,
         ),
         Kind(
             name="handler-holds-lock",
@@ -183,7 +185,7 @@ def _of_the_supervisor() -> tuple[Kind, ...]:
                 end_code=code,
             )
             for name, number, code in (
-                ("kill", signal.SIGKILL, None),
+                ("kill", signal.SIGKILL, -signal.SIGKILL),
                 ("int", signal.SIGINT, 128 + signal.SIGINT),
                 ("term", signal.SIGTERM, 128 + signal.SIGTERM),
             )

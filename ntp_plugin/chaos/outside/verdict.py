@@ -185,12 +185,12 @@ def _differs(report: Report, reference: Mapping[int, float], bound: float) -> st
 def _ended_badly(ran: Ran, allowed: Allowed) -> str:
     """A code that the last fault does not explain."""
     last = ran.injected[-1].kind if ran.injected else None
-    if last is not None and last.ends_job:
-        if ran.code == 0 or last.end_code is None or ran.code == last.end_code:  # 0: it was over just before
+    if ran.code == 0:  # also where a fault ends the job: it was over just before
+        return ""
+    if last is not None and (last.ends_job or last.may_end_job):
+        if ran.code == last.end_code:
             return ""
         return f"the job ended with code {ran.code}, and {last.name} ends it with {last.end_code}"
-    if ran.code == 0 or (last is not None and last.may_end_job):
-        return ""
     if last is not None and last.takes_two and allowed.loses_state and ran.code in STATE_IS_LOST:
         return ""
     return f"the job ended with code {ran.code}"
