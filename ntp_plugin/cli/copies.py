@@ -197,7 +197,7 @@ def _clean(given: Sequence[Path]) -> int:
 
 def _lives(folder: Path) -> bool:
     try:
-        with free(folder):
+        with free(folder, shared=True):
             return False
     except BlockingIOError:
         return True

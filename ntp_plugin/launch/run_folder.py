@@ -38,11 +38,12 @@ class RunFolder:
     ) -> None:
         """Those of dead runs go, all but those that it is `sparing`; `removing` is told of each."""
         beside = parent or shared_memory()
-        for left in left_by_the_dead(beside, prefix):
+        for left in list(left_by_the_dead(beside, prefix)):
             if sparing(left):
                 continue
-            removing(left)
-            shutil.rmtree(left, ignore_errors=True)  # another run may be removing it as well
+            with contextlib.suppress(OSError, NotPrivate), free(left):  # or another run removes it, or resumes from it
+                removing(left)
+                shutil.rmtree(left, ignore_errors=True)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
         # It gets its name when it is locked: until then nobody takes it for that of a dead run.
         unnamed = self.path / f"{_OWNER}.new"
@@ -75,13 +76,17 @@ def shared_memory() -> Path:
 def left_by_the_dead(parent: Path, prefix: str) -> Iterator[Path]:
     """This user's folders whose lock is free."""
     for folder in private_folders(parent, prefix):
-        with contextlib.suppress(OSError, NotPrivate), free(folder):  # or it was just removed
+        with contextlib.suppress(OSError, NotPrivate), free(folder, shared=True):  # or it was just removed
             yield folder
 
 
 @contextlib.contextmanager
-def free(folder: Path) -> Iterator[None]:
+def free(folder: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold the lock of a run's folder, so that nobody owns it meanwhile.
+
+    Args:
+        folder: That of a run.
+        shared: Several may look at a folder, or resume from it, at the same time; nobody can remove it then.
 
     Raises:
         BlockingIOError: A run that lives owns it.
@@ -91,7 +96,7 @@ def free(folder: Path) -> Iterator[None]:
     with opened(folder) as there:
         lock = os.open(_OWNER, os.O_RDWR | os.O_NOFOLLOW, dir_fd=there)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         yield
     finally:
         os.close(lock)

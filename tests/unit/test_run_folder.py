@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ntp_plugin.launch.run_folder import RunFolder
+import pytest
+
+from ntp_plugin.launch.run_folder import RunFolder, free, left_by_the_dead
 
 KILLED = """
 import os, signal, sys
@@ -46,3 +48,23 @@ def test_its_lock_is_not_handed_to_children(tmp_path):
         child.kill()
         child.wait()
         folder.remove()
+
+
+def test_who_looks_at_a_folder_of_a_dead_run_does_not_make_it_look_alive(tmp_path):
+    folder = RunFolder("run-", tmp_path)
+    assert not list(left_by_the_dead(tmp_path, "run-"))
+    folder.leave()
+    for _ in left_by_the_dead(tmp_path, "run-"):  # it is being looked at
+        assert list(left_by_the_dead(tmp_path, "run-")) == [folder.path]
+        with pytest.raises(BlockingIOError), free(folder.path):
+            pass
+
+
+def test_a_folder_that_somebody_looks_at_or_resumes_from_is_not_removed(tmp_path):
+    folder = RunFolder("run-", tmp_path)
+    folder.leave()
+    with free(folder.path, shared=True):
+        RunFolder("run-", tmp_path).remove()
+        assert folder.path.exists()
+    RunFolder("run-", tmp_path).remove()
+    assert not folder.path.exists()
