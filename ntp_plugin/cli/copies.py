@@ -189,8 +189,14 @@ def _clean(given: Sequence[Path]) -> int:
     for folder in _folders(given) if given else left:
         if given and _lives(folder):
             raise ConfigError(f"{folder} belongs to a run that lives", way_out="end that first")
-        with contextlib.suppress(FileNotFoundError):  # another run removes it as well
-            shutil.rmtree(folder)
+        try:
+            with free(folder), contextlib.suppress(FileNotFoundError):  # another run removes it as well
+                shutil.rmtree(folder)
+        except BlockingIOError:
+            print(printable(f"left {folder}: a run resumes from it, or somebody reads it"))
+            continue
+        except (FileNotFoundError, NotPrivate):  # it has just been removed
+            continue
         print(printable(f"removed {folder}"))
     return 0
 

@@ -4,6 +4,7 @@ Everything that is not a flag of ours goes to torchrun as it is.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from ntp_plugin.chaos.strikes import worker_words
 from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.kept_copies import DAY_S, dead_run
-from ntp_plugin.launch.run_folder import COPIES, left_by_the_dead, shared_memory
+from ntp_plugin.launch.run_folder import COPIES, free, left_by_the_dead, shared_memory
 from ntp_plugin.launch.telling import Telling
 from ntp_plugin.output_folders import require_usable
 from ntp_plugin.private_folders import require_private
@@ -50,7 +51,9 @@ def run(words: Sequence[str]) -> int:
         through=worker_words(folder) if said.ntp_chaos and folder else (),
         telling=telling,
     )
-    return agent.run(torchrun_flags.parse(rest, ours=parser.flags), policy)
+    flags = torchrun_flags.parse(rest, ours=parser.flags)
+    with free(resume, shared=True) if resume is not None else contextlib.nullcontext():  # nobody removes it meanwhile
+        return agent.run(flags, policy)
 
 
 def _check_record(said: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from ntp_plugin.cli.main import main
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch import kept_copies
 from ntp_plugin.launch.kept_copies import DAY_S, DeadRun, Room, dead_run, in_words, new_folder, to_remove
-from ntp_plugin.launch.run_folder import COPIES, RunFolder
+from ntp_plugin.launch.run_folder import COPIES, RunFolder, free
 
 NOW = 1_000_000.0
 HOUR, MB = 3600.0, 1_000_000
@@ -47,13 +47,13 @@ def test_one_without_copies_goes():
 
 def test_the_oldest_go_until_as_much_is_free_as_the_largest_took():
     runs = [dead("new", 1, mb=100), dead("oldest", 9, mb=100), dead("older", 5, mb=300), dead("tiny", 8, mb=1)]
-    for free, gone in (
+    for unused, gone in (
         (300, []),
         (299, ["oldest"]),
         (150, ["oldest", "tiny", "older"]),
         (0, ["oldest", "tiny", "older"]),
     ):
-        assert names(runs, room=Room(free=free * MB, total=400 * MB)) == gone, free
+        assert names(runs, room=Room(free=unused * MB, total=400 * MB)) == gone, unused
     assert names(runs, room=Room(free=0, total=4000 * MB)) == ["oldest", "tiny", "older", "new"], "a quarter of all"
     told = to_remove(runs, [], now=NOW, room=Room(free=299 * MB, total=400 * MB))[Path("oldest")]
     assert told == (
@@ -174,3 +174,15 @@ def test_what_is_no_duration(text, capsys):
         cli_run._seconds("--ntp-copies-keep", text)
     assert main(["run", f"--ntp-copies-keep={text}", "train.py"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_copies_that_are_being_resumed_are_not_cleaned(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli_copies, "shared_memory", lambda: tmp_path)
+    left = RunFolder(COPIES, tmp_path)
+    left.leave()
+    with free(left.path, shared=True):
+        assert main(["copies", "clean"]) == 0
+        assert left.path.exists()
+    assert "a run resumes from it" in capsys.readouterr().out
+    assert main(["copies", "clean"]) == 0
+    assert not left.path.exists()
