@@ -45,8 +45,12 @@ lost nothing of this is in place, and a run has the bits that it has without us.
 Loops. The share of a rank is longer while others are lost, so a loop must not count its own iterations: it goes by the
 loader, or by `engine.global_steps`. The loader is the one that `deepspeed.initialize(training_data=...)` returns, or a
 `torch.utils.data.DataLoader` with a `DistributedSampler`.
+
+Public is `enable`, and that the import of this package is enough.
 """
 
-from ntp_plugin.deepspeed.activation import install
+from ntp_plugin.deepspeed.activation import enable, install
+
+__all__ = ["enable"]
 
 install()  # the import is the switch, as for other plugins of DeepSpeed; what it means is said in the configuration

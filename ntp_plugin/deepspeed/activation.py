@@ -26,20 +26,48 @@ from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.replacements import Replacement, apply_all
 
 _HALF_AN_HOUR = timedelta(minutes=30)
+_FIRST = "import ntp_plugin.deepspeed before the first torch.distributed.init_process_group"
 
 
 class _Installed:
     hooks = False
+    late = False
 
 
 def install() -> None:
     """For the rest of this process; again is nothing."""
     if not _Installed.hooks:
+        _Installed.late = dist.is_initialized()
         # It passes by the process groups; and it is compiled for minutes where it is used first.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         apply_all(TABLE)
         sys.excepthook = in_one_line(sys.excepthook)
     _Installed.hooks = True
+
+
+def enable() -> None:
+    """Put the plugin into this process. A script calls it before a process group is made.
+
+    A script that `ntp run` starts need not call it, unless it makes its process group before it imports deepspeed. The
+    configuration switches the plugin on: without `"ntp": {"enabled": true}` DeepSpeed runs as it would without the
+    plugin, and with it `ntp run` must have started the job, or `deepspeed.initialize` raises `ConfigError`.
+    A second call does nothing. From here on an error of the plugin that nobody catches ends the process with one line.
+
+    Raises:
+        Refused: It is called too late: the process group was made before `ntp_plugin.deepspeed` was imported.
+
+    Example:
+        ```python
+        from ntp_plugin.deepspeed import enable
+
+        enable()
+
+        engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+        ```
+    """
+    install()
+    if _Installed.late:
+        raise Refused("ntp_plugin.deepspeed.enable() is called too late: the process group is made", way_out=_FIRST)
 
 
 def end() -> None:
@@ -101,7 +129,7 @@ def _not_ours() -> ConfigError | Refused:
     assert dist.is_initialized(), "an engine has a process group"
     return Refused(
         "ntp.enabled is true, and the process group was made before the plugin was there",
-        way_out="import ntp_plugin.deepspeed before the first torch.distributed.init_process_group",
+        way_out=_FIRST,
     )
 
 

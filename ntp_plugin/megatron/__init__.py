@@ -42,4 +42,35 @@ mean over all micro-batches; never a mean of replicas' means. Cut parameters are
 once for each replica, after what their TP group has to add. The norm is one number for all, so clipping is the same
 bits everywhere. Weights begin as a nominal run's, unit for unit, and a digest of every tensor says so before the
 first step.
+
+Public is `enable`.
 """
+
+__all__ = ["enable"]
+
+
+def enable() -> None:
+    """Put the plugin into this process. A script calls it before it imports Megatron's `pretrain`.
+
+    A script that `ntp run` or `python -m ntp_plugin.megatron` starts need not: they do it. Megatron's parser then knows
+    the `--ntp-...` flags, and without `--ntp-enable` Megatron runs as it would without the plugin. Only a job that
+    `ntp run` has started survives a loss; for a layout that is planned at the start (`--ntp-lost`) torchrun is enough.
+    A second call does nothing. From here on an error of the plugin that nobody catches ends the process with one line.
+
+    Raises:
+        Refused: It is called too late: Megatron has parsed its arguments, a module has imported `pretrain`, or the
+            process group is made.
+        ConfigError: `NTP_CPU` has a value that is not known.
+
+    Example:
+        ```python
+        from ntp_plugin.megatron import enable
+
+        enable()
+
+        from megatron.training import pretrain
+        ```
+    """
+    from ntp_plugin.megatron import activation  # noqa: PLC0415  (it imports torch)
+
+    activation.enable()

@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ntp_plugin.config import schema
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
-from ntp_plugin.errors import ConfigError, in_one_line
+from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.megatron import cpu
 from ntp_plugin.megatron.layout import plan_start
 from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_live, refuse_what_does_not_work
@@ -26,24 +28,60 @@ _PREFIX = "ntp-"
 
 class _Installed:
     flags = False
+    ends = False
 
 
 def install() -> None:
     """Make the flags known, for the rest of this process; again is nothing."""
     if not _Installed.flags:
+        _Installed.flags = True  # first: the import of what is replaced may come back here, by `ntp run`
         apply_all(FLAGS)
-    _Installed.flags = True
 
 
 def enable() -> None:
-    """The line for a script that `ntp run` does not start.
-
-    Before the script imports `pretrain`. An error of ours then ends it with one line and its exit code.
-    """
+    """`ntp_plugin.megatron.enable`, whose docstring is the one to read."""
+    if _Installed.ends:
+        return
+    sys.excepthook = in_one_line(sys.excepthook)
+    _refuse_too_late()
     cpu.install(cpu.wanted())
     install()
     apply_all(ENDS)
-    sys.excepthook = in_one_line(sys.excepthook)
+    _Installed.ends = True
+
+
+def _refuse_too_late() -> None:
+    """Where the hooks would be passed by: what the script has already cannot be exchanged any more."""
+    for found, what in (
+        (dist.is_initialized(), "the process group is made"),
+        (_arguments_are_parsed(), "Megatron has parsed its arguments"),
+        (bool(holders := _holders_of_pretrain()), f"pretrain is imported already, by {', '.join(holders)}"),
+        (_is_no_longer_for_cpu(), f"Megatron is imported already, and {cpu.VARIABLE} is set"),
+    ):
+        if found:
+            raise Refused(
+                f"ntp_plugin.megatron.enable() is called too late: {what}",
+                way_out="make it the first lines of the script: from ntp_plugin.megatron import enable; enable()",
+            )
+
+
+def _arguments_are_parsed() -> bool:
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None) is not None
+
+
+def _holders_of_pretrain() -> list[str]:
+    """The modules outside of Megatron that have its function under its name."""
+    pretrain = getattr(sys.modules.get("megatron.training.training"), "pretrain", None)
+    holders = {
+        module.__name__
+        for module in list(sys.modules.values())
+        if pretrain is not None and getattr(module, "__dict__", {}).get("pretrain") is pretrain
+    }
+    return sorted(name for name in holders if not name.startswith("megatron."))
+
+
+def _is_no_longer_for_cpu() -> bool:
+    return cpu.wanted() != cpu.OFF and not cpu.is_installed() and "megatron.core" in sys.modules
 
 
 def _then_end(original: Any) -> Any:

@@ -47,6 +47,11 @@ def wanted(environment: Mapping[str, str] = os.environ) -> str:
     return OFF if said == "0" else said
 
 
+def is_installed() -> bool:
+    """Whether a mode is switched on in this process."""
+    return _Installed.mode != OFF
+
+
 def install(mode: str) -> None:
     """Switch on what the mode says, for the rest of this process; again is nothing. Before Megatron is imported."""
     if mode in (OFF, _Installed.mode):

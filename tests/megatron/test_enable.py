@@ -11,7 +11,7 @@ from ntp_plugin.telemetry import Began, Follower
 from tests.ranks.command import NTP, Command
 
 SCRIPT = f"""
-from ntp_plugin.megatron.activation import enable
+from ntp_plugin.megatron import enable
 enable()
 import runpy
 runpy.run_path({str(RECIPES / "pretrain_gpt.py")!r}, run_name="__main__")
@@ -55,7 +55,7 @@ def test_what_is_refused_is_said_in_one_line(script, tmp_path):
 
 def test_an_error_of_the_scripts_own_is_told_as_ever(tmp_path):
     path = tmp_path / "script.py"
-    path.write_text("from ntp_plugin.megatron.activation import enable\nenable()\n1 / 0\n")
+    path.write_text("from ntp_plugin.megatron import enable\nenable()\n1 / 0\n")
     job = Command([sys.executable, str(path)], tmp_path / "log", NTP_CPU="1", PYTHONWARNINGS="ignore")
     code, said = job.end()
     assert code == 1
