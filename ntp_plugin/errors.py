@@ -26,11 +26,43 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+__all__ = [
+    "AgreementError",
+    "BelowMinimum",
+    "ConfigError",
+    "Excluded",
+    "NoAgreement",
+    "NotFinite",
+    "NotStarted",
+    "NtpError",
+    "PeerLost",
+    "PlansDiffer",
+    "Refused",
+    "RestartIsBetter",
+    "ScriptError",
+    "SilentCorruption",
+    "StateLost",
+    "StoreLost",
+    "UserError",
+]
+
 
 class NtpError(Exception):
-    """A failure that is explained: `what` happened and the `way_out`. A process that ends by it has the `exit_code`."""
+    """A failure that is explained: `what` happened and the `way_out`.
+
+    Example:
+        >>> from ntp_plugin.errors import ConfigError, NtpError
+        >>> try:
+        ...     raise ConfigError("tp = 0 must be at least 1", way_out="tensor-parallel degree")
+        ... except NtpError as error:
+        ...     print(error)
+        ...     print(error.exit_code)
+        tp = 0 must be at least 1. Way out: tensor-parallel degree.
+        2
+    """
 
     exit_code: ClassVar[int] = 1
+    """The code that a process ends with which does not catch the error."""
 
     def __init__(self, what: str, *, way_out: str = "") -> None:
         super().__init__(f"{what}. Way out: {way_out}." if way_out else f"{what}.")

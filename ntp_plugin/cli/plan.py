@@ -13,10 +13,8 @@ from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.cli.plan_tables import print_plan
 from ntp_plugin.config import schema
 from ntp_plugin.config.sections import Job
-from ntp_plugin.errors import ConfigError
-from ntp_plugin.planning.decision import as_allowed
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, as_json, plan_recovery
-from ntp_plugin.planning.topology import Slot, Topology, parse_slots
+from ntp_plugin.planning import job_plan
+from ntp_plugin.planning.recovery_plan import as_json
 
 PIPED_WIDTH = 140
 _LEAST = "write at least [parallel] and [model]; recipes/plan/ has examples"
@@ -47,29 +45,9 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Plan and print."""
-    plan = plan_for(configured(Job, parsed, least=_LEAST))
+    plan = job_plan.plan(configured(Job, parsed, least=_LEAST))
     if parsed.json:
         print(as_json({"digest": plan.digest, "plan": plan}))
         return 0
     print_plan(plan, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False))
     return 0
-
-
-def plan_for(job: Job) -> RecoveryPlan:
-    """The plan for the losses that the job names."""
-    topology = Topology.of(job.parallel)
-    already, lose, back = (parse_slots(words, topology) for words in (job.already, job.lose, job.back))
-    _refuse_overlap("lose", lose, "back", back, sorted(lose & back))
-    _refuse_overlap("lose", lose, "already", already, sorted(lose & already))
-    never_lost = sorted(back - already)
-    if never_lost:
-        raise ConfigError(f"back names {never_lost[0]}, which was not lost", way_out="name it in already as well")
-    return plan_recovery(as_allowed(Nominal.of(job)), lost_before=already, lost=(already | lose) - back)
-
-
-def _refuse_overlap(one: str, ones: frozenset[Slot], other: str, others: frozenset[Slot], both: list[Slot]) -> None:
-    if both:
-        raise ConfigError(
-            f"{both[0]} stands in {one} ({len(ones)} slots) and in {other} ({len(others)} slots)",
-            way_out="name each slot once",
-        )

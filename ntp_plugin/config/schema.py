@@ -101,6 +101,16 @@ def read[Section](section: type[Section], raw: object, *, where: str) -> Section
     return build(section, check(section, raw, name=dotted(where)), name=dotted(where))
 
 
+def checked[Section](section: Section, *, where: str = "") -> Section:
+    """A section that a program made, checked and converted as one that a user wrote."""
+    said = dataclasses.asdict(section, dict_factory=_without_nones)  # type: ignore[call-overload]
+    return read(type(section), said, where=where)
+
+
+def _without_nones(pairs: list[tuple[str, Any]]) -> Values:
+    return {name: value for name, value in pairs if value is not None}
+
+
 def _checked_value(value: object, kind: Any, rule: Rule, named: str) -> object:
     if _is_list(kind):
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):

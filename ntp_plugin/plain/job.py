@@ -126,13 +126,13 @@ def elastic_job(
         yield job
 
 
-type Build = Callable[[TensorParallelGroup], tuple[torch.nn.Module, torch.optim.Optimizer]]
+type BuildModel = Callable[[TensorParallelGroup], tuple[torch.nn.Module, torch.optim.Optimizer]]
 type LossOfModel = Callable[[torch.nn.Module, int, Samples], torch.Tensor]
 
 
 @contextlib.contextmanager
 def tensor_parallel_job(
-    build: Build,
+    build: BuildModel,
     loss_of: LossOfModel,
     *,
     tp: int,

@@ -21,6 +21,68 @@ same facts, in whatever order the losses came.
     actions.py          what to do about a loss
     recovery_plan.py    all of it together, with a digest
     decision.py         whether a job that runs goes on by such a plan, or ends for a restart
+    job_plan.py         `plan`: the plan for a job and its losses that somebody describes
 
 Imports run down this list only upwards: each file stands on those above it.
+
+Public are `plan` and `read_job`, the sections that describe a job to them, and what a plan is made of.
 """
+
+from typing import TYPE_CHECKING
+
+from ntp_plugin.lazy_exports import lazy_exports
+
+__all__ = [
+    "ActionsPolicy",
+    "Batch",
+    "BatchPolicy",
+    "CopyPolicy",
+    "Hardware",
+    "Job",
+    "Model",
+    "Parallel",
+    "Policy",
+    "RecoveryPlan",
+    "Slot",
+    "State",
+    "plan",
+    "read_job",
+]
+
+if TYPE_CHECKING:
+    from ntp_plugin.config.sections import (
+        ActionsPolicy,
+        Batch,
+        BatchPolicy,
+        CopyPolicy,
+        Hardware,
+        Job,
+        Model,
+        Parallel,
+        Policy,
+        State,
+    )
+    from ntp_plugin.planning.job_plan import plan, read_job
+    from ntp_plugin.planning.recovery_plan import RecoveryPlan
+    from ntp_plugin.planning.topology import Slot
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "ntp_plugin.config.sections": (
+                "ActionsPolicy",
+                "Batch",
+                "BatchPolicy",
+                "CopyPolicy",
+                "Hardware",
+                "Job",
+                "Model",
+                "Parallel",
+                "Policy",
+                "State",
+            ),
+            "ntp_plugin.planning.job_plan": ("plan", "read_job"),
+            "ntp_plugin.planning.recovery_plan": ("RecoveryPlan",),
+            "ntp_plugin.planning.topology": ("Slot",),
+        },
+    )

@@ -16,6 +16,8 @@ hold up the training, and nothing of it dies with a rank:
     for told in Follower(path).news(): ...
 
 Under `ntp run` there always is a record, unless it was told to keep none.
+
+Public are `read_run`, `Follower`, `Told` and the events; who writes a record is the plugin's own matter.
 """
 
 from ntp_plugin.telemetry.events import (
@@ -37,7 +39,9 @@ from ntp_plugin.telemetry.events import (
     Stuck,
     Weighed,
 )
-from ntp_plugin.telemetry.record import Follower, Teller, Told, events_file, read_run
+from ntp_plugin.telemetry.record import Follower, Told, read_run
+from ntp_plugin.telemetry.record import Teller as Teller
+from ntp_plugin.telemetry.record import events_file as events_file
 
 __all__ = [
     "Began",
@@ -57,9 +61,7 @@ __all__ = [
     "Restored",
     "Struck",
     "Stuck",
-    "Teller",
     "Told",
     "Weighed",
-    "events_file",
     "read_run",
 ]
