@@ -50,7 +50,7 @@ __all__ = [
 class NtpError(Exception):
     """A failure that is explained: `what` happened and the `way_out`.
 
-    Example:
+    Examples:
         >>> from ntp_plugin.errors import ConfigError, NtpError
         >>> try:
         ...     raise ConfigError("tp = 0 must be at least 1", way_out="tensor-parallel degree")

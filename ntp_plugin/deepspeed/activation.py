@@ -56,7 +56,7 @@ def enable() -> None:
     Raises:
         Refused: It is called too late: the process group was made before `ntp_plugin.deepspeed` was imported.
 
-    Example:
+    Examples:
         ```python
         from ntp_plugin.deepspeed import enable
 

@@ -62,7 +62,7 @@ def enable() -> None:
             process group is made.
         ConfigError: `NTP_CPU` has a value that is not known.
 
-    Example:
+    Examples:
         ```python
         from ntp_plugin.megatron import enable
 

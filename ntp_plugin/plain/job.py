@@ -41,23 +41,32 @@ from ntp_plugin.telemetry import Teller
 
 
 class ElasticJob:
-    """One rank of a job, between its losses."""
+    """One rank of a job that survives the loss of others. `elastic_job` and `tensor_parallel_job` make it."""
 
     def __init__(self, trainer: DataParallel | TensorParallel, driver: Driver, watch: ReplicaWatch) -> None:
         self._trainer, self._driver, self._watch = trainer, driver, watch
 
     @property
     def steps_done(self) -> int:
-        """Steps applied so far; for a newcomer, those of the others count."""
+        """How many optimizer steps the job has applied; a rank that joins late counts those of the others."""
         return self._trainer.applied
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The slots that train now."""
+        """The slots that train now, in ascending order: a lost one is absent until a process takes its place."""
         return self._trainer.members
 
     def step(self) -> float:
-        """Take one optimizer step, through whatever losses; returns the mean loss over the global batch."""
+        """Take one optimizer step. When a rank is lost in it, the others recover and take it again.
+
+        Returns:
+            The mean loss over the global batch, the same on all ranks.
+
+        Raises:
+            StateLost: No living rank holds some of the state of a lost one.
+            BelowMinimum: No replica is left that may train.
+            SilentCorruption: Replicas hold different bits of what they hold alike.
+        """
 
         number = self._trainer.applied + 1
 
@@ -70,10 +79,10 @@ class ElasticJob:
         return self._driver.carry_through(attempt)
 
     def compare(self) -> None:
-        """Compare the replicas, on all ranks after the same step: before the script writes a checkpoint.
+        """Compare the replicas before the script writes a checkpoint. All ranks call it after the same step.
 
         Raises:
-            SilentCorruption: replicas hold different bits of what they hold alike.
+            SilentCorruption: Replicas hold different bits of what they hold alike.
         """
         epoch = self._driver.heading_for
 
@@ -87,7 +96,7 @@ class ElasticJob:
         self._watch.before_it_counts(self._trainer.applied)
 
     def end(self) -> None:
-        """Compare the replicas once all ranks have come here, and end with them."""
+        """Compare the replicas once all ranks have come here, and end with them. The `with` block calls it."""
         self._driver.at_the_end(self._compare)
 
 
@@ -103,10 +112,35 @@ def elastic_job(
     watch_steps: int | None = None,
     on_sdc: str = "stop",
 ) -> Iterator[ElasticJob]:
-    """Join the job that `ntp run` started; an error of ours ends the process with one line and its exit code.
+    """Join the job that `ntp run` started, as one replica of a data-parallel job. Use it in a `with` statement.
 
-    `watch_steps` and `on_sdc` are the keys of the `ntp` block: how often replicas are compared, and what is done about
-    one that holds other bits.
+    An `NtpError` within the block ends the process with one line and its exit code.
+
+    Args:
+        model: The whole model, on every rank. A rank that takes the place of a lost one gets the others' weights.
+        optimizer: Its optimizer; the job calls `step` and `zero_grad`.
+        loss_of: `loss_of(step, samples)` returns the sum of the losses of some samples of a step's global batch. Which
+            ones a rank computes depends on who is alive, so a sample must follow from the step and its number alone.
+        per_rank: Micro-batches that each rank computes in a step while nobody is lost.
+        micro_batch: Samples in a micro-batch.
+        timeout: How long a collective may take.
+        watch_steps: Steps between two comparisons of the replicas, 0 for none. Without it they may take 0.5 % of the
+            step time, and there is one at least every 100 steps.
+        on_sdc: What to do about a replica that holds other bits than most: `"stop"` ends the job; with `"heal"` its
+            ranks leave as if they had died, and the others go on.
+
+    Yields:
+        The job, on which the script calls `step`.
+
+    Raises:
+        ConfigError: `ntp run` did not start this process, or an argument is wrong.
+
+    Examples:
+        ```python
+        with elastic_job(model, optimizer, loss_of, per_rank=4) as job:
+            while job.steps_done < 1000:
+                loss = job.step()
+        ```
     """
 
     def trainer(rank: ElasticRank) -> DataParallel:
@@ -143,7 +177,46 @@ def tensor_parallel_job(
     watch_steps: int | None = None,
     on_sdc: str = "stop",
 ) -> Iterator[ElasticJob]:
-    """The same for replicas of `tp` ranks each; one that is left with fewer than `min_width` stands idle."""
+    """Join the job that `ntp run` started, as one rank of a replica whose layers are cut over `tp` ranks.
+
+    A replica that loses a rank goes on narrower, with the lost rank's features and fewer samples. It is used as
+    `elastic_job` is.
+
+    Args:
+        build: `build(group)` returns the model, with `ColumnParallel` and `RowParallel` layers in that group, and its
+            optimizer. It must draw the same whole model on every rank.
+        loss_of: `loss_of(model, step, samples)`, as in `elastic_job`.
+        tp: Ranks in a replica.
+        per_replica: Micro-batches that each replica computes in a step while nobody is lost.
+        micro_batch: Samples in a micro-batch.
+        min_width: A replica with fewer ranks than this trains no more, until it has enough of them again.
+        timeout: How long a collective may take.
+        watch_steps: As in `elastic_job`.
+        on_sdc: As in `elastic_job`.
+
+    Yields:
+        The job, on which the script calls `step`.
+
+    Raises:
+        ConfigError: `ntp run` did not start this process, or an argument is wrong.
+        Refused: The ranks do not make whole replicas, or the model cannot be cut.
+
+    Examples:
+        ```python
+        def build(group: TensorParallelGroup) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+            model = torch.nn.Sequential(
+                ColumnParallel(8, 32, group, family="hidden"),
+                torch.nn.Tanh(),
+                RowParallel(32, 1, group, family="hidden"),
+            )
+            return model, torch.optim.Adam(model.parameters())
+
+
+        with tensor_parallel_job(build, loss_of, tp=2, per_replica=8) as job:
+            while job.steps_done < 1000:
+                loss = job.step()
+        ```
+    """
 
     def trainer(rank: ElasticRank) -> TensorParallel:
         group = TensorParallelGroup(rank.place.slot % tp, tp)

@@ -26,15 +26,20 @@ _ONE = (Run(start=0, unit_size=1),)
 
 
 class TensorParallelGroup:
-    """The group over which a replica's slots add up; the trainer puts the one of each epoch here."""
+    """The ranks of a replica, over which its layers are cut. `build(group)` is given it; a script makes none itself."""
 
     def __init__(self, slot: int, degree: int) -> None:
-        """`slot` is the place in the group as it was planned, of `degree` places."""
+        """Make the group of a rank.
+
+        Args:
+        slot: This rank's place in the replica, from 0.
+        degree: How many places a replica has while nobody is lost.
+        """
         self.slot, self.degree = slot, degree
         self.handle: dist.ProcessGroup | None = None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """A new tensor with the sum over the group."""
+        """Return a new tensor with the sum of `values` over the ranks of the replica."""
         if self.handle is None:
             return values
         values = values.clone(memory_format=torch.contiguous_format)
@@ -68,7 +73,14 @@ class _EveryoneAdds(torch.autograd.Function):
 
 
 class ColumnParallel(torch.nn.Module):
-    """A linear layer of which each slot computes some output features."""
+    """A linear layer of which each rank of a replica computes some output features.
+
+    Args:
+        inputs: Input features, which every rank has.
+        outputs: Output features of the whole layer.
+        group: The one that `build` is given.
+        family: A name. Layers that work on the same features have the same one, and are cut alike.
+    """
 
     def __init__(self, inputs: int, outputs: int, group: TensorParallelGroup, *, family: str) -> None:
         super().__init__()
@@ -83,7 +95,14 @@ class ColumnParallel(torch.nn.Module):
 
 
 class RowParallel(torch.nn.Module):
-    """A linear layer to which each slot brings some input features; the bias is added once, after the sum."""
+    """A linear layer to which each rank of a replica brings some input features. Every rank gets the whole result.
+
+    Args:
+        inputs: Input features of the whole layer.
+        outputs: Output features, which every rank gets.
+        group: The one that `build` is given.
+        family: As in `ColumnParallel`.
+    """
 
     def __init__(self, inputs: int, outputs: int, group: TensorParallelGroup, *, family: str) -> None:
         super().__init__()

@@ -36,7 +36,9 @@ __all__ = [
     "ActionsPolicy",
     "Batch",
     "BatchPolicy",
+    "BatchSplit",
     "CopyPolicy",
+    "GroupChange",
     "Hardware",
     "Job",
     "Model",
@@ -62,8 +64,9 @@ if TYPE_CHECKING:
         Policy,
         State,
     )
+    from ntp_plugin.planning.batch_split import BatchSplit
     from ntp_plugin.planning.job_plan import plan, read_job
-    from ntp_plugin.planning.recovery_plan import RecoveryPlan
+    from ntp_plugin.planning.recovery_plan import GroupChange, RecoveryPlan
     from ntp_plugin.planning.topology import Slot
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -81,8 +84,9 @@ else:
                 "Policy",
                 "State",
             ),
+            "ntp_plugin.planning.batch_split": ("BatchSplit",),
             "ntp_plugin.planning.job_plan": ("plan", "read_job"),
-            "ntp_plugin.planning.recovery_plan": ("RecoveryPlan",),
+            "ntp_plugin.planning.recovery_plan": ("GroupChange", "RecoveryPlan"),
             "ntp_plugin.planning.topology": ("Slot",),
         },
     )

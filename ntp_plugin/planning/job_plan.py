@@ -26,7 +26,7 @@ def plan(job: Job) -> RecoveryPlan:
         BelowMinimum: No replica is left that may train.
         StateLost: Some state of a lost slot is held by no living slot, and no copy has it.
 
-    Example:
+    Examples:
         >>> from ntp_plugin.planning import Job, Model, Parallel, plan
         >>> found = plan(
         ...     Job(

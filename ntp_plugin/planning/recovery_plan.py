@@ -117,8 +117,17 @@ class GroupChange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
-    """What everybody does. `hurt` replicas go on narrower, `dropped` ones do not, and their living slots are `idle`;
-    `groups` are the stages of replicas that go on, whose pattern or state changes."""
+    """What every survivor does after a loss or a return. Attributes that are not listed here are private.
+
+    Attributes:
+        lost_before: The slots that were lost before.
+        lost: The slots that are lost now.
+        hurt: The replicas that go on narrower.
+        dropped: The replicas that do not go on.
+        idle: The living slots of dropped replicas.
+        groups: The stages of replicas that go on, whose pattern or state changes.
+        batch: How many micro-batches each replica computes.
+    """
 
     nominal: Nominal
     lost_before: tuple[Slot, ...]

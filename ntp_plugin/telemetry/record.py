@@ -30,15 +30,35 @@ _MOST_BYTES = 2 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """An event, who told it, and when by the clock on the wall."""
+    """An entry of the record."""
 
     at: float
+    """When the event was recorded, in seconds since 1970."""
     slot: str
+    """Who recorded it: `r0.s0.t1` is replica 0, stage 0, TP slot 1."""
     event: Event
+    """What happened; its class says of which kind it is."""
 
 
 def read_run(folder: Path) -> list[Told]:
-    """All that is told in the folder of a run in which training has begun, in order."""
+    """Read the record of a run in which training has begun.
+
+    Lines that are no events are passed over; a warning in the log says how many.
+
+    Args:
+        folder: The folder of the run, as in `ntp run --ntp-run-dir`.
+
+    Returns:
+        The entries of all hosts, in the order of time.
+
+    Raises:
+        ConfigError: There is no such folder, or nothing in it says that training has begun.
+
+    Examples:
+        ```python
+        slowest = max(entry.event.seconds for entry in read_run(folder) if isinstance(entry.event, Recovered))
+        ```
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder of a run", way_out="the one that ntp run --ntp-run-dir was told")
     follower = Follower(folder)
@@ -100,7 +120,11 @@ class Teller:
 
 
 class Follower:
-    """Reads what a job tells, as it grows: of a file, or of all hosts in the folder of a run."""
+    """Reads the record of a job while it grows.
+
+    Args:
+        path: The folder of a run, with the files of all hosts, or one file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,8 +138,11 @@ class Follower:
         return {path.name: read for path, read in self._read.items()}
 
     def news(self, *, until: Mapping[str, int] | None = None) -> list[Told]:
-        """What was told since the last time; a line that is not whole yet is left for the next. `until`: no more than
-        somebody has read whose position it was."""
+        """Read the entries that were added since the last call; a line that is not whole yet is left for the next one.
+
+        Args:
+            until: No more than a reader has read whose `position` this was.
+        """
         files = sorted(self._path.glob("events*.jsonl")) if self._path.is_dir() else [self._path]
         ends = {path: None if until is None else until.get(path.name, 0) for path in files}
         return [told for path in files if path.exists() for told in self._news_of(path, ends[path])]

@@ -25,7 +25,7 @@ class When(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What happens to a slot's first process when it gets to a moment; with an epoch, to any process of it."""
+    """What happens to a rank, and when; the functions of this module make it."""
 
     slot: int
     moment: str
@@ -59,42 +59,42 @@ class Fault:
 
 
 def kill(slot: int, **when: Unpack[When]) -> Fault:
-    """SIGKILL."""
+    """The rank kills itself by SIGKILL."""
     return _fault(slot, harm.kill, when)
 
 
 def freeze(slot: int, **when: Unpack[When]) -> Fault:
-    """SIGSTOP: nothing of it runs, until `Ranks.thaw`."""
+    """The rank stops itself by SIGSTOP: nothing of it runs, until `Ranks.thaw`."""
     return _fault(slot, harm.stop, when)
 
 
 def hang(slot: int, **when: Unpack[When]) -> Fault:
-    """Its main thread stands still, and its heart beats on."""
+    """Its main thread sleeps, and its heartbeat goes on."""
     return _fault(slot, None, when)
 
 
 def hold_lock(slot: int, **when: Unpack[When]) -> Fault:
-    """It stands still in C code that holds the Python lock, so that no thread of it runs."""
+    """It sleeps in C code that holds the interpreter lock, so that no thread of it runs."""
     return _fault(slot, harm.hold_lock, when)
 
 
 def segfault(slot: int, **when: Unpack[When]) -> Fault:
-    """It reads where there is no memory."""
+    """It reads from an address that is not mapped (SIGSEGV)."""
     return _fault(slot, harm.segfault, when)
 
 
 def leave(slot: int, code: int = 0, **when: Unpack[When]) -> Fault:
-    """Its process ends with a code, without a word to anybody."""
+    """Its process exits with `code`, without telling anybody."""
     return _fault(slot, functools.partial(os._exit, code), when)
 
 
 def fail(slot: int, error: Exception, **when: Unpack[When]) -> Fault:
-    """It raises an exception there."""
+    """It raises `error` there."""
     return _fault(slot, functools.partial(_raise, error), when)
 
 
 def slow(slot: int, seconds: float, *, during: str, from_step: int = 1) -> Fault:
-    """It takes so many seconds longer, in every step from one on."""
+    """It takes `seconds` longer, in `from_step` and every step after it."""
     by = functools.partial(time.sleep, seconds)
     return Fault(slot=slot, moment=during, step=from_step, by=by, lasting=True)
 

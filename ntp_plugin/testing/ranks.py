@@ -54,7 +54,7 @@ _STORE_TIMEOUT = timedelta(seconds=_PATIENCE_S)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """What a process that plays a rank is given."""
+    """What a process that plays a rank is given. `Ranks` makes it."""
 
     first: View
     seat: Seat
@@ -90,7 +90,13 @@ class Rank:
         )
 
     def environment(self, *, per_host: int = 0) -> dict[str, str]:
-        """What `ntp run` would tell this process; `per_host`: ranks that believe to share a host, 0 for all."""
+        """Return the environment variables that `ntp run` would set for this rank.
+
+        `os.environ.update(rank.environment())` makes `elastic_job` and the adapters work in it.
+
+        Args:
+            per_host: How many ranks share a host, by these variables; 0 for all.
+        """
         place = self.place
         return {
             "RANK": str(self.slot),
@@ -109,12 +115,22 @@ class Rank:
         }
 
     def write(self, rows: Sequence[Any]) -> None:
-        """Add rows to the record that all ranks share; what is written stays, whatever happens to this process."""
+        """Add rows to the list that all ranks share, `Ranks.rows`. They stay, whatever happens to this process.
+
+        Args:
+            rows: Values that JSON can hold.
+        """
         with (Path(self.folder) / "record").open("ab", buffering=0) as record:
             record.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
     def reached(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
-        """Say where this rank is; if a fault was planned for it here, it strikes."""
+        """Say where this rank is. A fault that is planned for it here happens now.
+
+        Args:
+            moment: A name of your own, which a fault gives as `during`.
+            step: The step that the rank is in.
+            epoch: Inside a recovery, the epoch that it leads to.
+        """
         for index, fault in enumerate(self.faults):
             if (fault.epoch is not None or not self.joining) and fault.is_for(self.slot, moment, step, epoch):
                 with (Path(self.folder) / "struck").open("ab", buffering=0) as struck:
@@ -137,7 +153,17 @@ class _Running:
 
 
 class Ranks:
-    """So many ranks that play a function; a context manager."""
+    """Starts ranks, each a process that runs one function, with a real store and a supervisor. A context manager.
+
+    Leaving it ends the processes. It is an AssertionError where one still ran, a planned fault never happened, or a
+    process, a socket or a file was left behind.
+
+    Examples:
+        ```python
+        with Ranks(3, play, faults=[kill(1, during="forward", step=5)]) as ranks:
+            results = ranks.wait()
+        ```
+    """
 
     def __init__(
         self,
@@ -148,7 +174,19 @@ class Ranks:
         moments: Collection[str] | None = None,
         thresholds: Thresholds | None = None,
     ) -> None:
-        """`moments` are all that `play` tells of; without them a fault in an unknown one is found at the end only."""
+        """Prepare the ranks; the `with` statement starts them.
+
+        Args:
+            count: How many ranks.
+            play: What each runs: a function at the top of a module. Its result and its arguments are pickled.
+            faults: What happens to whom, and when.
+            moments: All names that `play` gives to `Rank.reached`. Without them a fault with a wrong name is found when
+                the ranks have ended.
+            thresholds: After how long a rank counts as hung or silent.
+
+        Raises:
+            ConfigError: A fault is for a rank or a moment that there is not.
+        """
         _refuse_impossible(faults, count, moments)
         _CONTEXT.set_forkserver_preload([*_PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))])
         self._before = Before.look()
@@ -214,27 +252,27 @@ class Ranks:
     # ------------------------------------------------ what a test does to them
 
     def kill(self, slot: int) -> float:
-        """SIGKILL, and wait for the end; returns when it was sent, on the monotonic clock."""
+        """Send SIGKILL and wait for the end. Returns when it was sent, on the monotonic clock."""
         sent = self._signal(slot, signal.SIGKILL)
         self._running[slot].exit_code()
         return sent
 
     def freeze(self, slot: int) -> float:
-        """SIGSTOP."""
+        """Send SIGSTOP. Returns when, on the monotonic clock."""
         return self._signal(slot, signal.SIGSTOP)
 
     def thaw(self, slot: int) -> float:
-        """SIGCONT."""
+        """Send SIGCONT. Returns when, on the monotonic clock."""
         return self._signal(slot, signal.SIGCONT)
 
     def start_again(self, slot: int) -> None:
-        """A new process for the slot; it joins by itself. A frozen one that had the slot stays as it is."""
+        """Start a new process for a slot; it joins by itself. A frozen one that had the slot stays as it is."""
         self._births += 1
         self.deaths.pop(slot, None)
         self._start(Seat(slot=slot, occupant=f"{slot}/{self._births}"))
 
     def wait_for_death(self, slot: int, timeout_s: float = _PATIENCE_S) -> float:
-        """Until the newest process of a slot is seen to have ended; returns when that was."""
+        """Wait until the newest process of a slot is seen to have ended. Returns when that was."""
         deadline = time.monotonic() + timeout_s
         while slot not in self.deaths:
             assert time.monotonic() < deadline, f"slot {slot} is alive after {timeout_s} s"
@@ -242,7 +280,7 @@ class Ranks:
         return self.deaths[slot]
 
     def wait_for_rows(self, count: int, first: Any, timeout_s: float = _PATIENCE_S) -> None:
-        """Until the ranks have written so many rows that begin with `first`."""
+        """Wait until the ranks have written `count` rows that begin with `first`."""
         deadline, record = time.monotonic() + timeout_s, self._folder / "record"
         begins = tuple(json.dumps([first])[:-1].encode() + end for end in (b",", b"]"))
         record.touch()
@@ -255,7 +293,19 @@ class Ranks:
                 time.sleep(0.002)
 
     def wait(self, timeout_s: float = _PATIENCE_S, *, but: Sequence[int] = ()) -> dict[int, Any]:
-        """Slot -> what its newest process returned; those that were killed are absent. Raises what a rank raised."""
+        """Wait for the ends of all ranks.
+
+        Args:
+            timeout_s: How long one may take.
+            but: Slots that are not waited for.
+
+        Returns:
+            Slot -> what its newest process returned; ranks that were killed are absent.
+
+        Raises:
+            TimeoutError: A rank has not ended.
+            Exception: What a rank raised.
+        """
         deadline, results = time.monotonic() + timeout_s, {}
         for slot, running in sorted(self._running.items()):
             if slot in but:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What one rank has to show at the end."""
+    """What one rank has trained."""
 
     losses: Mapping[int, float]
     """Step -> the loss over the whole global batch; a newcomer has those since it came."""
@@ -23,7 +23,16 @@ class Trained:
 
 
 def assert_same_training(outcomes: Mapping[int, Trained], twin: Trained, *, rtol: float) -> None:
-    """Slot -> outcome, against any rank of the twin; `rtol` is the rounding of another order of sums."""
+    """Check that ranks that survived faults trained what a run without faults trained.
+
+    Args:
+        outcomes: Slot -> what it trained; weights must agree bit for bit between slots.
+        twin: What any rank of the run without faults trained.
+        rtol: How far losses and weights may be from that run's: another order of summation rounds differently.
+
+    Raises:
+        AssertionError: Something differs by more.
+    """
     first = next(iter(outcomes.values()))
     for slot, outcome in outcomes.items():
         pairs = zip(outcome.weights, first.weights, twin.weights, strict=True)
@@ -38,9 +47,16 @@ def assert_same_training(outcomes: Mapping[int, Trained], twin: Trained, *, rtol
 def assert_every_sample_once(
     outcomes: Iterable[Trained], used: Iterable[tuple[int, int, int]], *, steps: int, batch: int
 ) -> None:
-    """What went into the attempts that were applied is the whole global batch of every step, nothing twice.
+    """Check that every step used each sample of its global batch once.
 
-    `used` has (step, epoch, sample) for each sample of each attempt, also of those that a dead rank took part in.
+    Args:
+        outcomes: What the ranks trained.
+        used: (step, epoch, sample) for each sample of each attempt at a step, also of ranks that were lost in it.
+        steps: How many steps were taken.
+        batch: Samples in a global batch.
+
+    Raises:
+        AssertionError: A step used a sample twice or not at all.
     """
     attempts: dict[int, int] = {}
     for outcome in outcomes:

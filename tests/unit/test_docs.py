@@ -3,6 +3,7 @@
 That links lead somewhere is for `make docs`, which builds the site; here it is looked at for the pages beside it.
 """
 
+import importlib
 import re
 from pathlib import Path
 
@@ -63,6 +64,26 @@ def test_tests_that_are_named_by_their_functions_are_there():
     }
     named = {name: page.name for page in PAGES for name in _TEST.findall(page.read_text())}
     assert {name: page for name, page in named.items() if name not in functions} == {}
+
+
+PUBLIC = ["ntp_plugin", *(f"ntp_plugin.{name}" for name in ("errors", "planning", "telemetry", "testing"))]
+ELSEWHERE = {
+    "ntp_plugin.NtpError",
+    "ntp_plugin.__version__",
+    "ntp_plugin.plan",
+    "ntp_plugin.read_run",
+    "ntp_plugin.telemetry.Event",
+}
+"""Names that stand in the page of another module, or in none."""
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, "ntp_plugin.megatron"])
+def test_every_public_name_is_in_the_api_pages(module):
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    described = {*re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    described |= {f"ntp_plugin.{name}" for name in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)}
+    names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+    assert names - described - ELSEWHERE == set()
 
 
 def test_every_chaos_recipe_is_in_the_table_of_them():

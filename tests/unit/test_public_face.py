@@ -158,4 +158,6 @@ def test_the_example_of_a_loop_runs(name, ranks):
 
 
 def test_the_example_of_a_test_passes():
-    assert "1 passed" in run("-m", "pytest", "-c", os.devnull, "-q", str(EXAMPLES / "test_my_loop.py"))
+    assert "1 passed" in run(
+        "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-q", str(EXAMPLES / "test_my_loop.py")
+    )
