@@ -10,6 +10,7 @@ never two parts of a job that both go on.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import socket
@@ -527,4 +528,6 @@ def run(arguments: argparse.Namespace, policy: RunPolicy) -> int:
 
 
 def _say(what: str) -> None:
-    print(f"ntp run: {what}", flush=True)
+    """A line for whoever reads; where nobody does any more, `head` say, that is no trouble of the job's."""
+    with contextlib.suppress(OSError):
+        print(f"ntp run: {what}".encode(errors="backslashreplace").decode(), flush=True)

@@ -9,6 +9,7 @@ On a job of one host the supervisor judges hangs alone; else it takes the word o
 """
 
 import dataclasses
+import logging
 import os
 import select
 import threading
@@ -19,7 +20,7 @@ from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import publish_lost
 from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.store import KeyStore
-from ntp_plugin.errors import NtpError
+from ntp_plugin.errors import NtpError, StoreLost
 from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.script_errors import BESIDE_S, ScriptErrors
 from ntp_plugin.recovery.detector import (
@@ -38,6 +39,7 @@ from ntp_plugin.recovery.detector import (
 )
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 
+_LOG = logging.getLogger(__name__)
 LOOK_S = 0.005
 """Between two looks at beats, and at the store as well, unless many hosts ask it."""
 ASK_S_PER_HOST = 0.00005
@@ -168,6 +170,12 @@ class Supervisor:
                 self._conclude()
         except NtpError as error:
             self.trouble = error
+        except Exception as error:  # else this thread would be gone without a word, and nobody would notice a loss
+            _LOG.exception("the supervisor of this host has failed")
+            self.trouble = StoreLost(
+                f"the supervisor of this host has failed: {type(error).__name__}: {error}",
+                way_out="start the same command here again where other hosts go on; report the traceback",
+            )
 
     def _wait_for_ends(self, wards: Mapping[int, _Ward]) -> None:
         poll = select.poll()

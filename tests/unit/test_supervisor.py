@@ -64,3 +64,23 @@ def test_many_hosts_ask_less_often(supervised):
 def test_few_ask_at_each_look(supervised):
     _, looks = supervised(31, ask_s=2 * ASK_S_PER_HOST)
     assert 31 <= looks <= 32, "it may have begun with the next one when that was counted"
+
+
+def test_an_error_of_its_own_is_the_trouble_of_its_host(tmp_path):
+    """Else its thread would be gone without a word, and nobody would notice a loss any more."""
+
+    class Odd(CountingStore):
+        def read(self, _):
+            self.all_asked.set()
+            raise ZeroDivisionError("odd")
+
+    heartbeats, store = HeartbeatFile(tmp_path / "heartbeats", 1), Odd(1)
+    silent = {"told": lambda *_: None, "told_stuck": lambda _: None}
+    supervisor = Supervisor(store, first_view(1), heartbeats, thresholds=Thresholds(), **silent)
+    supervisor.watch(Seat(slot=0, occupant="0/0"), ME, lambda: 0)
+    supervisor.start()
+    assert store.all_asked.wait(PATIENCE_S)
+    supervisor.stop()
+    heartbeats.close()
+    assert "ZeroDivisionError: odd" in str(supervisor.trouble)
+    assert supervisor.trouble.exit_code == 6
