@@ -101,10 +101,18 @@ def read[Section](section: type[Section], raw: object, *, where: str) -> Section
     return build(section, check(section, raw, name=dotted(where)), name=dotted(where))
 
 
-def checked[Section](section: Section, *, where: str = "") -> Section:
+def checked[Section](section: Section) -> Section:
     """A section that a program made, checked and converted as one that a user wrote."""
-    said = dataclasses.asdict(section, dict_factory=_without_nones)  # type: ignore[call-overload]
-    return read(type(section), said, where=where)
+    return read(type(section), _as_written(section), where="")
+
+
+def require_valid(section: Any) -> None:
+    """Check the values of a section that a program makes, before they are compared with each other."""
+    check(type(section), _as_written(section), name=dotted())
+
+
+def _as_written(section: Any) -> Values:
+    return dataclasses.asdict(section, dict_factory=_without_nones)
 
 
 def _without_nones(pairs: list[tuple[str, Any]]) -> Values:

@@ -6,7 +6,7 @@ Megatron. The other sections describe a job to `ntp plan`; inside a training job
 
 import dataclasses
 
-from ntp_plugin.config.schema import key, subsection
+from ntp_plugin.config.schema import key, require_valid, subsection
 from ntp_plugin.errors import ConfigError
 
 MAX_GPUS = 4_194_304
@@ -27,6 +27,7 @@ class Parallel:
     racks_per_power_row: int = key(8, help="racks that share a power row", at_least=1, at_most=1024)
 
     def __post_init__(self) -> None:
+        require_valid(self)
         if self.tp * self.pp * self.dp > MAX_GPUS:
             raise ConfigError(
                 f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} is {self.tp * self.pp * self.dp:,} GPUs",
@@ -58,6 +59,7 @@ class Model:
     bias: bool = key(False, help="linear layers have biases")
 
     def __post_init__(self) -> None:
+        require_valid(self)
         if self.kv_channels is None and self.hidden % self.heads:
             raise ConfigError(
                 f"hidden = {self.hidden} is not a multiple of heads = {self.heads}",
@@ -297,6 +299,7 @@ class Job:
     back: tuple[str, ...] = key((), help="slots that were lost before and come back now", metavar="SLOTS")
 
     def __post_init__(self) -> None:
+        require_valid(self)
         parallel = self.parallel
         if self.ntp.min_tp_width > parallel.tp:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """`ntp plan` as somebody types it: the right numbers, and one clear line with exit code 2 for everything else."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -9,6 +10,8 @@ import sys
 import pytest
 
 from ntp_plugin.cli.main import main
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.planning import Hardware, Job, Model, Parallel, plan, read_job
 
 LLAMA_70B = shlex.split(
     "plan --tp 8 --pp 4 --dp 32 --heads 64 --groups 8 --ffn 28672 --vocab 128256 --layers 80 --hidden 8192"
@@ -214,3 +217,29 @@ def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m ntp_plugin.cli.main {' '.join(SMALL)} --lose r1 --json | head -c 10"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, env=os.environ)
     assert done.stderr == ""
+
+
+def job(**changed):
+    sizes = {"layers": 4, "hidden": 64, "heads": 8, "ffn": 256, "vocab": 1000}
+    return Job(parallel=Parallel(**{"tp": 4, "pp": 2, "dp": 4, "gpus_per_node": 4} | changed), model=Model(**sizes))
+
+
+def test_the_function_makes_the_plan_that_the_command_prints(capsys, tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(SMALL_TOML)
+    code, out, _ = run(capsys, [*SMALL, "--lose", "r1.s0.t2", "--json", "--nic-gb-per-s", "40"])
+    found = dataclasses.replace(job(), lose=("r1.s0.t2",), hardware=Hardware(nic_gb_per_s=40))
+    assert (code, plan(found).digest) == (0, json.loads(out)["digest"])
+    assert plan(read_job(path)).digest == plan(dataclasses.replace(found, hardware=Hardware())).digest
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pp": 0}, "pp = 0 must be at least 1"),
+        ({"nodes_per_rack": 2.5}, r"nodes_per_rack = 2\.5 must be a whole number"),
+    ],
+)
+def test_the_function_checks_what_the_flags_check(changed, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(job(**changed))
