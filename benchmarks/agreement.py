@@ -35,7 +35,7 @@ from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreement, publish_lost
 from ntp_plugin.comm.gathering import FAN
 from ntp_plugin.comm.membership import Report, View
-from ntp_plugin.comm.standing import Standing
+from ntp_plugin.comm.standing import CollectiveWait
 from ntp_plugin.comm.store import TorchStore, serve
 from ntp_plugin.recovery.place import first_view
 
@@ -90,7 +90,7 @@ def agree(first: View, slot: int, connection: TCPStore, fan: int) -> Asked:
         lost=frozenset,
         report=lambda _: report_of(slot),
         plan=lambda agreed: str(agreed.decision),
-        waiting=Standing,
+        waiting=CollectiveWait,
         timeout_s=PATIENCE_S,
     )
     return Asked(answered=store.answered, in_vain=store.in_vain, bytes=store.bytes)

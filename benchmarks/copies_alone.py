@@ -23,7 +23,7 @@ import torch
 from benchmarks.parity.layouts import BASE, MODELS
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Replicator, Snapshot
 from ntp_plugin.copies.runs import runs_of
 from ntp_plugin.copies.store import Store
@@ -126,7 +126,7 @@ def kept_wanted(mode: str) -> int:
 
 
 def _stepped(number: int, size: int) -> Stepped:
-    piece = Piece(tensor=f"layers.{number}.weight", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    piece = TensorSlice(tensor=f"layers.{number}.weight", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
     parameter = torch.nn.Parameter(torch.randn(size))
     parameter.grad = torch.randn(size)
     return Stepped(parameter=parameter, pieces=((piece, 0),))

@@ -296,7 +296,7 @@ def _have_steps_begin(clock: Clock) -> None:
 
     from ntp_plugin.megatron.live import start  # noqa: PLC0415
 
-    built = start.LiveJob.model_is_built
+    built = start.MegatronJob.model_is_built
 
     def model_is_built(job: Any) -> None:
         built(job)
@@ -312,12 +312,12 @@ def _have_steps_begin(clock: Clock) -> None:
 
         training.train_step = step
 
-    setattr(start.LiveJob, "model_is_built", model_is_built)  # noqa: B010
+    setattr(start.MegatronJob, "model_is_built", model_is_built)  # noqa: B010
 
 
 def _train_deepspeed(asked: Play, clock: Clock, _samples: str) -> Trained:
     from ntp_plugin.deepspeed.activation import end  # noqa: PLC0415, I001  (before deepspeed is imported)
-    from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+    from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
     import deepspeed  # noqa: PLC0415
 
     ranks = asked.case.ranks
@@ -337,7 +337,7 @@ def _train_deepspeed(asked: Play, clock: Clock, _samples: str) -> Trained:
         "ntp": {"enabled": True, "copies": {"mode": "off"}},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    job = LiveJob.now
+    job = DeepSpeedJob.now
     assert job is not None, "it is a live job"
     clock.replaced = Replaced(job.rank.groups)
     clock.replaced.add(engine, "forward", "backward", "step")

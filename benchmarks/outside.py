@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks import evidence
 from ntp_plugin.chaos.ending import Wait, ending_in_waits
 from ntp_plugin.chaos.outside import checkpoints
-from ntp_plugin.chaos.outside.campaign import Asked, Reference, run_campaign, run_reference
-from ntp_plugin.chaos.outside.job_run import Command, Pace
+from ntp_plugin.chaos.outside.campaign import CampaignRequest, Reference, run_campaign, run_reference
+from ntp_plugin.chaos.outside.job_run import Command, InjectionPace
 from ntp_plugin.chaos.outside.kinds import kinds
 from ntp_plugin.chaos.outside.verdict import Allowed, Judged, rows
 from ntp_plugin.recovery.detector import Thresholds
@@ -133,16 +133,16 @@ class Piece:
     judged: tuple[Judged, ...]
 
 
-def asked(job: Job, kinds_of_it: Sequence[str] | None, seed: int) -> Asked:
+def asked(job: Job, kinds_of_it: Sequence[str] | None, seed: int) -> CampaignRequest:
     """One campaign."""
     known = kinds(THRESHOLDS)
     names = tuple(known) if kinds_of_it is None else tuple(kinds_of_it)
-    return Asked(
+    return CampaignRequest(
         command=job.command(in_ci=kinds_of_it is not None),
         kinds=[known[name] for name in names],
         faults=len(names),
         seed=seed,
-        pace=Pace(thresholds=THRESHOLDS, every_s=1.0, blocks_of=job.blocks_of),
+        pace=InjectionPace(thresholds=THRESHOLDS, every_s=1.0, blocks_of=job.blocks_of),
         allowed=Allowed(bound=job.bound, weights_bound=job.weights_bound),
     )
 
@@ -175,7 +175,7 @@ def campaigns(
     return found
 
 
-def _reference(one: Asked, folder: Path, *, wait: Wait) -> Reference:
+def _reference(one: CampaignRequest, folder: Path, *, wait: Wait) -> Reference:
     """Its checkpoint must be there: without one, nothing of the weights would be compared."""
     print(f"{folder.name}: without a fault", flush=True)
     reference = run_reference(one, folder / "reference", wait=wait)

@@ -124,7 +124,7 @@ def _tell_of_strikes() -> None:
 def _tell_of_times(rank: Rank) -> None:
     from ntp_plugin.megatron.live import start, trainer  # noqa: PLC0415  (only ranks know Megatron)
 
-    begin = start.LiveJob.__init__
+    begin = start.MegatronJob.__init__
 
     def marked(owner: Any, name: str, before: str = "", after: str = "") -> None:
         """Calls of it end these phases."""
@@ -154,7 +154,7 @@ def _tell_of_times(rank: Rank) -> None:
         marked(job.trainer, "stand_on", after="rebuild")
         _tell_of_commits(rank, job)
 
-    setattr(start.LiveJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
 
 
 def _tell_of_commits(rank: Rank, job: Any) -> None:

@@ -64,7 +64,7 @@ class Play(live.Play):
 def _tell_of_steps(rank: Rank) -> None:
     from ntp_plugin.megatron.live import start  # noqa: PLC0415  (only ranks know Megatron)
 
-    begin = start.LiveJob.__init__
+    begin = start.MegatronJob.__init__
 
     def told(job: Any, *args: Any) -> None:
         begin(job, *args)
@@ -83,7 +83,7 @@ def _tell_of_steps(rank: Rank) -> None:
 
         job.loop.vote = voted
 
-    setattr(start.LiveJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
 
 
 def _step(number: int) -> str:

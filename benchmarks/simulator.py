@@ -20,7 +20,7 @@ from benchmarks import choosing, evidence
 from ntp_plugin.config import schema
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import BatchPolicy
-from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.planning.batch_split import NominalBatch, ReplicaPace, split_batch
 from ntp_plugin.simulator.policies import policy_of
 from ntp_plugin.simulator.protocol.rules import PLANTED
 from ntp_plugin.simulator.protocol.search import Searched, search
@@ -114,7 +114,7 @@ def integers() -> Iterator[dict[str, Any]]:
 
     def lost(per_replica: int, mode: str, *, equal: bool = False) -> float:
         nominal = NominalBatch(replicas=64, per_replica=per_replica, micro_batch=1, stages=1, healthy_ns=7_000)
-        paces = dict.fromkeys(range(64), Pace(ns=7_000)) | {0: Pace(ns=8_000)}
+        paces = dict.fromkeys(range(64), ReplicaPace(ns=7_000)) | {0: ReplicaPace(ns=8_000)}
         if equal:
             return 1 - 7_000 / 8_000
         split = split_batch(paces, nominal, BatchPolicy(mode=mode, epsilon=2 / nominal.total))

@@ -35,9 +35,9 @@ from typing import Any
 
 from benchmarks import evidence
 from ntp_plugin.chaos import weights
-from ntp_plugin.chaos.campaign import Campaign, Ran, quietly, run_campaign
+from ntp_plugin.chaos.campaign import Campaign, CampaignRun, quietly, run_campaign
 from ntp_plugin.chaos.recipe import RandomSpec, Recipe, read_recipe
-from ntp_plugin.chaos.verdict import Outcome, differences
+from ntp_plugin.chaos.verdict import FaultOutcome, differences
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
 PIECES = Path("build/show")
@@ -275,7 +275,7 @@ def rows_of(case: Case, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     return rows
 
 
-def _struck(campaign: Campaign) -> list[Outcome]:
+def _struck(campaign: Campaign) -> list[FaultOutcome]:
     return [outcome for outcome in campaign.verdict.outcomes if outcome.struck_at]
 
 
@@ -286,7 +286,7 @@ def _line(campaign: Campaign) -> str:
     return f"{campaign.recipe.name}: {len(struck)} strikes in {steps} steps: {'; '.join((*bad, *stuck)) or 'ok'}"
 
 
-def _micro_batches_per_s(run: Ran) -> float:
+def _micro_batches_per_s(run: CampaignRun) -> float:
     history = run.history
     steps = sorted(history.commits)
     if not steps:

@@ -17,7 +17,7 @@ from benchmarks.corruption.state import (
     copies_of,
     elements,
 )
-from ntp_plugin.copies.manifest import Entry, Held, view
+from ntp_plugin.copies.manifest import CopiedSlice, Entry, view
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,11 @@ class Hit:
     def content(self) -> bytearray:
         return bytearray(self.job.path(self.copy).read_bytes())
 
-    def held(self) -> Held:
+    def held(self) -> CopiedSlice:
         (held,) = (held for held in self.job.manifest(self.copy).held if held.piece.tensor == self.tensor)
         return held
 
-    def values(self, content: bytearray, held: Held, entry: Entry) -> torch.Tensor:
+    def values(self, content: bytearray, held: CopiedSlice, entry: Entry) -> torch.Tensor:
         """Which show those bytes."""
         return view(torch.frombuffer(content, dtype=torch.uint8), held, entry)
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.corruption.state import ENTRIES, EPOCH, HOSTS, PATIENCE_S, TENSORS, Copy, Job, Layout, copies_of, mask
 from ntp_plugin.copies.layout import DTYPES
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.copies.restore import Restoration, TellAll
 from ntp_plugin.errors import StateLost
@@ -118,7 +118,7 @@ def is_clean(job: Job, step: int, wanted: Layout) -> bool:
     return all(got.is_clean for got in restored(job, step, wanted)) and not job.trouble
 
 
-def _room(piece: Piece) -> dict[str, torch.Tensor]:
+def _room(piece: TensorSlice) -> dict[str, torch.Tensor]:
     (tensor,) = (tensor for tensor in TENSORS if tensor.name == piece.tensor)
     pairs = zip(ENTRIES, tensor.dtypes, strict=True)
     return {entry: torch.full([piece.size], torch.nan, dtype=DTYPES[dtype]) for entry, dtype in pairs}

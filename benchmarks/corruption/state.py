@@ -14,9 +14,9 @@ import torch
 
 from ntp_plugin.copies.layout import DTYPES
 from ntp_plugin.copies.manifest import Manifest, Version
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
-from ntp_plugin.copies.store import FAR, NEAR, Place, Store
+from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
 from ntp_plugin.copies.wire import Address, Peer, Server
 from ntp_plugin.launch.run_folder import shared_memory
 from ntp_plugin.telemetry import Copied
@@ -61,7 +61,7 @@ CUT = frozenset(tensor.name for tensor in TENSORS if tensor.cut != "no")
 PAGED = frozenset({"up", "down"})
 """Of more than three pages of a digest: every slot's part has the same places in several of them."""
 
-type Layout = Mapping[int, Sequence[Piece]]
+type Layout = Mapping[int, Sequence[TensorSlice]]
 """Slot -> what it has of each tensor."""
 
 
@@ -70,7 +70,7 @@ class Copy:
     """A file, told as `Restored.broken` tells it."""
 
     host: int
-    place: Place
+    place: CopyKey
 
     def __str__(self) -> str:
         return f"{self.place} on host {self.host}"
@@ -78,7 +78,7 @@ class Copy:
 
 def copies_of(slot: int, step: int) -> list[Copy]:
     """Near and far. The two versions of a layout are in the two places that a slot has."""
-    place = Place(kind=NEAR, slot=slot, epoch=EPOCH, number=step - 1)
+    place = CopyKey(kind=NEAR, slot=slot, epoch=EPOCH, number=step - 1)
     far = dataclasses.replace(place, kind=FAR)
     return [Copy(host=HOSTS[slot], place=place), Copy(host=HOSTS[KEEPERS[slot]], place=far)]
 
@@ -88,17 +88,17 @@ def copies_of(slot: int, step: int) -> list[Copy]:
 
 def dealt(owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Layout:
     """All tensors; `evenly`, so that all slots' copies have one size."""
-    layout: dict[int, list[Piece]] = {owner: [] for owner in owners}
+    layout: dict[int, list[TensorSlice]] = {owner: [] for owner in owners}
     for tensor in TENSORS:
         for owner, piece in zip(owners, _pieces(tensor, owners, chance, evenly=evenly), strict=True):
             layout[owner].append(piece)
     return layout
 
 
-def _pieces(tensor: Tensor, owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Iterator[Piece]:
+def _pieces(tensor: Tensor, owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Iterator[TensorSlice]:
     """Of units each owner has two runs, in any order; whoever has a replicated tensor has a whole of it."""
     length, parts = tensor.shape[tensor.dim], len(owners)
-    alike = Piece(
+    alike = TensorSlice(
         tensor=tensor.name, shape=tensor.shape, dim=tensor.dim, ranges=((0, length),), start=0, stop=tensor.size
     )
     if tensor.cut == "no":
@@ -119,7 +119,7 @@ def _cuts(size: int, parts: int, chance: random.Random, *, evenly: bool) -> list
     return list(itertools.pairwise([0, *inner, size]))
 
 
-def elements(piece: Piece) -> torch.Tensor:
+def elements(piece: TensorSlice) -> torch.Tensor:
     """Where its elements stand in the whole, made flat: found by cutting a tensor of all places."""
     places = torch.arange(torch.Size(piece.shape).numel()).view(piece.shape)
     ranges = [places.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges]
@@ -195,7 +195,7 @@ class Job:
             assert done.far == 1, self.trouble
             process.replicator.commit()
 
-    def right(self, piece: Piece, step: int) -> dict[str, torch.Tensor]:
+    def right(self, piece: TensorSlice, step: int) -> dict[str, torch.Tensor]:
         """What a piece has to be."""
         return {name: self.truth[step][piece.tensor, name][elements(piece)] for name in ENTRIES}
 
@@ -219,7 +219,7 @@ def _random_values(chance: random.Random) -> dict[tuple[str, str], torch.Tensor]
     }
 
 
-def mask(piece: Piece) -> torch.Tensor:
+def mask(piece: TensorSlice) -> torch.Tensor:
     mask = torch.zeros(torch.Size(piece.shape).numel(), dtype=torch.bool)
     mask[elements(piece)] = True
     return mask

@@ -91,7 +91,7 @@ def tell_moments(rank: Rank, asking: Asking) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
     from ntp_plugin.megatron.live import moments, start  # noqa: PLC0415
 
-    begin = start.LiveJob.__init__
+    begin = start.MegatronJob.__init__
 
     def told(job: Any, *args: Any) -> None:
         begin(job, *args)
@@ -103,7 +103,7 @@ def tell_moments(rank: Rank, asking: Asking) -> None:
             moments.tell_of_walks(job, rank.reached)
         _wait_for_those_who_come_back(rank, job, asking)
 
-    setattr(start.LiveJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
 
 
 def _then_tell_of_walks(rank: Rank, job: Any, drive: Any) -> Any:

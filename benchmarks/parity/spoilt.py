@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ntp_plugin.copies.manifest import Manifest
-from ntp_plugin.copies.store import Place, Store
+from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
 from ntp_plugin.megatron import checkpoints
 from ntp_plugin.megatron.buckets import LaneBucketGroup
@@ -352,7 +352,7 @@ def far_copies_do_not_arrive() -> None:
     def lost(*_: Any, **__: Any) -> list[str]:
         raise PeerTrouble("what is sent does not arrive")
 
-    def slow(store: Store, place: Place, manifest: Manifest) -> None:
+    def slow(store: Store, place: CopyKey, manifest: Manifest) -> None:
         if place.slot == 3:
             time.sleep(0.3)
         complete(store, place, manifest)

@@ -394,41 +394,41 @@ class _Loop:
             self._hear(moment, step)
 
     def _hear(self, moment: str, step: int) -> None:
-        from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+        from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
-        job = LiveJob.now
+        job = DeepSpeedJob.now
         assert job is not None, "the engine is one that can lose ranks"
         if (moment, step, job.window._done) == self._job.hear_at and not self._epoch:
             hear_of_a_loss(job)
 
     @property
     def _is_fresh(self) -> bool:
-        from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+        from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
-        assert LiveJob.now is not None, "the engine is one that can lose ranks"
-        return not LiveJob.now.window._stale
+        assert DeepSpeedJob.now is not None, "the engine is one that can lose ranks"
+        return not DeepSpeedJob.now.window._stale
 
     @property
     def _counts(self) -> bool:
-        from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+        from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
-        assert LiveJob.now is not None, "the engine is one that can lose ranks"
-        return self._is_fresh and LiveJob.now.window.replicas.speaks
+        assert DeepSpeedJob.now is not None, "the engine is one that can lose ranks"
+        return self._is_fresh and DeepSpeedJob.now.window.replicas.speaks
 
     @property
     def _epoch(self) -> int:
-        from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+        from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
-        return LiveJob.now.rank.groups.epoch if LiveJob.now is not None else 0
+        return DeepSpeedJob.now.rank.groups.epoch if DeepSpeedJob.now is not None else 0
 
 
 def places(model: torch.nn.Module, job_of: Job) -> dict[str, tuple[int, list[int]]]:
     """Where this rank's parts of cut parameters are in the whole ones."""
-    from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+    from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
     if job_of.enabled:
-        assert LiveJob.now is not None, "the engine is one that can lose ranks"
-        cut: Any = LiveJob.now.window.replicas
+        assert DeepSpeedJob.now is not None, "the engine is one that can lose ranks"
+        cut: Any = DeepSpeedJob.now.window.replicas
         tensors = [tensor for tensor, _ in cut._nominal.units.stages[0].tensors if tensor.family]
         held = {
             tensor.name: (tensor.dim, tensor.local_index(cut._plan.units_of(tensor, cut._slot))) for tensor in tensors

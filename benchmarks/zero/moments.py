@@ -23,10 +23,10 @@ def tell_moments(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
 
-    from ntp_plugin.deepspeed.job import LiveJob  # noqa: PLC0415
+    from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
     from ntp_plugin.deepspeed.moments import tell_of_walks  # noqa: PLC0415
 
-    job = LiveJob.now
+    job = DeepSpeedJob.now
     assert job is not None, "the engine is one that can lose ranks"
     driver: Any = job.loop.driver
     moments = Moments(rank.reached, "step", lambda: int(job.loop.done) + 1)

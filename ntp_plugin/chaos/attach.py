@@ -17,10 +17,10 @@ from ntp_plugin.chaos.campaign import Look
 from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.recipe import ANY, Recipe
-from ntp_plugin.chaos.schedule import Schedule
+from ntp_plugin.chaos.schedule import FaultSchedule
 from ntp_plugin.chaos.striker import SIGNALS, Striker, from_outside, is_worker, send, struck_now
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Strike, orders_file
-from ntp_plugin.chaos.verdict import Verdict, judge_attached
+from ntp_plugin.chaos.verdict import CampaignVerdict, judge_attached
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.telemetry import Follower, read_run
 from ntp_plugin.telemetry.job_state import JobState
@@ -53,13 +53,13 @@ def strike_now(run: Path, strike: Strike, *, wait: Wait) -> str:
     return f"done: {strike.what} to {strike.slot}, pid {pid}"
 
 
-def strike_by(recipe: Recipe, run: Path, *, look: Look, wait: Wait) -> tuple[History, Verdict]:
+def strike_by(recipe: Recipe, run: Path, *, look: Look, wait: Wait) -> tuple[History, CampaignVerdict]:
     """All of a recipe; what the job has told until then, and what is to be said of the strikes."""
     job = job_of(run)
     drawn = {what for what, _ in recipe.random.deck()} if recipe.random.count else set[str]()
     slots = {fault.slot for fault in recipe.faults} - {ANY}
     _refuse(run, job, what={fault.what for fault in recipe.faults} | drawn, slots=slots)
-    schedule = Schedule(_from_now_on(recipe, job), named=f"attached-{time.time_ns()}-")
+    schedule = FaultSchedule(_from_now_on(recipe, job), named=f"attached-{time.time_ns()}-")
     striker = Striker(run, schedule, Orders.of_a_running_job(orders_file(run)))
     try:
         state = _strike_until_over(striker, run, recipe.job.patience_s, look, wait)

@@ -15,10 +15,10 @@ from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.hosting import started
 from ntp_plugin.chaos.recipe import JobSpec, Recipe
-from ntp_plugin.chaos.schedule import Schedule
+from ntp_plugin.chaos.schedule import FaultSchedule
 from ntp_plugin.chaos.striker import Striker, is_worker, send
-from ntp_plugin.chaos.strikes import Asked
-from ntp_plugin.chaos.verdict import End, Expected, Verdict, judge
+from ntp_plugin.chaos.strikes import RequestedFaults
+from ntp_plugin.chaos.verdict import CampaignVerdict, End, Expected, judge
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.output_folders import require_new
 from ntp_plugin.telemetry import Follower, read_run
@@ -36,13 +36,13 @@ type Looking = Callable[[str], contextlib.AbstractContextManager[Look]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ran:
+class CampaignRun:
     """One run, when it was over."""
 
     folder: Path
     end: End
     history: History
-    asked: Asked
+    asked: RequestedFaults
 
     @property
     def log(self) -> Path:
@@ -54,9 +54,9 @@ class Campaign:
     """Both runs, and what is to be said of them."""
 
     recipe: Recipe
-    broken: Ran
-    twin: Ran | None
-    verdict: Verdict
+    broken: CampaignRun
+    twin: CampaignRun | None
+    verdict: CampaignVerdict
 
 
 def run_campaign(
@@ -66,7 +66,7 @@ def run_campaign(
     require_new(folder, "--out")
     calm = None if twin is None else _ran_before(twin)
     with look("broken") as shown:
-        broken = _run(recipe.job, folder / "broken", Schedule(recipe), shown, wait)
+        broken = _run(recipe.job, folder / "broken", FaultSchedule(recipe), shown, wait)
     if calm is None and recipe.job.twin:
         with look("twin") as shown:
             calm = _run(recipe.job, folder / "twin", None, shown, wait)
@@ -79,13 +79,13 @@ def quietly(_: str) -> Iterator[Look]:
     yield lambda _job, _news: None
 
 
-def run_undisturbed(job: JobSpec, folder: Path) -> Ran:
+def run_undisturbed(job: JobSpec, folder: Path) -> CampaignRun:
     """As a twin is run, and nobody looks on."""
     with quietly("twin") as look:
         return _run(job, folder, None, look, time.sleep)
 
 
-def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
+def verdict_on(job: JobSpec, broken: CampaignRun, twin: CampaignRun | None) -> CampaignVerdict:
     """By what both runs have told."""
     expected = Expected(
         code=job.code,
@@ -101,17 +101,17 @@ def verdict_on(job: JobSpec, broken: Ran, twin: Ran | None) -> Verdict:
     return judge(broken.asked, broken.history, calm, broken.end, expected)
 
 
-def _ran_before(folder: Path) -> Ran:
+def _ran_before(folder: Path) -> CampaignRun:
     history = History.of(read_run(folder))
     if not history.ended:
         raise ConfigError(f"{folder} holds no run that came to its end", way_out="name the twin/ of another campaign")
-    return Ran(folder=folder, end=End(code=0), history=history, asked=Asked())
+    return CampaignRun(folder=folder, end=End(code=0), history=history, asked=RequestedFaults())
 
 
 # ---------------------------------------------------------------- one run
 
 
-def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look, wait: Wait) -> Ran:
+def _run(job: JobSpec, folder: Path, schedule: FaultSchedule | None, shown: Look, wait: Wait) -> CampaignRun:
     folder.mkdir(parents=True)
     striker = None if schedule is None else Striker(folder, schedule)
     follower, state, history = Follower(folder), JobState(), History()
@@ -134,11 +134,11 @@ def _run(job: JobSpec, folder: Path, schedule: Schedule | None, shown: Look, wai
         left = _left_behind(folder) if over else ()  # while the machines are there that they would be left on
     left = left if over else _left_behind(folder)
     whole = History.of(Follower(folder).news())
-    return Ran(
+    return CampaignRun(
         folder=folder,
         end=End(code=code, hung=not over, left=left),
         history=whole,
-        asked=Asked() if striker is None else striker.asked(state),
+        asked=RequestedFaults() if striker is None else striker.asked(state),
     )
 
 

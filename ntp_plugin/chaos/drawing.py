@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.verdict import Outcome, Verdict, differences
+from ntp_plugin.chaos.verdict import CampaignVerdict, FaultOutcome, differences
 
 BLUE, SKY, VERMILION, GREEN, SAND, GREY = "#0072B2", "#9BD0F0", "#C1440E", "#00664B", "#F0C463", "#555555"
 """Of Okabe and Ito's palette or near it: told apart by all eyes, on paper too."""
@@ -22,14 +22,14 @@ _SLOTS, _BARS = 48, 40
 type Draw = Callable[[Any], None]
 
 
-def pictures(run: History, twin: History | None, verdict: Verdict, *, bound: float) -> dict[str, bytes]:
+def pictures(run: History, twin: History | None, verdict: CampaignVerdict, *, bound: float) -> dict[str, bytes]:
     """Title -> SVG, for a page; empty where there is no matplotlib."""
     if not _can_draw():
         return {}
     return {title: _drawn([(title, height, draw)], "svg") for title, height, draw in _wanted(run, twin, verdict, bound)}
 
 
-def sheet(run: History, twin: History | None, verdict: Verdict, *, bound: float) -> bytes | None:
+def sheet(run: History, twin: History | None, verdict: CampaignVerdict, *, bound: float) -> bytes | None:
     """All of them as one PNG, to be sent to somebody; None where there is no matplotlib."""
     return _drawn(_wanted(run, twin, verdict, bound), "png") if _can_draw() else None
 
@@ -38,7 +38,9 @@ def _can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _wanted(run: History, twin: History | None, verdict: Verdict, bound: float) -> list[tuple[str, float, Draw]]:
+def _wanted(
+    run: History, twin: History | None, verdict: CampaignVerdict, bound: float
+) -> list[tuple[str, float, Draw]]:
     """Title, height in inches, and what draws it."""
     struck = [outcome for outcome in verdict.outcomes if outcome.struck_at]
     timed = [outcome for outcome in struck if outcome.recovered_s is not None]
@@ -74,7 +76,7 @@ def _drawn(wanted: Sequence[tuple[str, float, Draw]], kind: str) -> bytes:
     return whole[whole.index(b"<svg") :] if kind == "svg" else whole
 
 
-def _losses(axes: Any, run: History, twin: History | None, struck: list[Outcome]) -> None:
+def _losses(axes: Any, run: History, twin: History | None, struck: list[FaultOutcome]) -> None:
     if twin is not None:
         axes.plot(list(twin.losses), list(twin.losses.values()), color=SKY, linewidth=6, label="left alone")
     axes.plot(list(run.losses), list(run.losses.values()), color=BLUE, linewidth=1.5, label="broken on purpose")
@@ -83,7 +85,7 @@ def _losses(axes: Any, run: History, twin: History | None, struck: list[Outcome]
     axes.legend(frameon=False, loc="upper right")
 
 
-def _differences(axes: Any, run: History, twin: History, struck: list[Outcome], bound: float) -> None:
+def _differences(axes: Any, run: History, twin: History, struck: list[FaultOutcome], bound: float) -> None:
     apart = {step: max(value, _LOWEST) for step, value in differences(run, twin).items()}
     axes.plot(list(apart), list(apart.values()), color=BLUE, marker="o", markersize=3, linestyle="none")
     if bound:
@@ -100,7 +102,7 @@ def _differences(axes: Any, run: History, twin: History, struck: list[Outcome], 
     axes.set_ylabel("relative")
 
 
-def _throughput(axes: Any, run: History, struck: list[Outcome]) -> None:
+def _throughput(axes: Any, run: History, struck: list[FaultOutcome]) -> None:
     steps = sorted(run.commits)
     at = [run.committed_at(step) - run.began_at for step in steps]
     spent = [later - earlier for earlier, later in itertools.pairwise(at)]
@@ -113,7 +115,7 @@ def _throughput(axes: Any, run: History, struck: list[Outcome]) -> None:
     axes.set_xlabel("seconds since training began")
 
 
-def _timeline(axes: Any, run: History, struck: list[Outcome]) -> None:
+def _timeline(axes: Any, run: History, struck: list[FaultOutcome]) -> None:
     slots = run.slots[:_SLOTS]
     end = max((run.committed_at(step) for step in run.commits), default=run.began_at) - run.began_at
     for row, slot in enumerate(slots):
@@ -140,7 +142,7 @@ def presence(run: History, slot: str, end: float) -> list[tuple[float, float]]:
     return [(at, until) for (at, there), (until, _) in itertools.pairwise(changes) if there]
 
 
-def _bars(axes: Any, timed: list[Outcome]) -> None:
+def _bars(axes: Any, timed: list[FaultOutcome]) -> None:
     shown = timed[:_BARS]
     for row, outcome in enumerate(shown):
         left = 0.0
@@ -153,7 +155,7 @@ def _bars(axes: Any, timed: list[Outcome]) -> None:
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def spent(outcome: Outcome) -> dict[str, float]:
+def spent(outcome: FaultOutcome) -> dict[str, float]:
     """The time from a strike to the next step, by phases; what is in none of them is the first step."""
     assert outcome.recovered_s is not None, "only what was recovered from has times"
     walked = {name: seconds for name, seconds in outcome.phases.items() if name in PHASES}
@@ -162,6 +164,6 @@ def spent(outcome: Outcome) -> dict[str, float]:
     return {**noticed, **walked, "first step": max(0.0, rest)}
 
 
-def _mark_steps(axes: Any, struck: list[Outcome]) -> None:
+def _mark_steps(axes: Any, struck: list[FaultOutcome]) -> None:
     for outcome in struck:
         axes.axvline(outcome.step - 0.5, color=VERMILION, linewidth=1, linestyle=(0, (4, 2)))

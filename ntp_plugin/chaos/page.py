@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ntp_plugin.chaos.drawing import NO_PICTURE, pictures, sheet
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.verdict import Verdict
+from ntp_plugin.chaos.verdict import CampaignVerdict
 from ntp_plugin.telemetry import Follower
 from ntp_plugin.telemetry.words import in_words
 
@@ -35,7 +35,7 @@ _HAPPENED = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class PageContent:
     """What is to be shown."""
 
     title: str
@@ -43,7 +43,7 @@ class Report:
     """The folder of the run."""
     run: History
     twin: History | None
-    verdict: Verdict
+    verdict: CampaignVerdict
     bound: float = 0.0
     """For losses against the twin's."""
     command: str
@@ -51,7 +51,7 @@ class Report:
     """The command of the run, where it is known."""
 
 
-def write_page(report: Report, folder: Path) -> Path:
+def write_page(report: PageContent, folder: Path) -> Path:
     """`report.html`, its pictures as `report.png`, and `verdict.json`; where the page is."""
     (folder / "verdict.json").write_text(json.dumps(_as_mapping(report), indent=1) + "\n")
     picture = sheet(report.run, report.twin, report.verdict, bound=report.bound)
@@ -62,7 +62,7 @@ def write_page(report: Report, folder: Path) -> Path:
     return page
 
 
-def _as_mapping(report: Report) -> dict[str, object]:
+def _as_mapping(report: PageContent) -> dict[str, object]:
     verdict = report.verdict
     return {
         "title": report.title,
@@ -76,7 +76,7 @@ def _as_mapping(report: Report) -> dict[str, object]:
     }
 
 
-def _page(report: Report) -> str:
+def _page(report: PageContent) -> str:
     verdict = report.verdict
     drawn = pictures(report.run, report.twin, verdict, bound=report.bound)
     shown = "".join(f"<h2>{html.escape(title)}</h2>{svg.decode()}" for title, svg in drawn.items())
@@ -103,14 +103,14 @@ def _page(report: Report) -> str:
 """
 
 
-def _summary(verdict: Verdict) -> str:
+def _summary(verdict: CampaignVerdict) -> str:
     outcome = "Everything is as promised." if verdict.holds else "Something is not as it should be: see below."
     struck = sum(outcome.struck_at > 0 for outcome in verdict.outcomes)
     strikes = f" {struck} of {len(verdict.outcomes)} strikes struck;" if verdict.outcomes else ""
     return f"{_mark(verdict.holds)} {outcome}{strikes} {verdict.efficiency:.1%} of the steps that were begun counted."
 
 
-def _rows(verdict: Verdict) -> list[tuple[str, ...]]:
+def _rows(verdict: CampaignVerdict) -> list[tuple[str, ...]]:
     rows = []
     for outcome in verdict.outcomes:
         when = f"step {outcome.step}, {outcome.moment}" if outcome.moment else f"step {outcome.step}"
@@ -121,7 +121,7 @@ def _rows(verdict: Verdict) -> list[tuple[str, ...]]:
     return rows
 
 
-def _happened(report: Report) -> list[str]:
+def _happened(report: PageContent) -> list[str]:
     """In words, once each, with the seconds since training began."""
     lines, said = [], set[str]()
     for told in sorted(Follower(report.record).news(), key=lambda told: told.at):

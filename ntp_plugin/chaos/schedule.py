@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Sequence, Set
 
 from ntp_plugin.chaos.recipe import ANY, FaultSpec, Recipe
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, STORE, SUPERVISOR, Asked, Strike, Unordered
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, STORE, SUPERVISOR, RequestedFaults, Strike, Unordered
 from ntp_plugin.recovery.moments import OF_WALKS
-from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.job_state import JobState, SlotState
 
 _AHEAD = 2
 """So many steps before its own a strike is ordered whose slot is drawn."""
@@ -26,7 +26,7 @@ type _Card = tuple[str, str]
 """What breaks, and during which moment."""
 
 
-class Schedule:
+class FaultSchedule:
     """One recipe, as it goes."""
 
     def __init__(self, recipe: Recipe, *, named: str = "") -> None:
@@ -76,13 +76,13 @@ class Schedule:
         """Or the kill that comes with one that was drawn."""
         return strike.name.removesuffix(_BEFORE) in self._dealt
 
-    def asked(self, job: JobState, *, seconds: float, ordered: Sequence[Strike]) -> Asked:
+    def asked(self, job: JobState, *, seconds: float, ordered: Sequence[Strike]) -> RequestedFaults:
         """All of the recipe, by what the job has told until its end."""
         left = (
             Unordered(strike=_strike(name, fault, fault.slot), why=_why_it_waits(fault, job, seconds))
             for name, fault in self._waiting
         )
-        return Asked(
+        return RequestedFaults(
             strikes=tuple(ordered),
             unordered=tuple(left),
             drawn=tuple(name for name in self._dealt if name not in self._missed),
@@ -157,7 +157,11 @@ def survivable(job: JobState, *, lost: Sequence[str] = ()) -> list[str]:
     some replica has somebody in every stage without them. One replica alone lives by copies, and is struck as long as
     somebody is left of it. Who is said to be back, and has not yet said so itself, is not struck: which process it is
     is not known."""
-    there = [slot for slot, state in sorted(job.slots.items()) if state in (Slot.ALIVE, Slot.BACK) and slot not in lost]
+    there = [
+        slot
+        for slot, state in sorted(job.slots.items())
+        if state in (SlotState.ALIVE, SlotState.BACK) and slot not in lost
+    ]
     holders = Counter(slot.split(".", 1)[1] for slot in there)
     known = [slot for slot in there if slot in job.pids]
     if job.replicas == 1:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.hosting import Blow, Running, Undoing
-from ntp_plugin.chaos.schedule import Schedule
+from ntp_plugin.chaos.schedule import FaultSchedule
 from ntp_plugin.chaos.strikes import (
     BY_ITS_OWN_HAND,
     LEAVES_THE_JOB,
-    Asked,
     Orders,
+    RequestedFaults,
     Strike,
     orders_file,
 )
@@ -30,7 +30,7 @@ SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "pause": signal
 class Striker:
     """Of one run."""
 
-    def __init__(self, folder: Path, schedule: Schedule, orders: Orders | None = None) -> None:
+    def __init__(self, folder: Path, schedule: FaultSchedule, orders: Orders | None = None) -> None:
         """`orders`: those of a run that is there already."""
         self._schedule, self._orders = schedule, orders or Orders.new(orders_file(folder))
         self._teller = from_outside(folder)
@@ -70,7 +70,7 @@ class Striker:
             undo()
         self._undoing.clear()
 
-    def asked(self, job: JobState) -> Asked:
+    def asked(self, job: JobState) -> RequestedFaults:
         """Now that it is over."""
         return self._schedule.asked(job, seconds=_seconds(job), ordered=self.ordered)
 

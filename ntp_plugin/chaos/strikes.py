@@ -94,7 +94,7 @@ class Unordered:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class RequestedFaults:
     """All that a recipe has asked for, when its job is over."""
 
     strikes: tuple[Strike, ...] = ()

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from ntp_plugin.chaos import weights
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, Asked, Strike
+from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, RequestedFaults, Strike
 from ntp_plugin.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class FaultOutcome:
     """Of one strike."""
 
     name: str
@@ -45,7 +45,7 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Samples:
+class SampleCounts:
     """How many, of the steps that were committed."""
 
     drawn: int
@@ -68,12 +68,12 @@ class Drawn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class CampaignVerdict:
     """On one campaign."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FaultOutcome, ...]
     checks: tuple[Check, ...]
-    samples: Samples
+    samples: SampleCounts
     drawn: Drawn | None = None
     efficiency: float
     """Of the steps that were begun, the part that counts: each recovery has one begun anew."""
@@ -112,7 +112,7 @@ class End:
     """Processes that were still there, and had to be ended."""
 
 
-def judge(asked: Asked, run: History, twin: History | None, end: End, expected: Expected) -> Verdict:
+def judge(asked: RequestedFaults, run: History, twin: History | None, end: End, expected: Expected) -> CampaignVerdict:
     """By the records of a run and of its twin."""
     outcomes = _outcomes(asked, run, goes_on=not expected.code)
     drawn, samples = _drawn(asked, run), _samples(run, twin)
@@ -132,20 +132,24 @@ def judge(asked: Asked, run: History, twin: History | None, end: End, expected: 
         checks.append(_troubles(run, expected.troubles))
     if drawn is not None:
         checks.append(_some_struck(drawn))
-    return Verdict(outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run))
+    return CampaignVerdict(
+        outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run)
+    )
 
 
-def judge_attached(asked: Asked, run: History) -> Verdict:
+def judge_attached(asked: RequestedFaults, run: History) -> CampaignVerdict:
     """On strikes at a job that was there before, and may go on: of its end nothing is known, and it has no twin."""
     drawn, samples = _drawn(asked, run), _samples(run, None)
     checks = [_samples_right(samples, run, None), _steps(run, None, first=min(run.commits, default=1))]
     if drawn is not None:
         checks.append(_some_struck(drawn))
     outcomes = _outcomes(asked, run, goes_on=True)
-    return Verdict(outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run))
+    return CampaignVerdict(
+        outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run)
+    )
 
 
-def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
+def look_over(run: History, twin: History | None, *, bound: float) -> CampaignVerdict:
     """A run of which nobody has said what was to happen: whatever struck is told by the record itself."""
     struck, left_out = _struck(run)
     outcomes = tuple(_outcome(strike, run, goes_on=False) for strike in struck)
@@ -154,7 +158,7 @@ def look_over(run: History, twin: History | None, *, bound: float) -> Verdict:
         beside.append(_weights(run, twin, bound))
     samples = _samples(run, twin)
     checks = (_samples_right(samples, run, twin), _steps(run, twin, first=min(run.commits, default=1)), *beside)
-    return Verdict(
+    return CampaignVerdict(
         outcomes=outcomes, checks=checks, samples=samples, efficiency=_efficiency(run), left_out=tuple(left_out)
     )
 
@@ -179,12 +183,12 @@ def _efficiency(run: History) -> float:
 # ---------------------------------------------------------------- one strike
 
 
-def _outcomes(asked: Asked, run: History, *, goes_on: bool) -> tuple[Outcome, ...]:
+def _outcomes(asked: RequestedFaults, run: History, *, goes_on: bool) -> tuple[FaultOutcome, ...]:
     ordered = (_outcome(strike, run, goes_on=goes_on) for strike in asked.strikes)
     return (*ordered, *(_never_struck(left.strike, left.why) for left in asked.unordered))
 
 
-def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
+def _outcome(strike: Strike, run: History, *, goes_on: bool) -> FaultOutcome:
     said = next((said for said in run.struck if said.event.strike == strike.name), None)
     if said is None:
         return _never_struck(strike, _why_it_never_struck(strike, run))
@@ -195,7 +199,7 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
     problem = (
         "the others did not go on" if goes_on and recovered is None and not _is_last(run, strike.slot, said.at) else ""
     )
-    return Outcome(
+    return FaultOutcome(
         name=strike.name,
         what=strike.what,
         slot=strike.slot,
@@ -210,8 +214,8 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> Outcome:
     )
 
 
-def _never_struck(strike: Strike, why: str) -> Outcome:
-    return Outcome(
+def _never_struck(strike: Strike, why: str) -> FaultOutcome:
+    return FaultOutcome(
         name=strike.name,
         what=strike.what,
         slot=strike.slot,
@@ -290,7 +294,7 @@ def _steps(run: History, twin: History | None, *, first: int = 1) -> Check:
     return Check(what="every step was committed", found=found, holds=not missing and bool(wanted))
 
 
-def _samples(run: History, twin: History | None) -> Samples:
+def _samples(run: History, twin: History | None) -> SampleCounts:
     """Nothing twice; nothing missing but what a slot drew that was lost before it could tell of a step it had done."""
     drawn = twice = missing = others = 0
     wrong = []
@@ -306,10 +310,10 @@ def _samples(run: History, twin: History | None) -> Samples:
         drawn, twice, missing, others = drawn + len(samples), twice + counts[0], missing + counts[1], others + counts[2]
         if any(counts):
             wrong.append(step)
-    return Samples(drawn=drawn, twice=twice, missing=missing, others=others, steps=tuple(wrong))
+    return SampleCounts(drawn=drawn, twice=twice, missing=missing, others=others, steps=tuple(wrong))
 
 
-def _samples_right(samples: Samples, run: History, twin: History | None) -> Check:
+def _samples_right(samples: SampleCounts, run: History, twin: History | None) -> Check:
     found = f"{samples.drawn} in {len(run.commits)} steps"
     if samples.steps:
         where = f"{list(samples.steps[:5])}{' and others' * (len(samples.steps) > 5)}"
@@ -356,7 +360,7 @@ def _returns(run: History, wanted: int) -> Check:
     return Check(what=f"{wanted} came back", found=", ".join(back) or "nobody did", holds=len(back) >= wanted)
 
 
-def _drawn(asked: Asked, run: History) -> Drawn | None:
+def _drawn(asked: RequestedFaults, run: History) -> Drawn | None:
     if not asked.to_be_drawn:
         return None
     struck = {said.event.strike for said in run.struck}

@@ -15,10 +15,10 @@ from rich.text import Text
 from ntp_plugin.chaos.attach import job_of, strike_by, strike_now
 from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
 from ntp_plugin.chaos.ending import Wait, ending_in_waits
-from ntp_plugin.chaos.page import Report, write_page
+from ntp_plugin.chaos.page import PageContent, write_page
 from ntp_plugin.chaos.recipe import Recipe, read_recipe
 from ntp_plugin.chaos.strikes import KINDS, Strike
-from ntp_plugin.chaos.verdict import Verdict
+from ntp_plugin.chaos.verdict import CampaignVerdict
 from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.cli.plan import PIPED_WIDTH
 from ntp_plugin.cli.screen import Screen
@@ -93,7 +93,7 @@ def _folder(said: Any, recipe: Recipe) -> Path:
     return require_usable(default if said.out is None else said.out, "--out")
 
 
-def _show(verdict: Verdict, page: Path, said: Any, *, log: Path | None) -> int:
+def _show(verdict: CampaignVerdict, page: Path, said: Any, *, log: Path | None) -> int:
     if said.json:
         print(page.with_name("verdict.json").read_text())
     else:
@@ -101,8 +101,8 @@ def _show(verdict: Verdict, page: Path, said: Any, *, log: Path | None) -> int:
     return 0 if verdict.holds else 1
 
 
-def _report(campaign: Campaign, command: str) -> Report:
-    return Report(
+def _report(campaign: Campaign, command: str) -> PageContent:
+    return PageContent(
         title=campaign.recipe.name,
         record=campaign.broken.folder,
         run=campaign.broken.history,
@@ -144,7 +144,7 @@ def _attach_recipe(said: Any, wait: Wait) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), Screen(f"{run} is struck") as screen:
         history, verdict = strike_by(recipe, run, look=screen.show, wait=wait)
-        report = Report(
+        report = PageContent(
             title=recipe.name,
             record=run,
             run=history,
@@ -158,7 +158,7 @@ def _attach_recipe(said: Any, wait: Wait) -> int:
     return _show(verdict, page, said, log=None)
 
 
-def _print(verdict: Verdict, page: Path, log: Path | None) -> None:
+def _print(verdict: CampaignVerdict, page: Path, log: Path | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
     table = Table(box=None, padding=(0, 2))
     for heading in ("strike", "what", "slot", "when", "noticed after", "next step after", ""):

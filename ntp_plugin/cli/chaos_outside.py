@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ntp_plugin.chaos.ending import ending_in_waits
-from ntp_plugin.chaos.outside.campaign import Asked, Found, run_campaign, run_reference
-from ntp_plugin.chaos.outside.job_run import Command, Pace
+from ntp_plugin.chaos.outside.campaign import CampaignRequest, CampaignResult, run_campaign, run_reference
+from ntp_plugin.chaos.outside.job_run import Command, InjectionPace
 from ntp_plugin.chaos.outside.job_view import LINE
-from ntp_plugin.chaos.outside.kinds import Kind, kinds
+from ntp_plugin.chaos.outside.kinds import FaultKind, kinds
 from ntp_plugin.chaos.outside.verdict import Allowed, rows
 from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.cli.plan import PIPED_WIDTH
@@ -56,7 +56,7 @@ def run(words: Sequence[str]) -> int:
     return 0 if found.holds else 1
 
 
-def summary(found: Found, job: str) -> dict[str, Any]:
+def summary(found: CampaignResult, job: str) -> dict[str, Any]:
     """What came of it, for a machine."""
     by_kind = rows(job, found.judged)
     return {
@@ -88,16 +88,16 @@ def _job(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words[2:])
 
 
-def _asked(said: argparse.Namespace, words: tuple[str, ...]) -> Asked:
+def _asked(said: argparse.Namespace, words: tuple[str, ...]) -> CampaignRequest:
     thresholds = thresholds_in(words)
     _refuse_pattern(said.line)
     bound = said.bound
-    return Asked(
+    return CampaignRequest(
         command=Command(words=words, line=said.line),
         kinds=_chosen(said.kinds, kinds(thresholds)),
         faults=said.faults,
         seed=said.seed,
-        pace=Pace(thresholds=thresholds, every_s=said.every, blocks_of=said.together),
+        pace=InjectionPace(thresholds=thresholds, every_s=said.every, blocks_of=said.together),
         allowed=Allowed(
             bound=bound,
             weights_bound=bound if said.weights_bound is None else said.weights_bound,
@@ -115,7 +115,7 @@ def _refuse_pattern(line: str) -> None:
         raise ConfigError(f"--line {line} has no group named {min(missing)}", way_out="(?P<step>...) and (?P<loss>...)")
 
 
-def _chosen(said: str | None, known: Mapping[str, Kind]) -> list[Kind]:
+def _chosen(said: str | None, known: Mapping[str, FaultKind]) -> list[FaultKind]:
     if said is None:
         return [kind for kind in known.values() if not kind.needs_handlers]
     names = [name for name in said.split(",") if name]
@@ -179,7 +179,7 @@ def _say(what: str) -> None:
     print(what, flush=True)
 
 
-def _print(found: Found, folder: Path) -> None:
+def _print(found: CampaignResult, folder: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
     table = Table(box=None, padding=(0, 2))
     names = ("kind", "faults", "wrong", "hung", "noticed_p50_s")

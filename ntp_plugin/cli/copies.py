@@ -36,7 +36,7 @@ class NotARun(ConfigError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ListedVersion:
     """One version of one run, as far as it is on this host."""
 
     folder: Path
@@ -89,7 +89,7 @@ def _folders(given: Sequence[Path]) -> list[Path]:
     return list(given) or private_folders(shared_memory(), COPIES)
 
 
-def _rows_if_there(folder: Path, given: Sequence[Path], *, verify: bool) -> list[Row]:
+def _rows_if_there(folder: Path, given: Sequence[Path], *, verify: bool) -> list[ListedVersion]:
     """Return the rows of a folder; none where its run has not begun to own it yet, or removes it meanwhile."""
     try:
         return list(_rows(folder, verify=verify))
@@ -101,7 +101,7 @@ def _rows_if_there(folder: Path, given: Sequence[Path], *, verify: bool) -> list
         raise
 
 
-def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
+def _rows(folder: Path, *, verify: bool) -> Iterator[ListedVersion]:
     from ntp_plugin.copies.parity import members_of  # noqa: PLC0415  (brings torch, which no other command needs)
     from ntp_plugin.copies.store import PARITY, Store  # noqa: PLC0415
 
@@ -114,7 +114,7 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
             found[manifest.run, manifest.version.step, manifest.version.epoch].append((place, manifest))
         wrong = _wrong(store) if verify else {}
         for (run_name, step, epoch), copies in sorted(found.items()):
-            yield Row(
+            yield ListedVersion(
                 folder=folder,
                 host=host.name,
                 run=f"{run_name} ({'alive' if lives else 'dead'})",
@@ -132,7 +132,7 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[Row]:
                 wrong=tuple(wrong.pop((step, epoch), [])),
             )
         for told in wrong.values():
-            yield Row(folder=folder, host=host.name, wrong=tuple(told))
+            yield ListedVersion(folder=folder, host=host.name, wrong=tuple(told))
         store.close()
 
 
@@ -162,7 +162,7 @@ def _wrong(store: Any) -> dict[tuple[int, int], list[str]]:
     return {key: found for key, found in told.items() if found}
 
 
-def _show(rows: Sequence[Row], *, verify: bool) -> None:
+def _show(rows: Sequence[ListedVersion], *, verify: bool) -> None:
     console = Console()
     if not rows:
         console.print("no copies on this host")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.page import Report, write_page
+from ntp_plugin.chaos.page import PageContent, write_page
 from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.cli.parser import OneLineParser, add_run, number
 from ntp_plugin.launch.records import newest_record
@@ -37,7 +37,7 @@ def run(said: Any) -> int:
     folder = said.folder or newest_record()
     told = History.of(read_run(folder))
     twin = None if said.twin is None else History.of(read_run(said.twin))
-    report = Report(
+    report = PageContent(
         title=str(folder),
         record=folder,
         run=told,

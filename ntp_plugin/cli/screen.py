@@ -14,16 +14,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.job_state import JobState, SlotState
 from ntp_plugin.telemetry.printable import printable
 from ntp_plugin.telemetry.record import Told
 from ntp_plugin.telemetry.words import in_words
 
 LOOKS = {
-    Slot.STARTING: ("◌", "dim"),
-    Slot.ALIVE: ("●", "bold blue"),
-    Slot.LOST: ("✗", "bold bright_red"),
-    Slot.BACK: ("◉", "bold cyan"),
+    SlotState.STARTING: ("◌", "dim"),
+    SlotState.ALIVE: ("●", "bold blue"),
+    SlotState.LOST: ("✗", "bold bright_red"),
+    SlotState.BACK: ("◉", "bold cyan"),
 }
 LINE_EVERY = 5
 """Without a terminal: steps from one line to the next."""
@@ -87,7 +87,7 @@ class Screen:
         return [_grid(job), Text(), Text(line), Text(silent, style="bold yellow"), news]
 
 
-def _rows(job: JobState) -> list[list[tuple[str, Slot]]]:
+def _rows(job: JobState) -> list[list[tuple[str, SlotState]]]:
     """Stage by stage of each replica."""
     named = [
         [f"r{replica}.s{stage}.t{slot}" for slot in range(job.tp)]
@@ -106,7 +106,7 @@ def _grid(job: JobState) -> Table:
     for heading in ("width", "micro-batches"):
         table.add_column(heading, justify="right", header_style="dim")
     rows = _rows(job)
-    hurt_first = sorted(range(len(rows)), key=lambda at: (all(state != Slot.LOST for _, state in rows[at]), at))
+    hurt_first = sorted(range(len(rows)), key=lambda at: (all(state != SlotState.LOST for _, state in rows[at]), at))
     for at in sorted(hurt_first[:_ROWS]):
         replica, stage = divmod(at, job.stages)
         width = job.widths[replica][stage]

@@ -20,8 +20,8 @@ from ntp_plugin.config import schema
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.simulator.protocol.laws import Violation
 from ntp_plugin.simulator.protocol.rules import PLANTED
-from ntp_plugin.simulator.protocol.search import Found, replay, search
-from ntp_plugin.simulator.report import Report, simulate, work_of
+from ntp_plugin.simulator.protocol.search import BrokenLaw, replay, search
+from ntp_plugin.simulator.report import SimulationReport, simulate, work_of
 from ntp_plugin.simulator.scenario import Scenario, Simulation
 
 PIPED_WIDTH = 140
@@ -77,7 +77,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _last(reports: Iterable[Report], *, of: int) -> Report:
+def _last(reports: Iterable[SimulationReport], *, of: int) -> SimulationReport:
     """The whole report; whoever watches sees it grow."""
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("simulating", total=of)
@@ -88,7 +88,7 @@ def _last(reports: Iterable[Report], *, of: int) -> Report:
     return report
 
 
-def _plot(report: Report, path: Path) -> None:
+def _plot(report: SimulationReport, path: Path) -> None:
     try:
         from ntp_plugin.cli.simulate_plots import draw  # noqa: PLC0415 - an extra, and slow to import
     except ModuleNotFoundError as error:
@@ -122,7 +122,7 @@ def _replay(seed: int, planted: str | None) -> int:
     try:
         outcome = replay(seed, planted)
     except Violation as law:
-        print(Found(seed=seed, law=str(law), planted=planted))
+        print(BrokenLaw(seed=seed, law=str(law), planted=planted))
         return EXIT_FOUND
     print(f"seed {seed}: {outcome.faults} faults, {outcome.epochs} epochs, {outcome.events} events: no law is broken")
     return 0

@@ -8,15 +8,15 @@ from matplotlib.figure import Figure
 
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.simulator.failures import DAY_S
-from ntp_plugin.simulator.report import Report
+from ntp_plugin.simulator.report import SimulationReport
 
 POINTS = 200
 """Of a curve over time; a run has thousands of events."""
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: SimulationReport, path: Path) -> None:
     """Write the picture; its kind follows from the ending of its name."""
-    parts: list[Callable[[Any, Report], None]] = []
+    parts: list[Callable[[Any, SimulationReport], None]] = []
     parts += [_losses] if report.losses else []
     parts += [_goodput] if report.courses else []
     parts += [_spares] if report.spares else []
@@ -30,7 +30,7 @@ def draw(report: Report, path: Path) -> None:
         raise ConfigError(f"{path} cannot be drawn: {error}", way_out="name it .png, .svg or .pdf") from None
 
 
-def _losses(axes: Any, report: Report) -> None:
+def _losses(axes: Any, report: SimulationReport) -> None:
     for name in dict.fromkeys(loss.policy for loss in report.losses):
         rows = [loss for loss in report.losses if loss.policy == name]
         failed = [100 * row.failed for row in rows]
@@ -44,7 +44,7 @@ def _losses(axes: Any, report: Report) -> None:
     axes.legend()
 
 
-def _goodput(axes: Any, report: Report) -> None:
+def _goodput(axes: Any, report: SimulationReport) -> None:
     for course in report.courses:
         end = course.series[-1][0]
         marks = [end * (number + 1) / POINTS for number in range(POINTS)]
@@ -70,7 +70,7 @@ def _at(series: tuple[tuple[float, float], ...], marks: list[float]) -> list[flo
     return found
 
 
-def _spares(axes: Any, report: Report) -> None:
+def _spares(axes: Any, report: SimulationReport) -> None:
     names, needed = zip(*report.spares, strict=True)
     bars = axes.bar(names, needed)
     axes.bar_label(bars)

@@ -4,11 +4,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ntp_plugin.simulator.report import Report
+from ntp_plugin.simulator.report import SimulationReport
 from ntp_plugin.simulator.scenario import Scenario
 
 
-def print_report(scenario: Scenario, report: Report, console: Console) -> None:
+def print_report(scenario: Scenario, report: SimulationReport, console: Console) -> None:
     """What was simulated, then each part that was asked for, then what was taken for granted."""
     parallel = scenario.asked.parallel
     lines = [
@@ -33,7 +33,7 @@ def print_report(scenario: Scenario, report: Report, console: Console) -> None:
         console.print(f"[bold]assumed[/bold] {assumption}")
 
 
-def _losses_table(report: Report) -> Table:
+def _losses_table(report: SimulationReport) -> Table:
     table = Table(title="Throughput lost, mean (worst) of all draws", title_justify="left", title_style="bold")
     table.add_column("failed GPUs", justify="right")
     table.add_column("GPUs in whole groups", justify="right")
@@ -50,7 +50,7 @@ def _losses_table(report: Report) -> Table:
     return table
 
 
-def _spares_table(report: Report) -> Table:
+def _spares_table(report: SimulationReport) -> Table:
     table = Table(title="Spare domains that keep the batch whole", title_justify="left", title_style="bold")
     table.add_column("policy")
     table.add_column("spares", justify="right")
@@ -59,7 +59,7 @@ def _spares_table(report: Report) -> Table:
     return table
 
 
-def _courses_table(scenario: Scenario, report: Report) -> Table:
+def _courses_table(scenario: Scenario, report: SimulationReport) -> Table:
     days, faults = scenario.asked.days, report.faults
     table = Table(title=f"{days:g} days, {faults:,} faults", title_justify="left", title_style="bold")
     table.add_column("policy")

@@ -20,7 +20,7 @@ from ntp_plugin.comm import membership
 from ntp_plugin.comm.gathering import FAN, Gathering, Read, Write
 from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, Step, View
 from ntp_plugin.comm.running_time import RunningTime
-from ntp_plugin.comm.standing import Standing
+from ntp_plugin.comm.standing import CollectiveWait
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import Excluded, NoAgreement, PlansDiffer
 
@@ -126,7 +126,7 @@ class Agreement:
         lost: Callable[[], frozenset[int]],
         report: Callable[[View], Report],
         plan: Callable[[Agreed], str],
-        waiting: Callable[[], contextlib.AbstractContextManager[Standing]],
+        waiting: Callable[[], contextlib.AbstractContextManager[CollectiveWait]],
         timeout_s: float,
     ) -> Agreed:
         """Until the newest view has agreed. `report` and `plan` may be called again, for each view on the way. Entered
@@ -164,7 +164,7 @@ class Agreement:
                 return agreed
 
     def _wait_for_news(
-        self, look: Callable[[], Step], standing: Standing, waited: RunningTime, timeout_s: float
+        self, look: Callable[[], Step], standing: CollectiveWait, waited: RunningTime, timeout_s: float
     ) -> None:
         awaited = membership.awaited_of(self.member, self._fan)
         pause, longest = FIRST_POLL_S, LAST_POLL_S if awaited is None else self._longest_pause(awaited)

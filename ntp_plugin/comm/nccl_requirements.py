@@ -21,7 +21,7 @@ NCCL = (2, 28)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class NcclVariable:
     """One variable of the environment: the value that is set where it has none, and values that cannot be."""
 
     name: str
@@ -33,29 +33,29 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(
+    NcclVariable(
         name="TORCH_DIST_USE_NCCL2",
         refused=("0",),
         why="0 makes groups of the older NCCL class, which cannot be edited",
     ),
-    Setting(
+    NcclVariable(
         name="TORCH_DISTRIBUTED_DEBUG",
         refused=("DETAIL",),
         why="DETAIL wraps every backend in one that cannot be edited",
     ),
-    Setting(
+    NcclVariable(
         name="TORCH_DISTRIBUTED_USE_TORCHCOMMS",
         refused=("1", "true", "True"),
         why="torchcomms makes groups in another way, that is not seen here",
     ),
-    Setting(
+    NcclVariable(
         name="TORCH_NCCL_ASYNC_ERROR_HANDLING",
         value="0",
         instead_of=("1",),  # torchrun's agent sets it for all its workers
         refused=("2", "3"),
         why="a group that nobody edits would end the process when a peer is lost; edited ones never do",
     ),
-    Setting(
+    NcclVariable(
         name="TORCH_FR_DUMP_ON_TIMEOUT",
         value="0",
         why="else the first break-out writes the flight recorder to disk, and may wait 15 s for it, before it revokes",

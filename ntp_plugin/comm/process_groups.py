@@ -43,7 +43,7 @@ from ntp_plugin.comm.nccl_backend import NcclBackend, device_of
 from ntp_plugin.comm.nccl_requirements import require_nccl
 from ntp_plugin.comm.operations import POINT_TO_POINT, WAIT_WHOLE, Operations, kind_of_device
 from ntp_plugin.comm.sockets import Connections
-from ntp_plugin.comm.standing import Movement, Standing
+from ntp_plugin.comm.standing import CollectiveWait, Movement
 from ntp_plugin.comm.waits import BreakableWaits, Manner
 from ntp_plugin.errors import PeerLost, Refused
 
@@ -371,7 +371,7 @@ class ElasticGroups:
         """When this process last entered or left a wait for others, and when the one under way last polled, if any."""
         return self._waits.moved()
 
-    def waiting(self) -> Standing:
+    def waiting(self) -> CollectiveWait:
         """While this process waits for others by other means than its groups; whose loop then calls `poll`."""
         return self._waits.standing()
 

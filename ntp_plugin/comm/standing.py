@@ -22,14 +22,14 @@ class Movement(NamedTuple):
     """It waits for the end of the job, and for nothing else."""
 
 
-class Standing:
+class CollectiveWait:
     """A context in which this process waits for others; no generator, because a step has many."""
 
     def __init__(self) -> None:
         self._moved_at = self._polled_at = time.monotonic()
         self._depth, self._done = 0, False
 
-    def __enter__(self) -> "Standing":
+    def __enter__(self) -> "CollectiveWait":
         self._moved_at = self._polled_at = time.monotonic()
         self._depth += 1
         return self
@@ -42,7 +42,7 @@ class Standing:
         self._polled_at = time.monotonic()
 
     @contextlib.contextmanager
-    def at_the_end(self) -> Iterator["Standing"]:
+    def at_the_end(self) -> Iterator["CollectiveWait"]:
         """This process has nothing left to do, and waits for others that may have."""
         self._done = True
         try:

@@ -30,7 +30,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Work
 
 from ntp_plugin.comm.helpers import Helpers
-from ntp_plugin.comm.standing import Movement, Standing
+from ntp_plugin.comm.standing import CollectiveWait, Movement
 from ntp_plugin.errors import PeerLost
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.1
@@ -65,7 +65,7 @@ class BreakableWaits:
         self._helpers = Helpers()
         self._original: Callable[..., bool] | None = None
         self._give_up_at: float | None = None
-        self._standing = Standing()
+        self._standing = CollectiveWait()
         self._slice = timedelta(seconds=_LONGEST_S)
 
     def attach(self) -> None:
@@ -190,7 +190,7 @@ class BreakableWaits:
             return _SHORTEST_S
         return min(max(_SHORTEST_S, wanted), _LONGEST_S)
 
-    def standing(self) -> Standing:
+    def standing(self) -> CollectiveWait:
         """A context that tells the heartbeat that this process waits for others; what it gives is to be polled."""
         return self._standing
 

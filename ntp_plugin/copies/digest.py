@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ntp_plugin.copies.machine import Machine, machine
+from ntp_plugin.copies.machine import NativeLibrary, machine
 from ntp_plugin.copies.runs import MODULUS, Rectangle, Runs, Words, blocks, keys_in_page, odd_numbers
 from ntp_plugin.copies.table import Numbers, Table
 
@@ -150,7 +150,7 @@ def _part(tensor: torch.Tensor, runs: Runs) -> _Part:
     return _Part(flat=tensor if whole else tensor.detach().reshape(-1).contiguous(), runs=runs)
 
 
-def _sums_by_machine(by: Machine, parts: Sequence[_Part]) -> list[_Sum]:
+def _sums_by_machine(by: NativeLibrary, parts: Sequence[_Part]) -> list[_Sum]:
     table = Table([(part.runs, part.flat.dtype) for part in parts])
     found = table.nothing_found()
     table.sums(by, np.array([part.flat.data_ptr() for part in parts], dtype=np.uint64), found)

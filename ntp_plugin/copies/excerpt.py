@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ntp_plugin.copies import restore
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.store import NEAR, PARITY, NoRoom, Place, Store
+from ntp_plugin.copies.store import NEAR, PARITY, CopyKey, NoRoom, Store
 from ntp_plugin.errors import NtpError, Refused
 
 _ATTEMPTS = 5
@@ -56,9 +56,9 @@ def take(store: Store, into: Store) -> Version:
     )
 
 
-def _what_is_needed(store: Store, version: Version) -> list[Place]:
+def _what_is_needed(store: Store, version: Version) -> list[CopyKey]:
     """For each slot its own copy, rather than one that others keep for it; and all parities."""
-    found: dict[tuple[str, int], Place] = {}
+    found: dict[tuple[str, int], CopyKey] = {}
     for place, of, _ in store.versions():
         key = place.kind if place.kind == PARITY else "", place.slot
         if of == version and (place.kind == NEAR or key not in found):
@@ -66,7 +66,7 @@ def _what_is_needed(store: Store, version: Version) -> list[Place]:
     return list(found.values())
 
 
-def _require_room(store: Store, into: Store, places: list[Place]) -> None:
+def _require_room(store: Store, into: Store, places: list[CopyKey]) -> None:
     size = sum(manifest.size for place in places if (manifest := store.manifest(place)) is not None)
     state = os.statvfs(into.folder)
     free = state.f_bavail * state.f_frsize

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ntp_plugin.copies.pieces import Piece, read_piece
+from ntp_plugin.copies.pieces import TensorSlice, read_piece
 from ntp_plugin.copies.table import AT_ONCE, Numbers, Table
 
 DTYPES = {
@@ -28,11 +28,11 @@ _REMEMBERED = 32
 
 type Kind = tuple[str, str, int]
 """Of a piece's values: the name, the type, and where in the copy's bytes they begin."""
-type Pieces = tuple[tuple[Piece, tuple[Kind, ...]], ...]
+type Pieces = tuple[tuple[TensorSlice, tuple[Kind, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class CopyBatch:
     """Pieces that follow one another, from the `first` on, and the bytes among which theirs are."""
 
     first: int
@@ -41,7 +41,7 @@ class Batch:
     end: int
 
 
-class Layout:
+class CopyLayout:
     """Of a copy."""
 
     def __init__(self, pieces: Pieces) -> None:
@@ -60,7 +60,7 @@ class Layout:
         """So many bytes it has to have."""
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Layout) and self.pieces == other.pieces)
+        return self is other or (isinstance(other, CopyLayout) and self.pieces == other.pieces)
 
     def __hash__(self) -> int:
         return hash(self.pieces)
@@ -107,17 +107,17 @@ class Layout:
     # ------------------------------------------------ for who takes it in
 
     @functools.cached_property
-    def batches(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[CopyBatch, ...]:
         """One piece at a time, or some small ones."""
         return tuple(self._batches())
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[CopyBatch]:
         at = 0
         for first, until in itertools.pairwise([0, *self._ends_of_batches()]):
             of_it = range(self.begins[first], self.begins[until])
             begin = min((self.values[number][-1] for number in of_it), default=at)
             at = max((self.values[number][-1] + self._sizes[number] for number in of_it), default=at)
-            yield Batch(first=first, until=until, begin=begin, end=at)
+            yield CopyBatch(first=first, until=until, begin=begin, end=at)
 
     def _ends_of_batches(self) -> Iterator[int]:
         size = 0
@@ -132,13 +132,13 @@ class Layout:
 
 
 @functools.lru_cache(_REMEMBERED)
-def laid_out(pieces: Pieces) -> Layout:
+def laid_out(pieces: Pieces) -> CopyLayout:
     """The one that has these."""
-    return Layout(pieces)
+    return CopyLayout(pieces)
 
 
 @functools.lru_cache(_REMEMBERED)
-def in_a_row(kinds: tuple[tuple[Piece, tuple[tuple[str, torch.dtype], ...]], ...]) -> Layout:
+def in_a_row(kinds: tuple[tuple[TensorSlice, tuple[tuple[str, torch.dtype], ...]], ...]) -> CopyLayout:
     """The layout of these pieces, with the names and types of what is kept of each, one after the other."""
     sizes = [piece.size * dtype.itemsize for piece, of_piece in kinds for _, dtype in of_piece]
     offsets = iter(places(sizes)[0])
@@ -151,7 +151,7 @@ def in_a_row(kinds: tuple[tuple[Piece, tuple[tuple[str, torch.dtype], ...]], ...
 
 
 @functools.lru_cache(_REMEMBERED)
-def read_layout(text: bytes) -> Layout:
+def read_layout(text: bytes) -> CopyLayout:
     """The one that a manifest tells of."""
     return laid_out(
         tuple(
@@ -176,9 +176,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_ALL_OF = operator.attrgetter(*(field.name for field in dataclasses.fields(Piece)))
+_ALL_OF = operator.attrgetter(*(field.name for field in dataclasses.fields(TensorSlice)))
 
 
-def _fields(piece: Piece) -> tuple[Any, ...]:
+def _fields(piece: TensorSlice) -> tuple[Any, ...]:
     values: tuple[Any, ...] = _ALL_OF(piece)
     return values

@@ -25,7 +25,7 @@ type Rows = NDArray[np.uint64]
 """Of numbers and addresses, as the structures of the source have them."""
 
 
-class Machine:
+class NativeLibrary:
     """The calls of the library; Python's lock is given back in them."""
 
     def __init__(self, path: Path) -> None:
@@ -47,12 +47,12 @@ class Machine:
 
 
 @functools.cache
-def machine() -> Machine | None:
+def machine() -> NativeLibrary | None:
     """None where there is none that is right."""
     if not LIBRARY.exists():
         return None
     try:
-        found = Machine(LIBRARY)
+        found = NativeLibrary(LIBRARY)
     except (OSError, AttributeError) as error:
         _LOG.warning(
             "digests are made by NumPy, which takes longer: %s cannot be used (%s); install again", LIBRARY, error
@@ -64,7 +64,7 @@ def machine() -> Machine | None:
     return found
 
 
-def _is_right(found: Machine, word: type[np.integer[Any]]) -> bool:
+def _is_right(found: NativeLibrary, word: type[np.integer[Any]]) -> bool:
     """For two values, of pages whose words and keys have all bits set somewhere, the second of them copied."""
     keys, pages, bits = (odd_numbers(torch.arange(size)).numpy() for size in (37, 3, 2 * 3 * 37))
     words = bits.astype(word)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ntp_plugin.copies.layout import DTYPES, Layout, read_layout
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.layout import DTYPES, CopyLayout, read_layout
+from ntp_plugin.copies.pieces import TensorSlice
 
 type Values = Mapping[str, torch.Tensor]
 """Of a piece, entry by entry."""
@@ -47,10 +47,10 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Held:
+class CopiedSlice:
     """A piece of a tensor, its values, and the numbers that its optimizer keeps besides."""
 
-    piece: Piece
+    piece: TensorSlice
     entries: tuple[Entry, ...]
     numbers: Mapping[str, Any]
 
@@ -68,7 +68,7 @@ class Manifest:
     slot: int
     holders: tuple[int, ...]
     size: int
-    layout: Layout
+    layout: CopyLayout
     digests: tuple[int, ...]
     """Of all values, in its order."""
     numbers: tuple[Mapping[str, Any], ...]
@@ -76,11 +76,11 @@ class Manifest:
     extras: Mapping[str, Any]
 
     @functools.cached_property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[CopiedSlice, ...]:
         """Piece by piece: for who looks at some of it, which nobody does with each version."""
         digests = iter(self.digests)
         return tuple(
-            Held(
+            CopiedSlice(
                 piece=piece,
                 entries=tuple(
                     Entry(name=name, dtype=dtype, offset=offset, digest=next(digests)) for name, dtype, offset in kinds
@@ -129,7 +129,7 @@ class Manifest:
         vars(found)["_encoded"] = text  # who hands it on, or keeps it, need not write it anew
         return found
 
-    def salt(self, held: Held, entry: Entry) -> str:
+    def salt(self, held: CopiedSlice, entry: Entry) -> str:
         return salt(self.run, self.version.step, held.piece.tensor, entry.name)
 
 
@@ -138,12 +138,12 @@ def salt(run: str, step: int, tensor: str, entry: str) -> str:
     return f"{run} {step} {tensor} {entry}"
 
 
-def views(memory: torch.Tensor, held: Held, since: int = 0) -> dict[str, torch.Tensor]:
+def views(memory: torch.Tensor, held: CopiedSlice, since: int = 0) -> dict[str, torch.Tensor]:
     """The values of a piece where they lie in a copy's bytes `since` this one, entry by entry."""
     return {entry.name: view(memory, held, entry, since) for entry in held.entries}
 
 
-def view(memory: torch.Tensor, held: Held, entry: Entry, since: int = 0) -> torch.Tensor:
+def view(memory: torch.Tensor, held: CopiedSlice, entry: Entry, since: int = 0) -> torch.Tensor:
     """One kind of them. There are hundreds, and each call of torch takes as long as to read some thousand of them."""
     dtype, start = DTYPES[entry.dtype], entry.offset - since
     if start % dtype.itemsize or memory.numel() % dtype.itemsize:  # some bytes of a copy, or what a stranger laid out

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.layout import Batch, in_a_row, places
+from ntp_plugin.copies.layout import CopyBatch, in_a_row, places
 from ntp_plugin.copies.machine import machine
-from ntp_plugin.copies.manifest import Held, Manifest, Values, Version, salt, views
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.manifest import CopiedSlice, Manifest, Values, Version, salt, views
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.runs import MODULUS
-from ntp_plugin.copies.store import PARITY, REBUILT, Place, Store
+from ntp_plugin.copies.store import PARITY, REBUILT, CopyKey, Store
 from ntp_plugin.copies.verify import wrong_in
 from ntp_plugin.errors import NtpError
 
@@ -52,7 +52,7 @@ class WrongParity(NtpError):
     """What comes out of a parity is not what went into it."""
 
 
-def parity_place(place: Place, members: Sequence[int]) -> Place:
+def parity_place(place: CopyKey, members: Sequence[int]) -> CopyKey:
     """Where the parity is kept that this copy goes into: it is named after the first member."""
     return dataclasses.replace(place, kind=PARITY, slot=min(members))
 
@@ -85,20 +85,20 @@ class _Staged:
         )
 
 
-class Parities:
+class ParityStore:
     """Those that this process keeps for slots of other hosts."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._staged: dict[Place, _Staged] = {}
+        self._staged: dict[CopyKey, _Staged] = {}
         self._lock = threading.Lock()
 
     def take(
         self,
-        place: Place,
+        place: CopyKey,
         members: tuple[int, ...],
         manifest: Manifest,
-        batches: Iterable[tuple[Batch, torch.Tensor]],
+        batches: Iterable[tuple[CopyBatch, torch.Tensor]],
     ) -> list[str]:
         """A member's copy, as it comes; what of it did not come as it was. Nothing of that is in."""
         with self._lock:
@@ -114,7 +114,7 @@ class Parities:
                 self._complete(place, staged)
         return []
 
-    def _begun(self, place: Place, members: tuple[int, ...], manifest: Manifest) -> _Staged:
+    def _begun(self, place: CopyKey, members: tuple[int, ...], manifest: Manifest) -> _Staged:
         size = _whole_words(manifest.size)
         staged = self._staged.get(place)
         if staged is None or staged.version.step < manifest.version.step:
@@ -129,7 +129,7 @@ class Parities:
         staged.folded.setdefault(manifest.slot, 0)
         return staged
 
-    def _begin(self, place: Place, members: tuple[int, ...], version: Version, size: int) -> _Staged:
+    def _begin(self, place: CopyKey, members: tuple[int, ...], version: Version, size: int) -> _Staged:
         self._staged = {of: staged for of, staged in self._staged.items() if of.epoch >= place.epoch}
         before = self._store.written(place)
         self._staged.pop(place, None)  # if there is no room, nothing is left of the version that was there
@@ -138,7 +138,9 @@ class Parities:
         self._staged[place] = staged
         return staged
 
-    def _fold_once(self, place: Place, staged: _Staged, manifest: Manifest, batch: Batch, came: torch.Tensor) -> None:
+    def _fold_once(
+        self, place: CopyKey, staged: _Staged, manifest: Manifest, batch: CopyBatch, came: torch.Tensor
+    ) -> None:
         """But for those pieces that are in: they came before, over a connection that broke."""
         memory = self._store.written(place)
         if self._staged.get(place) is not staged or memory is None:
@@ -149,7 +151,7 @@ class Parities:
             fold_batch(memory, manifest, dataclasses.replace(batch, first=folded), came)
             staged.folded[manifest.slot] = batch.until
 
-    def _complete(self, place: Place, staged: _Staged) -> None:
+    def _complete(self, place: CopyKey, staged: _Staged) -> None:
         memory = self._store.written(place)
         assert memory is not None, "somebody just wrote there"
         self._store.complete(place, _manifest(place, memory, [staged.manifests[slot] for slot in staged.members]))
@@ -166,11 +168,11 @@ def _refuse_others(staged: _Staged, members: tuple[int, ...], manifest: Manifest
         raise Unwanted(f"slot {slot} sent {version} before, and it was another state")
 
 
-def _manifest(place: Place, memory: torch.Tensor, members: Sequence[Manifest]) -> Manifest:
+def _manifest(place: CopyKey, memory: torch.Tensor, members: Sequence[Manifest]) -> Manifest:
     """Of a parity that is whole."""
     first = members[0]
     words = memory.view(torch.int32)
-    piece = Piece(
+    piece = TensorSlice(
         tensor=TENSOR, shape=(len(words),), dim=0, ranges=((0, len(words)),), start=0, stop=len(words), whole=str(place)
     )
     return Manifest(
@@ -193,7 +195,7 @@ def _whole_words(size: int) -> int:
 # ---------------------------------------------------------------- folding
 
 
-def fold(memory: torch.Tensor, held: Held, values: Values) -> None:
+def fold(memory: torch.Tensor, held: CopiedSlice, values: Values) -> None:
     """A piece of a copy into bytes that may be shorter than the copy: in, or if it is in, out again."""
     for entry in held.entries:
         if 0 <= entry.offset < len(memory):
@@ -202,7 +204,7 @@ def fold(memory: torch.Tensor, held: Held, values: Values) -> None:
             target.bitwise_xor_(came[: len(target)])
 
 
-def fold_batch(memory: torch.Tensor, manifest: Manifest, batch: Batch, came: torch.Tensor) -> None:
+def fold_batch(memory: torch.Tensor, manifest: Manifest, batch: CopyBatch, came: torch.Tensor) -> None:
     """The same of several pieces, in the bytes that came."""
     by_machine, layout = machine(), manifest.layout
     if by_machine is None:
@@ -217,8 +219,8 @@ def fold_batch(memory: torch.Tensor, manifest: Manifest, batch: Batch, came: tor
 
 
 def rebuild(
-    store: Store, place: Place, parity: Manifest, lost: Manifest, read: Callable[[Manifest, int, Held], Values]
-) -> Place:
+    store: Store, place: CopyKey, parity: Manifest, lost: Manifest, read: Callable[[Manifest, int, CopiedSlice], Values]
+) -> CopyKey:
     """Put a member's copy together beside the parity; `read` gives verified pieces of the other members' copies."""
     target = dataclasses.replace(place, kind=REBUILT, slot=lost.slot)
     memory = store.open(target, lost.size)

@@ -17,7 +17,7 @@ from ntp_plugin.planning.spans import Spans
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorSlice:
     """Elements of one tensor. Those of all pieces with one `whole` are the whole tensor, each once."""
 
     tensor: str
@@ -38,10 +38,10 @@ class Piece:
         return runs_of(self.shape, self.dim, self.ranges, self.start, self.stop)
 
 
-def read_piece(told: Sequence[object]) -> Piece:
+def read_piece(told: Sequence[object]) -> TensorSlice:
     """From the values of its fields, as JSON has them."""
     tensor, shape, dim, ranges, start, stop, whole = told
-    return Piece(
+    return TensorSlice(
         tensor=str(tensor),
         shape=tuple(shape),  # type: ignore[arg-type]
         dim=int(dim),  # type: ignore[call-overload]

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.layout import Layout, in_a_row, places
-from ntp_plugin.copies.machine import Machine, machine
+from ntp_plugin.copies.layout import CopyLayout, in_a_row, places
+from ntp_plugin.copies.machine import NativeLibrary, machine
 from ntp_plugin.copies.manifest import Manifest, Version, salt
 from ntp_plugin.copies.parity import parity_place
-from ntp_plugin.copies.pieces import Piece
-from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
+from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.store import FAR, NEAR, CopyKey, NoRoom, Store
 from ntp_plugin.copies.wire import CHUNK, Address, Peer, PeerTrouble
 from ntp_plugin.errors import NtpError
 from ntp_plugin.telemetry import Copied
@@ -44,7 +44,7 @@ from ntp_plugin.telemetry import Copied
 class Part:
     """A piece of a tensor where it lives: flat, entry by entry, and the numbers that go with it."""
 
-    piece: Piece
+    piece: TensorSlice
     values: Mapping[str, torch.Tensor]
     numbers: Mapping[str, Any]
 
@@ -59,7 +59,7 @@ class Snapshot:
     extras: Mapping[str, Any]
 
 
-class NotFinite(NtpError):
+class StateNotFinite(NtpError):
     """State that nobody would want back."""
 
 
@@ -87,23 +87,23 @@ class Lateness:
             self.told = False
 
 
-def _not_finite(snapshot: Snapshot) -> NotFinite:
+def _not_finite(snapshot: Snapshot) -> StateNotFinite:
     values = ((part, name, live) for part in snapshot.parts for name, live in part.values.items())
     named = next(f"{part.piece.tensor} ({name})" for part, name, live in values if not digest.are_finite([live]))
-    return NotFinite(
+    return StateNotFinite(
         f"{named} is not finite after step {snapshot.version.step}: no copy is made",
         way_out="look for the step that made it so; the copies before it are kept",
     )
 
 
-def _layout(parts: Sequence[Part]) -> Layout:
+def _layout(parts: Sequence[Part]) -> CopyLayout:
     return in_a_row(
         tuple((part.piece, tuple((name, live.dtype) for name, live in part.values.items())) for part in parts)
     )
 
 
 def _copied(
-    lives: Sequence[torch.Tensor], layout: Layout, memory: torch.Tensor, salts: Sequence[str]
+    lives: Sequence[torch.Tensor], layout: CopyLayout, memory: torch.Tensor, salts: Sequence[str]
 ) -> list[int] | None:
     """The digests of what is in memory then, or none where it is not finite."""
     by_machine = machine()
@@ -122,7 +122,7 @@ def _copied(
 
 
 def _copied_by_machine(
-    by: Machine, lives: Sequence[torch.Tensor], layout: Layout, memory: torch.Tensor, salts: Sequence[str]
+    by: NativeLibrary, lives: Sequence[torch.Tensor], layout: CopyLayout, memory: torch.Tensor, salts: Sequence[str]
 ) -> list[int] | None:
     """The same: each page is copied when its sum was made, so that it is read from memory once."""
     table, offsets = layout.table, layout.offsets
@@ -181,7 +181,7 @@ class Replicator:
         self._peers: dict[Address, Peer] = {}
         self._far: tuple[Sequence[Address], Sequence[int]] = (), ()
         """Who keeps what is far of this slot's, and who shares it, where that is a parity."""
-        self._work: tuple[Snapshot, Place, Beside | None] | None = None
+        self._work: tuple[Snapshot, CopyKey, Beside | None] | None = None
         self._may_pin = True
         self._wake, self._taken, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._taken.set()
@@ -190,10 +190,10 @@ class Replicator:
         self._under_way: tuple[Version, float] | None = None
         """What is copied now, and since when."""
         self._ok = self._near = True
-        self._begun: Place | None = None
-        self._committed: Place | None = None
+        self._begun: CopyKey | None = None
+        self._committed: CopyKey | None = None
         """Of the newest version that all slots have said to be through with: it is not touched."""
-        self._kept: Place | None = None
+        self._kept: CopyKey | None = None
         """Of a newer one whose near copies all have."""
         self._may_keep = True
         self._far_number = 0
@@ -216,7 +216,7 @@ class Replicator:
         if self._begun is None or self._begun.epoch != epoch:
             self._kept, self._may_keep, self._far_number = None, True, 0
         untouched = {place.number for place in (self._committed, self._kept) if place and place.epoch == epoch}
-        self._begun = Place(kind=NEAR, slot=self._slot, epoch=epoch, number=min({0, 1, 2} - untouched))
+        self._begun = CopyKey(kind=NEAR, slot=self._slot, epoch=epoch, number=min({0, 1, 2} - untouched))
         self._near = False
         self._given_up.clear()
         self._taken.clear()
@@ -320,13 +320,13 @@ class Replicator:
                     " copy before it (look at that host, or raise copies.lag_steps)"
                 )
 
-    def _copy(self, snapshot: Snapshot, place: Place, beside: Beside | None) -> bool:
+    def _copy(self, snapshot: Snapshot, place: CopyKey, beside: Beside | None) -> bool:
         began = time.monotonic()
         try:
             with beside() if beside is not None else contextlib.nullcontext():
                 manifest, memory = self._take(snapshot, place, pinned=beside is not None)
             self._store.complete(place, manifest)
-        except (NoRoom, NotFinite) as error:
+        except (NoRoom, StateNotFinite) as error:
             self._trouble(str(error))
             if isinstance(error, NoRoom) and self._kept is not None:
                 self._kept, self._may_keep = None, False
@@ -344,7 +344,7 @@ class Replicator:
         )
         return all(sent)
 
-    def _take(self, snapshot: Snapshot, place: Place, *, pinned: bool) -> tuple[Manifest, torch.Tensor]:
+    def _take(self, snapshot: Snapshot, place: CopyKey, *, pinned: bool) -> tuple[Manifest, torch.Tensor]:
         """What is copied from a GPU into pinned memory is there when its stream is through."""
         layout = _layout(snapshot.parts)
         size = places(layout.sizes.tolist())[1]
@@ -369,7 +369,7 @@ class Replicator:
         )
         return manifest, memory
 
-    def _pin(self, place: Place) -> None:
+    def _pin(self, place: CopyKey) -> None:
         try:
             if self._may_pin:
                 self._store.pin(place)
@@ -378,7 +378,7 @@ class Replicator:
             self._trouble(f"copies are made through memory that is not pinned, which is slower: {error}")
 
     def _send(
-        self, address: Address, place: Place, manifest: Manifest, memory: torch.Tensor, members: Sequence[int]
+        self, address: Address, place: CopyKey, manifest: Manifest, memory: torch.Tensor, members: Sequence[int]
     ) -> bool:
         if self._given_up.is_set():
             return False

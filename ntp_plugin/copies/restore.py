@@ -22,19 +22,19 @@ from typing import Any
 import torch
 
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.manifest import Held, Manifest, Version, salt
+from ntp_plugin.copies.manifest import CopiedSlice, Manifest, Version, salt
 from ntp_plugin.copies.parity import WrongParity, is_rebuildable, members_of, rebuild
-from ntp_plugin.copies.pieces import Common, Piece, common, indices
+from ntp_plugin.copies.pieces import Common, TensorSlice, common, indices
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.copies.runs import MODULUS, Runs
-from ntp_plugin.copies.store import NEAR, PARITY, REBUILT, NoRoom, Place, Store
+from ntp_plugin.copies.store import NEAR, PARITY, REBUILT, CopyKey, NoRoom, Store
 from ntp_plugin.copies.verify import wrong
 from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, WrongCopy, select
 from ntp_plugin.errors import StateLost
 
 type TellAll = Callable[[Any], list[Any]]
 """What one member says to all, and all have said: they come together."""
-type Broken = tuple[int, Place]
+type Broken = tuple[int, CopyKey]
 """A copy that is not what was written: the host that has it, and where."""
 
 
@@ -47,13 +47,13 @@ class Source:
     """A copy that some host has, and the process that reads it for others."""
 
     host: int
-    place: Place
+    place: CopyKey
     manifest: Manifest
     address: Address
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
+class RestoredBytes:
     """How much came from where, in bytes: this slot's own copy, others on this host, other hosts."""
 
     version: Version
@@ -103,7 +103,7 @@ def describe(store: Store) -> str:
     )
 
 
-def _slots_of(place: Place, manifest: Manifest) -> int | list[int]:
+def _slots_of(place: CopyKey, manifest: Manifest) -> int | list[int]:
     return [member.slot for member in members_of(manifest)] if place.kind == PARITY else place.slot
 
 
@@ -139,7 +139,7 @@ class Restoration:
         self._share(self._mine(teller=teller))
         self._rebuild()
 
-    def _share(self, copies: Sequence[tuple[Place, Manifest]] = (), lacking: str | None = None) -> str | None:
+    def _share(self, copies: Sequence[tuple[CopyKey, Manifest]] = (), lacking: str | None = None) -> str | None:
         """Tell all of these copies, of what is wrong or out of reach, and of what is lacking, and hear of theirs; what
         somebody lacks."""
         mine = [(dataclasses.asdict(place), manifest.encode()) for place, manifest in copies]
@@ -149,12 +149,12 @@ class Restoration:
             self._broken |= broken
             self._unreached_by_some |= missed
             for place, text in told:
-                source = Source(host=host, place=Place(**place), manifest=_decoded(text), address=(at[0], at[1]))
+                source = Source(host=host, place=CopyKey(**place), manifest=_decoded(text), address=(at[0], at[1]))
                 (self._parities if source.place.kind == PARITY else self.sources).append(source)
         self.sources.sort(key=self._rank)
         return next((theirs for *_, theirs in said if theirs is not None), None)
 
-    def _mine(self, *, teller: bool) -> list[tuple[Place, Manifest]]:
+    def _mine(self, *, teller: bool) -> list[tuple[CopyKey, Manifest]]:
         for place, version in self._store.broken() if teller else ():
             if version not in (None, self.version):
                 continue
@@ -171,7 +171,7 @@ class Restoration:
         own = source.host == self._host and source.place.kind == NEAR and source.place.slot == self._slot
         return not own, source.host != self._host, (source.place.slot - self._slot) % 1024, source.host, source.place
 
-    def kinds(self) -> dict[str, Held]:
+    def kinds(self) -> dict[str, CopiedSlice]:
         """Tensor -> what is kept for it, as anybody's copy has it; raises on all members alike where the copies of some
         slot have gone since they were described."""
         there = {source.manifest.slot for source in self.sources}
@@ -190,7 +190,7 @@ class Restoration:
     def _holders(self) -> set[int]:
         return {slot for source in (*self.sources, *self._parities) for slot in source.manifest.holders}
 
-    def fill(self, parts: Sequence[Part]) -> Restored:
+    def fill(self, parts: Sequence[Part]) -> RestoredBytes:
         """Have all values in these parts; raises on all members alike where something is nowhere."""
         amounts = {"own": 0, "here": 0, "elsewhere": 0}
         missing = [torch.ones(part.piece.size, dtype=torch.bool) for part in parts]
@@ -203,7 +203,9 @@ class Restoration:
                     f"no sound copy of {self.version} has {nowhere}{self._trouble_told()}", way_out="an older version"
                 )
         rebuilt = _named((source.host, source.place) for source in self.sources if source.place.kind == REBUILT)
-        return Restored(version=self.version, broken=tuple(_named(self._broken)), rebuilt=tuple(rebuilt), **amounts)
+        return RestoredBytes(
+            version=self.version, broken=tuple(_named(self._broken)), rebuilt=tuple(rebuilt), **amounts
+        )
 
     def _fill(self, parts: Sequence[Part], missing: Sequence[torch.Tensor], amounts: dict[str, int]) -> str | None:
         """With what is there; what somebody lacks then."""
@@ -244,7 +246,7 @@ class Restoration:
             return "elsewhere"
         return "own" if (source.place.kind, source.place.slot) == (NEAR, self._slot) else "here"
 
-    def _read(self, source: Source, number: int, held: Held, wanted: Common) -> dict[str, torch.Tensor] | None:
+    def _read(self, source: Source, number: int, held: CopiedSlice, wanted: Common) -> dict[str, torch.Tensor] | None:
         """None where the copy is not what was written, or whoever has it does not answer."""
         runs = Runs(starts=wanted.theirs, lengths=wanted.lengths)
         try:
@@ -264,7 +266,7 @@ class Restoration:
         copy = source.host, source.place
         return copy in self._broken or (source.address, copy) in self._unreached
 
-    def _read_here(self, source: Source, held: Held, runs: Runs) -> dict[str, torch.Tensor]:
+    def _read_here(self, source: Source, held: CopiedSlice, runs: Runs) -> dict[str, torch.Tensor]:
         try:
             values = self._store.read(source.place, held)
         except (OSError, EOFError) as error:
@@ -303,7 +305,7 @@ class Restoration:
                 if is_rebuildable(member.slot, slots, there):
                     yield parity, member
 
-    def _rebuilt(self, parity: Source, lost: Manifest) -> list[tuple[Place, Manifest]]:
+    def _rebuilt(self, parity: Source, lost: Manifest) -> list[tuple[CopyKey, Manifest]]:
         try:
             place = rebuild(self._store, parity.place, parity.manifest, lost, self._read_whole)
         except _OutOfReach:
@@ -317,7 +319,7 @@ class Restoration:
             return []
         return [(place, lost)]
 
-    def _read_whole(self, member: Manifest, number: int, held: Held) -> Mapping[str, torch.Tensor]:
+    def _read_whole(self, member: Manifest, number: int, held: CopiedSlice) -> Mapping[str, torch.Tensor]:
         """A piece of another member's copy, which has to be the one that went into the parity."""
         size = torch.tensor([held.piece.size])
         everything = Common(mine=torch.zeros_like(size), theirs=torch.zeros_like(size), lengths=size)
@@ -361,7 +363,7 @@ class Restoration:
 
 def _wholes(sources: Iterable[Source]) -> dict[tuple[str, str], dict[str, int]]:
     """(tensor, entry) -> whole -> its digest, of those wholes all of whose parts somebody has told."""
-    parts: dict[tuple[str, str], dict[str, dict[tuple[int, int], tuple[int, Piece]]]] = {}
+    parts: dict[tuple[str, str], dict[str, dict[tuple[int, int], tuple[int, TensorSlice]]]] = {}
     for source in sources:
         for number, held in enumerate(source.manifest.held):
             for entry in held.entries:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.runs import blocks, odd_numbers
 
 SIZE = 256
@@ -24,7 +24,7 @@ _TOGETHER = 1 << 22
 
 
 @torch.no_grad()
-def sketch(parts: Iterable[tuple[Piece, torch.Tensor]]) -> list[float]:
+def sketch(parts: Iterable[tuple[TensorSlice, torch.Tensor]]) -> list[float]:
     """The sums for these parts of tensors."""
     sums = torch.zeros(SIZE, dtype=torch.float64)
     for piece, values in parts:

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from ntp_plugin.copies.layout import DTYPES
-from ntp_plugin.copies.manifest import Held, Manifest, Version
+from ntp_plugin.copies.manifest import CopiedSlice, Manifest, Version
 from ntp_plugin.errors import NtpError
 
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
@@ -42,7 +42,7 @@ class NoRoom(NtpError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Place:
+class CopyKey:
     """Where a copy lies in a host's folder."""
 
     kind: str
@@ -54,7 +54,7 @@ class Place:
         return f"{self.kind}-{self.slot}-e{self.epoch}-{self.number}"
 
     @classmethod
-    def read(cls, name: str) -> "Place | None":
+    def read(cls, name: str) -> "CopyKey | None":
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -77,36 +77,36 @@ class Store:
         if makes:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # also one that was there
-        self._maps: dict[Place, tuple[int, torch.Tensor]] = {}
+        self._maps: dict[CopyKey, tuple[int, torch.Tensor]] = {}
         """What this process writes to: the file, by its inode, and its bytes."""
-        self._pinned: set[Place] = set()
+        self._pinned: set[CopyKey] = set()
 
     # ------------------------------------------------ writing
 
-    def open(self, place: Place, size: int) -> torch.Tensor:
+    def open(self, place: CopyKey, size: int) -> torch.Tensor:
         """Room for a copy; what was there is no copy any more."""
         self._manifest_path(place).unlink(missing_ok=True)
         if not self._is_there(place, max(1, size)):
             self._maps[place] = self._take(place, max(1, size))
         return self._maps[place][1][:size]
 
-    def pin(self, place: Place) -> None:
+    def pin(self, place: CopyKey) -> None:
         """Have a GPU write there by itself, as long as this process does; raises where the driver does not allow it."""
         memory = self._maps[place][1]
         if place not in self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
             self._pinned.add(place)
 
-    def grow(self, place: Place, size: int) -> None:
+    def grow(self, place: CopyKey, size: int) -> None:
         """More room for what this process writes there; what is there stays, and what is added is zero."""
         self._check_room(place, size)
         self._maps[place] = self._mapped(self._path(place), os.O_RDWR, size)
 
-    def written(self, place: Place) -> torch.Tensor | None:
+    def written(self, place: CopyKey) -> torch.Tensor | None:
         """What this process writes there, as long as nobody has given it up."""
         return self._maps.get(place, (0, None))[1]
 
-    def _is_there(self, place: Place, size: int) -> bool:
+    def _is_there(self, place: CopyKey, size: int) -> bool:
         """Whether what is mapped is the file, and all of it: to write behind the end of one ends the process."""
         inode, memory = self._maps.get(place, (0, torch.empty(0)))
         try:
@@ -115,11 +115,11 @@ class Store:
             return False
         return (now.st_ino, now.st_size) == (inode, size) and len(memory) == size
 
-    def complete(self, place: Place, manifest: Manifest) -> None:
+    def complete(self, place: CopyKey, manifest: Manifest) -> None:
         """The bytes are there: from now on it is a copy."""
         self.complete_raw(place, manifest.encode())
 
-    def complete_raw(self, place: Place, manifest: bytes) -> None:
+    def complete_raw(self, place: CopyKey, manifest: bytes) -> None:
         path = self._manifest_path(place)
         unnamed = path.with_suffix(".new")
         try:
@@ -140,7 +140,7 @@ class Store:
             " copies (copies.mode = xor:N), or switch copies off (copies.mode = off)",
         )
 
-    def _take(self, place: Place, size: int) -> tuple[int, torch.Tensor]:
+    def _take(self, place: CopyKey, size: int) -> tuple[int, torch.Tensor]:
         path = self._path(place)
         self._let_go(place)
         path.unlink(missing_ok=True)  # whoever still reads the old bytes goes on reading them
@@ -151,7 +151,7 @@ class Store:
             path.unlink(missing_ok=True)
             raise
 
-    def _check_room(self, place: Place, size: int) -> None:
+    def _check_room(self, place: CopyKey, size: int) -> None:
         if self._at_most is None:
             return
         sizes = self._sizes()
@@ -183,46 +183,46 @@ class Store:
         """Bytes of all copies on this host, and of the room that goes with parities."""
         return _claimed(self._sizes())
 
-    def _sizes(self) -> dict[Place, int]:
-        found = ((Place.read(path.name), path) for path in self.folder.iterdir())
+    def _sizes(self) -> dict[CopyKey, int]:
+        found = ((CopyKey.read(path.name), path) for path in self.folder.iterdir())
         return {place: _size(path) for place, path in found if place is not None}
 
     # ------------------------------------------------ finding
 
-    def found(self) -> Iterator[tuple[Place, Manifest]]:
+    def found(self) -> Iterator[tuple[CopyKey, Manifest]]:
         """All whole copies on this host."""
         for path in sorted(self.folder.glob("*.json")):
-            place = Place.read(path.stem)
+            place = CopyKey.read(path.stem)
             manifest = self.manifest(place) if place is not None else None
             if place is not None and manifest is not None:
                 yield place, manifest
 
-    def versions(self) -> Iterator[tuple[Place, Version, tuple[int, ...]]]:
+    def versions(self) -> Iterator[tuple[CopyKey, Version, tuple[int, ...]]]:
         """The same in few words: the versions, and who has parts of them."""
         for place, manifest in self.found():
             yield place, manifest.version, manifest.holders
 
-    def manifest(self, place: Place) -> Manifest | None:
+    def manifest(self, place: CopyKey) -> Manifest | None:
         """None where there is no whole copy."""
         manifest = self._manifest(place)
         whole = manifest is not None and _size(self._path(place)) >= manifest.size
         return manifest if whole else None
 
-    def broken(self) -> Iterator[tuple[Place, Version | None]]:
+    def broken(self) -> Iterator[tuple[CopyKey, Version | None]]:
         """Those that were whole once: the manifest is there, and either it or the bytes are not as they were."""
         for path in sorted(self.folder.glob("*.json")):
-            place = Place.read(path.stem)
+            place = CopyKey.read(path.stem)
             if place is not None and self.manifest(place) is None and path.exists():
                 manifest = self._manifest(place)
                 yield place, manifest.version if manifest is not None else None
 
-    def _manifest(self, place: Place) -> Manifest | None:
+    def _manifest(self, place: CopyKey) -> Manifest | None:
         try:
             return Manifest.decode(self._manifest_path(place).read_bytes())
         except FileNotFoundError:
             return None
 
-    def read(self, place: Place, held: Held) -> dict[str, torch.Tensor]:
+    def read(self, place: CopyKey, held: CopiedSlice) -> dict[str, torch.Tensor]:
         """The values of a piece, entry by entry: bytes of their own, which nobody changes after they were looked at."""
         values = {}
         with self._path(place).open("rb") as file:
@@ -234,13 +234,13 @@ class Store:
                 values[entry.name] = memory.view(DTYPES[entry.dtype])
         return values
 
-    def read_into(self, place: Place, memory: torch.Tensor) -> None:
+    def read_into(self, place: CopyKey, memory: torch.Tensor) -> None:
         """So many of its bytes, from the first on."""
         with self._path(place).open("rb") as file:
             if file.readinto(memory.numpy()) != len(memory):
                 raise EOFError(f"{place} ends before {len(memory)} bytes")
 
-    def copy(self, place: Place, into: "Store") -> bool:
+    def copy(self, place: CopyKey, into: "Store") -> bool:
         """Have the same copy in another store, while others may write here; False where they have overwritten it."""
         before = self.manifest(place)
         if before is None:
@@ -257,7 +257,7 @@ class Store:
 
     # ------------------------------------------------ letting go
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: CopyKey) -> None:
         """It is no copy any more, and takes nothing."""
         self._manifest_path(place).unlink(missing_ok=True)
         self._path(place).unlink(missing_ok=True)
@@ -270,7 +270,7 @@ class Store:
                 self._let_go(place)
         with contextlib.suppress(FileNotFoundError):
             for path in list(self.folder.iterdir()):
-                found = Place.read(path.name.removesuffix(".json"))
+                found = CopyKey.read(path.name.removesuffix(".json"))
                 if found is not None and found.epoch < epoch:
                     self.forget(found)
 
@@ -278,14 +278,14 @@ class Store:
         """All that are of later steps, whoever wrote them, and those that are not whole, of which nobody can tell."""
         kept = {place for place, manifest in self.found() if manifest.version.step <= step}
         for path in list(self.folder.iterdir()):
-            found = Place.read(path.name.removesuffix(".json"))
+            found = CopyKey.read(path.name.removesuffix(".json"))
             if found is not None and found not in kept:
                 self.forget(found)
 
     def forget_all(self) -> None:
         """Be empty."""
         for path in list(self.folder.iterdir()):
-            if (found := Place.read(path.name.removesuffix(".json"))) is not None:
+            if (found := CopyKey.read(path.name.removesuffix(".json"))) is not None:
                 self.forget(found)
 
     def close(self) -> None:
@@ -293,26 +293,26 @@ class Store:
         for place in list(self._maps):
             self._let_go(place)
 
-    def _let_go(self, place: Place) -> None:
+    def _let_go(self, place: CopyKey) -> None:
         _, memory = self._maps.pop(place, (0, None))  # the mapping ends with the last tensor that shows it
         if memory is not None and place in self._pinned:
             self._pinned.remove(place)
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))  # type: ignore[no-untyped-call]
 
-    def _path(self, place: Place) -> Path:
+    def _path(self, place: CopyKey) -> Path:
         return _paths(self.folder, place)[0]
 
-    def _manifest_path(self, place: Place) -> Path:
+    def _manifest_path(self, place: CopyKey) -> Path:
         return _paths(self.folder, place)[1]
 
 
 @functools.lru_cache(_REMEMBERED)
-def _paths(folder: Path, place: Place) -> tuple[Path, Path]:
+def _paths(folder: Path, place: CopyKey) -> tuple[Path, Path]:
     """Of the bytes, and of their manifest: to put them together takes as long as what the system does with them."""
     return folder / str(place), folder / f"{place}.json"
 
 
-def _claimed(sizes: Mapping[Place, int]) -> int:
+def _claimed(sizes: Mapping[CopyKey, int]) -> int:
     """With room for one member of each parity; what is rebuilt is in that room."""
     rooms: dict[tuple[int, int], int] = {}
     for place, size in sizes.items():

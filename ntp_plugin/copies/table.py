@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ntp_plugin.copies.machine import Machine, Rows
+from ntp_plugin.copies.machine import NativeLibrary, Rows
 from ntp_plugin.copies.runs import Rectangle, Runs
 
 AT_ONCE = 1 << 21
@@ -59,7 +59,7 @@ class Table:
         """The values of which the largest word does not tell whether all is finite."""
 
     def sums(
-        self, by: Machine, at: Numbers, found: Rows, *, rows: slice = slice(None), to: Numbers | None = None
+        self, by: NativeLibrary, at: Numbers, found: Rows, *, rows: slice = slice(None), to: Numbers | None = None
     ) -> None:
         """Add these rows' sums of words times the keys of their places to what was `found`, value by value, and note
         there the largest words. Values are `at` these addresses, and are copied `to` others."""

@@ -7,14 +7,14 @@ import torch
 
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.layout import DTYPES
-from ntp_plugin.copies.machine import Machine, machine
-from ntp_plugin.copies.manifest import Held, Manifest, Values, salt, views
+from ntp_plugin.copies.machine import NativeLibrary, machine
+from ntp_plugin.copies.manifest import CopiedSlice, Manifest, Values, salt, views
 from ntp_plugin.copies.runs import MODULUS
 
 _WIDEST = max(dtype.itemsize for dtype in DTYPES.values())
 
 
-def wrong(manifest: Manifest, held: Held, values: Values) -> list[str]:
+def wrong(manifest: Manifest, held: CopiedSlice, values: Values) -> list[str]:
     """Which of these values of a piece are not what was written."""
     return wrong_of(manifest, [(held, values)])
 
@@ -34,7 +34,13 @@ class Checked:
     """Values of a copy that are verified as they come, by machine code, as long as a processor's cache has them."""
 
     def __init__(
-        self, by: Machine, memory: torch.Tensor, manifest: Manifest, *, pieces: slice = slice(None), since: int = 0
+        self,
+        by: NativeLibrary,
+        memory: torch.Tensor,
+        manifest: Manifest,
+        *,
+        pieces: slice = slice(None),
+        since: int = 0,
     ) -> None:
         """`memory` is the copy's bytes `since` this one."""
         layout, table = manifest.layout, manifest.layout.table
@@ -79,7 +85,7 @@ class Checked:
         return [f"{tensor} ({name})" for tensor, name in (named[number] for number in differing)]
 
 
-def wrong_of(manifest: Manifest, pieces: Sequence[tuple[Held, Values]]) -> list[str]:
+def wrong_of(manifest: Manifest, pieces: Sequence[tuple[CopiedSlice, Values]]) -> list[str]:
     """The same of several pieces."""
     several = [
         digest.Values(

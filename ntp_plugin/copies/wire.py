@@ -26,12 +26,12 @@ import torch
 
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.handshake import HANDSHAKE_S, Credentials, Gatekeeper, authenticate
-from ntp_plugin.copies.layout import DTYPES, Batch
-from ntp_plugin.copies.manifest import Held, Manifest
-from ntp_plugin.copies.parity import Parities, Unwanted
+from ntp_plugin.copies.layout import DTYPES, CopyBatch
+from ntp_plugin.copies.manifest import CopiedSlice, Manifest
+from ntp_plugin.copies.parity import ParityStore, Unwanted
 from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.runs import Runs
-from ntp_plugin.copies.store import FAR, PARITY, NoRoom, Place, Store
+from ntp_plugin.copies.store import FAR, PARITY, CopyKey, NoRoom, Store
 from ntp_plugin.copies.table import AT_ONCE
 from ntp_plugin.copies.verify import Checked, wrong, wrong_in
 from ntp_plugin.errors import NtpError
@@ -100,8 +100,8 @@ class Server:
         self._threads: list[threading.Thread] = []
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._one_at_a_time: defaultdict[Place, threading.Lock] = defaultdict(threading.Lock)
-        self._parities = Parities(store)
+        self._one_at_a_time: defaultdict[CopyKey, threading.Lock] = defaultdict(threading.Lock)
+        self._parities = ParityStore(store)
         self._closed = threading.Event()
         self._gatekeeper = Gatekeeper(
             self._socket,
@@ -179,7 +179,7 @@ class Server:
         coming.skip_to(manifest.size)
         _send_line(connection, answer)
 
-    def _take(self, place: Place, manifest: Manifest, text: bytes, coming: "_Coming") -> list[str]:
+    def _take(self, place: CopyKey, manifest: Manifest, text: bytes, coming: "_Coming") -> list[str]:
         """A copy of its own; what of it did not come as it was."""
         with self._one_at_a_time[place]:
             memory = self._store.open(place, manifest.size)
@@ -230,7 +230,7 @@ class _Coming:
             checked.come(self._at)
         return checked.wrong()
 
-    def batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
+    def batches(self) -> Iterator[tuple[CopyBatch, torch.Tensor]]:
         """Those of some pieces at a time, in memory that the next ones take."""
         for batch in self._manifest.layout.batches:
             self.skip_to(batch.begin)
@@ -262,10 +262,10 @@ def select(
     return {name: those[index] for name, those in values.items()}
 
 
-def _place(request: Mapping[str, Any], *kinds: str) -> Place:
+def _place(request: Mapping[str, Any], *kinds: str) -> CopyKey:
     """Where it says, if a copy of one of these kinds may lie there; by its name it would lie in another folder."""
-    place = Place(**request["place"])
-    if Place.read(str(place)) is None or (kinds and place.kind not in kinds):
+    place = CopyKey(**request["place"])
+    if CopyKey.read(str(place)) is None or (kinds and place.kind not in kinds):
         raise ValueError(f"{str(place)[:_QUOTED]!r} is no place for a copy")
     return place
 
@@ -278,7 +278,7 @@ def _is_within(size: int, *, starts: torch.Tensor, lengths: torch.Tensor) -> boo
     return bool(ends_within and (starts + lengths).max() <= size and lengths.sum() <= size)
 
 
-def _written(held: Held) -> list[int]:
+def _written(held: CopiedSlice) -> list[int]:
     """What tells a version of a piece from another that lies in its place by now."""
     return [entry.digest for entry in held.entries]
 
@@ -302,7 +302,7 @@ class Peer:
 
     def put(
         self,
-        place: Place,
+        place: CopyKey,
         manifest: Manifest,
         memory: torch.Tensor,
         *,
@@ -328,7 +328,7 @@ class Peer:
         found: list[str] = answer["wrong"]
         return found
 
-    def get(self, place: Place, number: int, held: Held, runs: Runs) -> dict[str, torch.Tensor]:
+    def get(self, place: CopyKey, number: int, held: CopiedSlice, runs: Runs) -> dict[str, torch.Tensor]:
         """Elements of a piece, the `number`th of a copy; raises where the copy is not what was written."""
         with self._connected() as connection:
             request = {"do": "get", "place": dataclasses.asdict(place), "piece": number, "runs": len(runs.starts)}

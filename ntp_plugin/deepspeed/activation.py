@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from ntp_plugin.deepspeed.cut_layers import remembered
 from ntp_plugin.deepspeed.cut_vocabulary import remembered_padding
-from ntp_plugin.deepspeed.job import LiveJob
+from ntp_plugin.deepspeed.job import DeepSpeedJob
 from ntp_plugin.deepspeed.loaders import dealt
 from ntp_plugin.deepspeed.settings import read_policy
 from ntp_plugin.deepspeed.whole_replicas import AskedOfGroups
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
-from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.place import RankContext
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.replacements import Replacement, apply_all
 
@@ -29,20 +29,20 @@ _HALF_AN_HOUR = timedelta(minutes=30)
 _FIRST = "import ntp_plugin.deepspeed before the first torch.distributed.init_process_group"
 
 
-class _Installed:
+class _DeepSpeedHooks:
     hooks = False
     late = False
 
 
 def install() -> None:
     """For the rest of this process; again is nothing."""
-    if not _Installed.hooks:
-        _Installed.late = dist.is_initialized()
+    if not _DeepSpeedHooks.hooks:
+        _DeepSpeedHooks.late = dist.is_initialized()
         # It passes by the process groups; and it is compiled for minutes where it is used first.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         apply_all(TABLE)
         sys.excepthook = in_one_line(sys.excepthook)
-    _Installed.hooks = True
+    _DeepSpeedHooks.hooks = True
 
 
 def enable() -> None:
@@ -66,14 +66,14 @@ def enable() -> None:
         ```
     """
     install()
-    if _Installed.late:
+    if _DeepSpeedHooks.late:
         raise Refused("ntp_plugin.deepspeed.enable() is called too late: the process group is made", way_out=_FIRST)
 
 
 def end() -> None:
     """After a script that ended well: the ranks of a job end together."""
-    if LiveJob.now is not None:
-        LiveJob.now.end()
+    if DeepSpeedJob.now is not None:
+        DeepSpeedJob.now.end()
 
 
 def _that_can_be_edited(original: Any) -> Any:
@@ -83,9 +83,9 @@ def _that_can_be_edited(original: Any) -> Any:
     def make(
         backend: str | None = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if ElasticRank.is_there or not Place.is_told():  # another adapter's, or ours, which comes here as well
+        if ElasticRank.is_there or not RankContext.is_told():  # another adapter's, or ours, which comes here as well
             return original(backend, init_method, timeout, *args, **kwargs)
-        LiveJob.now = LiveJob(backend or _default_backend(), timeout or _HALF_AN_HOUR)
+        DeepSpeedJob.now = DeepSpeedJob(backend or _default_backend(), timeout or _HALF_AN_HOUR)
         return None
 
     return make
@@ -102,7 +102,7 @@ def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
     def build(engine: Any, *args: Any, **kwargs: Any) -> None:
         config = kwargs.get("config_class")
         policy = read_policy(getattr(config, "_param_dict", {}))
-        job = LiveJob.now
+        job = DeepSpeedJob.now
         if not policy.enabled:
             if job is not None and job.engine is None:
                 job.let_go_of_the_group()
@@ -121,7 +121,7 @@ def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _not_ours() -> ConfigError | Refused:
-    if not Place.is_told():
+    if not RankContext.is_told():
         return ConfigError(
             "ntp.enabled is true, and this process was not started by `ntp run`",
             way_out="ntp run takes torchrun's flags: ntp run --nproc-per-node 4 train.py ...",

@@ -49,7 +49,7 @@ _GIVEN = "what engine.load_checkpoint gave the script (its client_state)"
 _SHARDS = "*zero_pp_rank_{}_mp_rank_*_optim_states.pt"
 
 
-class Checkpoints:
+class EngineCheckpoints:
     """Of one engine."""
 
     def __init__(self, engine: Any, window: "Window", *, rank: ElasticRank, loop: Loop) -> None:

@@ -39,7 +39,7 @@ _TOLD = "ntp_told_by_autotp"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Told:
+class _ModuleRecord:
     """What AutoTP has written down in a module: what it was before, and by which rule it was cut."""
 
     attribute: str
@@ -58,7 +58,7 @@ def remembered(original: Any) -> Any:
         changed = [attribute for attribute, value in before.items() if getattr(child, attribute) != value]
         if changed:
             told = [
-                _Told(attribute=attribute, whole=before[attribute], meta=autotp.tp_meta, name=str(name))
+                _ModuleRecord(attribute=attribute, whole=before[attribute], meta=autotp.tp_meta, name=str(name))
                 for attribute in changed
             ]
             setattr(child, _TOLD, told)

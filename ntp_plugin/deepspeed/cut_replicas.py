@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State, TrainingPolicy
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.deepspeed.cut_layers import CutLayers
 from ntp_plugin.deepspeed.half_masters import Gradients, masters_of, norm_of_first_slots
 from ntp_plugin.errors import BelowMinimum, Refused, StateLost
@@ -46,7 +46,7 @@ from ntp_plugin.training.direct_lanes import DirectLanes, speaks
 from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes, only
 from ntp_plugin.training.rebuilding import WEIGHT
 from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout
-from ntp_plugin.training.relayout_plan import Held, plan_relayout
+from ntp_plugin.training.relayout_plan import HeldVersions, plan_relayout
 from ntp_plugin.training.sharded_state import ShardedState
 
 _RESTART = "restart from the last checkpoint"
@@ -79,7 +79,7 @@ class CutReplicas:
         self.state.refuse_what_cannot_be_cut()
         (self._plan,) = plan_relayout(self._nominal, dict.fromkeys(range(topology.size), self._as_laid_out(0)), 0)
         self._next = self._undisturbed = self._plan
-        self._parts: dict[str, Piece] = {}
+        self._parts: dict[str, TensorSlice] = {}
         self.lanes: Sequence[GradientLane] = ()
         """That gradients are summed in; none while nobody is lost."""
         self._own = engine.buffered_allreduce_fallback, engine.clip_fp32_gradients, engine.save_non_zero_checkpoint
@@ -99,9 +99,9 @@ class CutReplicas:
                     way_out="ZeRO stage 0, or train it",
                 )
 
-    def _as_laid_out(self, version: int) -> Held:
+    def _as_laid_out(self, version: int) -> HeldVersions:
         """What a member holds where there is nothing to be moved."""
-        return Held(versions=(version,) * len(self._tensors), built=(), lost={version: ()})
+        return HeldVersions(versions=(version,) * len(self._tensors), built=(), lost={version: ()})
 
     def _let_go_of_the_check(self) -> None:
         """Of AutoTP's first forward, in which all slots of a replica compare their samples."""
@@ -166,15 +166,15 @@ class CutReplicas:
 
     # ------------------------------------------------ told as pieces
 
-    def part(self, name: str) -> Piece:
+    def part(self, name: str) -> TensorSlice:
         """What this slot holds of a tensor. One that is not cut is whole in each slot. Asked for in each step."""
         if name not in self._parts:
             self._parts[name] = self._part(name)
         return self._parts[name]
 
-    def _part(self, name: str) -> Piece:
+    def _part(self, name: str) -> TensorSlice:
         tensor, units = self._tensors[name], self._units(name)
-        return Piece(
+        return TensorSlice(
             tensor=name,
             shape=tensor.shape,
             dim=tensor.dim,
@@ -196,10 +196,10 @@ class CutReplicas:
         """Whether a slot has a part of it."""
         return bool(self._tensors[name].family)
 
-    def piece_of(self, name: str, places: Spans, start: int, stop: int) -> Piece:
+    def piece_of(self, name: str, places: Spans, start: int, stop: int) -> TensorSlice:
         """Elements of these places of a tensor, of which there is one whole in the job."""
         tensor = self._tensors[name]
-        return Piece(tensor=name, shape=tensor.shape, dim=tensor.dim, ranges=places, start=start, stop=stop)
+        return TensorSlice(tensor=name, shape=tensor.shape, dim=tensor.dim, ranges=places, start=start, stop=stop)
 
     def _units(self, name: str) -> Spans:
         return self._plan.units_of(self._tensors[name], self._slot)
@@ -214,7 +214,7 @@ class CutReplicas:
         """Who holds what, computes what and sends what, from what everybody reported."""
         epoch = agreed.view.epoch
         held = {
-            place: self._as_laid_out(epoch) if self._sharded else Held.decode(report.held)
+            place: self._as_laid_out(epoch) if self._sharded else HeldVersions.decode(report.held)
             for place, report in agreed.reports.items()
         }
         try:

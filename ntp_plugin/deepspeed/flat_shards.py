@@ -36,7 +36,7 @@ class FlatShard:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class FlatShardKind:
     """One of the two."""
 
     name: str
@@ -68,7 +68,7 @@ class Kind:
             take_back()
 
 
-def kind_of(zero: Any) -> Kind:
+def kind_of(zero: Any) -> FlatShardKind:
     """By the class that the engine has made."""
     return _IN_FLOAT32 if type(zero).__name__ == _IN_FLOAT32.name else _ZERO
 
@@ -104,14 +104,14 @@ def _spread_by_zero(zero: Any) -> None:
         zero._update_model_bit16_weights(number)
 
 
-_ZERO = Kind(
+_ZERO = FlatShardKind(
     name="DeepSpeedZeroOptimizer",
     make=lambda engine, optimizer: engine._configure_zero_optimizer(optimizer),
     parameters=lambda zero: [list(group) for group in zero.bit16_groups],
     shards=_shards_of_zero,
     spread=_spread_by_zero,
 )
-_IN_FLOAT32 = Kind(
+_IN_FLOAT32 = FlatShardKind(
     name="BF16_Optimizer",
     make=lambda engine, optimizer: engine._configure_bf16_optimizer(optimizer),
     parameters=lambda zero: [list(group) for group in zero.bf16_groups],

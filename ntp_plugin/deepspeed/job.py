@@ -24,7 +24,7 @@ from ntp_plugin.recovery.driver import Driver
 from ntp_plugin.recovery.fingerprint import Fingerprint
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
-from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.place import RankContext
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import apply_all
@@ -34,35 +34,35 @@ _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _SEED = "the seed of masks that do not depend on the rank"
 
 
-class Recalled:
+class UnchangedLoop:
     """A checkpoint changes nothing that would have to be had back."""
 
     def restore(self) -> None:
         """Nothing."""
 
 
-class Surroundings:
+class UserLoop:
     """The user's loop, of which a section sees nothing."""
 
-    def recall(self) -> Recalled:
+    def recall(self) -> UnchangedLoop:
         """As it is."""
-        return Recalled()
+        return UnchangedLoop()
 
     def begin_work(self) -> None:
         """Nothing."""
 
 
-class LiveJob:
+class DeepSpeedJob:
     """One of them in a process."""
 
-    now: "LiveJob | None" = None
+    now: "DeepSpeedJob | None" = None
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
         """The process group is made here, so that it can be edited. It is watched at once: until the first forward
         there is no way to go on after a loss, and whoever waits for the lost is let out with an error."""
-        self.rank = ElasticRank(Place.read(), backend=backend, timeout=timeout)
+        self.rank = ElasticRank(RankContext.read(), backend=backend, timeout=timeout)
         self.trainer = EngineTrainer(self.rank)
-        self.loop = Loop(self.rank.groups, Surroundings(), newcomer=self.rank.place.joining)
+        self.loop = Loop(self.rank.groups, UserLoop(), newcomer=self.rank.place.joining)
         self.teller: Teller | None = None
         self.engine: Any = None
         self._alone = Alone()
@@ -197,4 +197,4 @@ class LiveJob:
     def let_go(self) -> None:
         """Leave torch as it was."""
         self.rank.leave()
-        LiveJob.now = None
+        DeepSpeedJob.now = None

@@ -4,12 +4,12 @@ from typing import Any
 
 from deepspeed.runtime.zero import stage_1_and_2
 
-from ntp_plugin.deepspeed.job import LiveJob
+from ntp_plugin.deepspeed.job import DeepSpeedJob
 from ntp_plugin.recovery.moments import IsHere, Moments, Reached, of_walks
 from ntp_plugin.training.sharded_optimizer import LaneShards
 
 
-def tell(job: LiveJob, engine: Any, reached: Reached) -> None:
+def tell(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
     """Those of its engine's calls, and of the votes in them."""
     moments = Moments(reached, "step", lambda: int(job.loop.done) + 1)
     moments.at(engine, "forward", "forward")
@@ -23,16 +23,16 @@ def tell(job: LiveJob, engine: Any, reached: Reached) -> None:
     moments.at(LaneShards, "begin_spread", "gather")
 
 
-def tell_of_walks(job: LiveJob, driver: Any, reached: Reached) -> None:
+def tell_of_walks(job: DeepSpeedJob, driver: Any, reached: Reached) -> None:
     """Once it is driven."""
     of_walks(driver, job.trainer, reached).at(job.loop, "roll_forward", None, "rolled")
 
 
 def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
     """In a process that will have one; `is_here` is told of it."""
-    take = LiveJob.take
+    take = DeepSpeedJob.take
 
-    def told(job: LiveJob, engine: Any, *args: Any) -> None:
+    def told(job: DeepSpeedJob, engine: Any, *args: Any) -> None:
         take(job, engine, *args)
         is_here(str(job.trainer.topology.slot_of(job.rank.place.slot)), job.trainer.weights)
         tell(job, engine, reached)
@@ -48,4 +48,4 @@ def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
         else:
             tell_of_walks(job, job.loop.driver, reached)
 
-    setattr(LiveJob, "take", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(DeepSpeedJob, "take", told)  # noqa: B010  (a plain assignment is not for methods)

@@ -30,7 +30,7 @@ from ntp_plugin.deepspeed.whole_state import WholeState, hand_over
 from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.deepspeed.zero_state import ZeroState
 from ntp_plugin.errors import Refused, StateLost
-from ntp_plugin.planning.topology import Standing, Topology
+from ntp_plugin.planning.topology import SurvivingReplicas, Topology
 from ntp_plugin.recovery.job_copies import JobCopies, WhoTrains
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.moments import Weight
@@ -42,7 +42,7 @@ from ntp_plugin.training.rebuilding import WEIGHT
 _LOG = logging.getLogger(__name__)
 
 
-class HowFar:
+class EngineProgress:
     """What goes with the copies of shards: what the engine had counted."""
 
     def __init__(self, engine: Any, topology: Topology) -> None:
@@ -86,7 +86,7 @@ class EngineTrainer:
         self._state: WholeState
         """Where there is no ZeRO, and replicas leave whole."""
         self._zero: ZeroState | None = None
-        self._how_far: HowFar
+        self._how_far: EngineProgress
         self._strict: bool
         """Whether state that nobody knows is refused."""
         self.copies: JobCopies | None = None
@@ -129,7 +129,7 @@ class EngineTrainer:
             return
         refuse_unknown(engine, strict=policy.copies.strict)
         self._strict = policy.copies.strict
-        self._how_far = HowFar(engine, self.topology)
+        self._how_far = EngineProgress(engine, self.topology)
         self.copies = JobCopies(
             policy.copies,
             self.topology,
@@ -160,7 +160,7 @@ class EngineTrainer:
     def _who_trains(self, slots: tuple[int, ...]) -> WhoTrains:
         everybody = [self.topology.slot_of(rank) for rank in range(self.topology.size)]
         there = tuple(everybody[slot] for slot in slots)
-        standing = Standing(topology=self.topology, lost=frozenset(everybody) - set(there), min_tp_width=1)
+        standing = SurvivingReplicas(topology=self.topology, lost=frozenset(everybody) - set(there), min_tp_width=1)
         return WhoTrains(trains=there, present=there, lost_nodes=standing.lost_nodes)
 
     def weights(self) -> Iterator[Weight]:

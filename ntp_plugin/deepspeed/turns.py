@@ -19,7 +19,7 @@ from ntp_plugin.recovery.rank import ElasticRank
 _TURN = "turn {}"
 
 
-class Turns:
+class DataEpochs:
     """Those that were begun, a word for each."""
 
     def __init__(self, rank: ElasticRank) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from ntp_plugin.comm.agreement import Agreed
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.deepspeed.whole_state import whole
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.planning.batch_split import NominalBatch, even_shares
@@ -110,7 +110,7 @@ class WholeReplicas:
         """One name for each lane's."""
         return name if self._topology.tp == 1 else f"{name} of TP slot {self._slot.tp}"
 
-    def part(self, name: str) -> Piece:
+    def part(self, name: str) -> TensorSlice:
         """What this slot holds of a parameter."""
         return whole(self.named(name), self._parameters[name])
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.layout import DTYPES, dtype_name
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.runs import MODULUS
 from ntp_plugin.errors import StateLost
 from ntp_plugin.recovery.replica_watch import HeldAlike
@@ -156,7 +156,7 @@ def hand_over(
             tensor.copy_(value)
 
 
-def whole(name: str, tensor: torch.Tensor) -> Piece:
+def whole(name: str, tensor: torch.Tensor) -> TensorSlice:
     """All of a tensor."""
     shape = tuple(tensor.shape) or (1,)
-    return Piece(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=tensor.numel())
+    return TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=tensor.numel())

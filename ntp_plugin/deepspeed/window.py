@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.deepspeed.checkpoints import Checkpoints
+from ntp_plugin.deepspeed.checkpoints import EngineCheckpoints
 from ntp_plugin.deepspeed.counted import adopt, count, draw_from, drawn_from
 from ntp_plugin.deepspeed.cut_layers import without_numbers
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
 from ntp_plugin.deepspeed.refusals import CALLS, refuse_call, refuse_load
-from ntp_plugin.deepspeed.turns import Turns, refuse_to_come_too_late
+from ntp_plugin.deepspeed.turns import DataEpochs, refuse_to_come_too_late
 from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
@@ -85,7 +85,7 @@ class Window:
         self._compare_in = -1
         """The epoch of the last vote in which a rank asked for a comparison after the step."""
         self._followed: Followed | None = None
-        self._turns = Turns(rank)
+        self._turns = DataEpochs(rank)
         self._done = 0
         """Micro-batches of the window that have been through the backward."""
         self._stale = self._voted = self._unwinding = self._somebody_asks = False
@@ -105,7 +105,7 @@ class Window:
         self._drawn_from = drawn_from()
         self._began_at = time.monotonic()
         loop.not_finite = self.compare_what_is_not_finite
-        self.checkpoints = Checkpoints(engine, self, rank=rank, loop=loop)
+        self.checkpoints = EngineCheckpoints(engine, self, rank=rank, loop=loop)
         Loaders.follow = self._follow
 
     # ------------------------------------------------ who is there

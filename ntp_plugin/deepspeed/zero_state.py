@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.deepspeed.cut_replicas import CutReplicas
 from ntp_plugin.deepspeed.flat_shards import Groups, kind_of
@@ -67,7 +67,7 @@ class ZeroState:
             for shard in self._kind.shards(zero)
         ]
 
-    def _part(self, parameter: torch.nn.Parameter) -> Piece:
+    def _part(self, parameter: torch.nn.Parameter) -> TensorSlice:
         """What this rank's parameter is of its tensor."""
         return self._replicas.part(self._engine.param_names[parameter])
 

@@ -52,7 +52,7 @@ from ntp_plugin.launch.supervisor import ASK_S_PER_HOST, Supervisor
 from ntp_plugin.launch.telling import Telling
 from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.launch.torchrun_flags import store_in_rank_0
-from ntp_plugin.recovery.detector import NOT_NEEDED, Thresholds, Verdict
+from ntp_plugin.recovery.detector import NOT_NEEDED, RankFailure, Thresholds
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
 from ntp_plugin.recovery.place import corner, first_view, founding_occupant
 from ntp_plugin.recovery.script_failure import FOLDER, OnError
@@ -409,7 +409,7 @@ class TolerantAgent(LocalElasticAgent):
         process = self._handlers()[local_rank].proc
         self._supervisor.watch(Seat(slot=slot, occupant=occupant), process.pid, process.wait)
 
-    def _told(self, seat: Seat, verdict: Verdict) -> None:
+    def _told(self, seat: Seat, verdict: RankFailure) -> None:
         """On the supervisor's thread: one line, and an end for a process that would not notice by itself."""
         here = self._handlers().get(seat.slot - self._tenancy.first_slot)
         pid = here.proc.pid if here is not None else 0

@@ -26,7 +26,7 @@ from ntp_plugin.comm.membership import View
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded
 from ntp_plugin.launch.probes import Address, Door, unreachable
-from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, Verdict, heard, judge, stuck
+from ntp_plugin.recovery.detector import Pulse, RankFailure, Standstill, Thresholds, heard, judge, stuck
 
 WATCHED = 8
 """A rack that dies with fewer hosts than this in a row is noticed at once by the host before it."""
@@ -81,7 +81,7 @@ class Hosts:
 
     # ------------------------------------------------ what the supervisor asks
 
-    def tick(self, view: View, still: Standstill | None) -> list[Verdict]:
+    def tick(self, view: View, still: Standstill | None) -> list[RankFailure]:
         """Beat, look at the others, and answer or ask; returns who is lost because of its host, or hangs."""
         now = self._clock()
         if now - self._beat_at < self._thresholds.host_beat_s:
@@ -109,7 +109,7 @@ class Hosts:
         members = set(view.slots)
         return [host for host, slots in self._slots.items() if members & set(slots)]
 
-    def _watch(self, view: View) -> list[Verdict]:
+    def _watch(self, view: View) -> list[RankFailure]:
         found = []
         for host in successors(self._in(view), self.host, WATCHED):
             asked_at, count = self._clock(), self._store.count(f"beat/{host}")
@@ -124,12 +124,12 @@ class Hosts:
                 found += self._verdicts(view, host, reason)
         return found
 
-    def _verdicts(self, view: View, host: int, reason: str) -> list[Verdict]:
-        return [Verdict(slot=slot, kind="host", reason=reason) for slot in view.slots if slot in self._slots[host]]
+    def _verdicts(self, view: View, host: int, reason: str) -> list[RankFailure]:
+        return [RankFailure(slot=slot, kind="host", reason=reason) for slot in view.slots if slot in self._slots[host]]
 
     # ------------------------------------------------ how does everybody stand?
 
-    def _take_part(self, view: View, still: Standstill | None, now: float) -> list[Verdict]:
+    def _take_part(self, view: View, still: Standstill | None, now: float) -> list[RankFailure]:
         if view.epoch != self._epoch:
             self._epoch, self._rounds, self._round, self.stuck = view.epoch, 0, None, 0
         if self._round is None:
@@ -167,7 +167,7 @@ class Hosts:
         self._store.create(f"standstill/{self._epoch}/{current.number}/{self.host}", json.dumps(told))
         current.answered = True
 
-    def _gather(self, current: _Round, view: View) -> list[Verdict] | None:
+    def _gather(self, current: _Round, view: View) -> list[RankFailure] | None:
         told: dict[int, Standstill | None] = {}
         for host in self._in(view):
             text = self._store.read(f"standstill/{self._epoch}/{current.number}/{host}")

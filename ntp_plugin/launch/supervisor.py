@@ -25,8 +25,8 @@ from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.script_errors import BESIDE_S, ScriptErrors
 from ntp_plugin.recovery.detector import (
     Pulse,
+    RankFailure,
     Thresholds,
-    Verdict,
     answered,
     gone,
     heard,
@@ -72,7 +72,7 @@ class Supervisor:
         heartbeats: HeartbeatFile,
         *,
         thresholds: Thresholds,
-        told: Callable[[Seat, Verdict], None],
+        told: Callable[[Seat, RankFailure], None],
         told_stuck: Callable[[int], None],
         hosts: Hosts | None = None,
         script_errors: ScriptErrors | None = None,
@@ -234,7 +234,7 @@ class Supervisor:
                 self._told(seat, found[seat.slot])
 
     def _refuse_to_begin_without(
-        self, lost: Set[Seat], wards: Mapping[int, _Ward], found: Mapping[int, Verdict]
+        self, lost: Set[Seat], wards: Mapping[int, _Ward], found: Mapping[int, RankFailure]
     ) -> None:
         """Who has never beaten has not begun to train, and nothing interrupts what it waits in."""
         waits = any(
@@ -246,7 +246,7 @@ class Supervisor:
             reason = found[slot].reason if slot in found else "as its own host says"
             self._script_errors.refuse_to_begin(slot, reason)
 
-    def _judge(self, wards: Mapping[int, _Ward], now: float) -> dict[int, Verdict]:
+    def _judge(self, wards: Mapping[int, _Ward], now: float) -> dict[int, RankFailure]:
         pulses = {slot: ward.pulse for slot, ward in wards.items()}
         if self.view.over:  # whoever still runs is on the way out
             joined = {slot for slot, ward in wards.items() if ward.been_in}
@@ -311,7 +311,7 @@ class Supervisor:
         hosts_of = self.last if self.view.over else self.view
         self.over = self._hosts is None or self._hosts.all_ended(hosts_of) or tired
 
-    def _let_go(self, ward: _Ward, why: Verdict) -> None:
+    def _let_go(self, ward: _Ward, why: RankFailure) -> None:
         with self._lock:
             watched = self._wards.get(ward.seat.slot) is ward
             if watched:
@@ -325,8 +325,8 @@ def _has_ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-def _left_behind(slot: int) -> Verdict:
-    return Verdict(slot=slot, kind="left behind", reason="the others went on without it")
+def _left_behind(slot: int) -> RankFailure:
+    return RankFailure(slot=slot, kind="left behind", reason="the others went on without it")
 
 
 def _is_stopped(pid: int) -> bool:

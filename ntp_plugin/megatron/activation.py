@@ -20,34 +20,34 @@ from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.megatron import cpu
 from ntp_plugin.megatron.layout import plan_start
 from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_live, refuse_what_does_not_work
-from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.place import RankContext
 from ntp_plugin.replacements import Replacement, apply_all
 
 _PREFIX = "ntp-"
 
 
-class _Installed:
+class _MegatronHooks:
     flags = False
     ends = False
 
 
 def install() -> None:
     """Make the flags known, for the rest of this process; again is nothing."""
-    if not _Installed.flags:
-        _Installed.flags = True  # first: the import of what is replaced may come back here, by `ntp run`
+    if not _MegatronHooks.flags:
+        _MegatronHooks.flags = True  # first: the import of what is replaced may come back here, by `ntp run`
         apply_all(FLAGS)
 
 
 def enable() -> None:
     """`ntp_plugin.megatron.enable`, whose docstring is the one to read."""
-    if _Installed.ends:
+    if _MegatronHooks.ends:
         return
     sys.excepthook = in_one_line(sys.excepthook)
     _refuse_too_late()
     cpu.install(cpu.wanted())
     install()
     apply_all(ENDS)
-    _Installed.ends = True
+    _MegatronHooks.ends = True
 
 
 def _refuse_too_late() -> None:
@@ -124,7 +124,7 @@ def _with_layout(original: Any) -> Any:
         policy = read_policy(args)
         if policy.lost and not policy.enabled:
             raise ConfigError("--ntp-lost names slots, and the plugin is off", way_out="--ntp-enable")
-        if policy.enabled and not policy.lost and Place.is_told():
+        if policy.enabled and not policy.lost and RankContext.is_told():
             from ntp_plugin.megatron.live import start  # noqa: PLC0415  (it imports the rest of Megatron)
 
             refuse_live(args, policy)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.megatron.job import Job
+from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.planning.sequence_rows import SequenceRows
 from ntp_plugin.training.samples import ReplicaSamples, places
@@ -34,7 +34,7 @@ type Kind = tuple[int, torch.dtype]
 class BatchShare:
     """What is put in place of the schedule, and around the loaders."""
 
-    def __init__(self, job: Job, sync: LaneSync) -> None:
+    def __init__(self, job: JobPlan, sync: LaneSync) -> None:
         self._job, self._sync = job, sync
         self._training_set: Any = None
         self._kinds: dict[bool, Mapping[str, Kind]] = {}

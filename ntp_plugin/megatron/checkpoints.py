@@ -41,7 +41,7 @@ type Entry = Any
 """`ShardedTensor`, `ShardedTensorFactory` or `ShardedObject`."""
 
 
-class Checkpoints:
+class CheckpointHooks:
     """What is put in place of Megatron's description of what it saves and loads."""
 
     def __init__(self, layout: Layout, args: Any, sync: LaneSync) -> None:

@@ -35,7 +35,7 @@ _CPU = torch.device("cpu")
 _GIB = 1 << 30
 
 
-class _Installed:
+class _CpuPatches:
     mode = OFF
 
 
@@ -49,14 +49,14 @@ def wanted(environment: Mapping[str, str] = os.environ) -> str:
 
 def is_installed() -> bool:
     """Whether a mode is switched on in this process."""
-    return _Installed.mode != OFF
+    return _CpuPatches.mode != OFF
 
 
 def install(mode: str) -> None:
     """Switch on what the mode says, for the rest of this process; again is nothing. Before Megatron is imported."""
-    if mode in (OFF, _Installed.mode):
+    if mode in (OFF, _CpuPatches.mode):
         return
-    _Installed.mode = mode
+    _CpuPatches.mode = mode
     torch._dynamo.config.disable = True  # Megatron compiles its fusions while it is imported
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it, for the order of GPU kernels
     apply_all(TORCH)

@@ -12,9 +12,9 @@ from typing import Any
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
-from ntp_plugin.megatron.checkpoints import Checkpoints
+from ntp_plugin.megatron.checkpoints import CheckpointHooks
 from ntp_plugin.megatron.dropout import ExactDropout, Firsts
-from ntp_plugin.megatron.job import Job
+from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.lane_sync import LaneSync
@@ -38,7 +38,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
     """The hooks of one job."""
     if not layout.lost:
         return _masks(layout, policy, args, nominal_firsts(layout, args))
-    job = Job(layout, policy, args, make_groups=groups.by_torch(layout), alone=groups.alone)
+    job = JobPlan(layout, policy, args, make_groups=groups.by_torch(layout), alone=groups.alone)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
     return (
@@ -50,7 +50,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
     )
 
 
-def of_a_layout(job: Job, layers: UnevenLayers, sync: LaneSync) -> tuple[Replacement, ...]:
+def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Replacement, ...]:
     """Those that a layout needs, whether a job begins with it or comes to it."""
     return (
         *of_layers(layers),
@@ -58,7 +58,7 @@ def of_a_layout(job: Job, layers: UnevenLayers, sync: LaneSync) -> tuple[Replace
         *(_questions(sync) if job.layout.idle else ()),
         *_stages(Pipeline(job.layout, job.args)),
         *_sequences(job.layout, job.args),
-        *_checkpoints(Checkpoints(job.layout, job.args, sync)),
+        *_checkpoints(CheckpointHooks(job.layout, job.args, sync)),
     )
 
 
@@ -207,7 +207,7 @@ def _batch(share: BatchShare) -> tuple[Replacement, ...]:
     )
 
 
-def _checkpoints(checkpoints: Checkpoints) -> tuple[Replacement, ...]:
+def _checkpoints(checkpoints: CheckpointHooks) -> tuple[Replacement, ...]:
     """What is saved and loaded, by whom."""
     return (
         Replacement(

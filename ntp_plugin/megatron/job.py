@@ -21,7 +21,7 @@ from ntp_plugin.planning.units import ModelUnits, StageUnits
 _NO_COPIES = CopyPolicy(count=0)
 
 
-class Job:
+class JobPlan:
     """The layout from the beginning; the plan from when the model has been built and described, if none is given."""
 
     def __init__(

@@ -31,7 +31,7 @@ from ntp_plugin.copies.runs import MODULUS, runs_of
 from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
 from ntp_plugin.megatron.core_groups import find_crossing
-from ntp_plugin.megatron.job import Job
+from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.lane_groups import Made, wanted_groups
 from ntp_plugin.megatron.layout import SHARED
 from ntp_plugin.megatron.uneven_layers import describe
@@ -50,7 +50,7 @@ _SUMMED_TOGETHER = 1 << 13
 class LaneSync:
     """What is put in place of DDP's constructor and of the norm."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobPlan) -> None:
         self._job, self._layout = job, job.layout
         self.parameters: dict[str, Any] = {}
         """Of all chunks of this rank's model, once there is one."""

@@ -17,7 +17,7 @@ from ntp_plugin.config.sections import Parallel
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.topology import Pattern, Slot, Standing, Topology, parse_slots
+from ntp_plugin.planning.topology import Pattern, Slot, SurvivingReplicas, Topology, parse_slots
 from ntp_plugin.planning.units import Family
 
 SHARED = "shared vocabulary"
@@ -66,8 +66,8 @@ class Layout:
         return self.slot in self.idle
 
     @functools.cached_property
-    def standing(self) -> Standing:
-        return Standing(topology=self.topology, lost=self.lost | self.idle, min_tp_width=1)
+    def standing(self) -> SurvivingReplicas:
+        return SurvivingReplicas(topology=self.topology, lost=self.lost | self.idle, min_tp_width=1)
 
     @property
     def is_held_once(self) -> bool:

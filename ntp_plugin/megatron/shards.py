@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.planning.spans import Spans
@@ -34,11 +34,11 @@ class Naming:
         # They are asked for with each copy, and are the same for as long as there is this layout.
         self.piece, self.places = functools.cache(self._piece), functools.cache(self._places)
 
-    def _piece(self, name: str, places: Spans, start: int, stop: int, whole: str) -> Piece:
+    def _piece(self, name: str, places: Spans, start: int, stop: int, whole: str) -> TensorSlice:
         """Of a tensor, by its name on this rank."""
         tensor, stage = self.tensors[name], self.layout.slot.stage
         title = f"s{stage}.{name}" if self.layout.topology.pp > 1 else name
-        return Piece(
+        return TensorSlice(
             tensor="the shared word embedding" if tensor.family == SHARED else title,
             shape=tensor.shape,
             dim=tensor.dim,
@@ -95,7 +95,7 @@ def megatrons_shards(optimizer: Any, names: Mapping[Any, str], naming: Naming, l
 def shards_of_lanes(sync: LaneSync, naming: Naming) -> list[Stepped]:
     """Every element of the job is in one of these, once."""
 
-    def piece_of(name: str, places: Spans, start: int, stop: int) -> Piece:
+    def piece_of(name: str, places: Spans, start: int, stop: int) -> TensorSlice:
         return naming.piece(name, places, start, stop, "")
 
     return stepped.shards_of_lanes([shard for lanes in sync.shards for shard in lanes], piece_of)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.comm.process_groups import ElasticGroups
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.errors import StateLost
 from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
 from ntp_plugin.planning.batch_split import NominalBatch, even_shares
@@ -126,7 +126,7 @@ class DataParallel(VotedStep):
         of = f"r{self._groups.slot}"
         for name, parameter in self.model.named_parameters():
             size = parameter.numel()
-            piece = Piece(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size, whole=of)
+            piece = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size, whole=of)
             kept = self.optimizer.state.get(parameter, {})
             entries = {key: value for key, value in kept.items() if getattr(value, "shape", None) == parameter.shape}
             if size:

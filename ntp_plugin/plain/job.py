@@ -34,7 +34,7 @@ from ntp_plugin.plain.tensor_parallel import TensorParallel
 from ntp_plugin.plain.voted_step import LossOfSamples, Samples
 from ntp_plugin.recovery import same_settings
 from ntp_plugin.recovery.driver import Driver
-from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.place import RankContext
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.telemetry import Teller
@@ -248,7 +248,7 @@ def _driven(
     *,
     tp: int = 1,
 ) -> Iterator[ElasticJob]:
-    place = Place.read()
+    place = RankContext.read()
     rank = ElasticRank(place, timeout=timeout)
     try:
         trainer = make(rank)

@@ -21,7 +21,7 @@ from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.comm.membership import Report
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.errors import Refused
 from ntp_plugin.plain.parallel_layers import TensorParallelGroup, describe
 from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
@@ -32,7 +32,7 @@ from ntp_plugin.training.cuts import global_ranges, local_shape
 from ntp_plugin.training.direct_lanes import DirectLanes, speaks
 from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes
 from ntp_plugin.training.relayout import relayout
-from ntp_plugin.training.relayout_plan import Held, plan_relayout
+from ntp_plugin.training.relayout_plan import HeldVersions, plan_relayout
 from ntp_plugin.training.sharded_state import ShardedState
 
 
@@ -81,8 +81,8 @@ class TensorParallel(VotedStep):
         self._lanes: list[GradientLane] = []
         self._lanes_of = -1
 
-    def _founding(self) -> Held:
-        return Held(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})
+    def _founding(self) -> HeldVersions:
+        return HeldVersions(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class TensorParallel(VotedStep):
         for move in self._plan.moves if training else ():
             tensor = move.tensor
             units = self._plan.units_of(tensor, self.slot)
-            piece = Piece(
+            piece = TensorSlice(
                 tensor=tensor.name,
                 shape=tensor.shape,
                 dim=tensor.dim,
@@ -178,7 +178,7 @@ class TensorParallel(VotedStep):
 
     def plan(self, agreed: Agreed) -> str:
         """Who holds what, computes what and sends what, from what everybody reported."""
-        held = {rank: Held.decode(report.held) for rank, report in agreed.reports.items()}
+        held = {rank: HeldVersions.decode(report.held) for rank, report in agreed.reports.items()}
         (self._next,) = plan_relayout(self._nominal, held, agreed.view.epoch)
         return self._next.digest
 

@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping
 
 from ntp_plugin.errors import ConfigError, Refused
-from ntp_plugin.planning.topology import Slot, Standing, Topology
+from ntp_plugin.planning.topology import Slot, SurvivingReplicas, Topology
 
 REDUCE_TP, DROP_REPLICA, SWAP_SPARE = "reduce tp", "drop replica", "swap a spare in"
 WAIT_FOR_SPARE, RESTART = "wait for a spare", "restart"
@@ -201,7 +201,7 @@ def _refusal(action: str, forecast: Forecast | None, situation: Situation, polic
 
 
 def _too_narrow(situation: Situation, policy: ActionPolicy) -> str:
-    standing = Standing(topology=situation.topology, lost=situation.lost, min_tp_width=policy.min_tp_width)
+    standing = SurvivingReplicas(topology=situation.topology, lost=situation.lost, min_tp_width=policy.min_tp_width)
     hurt = {slot.replica for slot in situation.lost}
     return f"narrower than min_tp_width = {policy.min_tp_width}" if standing.dropped >= hurt else ""
 

@@ -32,7 +32,7 @@ from ntp_plugin.planning.spans import Spans
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Pace:
+class ReplicaPace:
     """How fast a replica is: `ns` for each of the `pieces` that it cuts a nominal micro-batch into."""
 
     ns: int
@@ -41,9 +41,9 @@ class Pace:
     def step_ns(self, micro_batches: int, stages: int) -> int:
         return (micro_batches * self.pieces + stages - 1) * self.ns if micro_batches else 0
 
-    def cut(self, pieces: int) -> "Pace":
+    def cut(self, pieces: int) -> "ReplicaPace":
         """The same replica, with each piece in so many smaller ones."""
-        return Pace(ns=-(-self.ns // pieces), pieces=self.pieces * pieces)
+        return ReplicaPace(ns=-(-self.ns // pieces), pieces=self.pieces * pieces)
 
     def most_within(self, step_ns: int, stages: int) -> int:
         return max(0, (step_ns // self.ns - (stages - 1)) // self.pieces)
@@ -105,11 +105,13 @@ class NominalBatch:
         return self.replicas * self.per_replica
 
 
-def split_batch(paces: Mapping[int, Pace], nominal: NominalBatch, policy: BatchPolicy, *, owed: int = 0) -> BatchSplit:
+def split_batch(
+    paces: Mapping[int, ReplicaPace], nominal: NominalBatch, policy: BatchPolicy, *, owed: int = 0
+) -> BatchSplit:
     """Share the batch out to the replicas of `paces` (those that go on). `owed` is what earlier `carry` steps owe."""
     _check_pieces(paces, nominal.micro_batch)
     stages, total = nominal.stages, nominal.total
-    nominal_ns = Pace(ns=nominal.healthy_ns).step_ns(nominal.per_replica, stages)
+    nominal_ns = ReplicaPace(ns=nominal.healthy_ns).step_ns(nominal.per_replica, stages)
     crowd = Counter(paces.values())
     step_ns = nominal_ns if policy.mode == "shrink" else _step_ns(crowd, nominal, policy, owed, nominal_ns)
     limits = {replica: pace.most_within(step_ns, stages) for replica, pace in paces.items()}
@@ -147,7 +149,7 @@ def split_batch(paces: Mapping[int, Pace], nominal: NominalBatch, policy: BatchP
 
 def even_shares(members: Collection[int], nominal: NominalBatch) -> dict[int, Share]:
     """Of those who are left, where all are taken for equally fast, and every sample is computed."""
-    paces = {replica: Pace(ns=nominal.healthy_ns) for replica in members}
+    paces = {replica: ReplicaPace(ns=nominal.healthy_ns) for replica in members}
     return {share.replica: share for share in split_batch(paces, nominal, BatchPolicy()).shares}
 
 
@@ -162,7 +164,9 @@ def one_for_each(shares: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     return found
 
 
-def _step_ns(crowd: Mapping[Pace, int], nominal: NominalBatch, policy: BatchPolicy, owed: int, nominal_ns: int) -> int:
+def _step_ns(
+    crowd: Mapping[ReplicaPace, int], nominal: NominalBatch, policy: BatchPolicy, owed: int, nominal_ns: int
+) -> int:
     full = shortest_step_ns(crowd, nominal.total, nominal.stages)
     if policy.mode == "strict":
         return full
@@ -174,7 +178,7 @@ def _step_ns(crowd: Mapping[Pace, int], nominal: NominalBatch, policy: BatchPoli
     return shortened
 
 
-def shortest_step_ns(crowd: Mapping[Pace, int], micro_batches: int, stages: int) -> int:
+def shortest_step_ns(crowd: Mapping[ReplicaPace, int], micro_batches: int, stages: int) -> int:
     """The least time in which a crowd (pace -> replicas) can run that many micro-batches."""
     too_short, enough = -1, min(pace.step_ns(micro_batches, stages) for pace in crowd)
     while enough - too_short > 1:
@@ -186,7 +190,7 @@ def shortest_step_ns(crowd: Mapping[Pace, int], micro_batches: int, stages: int)
     return enough
 
 
-def ideal_step_ns(crowd: Mapping[Pace, int], micro_batches: int, stages: int) -> int:
+def ideal_step_ns(crowd: Mapping[ReplicaPace, int], micro_batches: int, stages: int) -> int:
     """The time if micro-batches could be split at will: a lower bound, rounded down."""
     rate, started = Fraction(0), Fraction(0)
     ideal = None
@@ -201,7 +205,7 @@ def ideal_step_ns(crowd: Mapping[Pace, int], micro_batches: int, stages: int) ->
     return math.floor(ideal)
 
 
-def _share(replica: int, kept: Spans, dealt: Spans, pace: Pace, nominal: NominalBatch) -> Share:
+def _share(replica: int, kept: Spans, dealt: Spans, pace: ReplicaPace, nominal: NominalBatch) -> Share:
     return Share(
         replica=replica,
         count=(sp.size(kept) + sp.size(dealt)) * pace.pieces,
@@ -212,7 +216,7 @@ def _share(replica: int, kept: Spans, dealt: Spans, pace: Pace, nominal: Nominal
     )
 
 
-def _check_pieces(paces: Mapping[int, Pace], micro_batch: int) -> None:
+def _check_pieces(paces: Mapping[int, ReplicaPace], micro_batch: int) -> None:
     for replica, pace in paces.items():
         if micro_batch % pace.pieces:
             raise Refused(

@@ -13,7 +13,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.lanes import stage_patterns
 from ntp_plugin.planning.shard_layout import lay_out, overlay
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.topology import Pattern, Slot, Standing
+from ntp_plugin.planning.topology import Pattern, Slot, SurvivingReplicas
 from ntp_plugin.planning.units import StageUnits
 
 
@@ -49,7 +49,7 @@ class CoreRoute:
         """Of the groups with this pattern."""
         return next(seating for seating in self.seatings if seating.pattern == pattern)
 
-    def members(self, core: int, standing: Standing) -> list[Slot]:
+    def members(self, core: int, standing: SurvivingReplicas) -> list[Slot]:
         """The slots that are core number `core`, one for each replica that goes on, ascending."""
         return [
             Slot(
@@ -61,7 +61,7 @@ class CoreRoute:
         ]
 
 
-def plan_core_route(standing: Standing, units: StageUnits, stage: int) -> CoreRoute:
+def plan_core_route(standing: SurvivingReplicas, units: StageUnits, stage: int) -> CoreRoute:
     """Cores as the narrowest group of the stage holds its units; the first such pattern where several are."""
     tp, patterns = standing.topology.tp, stage_patterns(standing, stage)
     reference = min(patterns, key=lambda pattern: (-len(pattern), pattern))

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.shard_layout import lay_out, overlay
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing
+from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
 type UnitsByFamily = tuple[tuple[str, Spans], ...]
@@ -30,7 +30,7 @@ class Lane:
     detours: tuple[tuple[int, int], ...]
     units: UnitsByFamily
 
-    def members(self, standing: Standing) -> list[Slot]:
+    def members(self, standing: SurvivingReplicas) -> list[Slot]:
         """One slot for each replica that goes on, ascending."""
         elsewhere = dict(self.detours)
         return [
@@ -56,14 +56,14 @@ class StageLanes:
         return result
 
 
-def stage_patterns(standing: Standing, stage: int) -> tuple[Pattern, ...]:
+def stage_patterns(standing: SurvivingReplicas, stage: int) -> tuple[Pattern, ...]:
     """The patterns of the stage among replicas that go on, whole first; never empty."""
     hurt = standing.patterns_of_stage(stage)
     any_whole = sum(len(replicas) for replicas in hurt.values()) < len(standing.replicas)
     return ((WHOLE,) if any_whole else ()) + tuple(hurt)
 
 
-def plan_lanes(standing: Standing, units: StageUnits, stage: int) -> StageLanes:
+def plan_lanes(standing: SurvivingReplicas, units: StageUnits, stage: int) -> StageLanes:
     """The lanes of one stage."""
     tp, patterns, hurt = standing.topology.tp, stage_patterns(standing, stage), standing.patterns_of_stage(stage)
     found: defaultdict[tuple[int, ...], dict[str, list[sp.Span]]] = defaultdict(dict)
@@ -82,7 +82,9 @@ def plan_lanes(standing: Standing, units: StageUnits, stage: int) -> StageLanes:
     return StageLanes(stage=stage, patterns=patterns, lanes=lanes, owners=tuple(sorted(found)))
 
 
-def plan_shared_lanes(standing: Standing, units: ModelUnits, family: str) -> list[tuple[tuple[Slot, ...], Spans]]:
+def plan_shared_lanes(
+    standing: SurvivingReplicas, units: ModelUnits, family: str
+) -> list[tuple[tuple[Slot, ...], Spans]]:
     """The lanes of a family that several stages have the same values of: one owner in each replica and stage.
 
     Members are told stage by stage, each with the spans that they all hold. A family of one stage has none.

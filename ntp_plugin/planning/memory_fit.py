@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from ntp_plugin.config.sections import Batch, Model, State
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning.shard_layout import lay_out, slot_elements
-from ntp_plugin.planning.topology import WHOLE, Pattern, Standing, Topology
+from ntp_plugin.planning.topology import WHOLE, Pattern, SurvivingReplicas, Topology
 from ntp_plugin.planning.units import ATTENTION, MLP, ModelUnits, StageUnits, Tensor
 
 PACKED_BUCKET = 40_000_000
@@ -155,7 +155,7 @@ def fit(
 
 def fit_groups(
     training: Training,
-    standing: Standing,
+    standing: SurvivingReplicas,
     *,
     limit: float,
     min_tp_width: int = 1,

@@ -44,7 +44,7 @@ class Turn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parities:
+class ParityGroups:
     """Who shares with whom after losses: the nominal rule and its exceptions."""
 
     topology: Topology
@@ -85,10 +85,10 @@ class Parities:
         return range(domain * self.reach, min((domain + 1) * self.reach, self.topology.nodes))
 
 
-def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, ...]) -> Parities:
+def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, ...]) -> ParityGroups:
     """The groups after these hosts were lost; refuses a cluster with too few failure domains."""
     resettled: dict[Turn, tuple[ParityGroup, ...]] = {}
-    parities = Parities(
+    parities = ParityGroups(
         topology=topology,
         reach=domain_size(topology, policy.far),
         sharers=policy.sharers,
@@ -112,7 +112,7 @@ def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int
     return parities
 
 
-def _turns_without_keeper(parities: Parities) -> Iterator[Turn]:
+def _turns_without_keeper(parities: ParityGroups) -> Iterator[Turn]:
     """In the order of the hosts that are lost."""
     for lost in sorted(parities.lost):
         domain = lost // parities.reach
@@ -128,7 +128,7 @@ def _turns_without_keeper(parities: Parities) -> Iterator[Turn]:
 
 
 def _settled(
-    members: tuple[Slot, ...], parities: Parities, nominal: int, dealt: Mapping[int, int]
+    members: tuple[Slot, ...], parities: ParityGroups, nominal: int, dealt: Mapping[int, int]
 ) -> Iterator[ParityGroup]:
     """These, together as far as some host is left outside of their domains."""
     nodes, reach, node_of = parities.topology.nodes, parities.reach, parities.topology.node_of

@@ -16,13 +16,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ntp_plugin.config.sections import Batch, Hardware, Job, Model, Policy, State
-from ntp_plugin.planning.batch_split import BatchSplit, NominalBatch, Pace, split_batch
+from ntp_plugin.planning.batch_split import BatchSplit, NominalBatch, ReplicaPace, split_batch
 from ntp_plugin.planning.copy_placement import Placement, Resettled, place_copies
 from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, MemoryUse, Training, fit_groups, memory_use, narrowest
 from ntp_plugin.planning.pace import HEALTHY_NS, micro_batch_ns
-from ntp_plugin.planning.parity_groups import Parities, ParityGroup, share_parities
+from ntp_plugin.planning.parity_groups import ParityGroup, ParityGroups, share_parities
 from ntp_plugin.planning.routes import StageRoute, plan_route
-from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing, Topology
+from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas, Topology
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
 from ntp_plugin.planning.units import ModelUnits, transformer_units
 
@@ -99,8 +99,8 @@ class Nominal:
             activation=self.guard.activation,
         )
 
-    def standing(self, lost: frozenset[Slot]) -> Standing:
-        return Standing(topology=self.topology, lost=lost, min_tp_width=self.policy.min_tp_width)
+    def standing(self, lost: frozenset[Slot]) -> SurvivingReplicas:
+        return SurvivingReplicas(topology=self.topology, lost=lost, min_tp_width=self.policy.min_tp_width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +156,7 @@ def plan_recovery(
     lost_before: frozenset[Slot] = frozenset(),
     empty: frozenset[Slot] = frozenset(),
     owed: int = 0,
-    measured: Mapping[int, Pace] | None = None,
+    measured: Mapping[int, ReplicaPace] | None = None,
 ) -> RecoveryPlan:
     """The plan for going from the losses `lost_before` to the losses `lost`.
 
@@ -210,8 +210,8 @@ def plan_recovery(
 
 
 def _copies(
-    nominal: Nominal, standing: Standing
-) -> tuple[Placement | Parities, tuple[Resettled, ...] | tuple[ParityGroup, ...]]:
+    nominal: Nominal, standing: SurvivingReplicas
+) -> tuple[Placement | ParityGroups, tuple[Resettled, ...] | tuple[ParityGroup, ...]]:
     """Where copies are, or parities of them, and which are elsewhere than nominally."""
     topology, policy = nominal.topology, nominal.policy.copies
     if policy.sharers:
@@ -223,22 +223,22 @@ def _copies(
 
 
 def replica_paces(
-    nominal: Nominal, standing: Standing, measured: Mapping[int, Pace], pieces: Mapping[int, int]
-) -> dict[int, Pace]:
+    nominal: Nominal, standing: SurvivingReplicas, measured: Mapping[int, ReplicaPace], pieces: Mapping[int, int]
+) -> dict[int, ReplicaPace]:
     """The pace of every replica that goes on: as measured, else by its widest slots; some run `pieces`."""
     topology = nominal.topology
-    whole = Pace(ns=HEALTHY_NS, pieces=nominal.pieces)
+    whole = ReplicaPace(ns=HEALTHY_NS, pieces=nominal.pieces)
     paces = dict.fromkeys(standing.replicas, whole)
     for replica in standing.hurt_replicas:
         patterns = tuple(standing.pattern(replica, stage) for stage in range(topology.pp))
-        paces[replica] = Pace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), pieces=nominal.pieces)
+        paces[replica] = ReplicaPace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), pieces=nominal.pieces)
     paces |= {replica: measured[replica] for replica in standing.replicas if replica in measured}
     return {replica: pace.cut(pieces.get(replica, 1)) for replica, pace in paces.items()}
 
 
 def split_among(nominal: Nominal, replicas: Collection[int]) -> BatchSplit:
     """The batch, where these go on alone and are whole."""
-    paces = dict.fromkeys(replicas, Pace(ns=HEALTHY_NS, pieces=nominal.pieces))
+    paces = dict.fromkeys(replicas, ReplicaPace(ns=HEALTHY_NS, pieces=nominal.pieces))
     return split_batch(paces, _nominal_batch(nominal), nominal.policy.batch)
 
 
@@ -252,7 +252,7 @@ def _nominal_batch(nominal: Nominal) -> NominalBatch:
     )
 
 
-def _group_changes(nominal: Nominal, before: Standing, after: Standing) -> tuple[GroupChange, ...]:
+def _group_changes(nominal: Nominal, before: SurvivingReplicas, after: SurvivingReplicas) -> tuple[GroupChange, ...]:
     returned = before.dropped - after.dropped
     groups = {
         group
@@ -274,7 +274,7 @@ def _group_changes(nominal: Nominal, before: Standing, after: Standing) -> tuple
     )
 
 
-def _memory(nominal: Nominal, standing: Standing, stage: int, pattern: Pattern) -> MemoryUse:
+def _memory(nominal: Nominal, standing: SurvivingReplicas, stage: int, pattern: Pattern) -> MemoryUse:
     return memory_use(
         nominal.units.stages[stage],
         nominal.topology.tp,
@@ -304,7 +304,7 @@ def within_memory(nominal: Nominal) -> Nominal:
     return dataclasses.replace(nominal, policy=dataclasses.replace(nominal.policy, min_tp_width=width))
 
 
-def _pieces(nominal: Nominal, standing: Standing) -> Mapping[int, int]:
+def _pieces(nominal: Nominal, standing: SurvivingReplicas) -> Mapping[int, int]:
     """Replica -> in how many pieces it runs a micro-batch, so that all its stages fit; refuses what fits in none."""
     guard = nominal.guard
     if guard is None:

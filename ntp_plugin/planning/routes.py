@@ -18,7 +18,7 @@ from ntp_plugin.config.sections import Hardware
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.core_route import CoreRoute, plan_core_route
 from ntp_plugin.planning.lanes import StageLanes, UnitsByFamily, busiest_lane_count, plan_lanes
-from ntp_plugin.planning.topology import Standing
+from ntp_plugin.planning.topology import SurvivingReplicas
 from ntp_plugin.planning.units import StageUnits
 
 FRAMEWORK, DIRECT, VIA_CORE = "framework", "direct", "via_core"
@@ -50,7 +50,7 @@ class StageRoute:
 
 
 def plan_route(
-    standing: Standing, units: StageUnits, stage: int, *, wanted: str, gradient_bytes: int, hardware: Hardware
+    standing: SurvivingReplicas, units: StageUnits, stage: int, *, wanted: str, gradient_bytes: int, hardware: Hardware
 ) -> StageRoute:
     """The lanes of a stage and the cheaper route (`wanted="auto"`) or the wanted one."""
     lanes = plan_lanes(standing, units, stage)
@@ -77,7 +77,7 @@ def plan_route(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Price:
     stage: int
-    standing: Standing
+    standing: SurvivingReplicas
     units: StageUnits
     gradient_bytes: int
     hardware: Hardware

@@ -111,7 +111,7 @@ def _named(word: str, parts: Mapping[str, int], topology: Topology) -> list[Slot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Standing:
+class SurvivingReplicas:
     """Who stands after losses: a pure function of (topology, lost slots, minimum width)."""
 
     topology: Topology

@@ -33,10 +33,10 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.copy_placement import Placement
 from ntp_plugin.planning.dealing import Deal, deal
-from ntp_plugin.planning.parity_groups import Parities
+from ntp_plugin.planning.parity_groups import ParityGroups
 from ntp_plugin.planning.shard_layout import lay_out, overlay, slot_elements
 from ntp_plugin.planning.spans import Span, Spans
-from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, Standing
+from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas
 from ntp_plugin.planning.units import Family, ModelUnits
 
 DOMAIN, PEER, FAR_COPY, NEAR_COPY, PARITY = "domain", "peer", "far copy", "near copy", "parity"
@@ -81,11 +81,11 @@ class Change:
     The `empty` slots stand afterwards, but hold nothing: whatever was in them before is lost.
     """
 
-    before: Standing
-    after: Standing
+    before: SurvivingReplicas
+    after: SurvivingReplicas
     units: ModelUnits
     state: State
-    copies: Placement | Parities | None
+    copies: Placement | ParityGroups | None
     protect_all: bool = False
     empty: frozenset[Slot] = frozenset()
 
@@ -134,7 +134,7 @@ def plan_block_deals(change: Change) -> tuple[BlockDeal, ...]:
     return tuple(deals)
 
 
-def _slots_of(standing: Standing, replicas: frozenset[int], units: ModelUnits) -> Iterator[tuple[Slot, int]]:
+def _slots_of(standing: SurvivingReplicas, replicas: frozenset[int], units: ModelUnits) -> Iterator[tuple[Slot, int]]:
     """The living slots of these replicas, each with the parameters that it holds."""
     for replica in sorted(replicas):
         for stage, stage_units in enumerate(units.stages):
@@ -281,7 +281,7 @@ def _copy_reader(change: Change, of: Slot) -> tuple[Slot, str] | None:
     if change.copies is None:
         return None
     home = change.after.topology.node_of(of)
-    if isinstance(change.copies, Parities):
+    if isinstance(change.copies, ParityGroups):
         of_hosts = {NEAR_COPY: [home], PARITY: _parity_host(change.copies, of, change.after)}
     else:
         of_hosts = {FAR_COPY: change.copies.holders(home), NEAR_COPY: [home]}
@@ -293,7 +293,7 @@ def _copy_reader(change: Change, of: Slot) -> tuple[Slot, str] | None:
     return None
 
 
-def _parity_host(parities: Parities, of: Slot, after: Standing) -> list[int]:
+def _parity_host(parities: ParityGroups, of: Slot, after: SurvivingReplicas) -> list[int]:
     """If it can be of use: all other members' near copies are there."""
     group, node_of = parities.group_of(of), after.topology.node_of
     if group is None or any(node_of(slot) in after.lost_nodes for slot in group.members if slot != of):
@@ -301,7 +301,7 @@ def _parity_host(parities: Parities, of: Slot, after: Standing) -> list[int]:
     return [group.keeper]
 
 
-def _reader(after: Standing, node: int, of: Slot) -> Slot | None:
+def _reader(after: SurvivingReplicas, node: int, of: Slot) -> Slot | None:
     """A living slot on the host: the one in the place of `of` if it lives, else the first."""
     slots = after.topology.slots_on(node)
     place = after.topology.rank_of(of) % after.topology.gpus_per_node
@@ -330,7 +330,7 @@ def _state_lost(change: Change, slot: Slot, what: str, *, copied: bool, units: s
         reason, cure = (
             "the hosts of its copies are lost as well",
             "set copies.far to a wider domain"
-            + (", or copies.mode = copy," if isinstance(change.copies, Parities) else "")
+            + (", or copies.mode = copy," if isinstance(change.copies, ParityGroups) else "")
             + " before the next run",
         )
     return StateLost(

@@ -124,7 +124,7 @@ class Pulse:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class RankFailure:
     """A rank that is gone, and why, in words with the numbers."""
 
     slot: int
@@ -176,7 +176,7 @@ class Standstill:
     """Hosts that this one cannot connect to."""
 
 
-def gone(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[Verdict]:
+def gone(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[RankFailure]:
     """The ranks of a host that are gone by their own proof, ascending by slot."""
     found = [_judge_alone(slot, pulse, thresholds, now) for slot, pulse in sorted(pulses.items())]
     return [verdict for verdict in found if verdict is not None]
@@ -184,7 +184,7 @@ def gone(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> 
 
 def left_over(
     pulses: Mapping[int, Pulse], joined: Collection[int], thresholds: Thresholds, *, over_for: float
-) -> list[Verdict]:
+) -> list[RankFailure]:
     """The processes of a host that hold up the end of a job that has been over for so long, ascending by slot."""
     found = []
     for slot, pulse in sorted(pulses.items()):
@@ -194,10 +194,10 @@ def left_over(
         if slot not in joined:
             reason = "the job is over, and it had not joined"
             if over_for > thresholds.silent_s:  # one that runs ends by itself
-                found.append(Verdict(slot=slot, kind=NOT_NEEDED, reason=reason))
+                found.append(RankFailure(slot=slot, kind=NOT_NEEDED, reason=reason))
         elif pulse.stopped and stood > thresholds.silent_s:
             reason = f"its process is stopped since {stood:.2f} s (limit {thresholds.silent_s} s), and the job is over"
-            found.append(Verdict(slot=slot, kind="frozen", reason=reason))
+            found.append(RankFailure(slot=slot, kind="frozen", reason=reason))
     return found
 
 
@@ -229,7 +229,7 @@ def _without_a_poll(pulse: Pulse, still: float) -> float:
 
 def judge(
     told: Mapping[int, Standstill | None], slots: Mapping[int, Collection[int]], thresholds: Thresholds
-) -> list[Verdict]:
+) -> list[RankFailure]:
     """Who holds all others up, from what each host told, and the slots of each host.
 
     Nobody does where somebody moves, where nobody waits (a long computation), or where all are `stuck`.
@@ -242,7 +242,7 @@ def judge(
     broken = {host: still.unreachable for host, still in known.items()}
     if cut := cut_off(broken):
         why = f"its host is cut off from others, while {waiting} wait (limit {thresholds.hung_s} s)"
-        return [Verdict(slot=slot, kind="cut off", reason=why) for host in cut for slot in sorted(slots[host])]
+        return [RankFailure(slot=slot, kind="cut off", reason=why) for host in cut for slot in sorted(slots[host])]
     idle = {slot: since for still in known.values() for slot, since in still.idle.items()}
     hanging = {slot for still in known.values() for slot in still.hanging}
     others = f"{waiting} others wait" if waiting else f"{len(done)} others are done"
@@ -259,7 +259,7 @@ def judge(
     if waiting and not idle:
         left_early = f"while {waiting} others wait in collectives (limit {thresholds.hung_s} s)"
         hung = [(slot, f"it has waited for the end for {since:.1f} s {left_early}") for slot, since in done.items()]
-    return [Verdict(slot=slot, kind="hung", reason=reason) for slot, reason in sorted(hung)]
+    return [RankFailure(slot=slot, kind="hung", reason=reason) for slot, reason in sorted(hung)]
 
 
 def stuck(told: Mapping[int, Standstill | None]) -> int:
@@ -294,23 +294,23 @@ def is_done(pulse: Pulse) -> bool:
     return pulse.ended is not None and (pulse.over or (pulse.ended == 0 and pulse.beat_at is None))
 
 
-def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) -> Verdict | None:
+def _judge_alone(slot: int, pulse: Pulse, thresholds: Thresholds, now: float) -> RankFailure | None:
     if is_done(pulse):
         return None
     if pulse.ended is not None:
         reason = f"its process ended with code {pulse.ended}" + ("" if pulse.ended else " before the job was over")
-        return Verdict(slot=slot, kind="ended", reason=reason)
+        return RankFailure(slot=slot, kind="ended", reason=reason)
     stood = pulse.asked_at - pulse.ran_at
     if pulse.stopped and stood > thresholds.frozen_s and (pulse.joining or pulse.beat_at is not None):
         reason = f"its process is stopped, and did not run for {stood:.2f} s (limit {thresholds.frozen_s} s)"
-        return Verdict(slot=slot, kind="frozen", reason=reason)
+        return RankFailure(slot=slot, kind="frozen", reason=reason)
     if pulse.beat_at is None:
         silence, limit = now - pulse.started_at, thresholds.start_s
         reason = f"no beat in {silence:.1f} s since its start (limit {limit} s)"
-        return Verdict(slot=slot, kind="silent", reason=reason) if silence > limit else None
+        return RankFailure(slot=slot, kind="silent", reason=reason) if silence > limit else None
     silence = now - pulse.beat_at
     limit = max(thresholds.silent_s, thresholds.hung_s, _LEAVING_S) if pulse.leaving else thresholds.silent_s
     if silence > limit:
         reason = f"no beat in {silence:.1f} s (limit {limit} s)" + " after it said that it ends" * pulse.leaving
-        return Verdict(slot=slot, kind="silent", reason=reason)
+        return RankFailure(slot=slot, kind="silent", reason=reason)
     return None

@@ -17,7 +17,7 @@ from ntp_plugin.comm.agreement import Agreed, Agreement
 from ntp_plugin.comm.membership import Report, View
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.comm.running_time import RunningTime
-from ntp_plugin.comm.standing import Standing
+from ntp_plugin.comm.standing import CollectiveWait
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.recovery.bell import Bell
 from ntp_plugin.recovery.trainer import LeavesOut, Trainer
@@ -136,7 +136,7 @@ class Driver:
         with self._waiting() as standing:
             return self._agreement.everybody_is_done(standing.poll)
 
-    def _waiting(self) -> contextlib.AbstractContextManager[Standing]:
+    def _waiting(self) -> contextlib.AbstractContextManager[CollectiveWait]:
         """A wait for others, in which they may take longer where this member has nothing else left to do."""
         waiting = self._groups.waiting()
         return waiting.at_the_end() if self._is_at_the_end else waiting

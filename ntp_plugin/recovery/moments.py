@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # names of moments are read where there is no torch
     import torch
 
-    from ntp_plugin.copies.pieces import Piece
+    from ntp_plugin.copies.pieces import TensorSlice
     from ntp_plugin.recovery.driver import Driver
 
 OF_STEPS: Mapping[str, str] = {
@@ -56,7 +56,7 @@ ALL_DONE = "all done"
 class Weight:
     """A tensor that is trained, as far as this process has it."""
 
-    piece: "Piece"
+    piece: "TensorSlice"
     values: "torch.Tensor"
     is_cut: bool
     """Over the TP slots; else each of them has it."""

@@ -26,7 +26,7 @@ def corner(run_id: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankContext:
     """Where a process stands in its job: read once, at start."""
 
     slot: int
@@ -113,7 +113,7 @@ class Place:
         return _TOLD_BY in environment
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> "Place":
+    def read(cls, environment: Mapping[str, str] = os.environ) -> "RankContext":
         """From the environment that `ntp run` made."""
         if _TOLD_BY not in environment:
             raise ConfigError("this process was not started by `ntp run`", way_out="ntp run takes torchrun's flags")

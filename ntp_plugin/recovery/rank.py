@@ -26,7 +26,7 @@ from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
 from ntp_plugin.recovery.bell import Bell
 from ntp_plugin.recovery.driver import Driver, Patience
 from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
-from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.place import RankContext
 from ntp_plugin.recovery.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +38,9 @@ class ElasticRank:
     is_there = False
     """Whether this process has one: its world is made already, or just now."""
 
-    def __init__(self, place: Place, *, backend: str = "gloo", timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(
+        self, place: RankContext, *, backend: str = "gloo", timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
         """`backend` and `timeout` are torch's own, of the world and of groups made from it."""
         self.place, ElasticRank.is_there = place, True
         # One connection for each use, all opened now and none while recovering.

@@ -24,24 +24,24 @@ import torch.distributed as dist
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.copies import digest
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.watch import Odd, Sums, Told, are_alike, odd_ones, sums_of
 from ntp_plugin.errors import PeerLost, SilentCorruption
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.watch_interval import AT_LEAST_EVERY, Measured, Schedule
+from ntp_plugin.recovery.watch_interval import AT_LEAST_EVERY, CompareSchedule, Measured
 from ntp_plugin.telemetry import Compared, Corrupted, Teller
 
 _LOG = logging.getLogger(__name__)
 
 
-type HeldAlike = Iterable[tuple[str, str, Piece, Mapping[str, torch.Tensor]]]
+type HeldAlike = Iterable[tuple[str, str, TensorSlice, Mapping[str, torch.Tensor]]]
 """What every replica has: its name, among which wholes it is (`copies/watch.py`), the piece that this rank has of it,
 and the values of these elements by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Told:
+class _Comparison:
     """What a rank tells all others in a comparison."""
 
     alike: int
@@ -68,7 +68,7 @@ class ReplicaWatch:
         self._teller, self._alike = teller, 0
         self._groups, self._slot = rank.groups, rank.place.slot
         self._budget, self._heals = policy.watch_cost, policy.on_sdc == "heal"
-        self._schedule = Schedule(every=policy.watch_steps)
+        self._schedule = CompareSchedule(every=policy.watch_steps)
         self._looked = 0, 0
         """The steps and the epoch that it last compared after."""
         self._diverged_in, self._diverged_at = -1, 0
@@ -133,8 +133,8 @@ class ReplicaWatch:
         mine = self._digests(step)
         digested_at = time.monotonic()
         measured = Measured(digests_s=digested_at - began_at, exchange_s=self._exchange_s, step_s=self._fastest_s)
-        told: list[_Told] = [_Told(alike=0, sums={}, measured=measured)] * dist.get_world_size()
-        dist.all_gather_object(told, _Told(alike=self._alike, sums=sums_of(mine), measured=measured))
+        told: list[_Comparison] = [_Comparison(alike=0, sums={}, measured=measured)] * dist.get_world_size()
+        dist.all_gather_object(told, _Comparison(alike=self._alike, sums=sums_of(mine), measured=measured))
         odd = [] if are_alike(one.sums for one in told) else self._odd_of_all(mine)
         self._exchange_s, self._fastest_s = time.monotonic() - digested_at, 0.0
         self._schedule = self._schedule.compared(step, [one.measured for one in told], self._budget)

@@ -40,7 +40,7 @@ def steps_until_next(measured: Sequence[Measured], budget: float) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class CompareSchedule:
     """When the next comparison is due, as far as this rank knows."""
 
     every: int | None
@@ -49,7 +49,7 @@ class Schedule:
     """The epoch that `next_at` belongs to."""
     next_at: int = 0
 
-    def seen(self, step: int, epoch: int) -> "Schedule":
+    def seen(self, step: int, epoch: int) -> "CompareSchedule":
         """In a new epoch, which all ranks enter at the same step, the next comparison is after its first step: whoever
         joined knows no more, and a loss may have kept some ranks from hearing what was decided last."""
         if epoch == self.epoch:
@@ -63,7 +63,7 @@ class Schedule:
         of_the_user = self.every is not None and step % self.every == 0
         return of_the_user or step == self.next_at or (self.every is None and step > self.next_at)
 
-    def compared(self, step: int, measured: Sequence[Measured], budget: float) -> "Schedule":
+    def compared(self, step: int, measured: Sequence[Measured], budget: float) -> "CompareSchedule":
         """After a comparison, from what all ranks measured."""
         if self.every is not None:
             return dataclasses.replace(self, next_at=0)

@@ -31,7 +31,7 @@ class Rates:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class DomainFailure:
     """Some GPUs of a domain are gone from a moment on, until another."""
 
     start_s: float
@@ -42,7 +42,9 @@ class Fault:
     """How long whoever has to choose thinks that it lasts."""
 
 
-def draw_faults(random: Random, rates: Rates, *, domains: int, domain_gpus: int, horizon_s: float) -> tuple[Fault, ...]:
+def draw_faults(
+    random: Random, rates: Rates, *, domains: int, domain_gpus: int, horizon_s: float
+) -> tuple[DomainFailure, ...]:
     """Poisson: as many as there are, at any moment, on any GPU."""
     per_s = rates.per_gpu_day / DAY_S * domains * domain_gpus
     places = domain_gpus // rates.blast_gpus
@@ -51,7 +53,7 @@ def draw_faults(random: Random, rates: Rates, *, domains: int, domain_gpus: int,
         domain, place = random.randrange(domains), random.randrange(places)
         lasts = rates.hardware_s if random.random() < rates.hardware_share else rates.software_s
         gpus = range(place * rates.blast_gpus, (place + 1) * rates.blast_gpus)
-        found.append(Fault(start_s=now, end_s=now + lasts, domain=domain, gpus=gpus, expected_s=lasts))
+        found.append(DomainFailure(start_s=now, end_s=now + lasts, domain=domain, gpus=gpus, expected_s=lasts))
         now += random.expovariate(per_s)
     return tuple(found)
 
@@ -74,7 +76,7 @@ def replay_outages(
     domain_gpus: int,
     gpus_per_fault: int,
     horizon_s: float,
-) -> tuple[Fault, ...]:
+) -> tuple[DomainFailure, ...]:
     """The trace on our domains.
 
     The first of ours live what the watched ones lived, in a drawn order; where we have more than were watched, the
@@ -96,7 +98,7 @@ def replay_outages(
             first = random.randrange(domain_gpus - gpus_per_fault + 1)
             if start < horizon_s:
                 found.append(
-                    Fault(
+                    DomainFailure(
                         start_s=start,
                         end_s=start + outage.end_s - outage.start_s,
                         domain=domain,

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from ntp_plugin.planning.batch_split import Pace, shortest_step_ns
+from ntp_plugin.planning.batch_split import ReplicaPace, shortest_step_ns
 from ntp_plugin.simulator.step_time import Losses, StepModel, UnevenPace
 
 SHRINK, STRICT, FIXED = "shrink", "strict", "fixed"
@@ -89,7 +89,7 @@ class Fleet:
             return PAUSED
         most = max((max(losses) for losses in hurt), default=0)
         if mode == STRICT:
-            crowd: collections.Counter[Pace] = collections.Counter()
+            crowd: collections.Counter[ReplicaPace] = collections.Counter()
             for losses, count in hurt.items():
                 crowd[self.pace(losses, boosted=boosted)] += count
             if whole:

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "machines"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class GpuModel:
     """One kind of GPU in its scale-up domain; speeds are one way."""
 
     domain_gpus: int
@@ -39,7 +39,7 @@ def known() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
-def read_machine(name: str) -> Machine:
+def read_machine(name: str) -> GpuModel:
     """The machine of that name, or of a file that is named."""
     path = Path(name) if name.endswith((".toml", ".json")) else FOLDER / f"{name}.toml"
     if path.parent == FOLDER and not path.exists():
@@ -52,9 +52,9 @@ def read_machine(name: str) -> Machine:
     )
 
 
-def parse(table: Mapping[str, Any], *, where: str) -> Machine:
+def parse(table: Mapping[str, Any], *, where: str) -> GpuModel:
     """Every constant a number with a source."""
-    fields = {field.name: field.type for field in dataclasses.fields(Machine)}
+    fields = {field.name: field.type for field in dataclasses.fields(GpuModel)}
     for name in [*fields, *table]:
         entry = table.get(name)
         if name not in fields:
@@ -67,4 +67,4 @@ def parse(table: Mapping[str, Any], *, where: str) -> Machine:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ConfigError(f"{where}: {name} = {value!r} must be a number above 0")
     values = {name: float(table[name]["value"]) for name in fields}
-    return Machine(domain_gpus=int(values.pop("domain_gpus")), **values)
+    return GpuModel(domain_gpus=int(values.pop("domain_gpus")), **values)

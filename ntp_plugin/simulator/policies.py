@@ -25,7 +25,7 @@ CHOOSER = "chooser"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class DomainPolicy:
     """What is done with a domain that has lost GPUs, where no spare takes its place."""
 
     name: str
@@ -41,27 +41,27 @@ class Policy:
         return self.name == CHOOSER
 
 
-POLICIES: Mapping[str, Policy] = {
+POLICIES: Mapping[str, DomainPolicy] = {
     policy.name: policy
     for policy in (
-        Policy(name="dp-drop", action=DROP_REPLICA),
-        Policy(name="ntp"),
-        Policy(name="ntp-strict", mode=STRICT),
-        Policy(name="ntp-pw", boosted=True),
-        Policy(name="dp-drop+hot", action=DROP_REPLICA, hot=True),
-        Policy(name="dp-drop+cold", action=DROP_REPLICA, cold=True),
-        Policy(name="ntp+hot", hot=True),
-        Policy(name="ntp+cold", cold=True),
-        Policy(name="dp-drop+spares", action=DROP_REPLICA, hot=True, cold=True),
-        Policy(name="ntp+spares", hot=True, cold=True),
-        Policy(name="wait", action=WAIT_FOR_SPARE, hot=True, cold=True),
-        Policy(name="restart", action=RESTART),
-        Policy(name=CHOOSER, hot=True, cold=True),
+        DomainPolicy(name="dp-drop", action=DROP_REPLICA),
+        DomainPolicy(name="ntp"),
+        DomainPolicy(name="ntp-strict", mode=STRICT),
+        DomainPolicy(name="ntp-pw", boosted=True),
+        DomainPolicy(name="dp-drop+hot", action=DROP_REPLICA, hot=True),
+        DomainPolicy(name="dp-drop+cold", action=DROP_REPLICA, cold=True),
+        DomainPolicy(name="ntp+hot", hot=True),
+        DomainPolicy(name="ntp+cold", cold=True),
+        DomainPolicy(name="dp-drop+spares", action=DROP_REPLICA, hot=True, cold=True),
+        DomainPolicy(name="ntp+spares", hot=True, cold=True),
+        DomainPolicy(name="wait", action=WAIT_FOR_SPARE, hot=True, cold=True),
+        DomainPolicy(name="restart", action=RESTART),
+        DomainPolicy(name=CHOOSER, hot=True, cold=True),
     )
 }
 
 
-def policy_of(name: str) -> Policy:
+def policy_of(name: str) -> DomainPolicy:
     """The policy of that name."""
     if name not in POLICIES:
         raise ConfigError(f"{name!r} is no policy", way_out=f"choose from {', '.join(POLICIES)}")

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from ntp_plugin.simulator.failures import Fault
+from ntp_plugin.simulator.failures import DomainFailure
 from ntp_plugin.simulator.scenario import Scenario
 from ntp_plugin.simulator.setting import Course
 from ntp_plugin.simulator.snapshot import Availability, Loss, losses, spares_needed
@@ -14,7 +14,7 @@ FRACTIONS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class SimulationReport:
     """Everything that a simulation says. What was not asked for is empty."""
 
     seed: int
@@ -38,11 +38,11 @@ def work_of(scenario: Scenario) -> int:
     return parts + (len(asked.policies) if asked.spares_needed else 0)
 
 
-def simulate(scenario: Scenario) -> Iterator[Report]:
+def simulate(scenario: Scenario) -> Iterator[SimulationReport]:
     """The report as it grows, once after each part of the work; the last one is whole."""
     asked, fleet = scenario.asked, scenario.fleet
     faults = scenario.faults() if asked.days else ()
-    report = Report(
+    report = SimulationReport(
         seed=asked.seed,
         gpus=scenario.topology.size,
         domains=scenario.domains,
@@ -79,7 +79,7 @@ def simulate(scenario: Scenario) -> Iterator[Report]:
         yield report
 
 
-def _assumptions(scenario: Scenario, faults: tuple[Fault, ...]) -> Iterator[str]:
+def _assumptions(scenario: Scenario, faults: tuple[DomainFailure, ...]) -> Iterator[str]:
     asked, failures = scenario.asked, scenario.asked.failures
     if asked.packed:
         yield "hurt domains are packed into as few replicas as possible at every change"

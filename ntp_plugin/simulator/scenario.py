@@ -11,11 +11,11 @@ from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.actions import ActionPolicy
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.planning.units import stage_depths, transformer_units
-from ntp_plugin.simulator.failures import DAY_S, LLAMA3_PER_GPU_DAY, Fault, Rates, draw_faults, replay_outages
+from ntp_plugin.simulator.failures import DAY_S, LLAMA3_PER_GPU_DAY, DomainFailure, Rates, draw_faults, replay_outages
 from ntp_plugin.simulator.fleet import MODES, SHRINK, Fleet
-from ntp_plugin.simulator.machine import Machine, read_machine
-from ntp_plugin.simulator.policies import POLICIES, Policy, policy_of
-from ntp_plugin.simulator.setting import Costs, Setting
+from ntp_plugin.simulator.machine import GpuModel, read_machine
+from ntp_plugin.simulator.policies import POLICIES, DomainPolicy, policy_of
+from ntp_plugin.simulator.setting import Costs, SimulationSetting
 from ntp_plugin.simulator.step_time import StepModel
 from ntp_plugin.simulator.traces import read_trace
 
@@ -124,7 +124,7 @@ class Scenario:
     asked: Simulation
 
     @functools.cached_property
-    def machine(self) -> Machine:
+    def machine(self) -> GpuModel:
         return read_machine(self.asked.machine)
 
     @functools.cached_property
@@ -132,7 +132,7 @@ class Scenario:
         return Topology.of(self.asked.parallel)
 
     @functools.cached_property
-    def policies(self) -> tuple[Policy, ...]:
+    def policies(self) -> tuple[DomainPolicy, ...]:
         return tuple(policy_of(name) for name in self.asked.policies)
 
     @functools.cached_property
@@ -185,7 +185,7 @@ class Scenario:
     def horizon_s(self) -> float:
         return self.asked.days * DAY_S
 
-    def faults(self, seed: int | None = None) -> tuple[Fault, ...]:
+    def faults(self, seed: int | None = None) -> tuple[DomainFailure, ...]:
         """What every policy of a run goes through."""
         random = Random(self.asked.seed if seed is None else seed)
         failures = self.asked.failures
@@ -206,13 +206,13 @@ class Scenario:
             horizon_s=self.horizon_s,
         )
 
-    def setting(self, faults: tuple[Fault, ...]) -> Setting:
+    def setting(self, faults: tuple[DomainFailure, ...]) -> SimulationSetting:
         """What all policies of a run have in common; the rate that a chooser knows is that of its faults."""
         asked, standstills = self.asked, self.asked.standstills
         replayed = asked.failures.trace is not None
         measured = sum(len(fault.gpus) for fault in faults) / (self.topology.size * self.horizon_s)
         samples = None if asked.choosing.noise_scale is None else self.fleet.total * asked.batch.micro_batch
-        return Setting(
+        return SimulationSetting(
             fleet=self.fleet,
             topology=self.topology,
             costs=Costs(**dataclasses.asdict(standstills)),

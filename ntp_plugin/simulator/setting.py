@@ -25,7 +25,7 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class SimulationSetting:
     """What all policies of a run have in common."""
 
     fleet: Fleet

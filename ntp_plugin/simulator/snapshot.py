@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from ntp_plugin.planning.actions import DROP_REPLICA
-from ntp_plugin.simulator.failures import Fault
+from ntp_plugin.simulator.failures import DomainFailure
 from ntp_plugin.simulator.fleet import Fleet
-from ntp_plugin.simulator.policies import Policy
+from ntp_plugin.simulator.policies import DomainPolicy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,14 @@ def draw_lost(random: Random, fleet: Fleet, failed: float, blast_gpus: int) -> M
 
 
 def losses(
-    fleet: Fleet, policies: Sequence[Policy], *, mode: str, failed: Sequence[float], draws: int, seed: int, blast: int
+    fleet: Fleet,
+    policies: Sequence[DomainPolicy],
+    *,
+    mode: str,
+    failed: Sequence[float],
+    draws: int,
+    seed: int,
+    blast: int,
 ) -> tuple[tuple[Loss, ...], tuple[Availability, ...]]:
     """Throughput that each policy loses, and what is whole; all policies see the same draws."""
     rows: list[Loss] = []
@@ -62,13 +69,13 @@ def losses(
     return tuple(rows), tuple(whole)
 
 
-def _throughput(fleet: Fleet, policy: Policy, mode: str, lost: Mapping[int, int]) -> float:
+def _throughput(fleet: Fleet, policy: DomainPolicy, mode: str, lost: Mapping[int, int]) -> float:
     dropped = tuple(lost) if policy.action == DROP_REPLICA else ()
     running = fleet.running({} if dropped else lost, dropped, mode=policy.mode or mode, boosted=policy.boosted)
     return running.throughput
 
 
-def spares_needed(fleet: Fleet, policy: Policy, faults: Sequence[Fault], *, horizon_s: float) -> int:
+def spares_needed(fleet: Fleet, policy: DomainPolicy, faults: Sequence[DomainFailure], *, horizon_s: float) -> int:
     """The fewest spare domains with which the batch is whole in the nominal time, at every moment of a run.
 
     A spare domain takes the place of a hurt one, or `pp` of them are one more replica, whichever takes fewer. Needs a
@@ -82,7 +89,7 @@ def spares_needed(fleet: Fleet, policy: Policy, faults: Sequence[Fault], *, hori
     return most
 
 
-def _hurt_over_time(fleet: Fleet, faults: Sequence[Fault], horizon_s: float) -> list[tuple[int, ...]]:
+def _hurt_over_time(fleet: Fleet, faults: Sequence[DomainFailure], horizon_s: float) -> list[tuple[int, ...]]:
     """The losses of all hurt groups after every start of a fault, worst first."""
     changes = sorted(
         [(fault.start_s, 1, number) for number, fault in enumerate(faults)]
@@ -103,7 +110,7 @@ def _hurt_over_time(fleet: Fleet, faults: Sequence[Fault], horizon_s: float) -> 
     return found
 
 
-def _spares_for(fleet: Fleet, policy: Policy, lost: tuple[int, ...]) -> int:
+def _spares_for(fleet: Fleet, policy: DomainPolicy, lost: tuple[int, ...]) -> int:
     if policy.action == DROP_REPLICA:
         return len(lost)
     best = len(lost)
@@ -123,7 +130,7 @@ def _spares_for(fleet: Fleet, policy: Policy, lost: tuple[int, ...]) -> int:
     return best
 
 
-def _is_enough(fleet: Fleet, policy: Policy, lost: tuple[int, ...], more: int) -> bool:
+def _is_enough(fleet: Fleet, policy: DomainPolicy, lost: tuple[int, ...], more: int) -> bool:
     hurt, gone = fleet.replicas(dict(enumerate(lost)))
     whole = fleet.dp + more - gone - sum(hurt.values())
     done = whole * fleet.micro_batches

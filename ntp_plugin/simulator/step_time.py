@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from ntp_plugin.config.sections import Batch, Model, State
-from ntp_plugin.planning.batch_split import Pace
+from ntp_plugin.planning.batch_split import ReplicaPace
 from ntp_plugin.planning.pace import stage_work
 from ntp_plugin.planning.shard_layout import slot_elements
 from ntp_plugin.planning.topology import WHOLE, Pattern
 from ntp_plugin.planning.units import ModelUnits
-from ntp_plugin.simulator.machine import Machine
+from ntp_plugin.simulator.machine import GpuModel
 
 COLLECTIVES_PER_LAYER = 8
 ACTIVATION_BYTES = 2
@@ -31,7 +31,7 @@ type Losses = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class UnevenPace(Pace):
+class UnevenPace(ReplicaPace):
     """`ns` of the slowest stage, and what the other stages take less than it, once."""
 
     fill_ns: int
@@ -52,7 +52,7 @@ class StepModel:
     units: ModelUnits
     state: State
     batch: Batch
-    machine: Machine
+    machine: GpuModel
     tp: int
     depths: tuple[int, ...]
     """Layers of each stage."""

@@ -20,17 +20,17 @@ from ntp_plugin.planning.actions import (
     choose,
 )
 from ntp_plugin.planning.topology import Slot
-from ntp_plugin.simulator.failures import Fault
+from ntp_plugin.simulator.failures import DomainFailure
 from ntp_plugin.simulator.fleet import Running
 from ntp_plugin.simulator.options import Handling, options
-from ntp_plugin.simulator.policies import Policy
-from ntp_plugin.simulator.setting import Course, Setting
+from ntp_plugin.simulator.policies import DomainPolicy
+from ntp_plugin.simulator.setting import Course, SimulationSetting
 
 MOST_RECONSIDERED = 4
 """Hurt domains that a chooser looks at again when something is back: the work stays linear in the faults."""
 
 
-def follow(setting: Setting, policy: Policy, faults: Sequence[Fault]) -> Course:
+def follow(setting: SimulationSetting, policy: DomainPolicy, faults: Sequence[DomainFailure]) -> Course:
     """One policy, from a whole job to the horizon."""
     return _Job(setting, policy).through(faults)
 
@@ -41,7 +41,7 @@ class _Domain:
 
     action: str = ""
     """REDUCE_TP, DROP_REPLICA, or SWAP_SPARE once a spare has its place."""
-    open: list[Fault] = dataclasses.field(default_factory=list)
+    open: list[DomainFailure] = dataclasses.field(default_factory=list)
     lost: dict[int, int] = dataclasses.field(default_factory=dict)
     """Group of the domain -> how many of its GPUs are gone. Once all are back: as it was, until it is in the job."""
 
@@ -64,7 +64,7 @@ class _Chosen:
 
 
 class _Job:
-    def __init__(self, setting: Setting, policy: Policy) -> None:
+    def __init__(self, setting: SimulationSetting, policy: DomainPolicy) -> None:
         self._setting, self._policy, self._fleet = setting, policy, setting.fleet
         self._tp = setting.fleet.model.tp
         self._mode = policy.mode or setting.mode
@@ -84,7 +84,7 @@ class _Job:
 
     # ------------------------------------------------ time
 
-    def through(self, faults: Sequence[Fault]) -> Course:
+    def through(self, faults: Sequence[DomainFailure]) -> Course:
         horizon = self._setting.horizon_s
         for fault in faults:
             self._plan(fault.start_s, self._lose, fault)
@@ -125,7 +125,7 @@ class _Job:
 
     # ------------------------------------------------ events
 
-    def _lose(self, fault: Fault) -> None:
+    def _lose(self, fault: DomainFailure) -> None:
         domain = self._hurt.setdefault(fault.domain, _Domain())
         before = set(domain.lost)
         domain.open.append(fault)
@@ -141,7 +141,7 @@ class _Job:
             self._cold -= 1
             self._plan(self._now + self._setting.costs.cold_s, self._spare_is_ready)
 
-    def _return(self, fault: Fault) -> None:
+    def _return(self, fault: DomainFailure) -> None:
         domain = self._hurt[fault.domain]
         domain.open.remove(fault)
         domain.count(self._tp)

@@ -20,7 +20,7 @@ COLUMNS = ("domain", "start", "end")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TraceRow:
     """What stands in one place of the file."""
 
     line: int
@@ -41,16 +41,16 @@ def read_trace(path: Path) -> tuple[Outage, ...]:
     return tuple(sorted(outages, key=lambda outage: (outage.start_s, outage.domain)))
 
 
-def _csv_rows(text: str, path: Path) -> Iterator[Row]:
+def _csv_rows(text: str, path: Path) -> Iterator[TraceRow]:
     reader = csv.DictReader(text.splitlines())
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise _wrong(path, 1, f"the heading has no column {missing[0]}", f"write {','.join(COLUMNS)}")
     for values in reader:
-        yield Row(line=reader.line_num, values=values)
+        yield TraceRow(line=reader.line_num, values=values)
 
 
-def _json_rows(text: str, path: Path) -> Iterator[Row]:
+def _json_rows(text: str, path: Path) -> Iterator[TraceRow]:
     """The objects of a list, one by one, so that a wrong one is known by its line."""
     decoder, at = json.JSONDecoder(), _skip(text, 0)
     if text[at : at + 1] != "[":
@@ -64,7 +64,7 @@ def _json_rows(text: str, path: Path) -> Iterator[Row]:
             raise _wrong(path, getattr(error, "lineno", line), f"not JSON: {getattr(error, 'msg', error)}") from None
         if not isinstance(values, dict):
             raise _wrong(path, line, f"{values!r} is not an object")
-        yield Row(line=line, values=values)
+        yield TraceRow(line=line, values=values)
         at = _skip(text, at)
         if text[at : at + 1] == ",":
             at = _skip(text, at + 1)
@@ -78,14 +78,14 @@ def _skip(text: str, at: int) -> int:
     return at
 
 
-def _outage(row: Row, path: Path) -> Outage:
+def _outage(row: TraceRow, path: Path) -> Outage:
     start, end = (_day(row, name, path) for name in ("start", "end"))
     if end <= start:
         raise _wrong(path, row.line, f"end = {end:g} is not after start = {start:g}")
     return Outage(domain=_name(row, "domain", path), start_s=start * DAY_S, end_s=end * DAY_S)
 
 
-def _paired(rows: list[Row], path: Path) -> list[Outage]:
+def _paired(rows: list[TraceRow], path: Path) -> list[Outage]:
     last = max(_day(row, "event_time", path) for row in rows)
     open_since: dict[str, list[float]] = {}
     found = []
@@ -104,7 +104,7 @@ def _paired(rows: list[Row], path: Path) -> list[Outage]:
     return [Outage(domain=node, start_s=start * DAY_S, end_s=end * DAY_S) for node, start, end in found if end > start]
 
 
-def _day(row: Row, name: str, path: Path) -> float:
+def _day(row: TraceRow, name: str, path: Path) -> float:
     value = row.values.get(name)
     try:
         day = float(value)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def _day(row: Row, name: str, path: Path) -> float:
     return day
 
 
-def _name(row: Row, name: str, path: Path) -> str:
+def _name(row: TraceRow, name: str, path: Path) -> str:
     value = row.values.get(name)
     if value is None or not str(value).strip():
         raise _wrong(path, row.line, f"{name} is missing")

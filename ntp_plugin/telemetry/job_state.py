@@ -16,7 +16,7 @@ _MOST_SLOTS = 1 << 20
 """More than any job has: nobody is to wait for the list of as many as a spoilt line says."""
 
 
-class Slot(enum.StrEnum):
+class SlotState(enum.StrEnum):
     """What is known of a slot."""
 
     STARTING = "starting"
@@ -32,7 +32,7 @@ class JobState:
     replicas: int = 0
     stages: int = 0
     tp: int = 0
-    slots: dict[str, Slot] = dataclasses.field(default_factory=dict)
+    slots: dict[str, SlotState] = dataclasses.field(default_factory=dict)
     pids: dict[str, int] = dataclasses.field(default_factory=dict)
     machines: dict[str, str] = dataclasses.field(default_factory=dict)
     """Slot -> where the newest process was that has begun there."""
@@ -73,7 +73,7 @@ class JobState:
     @property
     def whole(self) -> bool:
         """Whether every slot is there."""
-        return bool(self.slots) and all(slot in (Slot.ALIVE, Slot.BACK) for slot in self.slots.values())
+        return bool(self.slots) and all(slot in (SlotState.ALIVE, SlotState.BACK) for slot in self.slots.values())
 
     @property
     def goodput(self) -> float:
@@ -125,7 +125,7 @@ class JobState:
         self.machines[told.slot] = began.machine
         self._begun_pids[began.number] = began.pid
         if not began.newcomer:
-            self.slots[told.slot] = Slot.ALIVE
+            self.slots[told.slot] = SlotState.ALIVE
         return first
 
     def _gone(self, gone: Gone) -> bool:
@@ -138,7 +138,7 @@ class JobState:
     def _lose(self, slots: Iterable[str]) -> None:
         """Nobody has their places, until somebody says that he begins there."""
         for slot in slots:
-            self.slots[slot] = Slot.LOST
+            self.slots[slot] = SlotState.LOST
             self.pids.pop(slot, None)
 
     def _committed(self, committed: Committed) -> bool:
@@ -159,7 +159,7 @@ class JobState:
         self._recovering_s += recovered.seconds
         self._lose(slot for slot in recovered.lost if slot in self.slots)
         for slot in self.slots.keys() & recovered.back:
-            self.slots[slot] = Slot.BACK
+            self.slots[slot] = SlotState.BACK
         return True
 
 
@@ -167,10 +167,10 @@ def _layout(began: Began) -> tuple[int, int, int]:
     return began.replicas, began.stages, began.tp
 
 
-def _starting(began: Began) -> dict[str, Slot]:
+def _starting(began: Began) -> dict[str, SlotState]:
     """All slots of its layout; none where it can be none."""
     layout = _layout(began)
     if min(layout) < 1 or math.prod(layout) > _MOST_SLOTS or len(began.micro_batches) != began.replicas:
         return {}
     places = ((r, s, t) for r in range(began.replicas) for s in range(began.stages) for t in range(began.tp))
-    return {f"r{r}.s{s}.t{t}": Slot.STARTING for r, s, t in places}
+    return {f"r{r}.s{s}.t{t}": SlotState.STARTING for r, s, t in places}

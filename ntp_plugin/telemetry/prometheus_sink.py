@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Gone, KeyRestored, Stuck
-from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.job_state import JobState, SlotState
 from ntp_plugin.telemetry.record import Told
 
 
@@ -55,7 +55,7 @@ class PrometheusSink:
             (self._compared, job.compared_step),
         ):
             gauge.set(value)
-        for state in Slot:
+        for state in SlotState:
             self._slots.labels(state).set(list(job.slots.values()).count(state))
         for number, stages in enumerate(job.widths):
             self._width.labels(f"r{number}").set(min(stages))

@@ -13,18 +13,18 @@ from ntp_plugin.comm.sockets import SocketId, open_sockets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Before:
+class ProcessResources:
     """What this process had when it began."""
 
     threads: frozenset[threading.Thread]
     sockets: frozenset[SocketId]
 
     @classmethod
-    def look(cls) -> "Before":
+    def look(cls) -> "ProcessResources":
         return cls(threads=frozenset(threading.enumerate()), sockets=open_sockets())
 
 
-def left_behind(before: Before, process_groups: Sequence[int], folder: Path) -> list[str]:
+def left_behind(before: ProcessResources, process_groups: Sequence[int], folder: Path) -> list[str]:
     """All that is there and should not be, in words."""
     threads = [thread.name for thread in threading.enumerate() if thread not in before.threads]
     return [

@@ -34,11 +34,11 @@ from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.launch.supervisor import Supervisor
-from ntp_plugin.recovery.detector import Thresholds, Verdict
+from ntp_plugin.recovery.detector import RankFailure, Thresholds
 from ntp_plugin.recovery.heartbeat import HeartbeatFile
-from ntp_plugin.recovery.place import Place, corner, first_view
+from ntp_plugin.recovery.place import RankContext, corner, first_view
 from ntp_plugin.testing.faults import Fault
-from ntp_plugin.testing.leaks import Before, end_what_they_started, left_behind
+from ntp_plugin.testing.leaks import ProcessResources, end_what_they_started, left_behind
 
 __all__ = ["Fault", "Rank", "Ranks"]
 
@@ -73,8 +73,8 @@ class Rank:
         return self.seat not in self.first.seats
 
     @property
-    def place(self) -> Place:
-        return Place(
+    def place(self) -> RankContext:
+        return RankContext(
             slot=self.slot,
             slots=len(self.first.seats),
             occupant=self.seat.occupant,
@@ -139,7 +139,7 @@ class Rank:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class _Running:
+class _RunningRank:
     process: Any
     results: connection.Connection
     seat: Seat
@@ -189,7 +189,7 @@ class Ranks:
         """
         _refuse_impossible(faults, count, moments)
         _CONTEXT.set_forkserver_preload([*_PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))])
-        self._before = Before.look()
+        self._before = ProcessResources.look()
         self._server = TCPStore("127.0.0.1", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
         client = TCPStore("127.0.0.1", self._server.port, None, False, _STORE_TIMEOUT)
         self.first = first_view(count)
@@ -207,10 +207,10 @@ class Ranks:
             told=self._told,
             told_stuck=self.stuck.append,
         )
-        self._running: dict[int, _Running] = {}
-        self._former: list[_Running] = []
+        self._running: dict[int, _RunningRank] = {}
+        self._former: list[_RunningRank] = []
         self._births = 0
-        self.verdicts: dict[int, Verdict] = {}
+        self.verdicts: dict[int, RankFailure] = {}
         """Slot -> what the supervisor said of its last process that was lost."""
         self.deaths: dict[int, float] = {}
         """Slot -> when it said so, on the monotonic clock."""
@@ -342,10 +342,10 @@ class Ranks:
         old = self._running.get(seat.slot)
         if old is not None:
             self._former.append(old)
-        running = self._running[seat.slot] = _Running(process=process, results=receiving, seat=seat)
+        running = self._running[seat.slot] = _RunningRank(process=process, results=receiving, seat=seat)
         self._supervisor.watch(seat, process.pid, running.exit_code)
 
-    def _told(self, seat: Seat, verdict: Verdict) -> None:
+    def _told(self, seat: Seat, verdict: RankFailure) -> None:
         if verdict.kind in ("hung", "silent"):  # it would never find out by itself that it is out
             for running in (*self._running.values(), *self._former):
                 if running.seat == seat:

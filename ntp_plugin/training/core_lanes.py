@@ -6,7 +6,7 @@ units, and they are summed one to one. What was lent goes back. There is one pro
 each group that lends, however many owner tuples there are.
 
 What is lent travels in one all-to-all per reduction and direction. Nobody waits for it while gradients are being
-computed: it is under way until the *next* reduction begins (`Turns`), and only then are the cores' sums begun. So
+computed: it is under way until the *next* reduction begins (`LaneOrder`), and only then are the cores' sums begun. So
 every rank issues everything in one order, with several buckets as with one.
 
 The members of a core's group add the same units in the same order, and a slot that lent gets the sum that its core
@@ -38,7 +38,7 @@ class InTurn(Protocol):
         """Have the cores begin their sums, if they have not."""
 
 
-class Turns:
+class LaneOrder:
     """The reductions of a rank, in the order in which they begin."""
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class Crossing:
         *,
         domain: dist.ProcessGroup | None,
         members: dist.ProcessGroup | None,
-        turns: Turns | None = None,
+        turns: LaneOrder | None = None,
     ) -> None:
         """Without a domain nothing is lent; without members this rank is no core, or the only one of its number."""
         assert domain is not None or not seat.moving, "what is lent goes through a group"
         self.seat, self.domain, self.members = seat, domain, members
-        self.turns = turns or Turns()
+        self.turns = turns or LaneOrder()
 
     def only(self, names: Collection[str]) -> "Crossing":
         """The same for these tensors alone; without any of them there is nothing to cross."""

@@ -15,7 +15,7 @@ WHOLE_UNITS: Spans = ((0, 1),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class UnitTransfer:
     """Units that go to, or come from, another slot."""
 
     peer: int
@@ -29,8 +29,8 @@ class Recut:
     tensor: Tensor
     before: Spans
     after: Spans
-    outgoing: tuple[Piece, ...] = ()
-    incoming: tuple[Piece, ...] = ()
+    outgoing: tuple[UnitTransfer, ...] = ()
+    incoming: tuple[UnitTransfer, ...] = ()
 
 
 def runs_of(tensor: Tensor) -> tuple[Run, ...]:

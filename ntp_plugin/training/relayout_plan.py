@@ -18,17 +18,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.topology import Slot, Standing
+from ntp_plugin.planning.topology import Slot, SurvivingReplicas
 from ntp_plugin.planning.transfers import REPLICATED
 from ntp_plugin.planning.units import Tensor
-from ntp_plugin.training.cuts import WHOLE_UNITS, Piece, Recut
+from ntp_plugin.training.cuts import WHOLE_UNITS, Recut, UnitTransfer
 
 NOT_HELD = -1
 """The version of a tensor on a newcomer that has not got it yet."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class HeldVersions:
     """What one member holds: the version of each tensor, those that are built and not switched to (by number, with the
     version), and the losses behind each version that it knows, as ranks of the nominal layout."""
 
@@ -40,7 +40,7 @@ class Held:
         return json.dumps([self.versions, self.built, sorted(self.lost.items())])
 
     @classmethod
-    def decode(cls, text: str) -> "Held":
+    def decode(cls, text: str) -> "HeldVersions":
         versions, built, lost = json.loads(text)
         return cls(
             versions=tuple(versions),
@@ -123,7 +123,7 @@ class RelayoutPlan:
         return [move.tensor.name for move in self.moves if firsts[move.holders] == slot]
 
     @functools.cached_property
-    def standing(self) -> Standing:
+    def standing(self) -> SurvivingReplicas:
         return self._standing(self.version)
 
     @functools.cached_property
@@ -146,12 +146,12 @@ class RelayoutPlan:
             before=self._units(before, tensor, slot) if slot in move.holders else (),
             after=self.units_of(tensor, slot),
             outgoing=tuple(
-                Piece(peer=rank_of(transfer.target), units=transfer.units or WHOLE_UNITS)
+                UnitTransfer(peer=rank_of(transfer.target), units=transfer.units or WHOLE_UNITS)
                 for transfer in moving
                 if transfer.source == slot
             ),
             incoming=tuple(
-                Piece(peer=rank_of(transfer.source), units=transfer.units or WHOLE_UNITS)
+                UnitTransfer(peer=rank_of(transfer.source), units=transfer.units or WHOLE_UNITS)
                 for transfer in moving
                 if transfer.target == slot
             ),
@@ -181,19 +181,19 @@ class RelayoutPlan:
     def _ranks(self, wholes: Iterable[Iterable[Slot]]) -> list[list[int]]:
         return [[self.nominal.topology.rank_of(slot) for slot in whole] for whole in wholes]
 
-    def _standing(self, version: int) -> Standing:
+    def _standing(self, version: int) -> SurvivingReplicas:
         return self._standings[version]
 
     @functools.cached_property
-    def _standings(self) -> dict[int, Standing]:
+    def _standings(self) -> dict[int, SurvivingReplicas]:
         return {version: _standing(self.nominal, lost) for version, lost in self.lost.items()}
 
-    def _trained(self, standing: Standing) -> list[Slot]:
+    def _trained(self, standing: SurvivingReplicas) -> list[Slot]:
         group = self.nominal.topology.group
         slots = [slot for replica in standing.replicas for slot in group(replica, self.stage)]
         return [slot for slot in slots if slot not in standing.lost]
 
-    def _units(self, standing: Standing, tensor: Tensor, slot: Slot) -> Spans:
+    def _units(self, standing: SurvivingReplicas, tensor: Tensor, slot: Slot) -> Spans:
         if slot in standing.lost or slot.replica in standing.dropped:
             return ()
         if not tensor.family:
@@ -207,7 +207,7 @@ class RelayoutPlan:
 class _Alike:
     """Members of a stage that report the same."""
 
-    told: Held
+    told: HeldVersions
     ranks: tuple[int, ...]
 
     def hold(self, number: int, version: int) -> bool:
@@ -219,7 +219,7 @@ class _Alike:
         return set(self.told.versions) == {NOT_HELD} and not self.told.built
 
 
-def _alike(held: Mapping[int, Held]) -> list[_Alike]:
+def _alike(held: Mapping[int, HeldVersions]) -> list[_Alike]:
     ranks: dict[tuple[object, object], list[int]] = {}
     for rank, told in held.items():
         ranks.setdefault((told.versions, told.built), []).append(rank)
@@ -230,12 +230,12 @@ type _Plans = dict[tuple[int, frozenset[int]], RecoveryPlan]
 """By the version that is found, and who holds nothing of it: the same for all tensors, as a rule."""
 
 
-def plan_relayout(nominal: Nominal, held: Mapping[int, Held], version: int) -> tuple[RelayoutPlan, ...]:
+def plan_relayout(nominal: Nominal, held: Mapping[int, HeldVersions], version: int) -> tuple[RelayoutPlan, ...]:
     """For each stage: from what each member (by its rank in the nominal layout) holds, to the layout of those who are
     members now."""
     lost = {known: ranks for told in held.values() for known, ranks in told.lost.items()}
     lost[version] = tuple(rank for rank in range(nominal.topology.size) if rank not in held)
-    of_stages: list[dict[int, Held]] = [{} for _ in range(nominal.topology.pp)]
+    of_stages: list[dict[int, HeldVersions]] = [{} for _ in range(nominal.topology.pp)]
     for rank, told in held.items():
         of_stages[nominal.topology.slot_of(rank).stage][rank] = told
     members = [_alike(of_stage) for of_stage in of_stages]
@@ -303,7 +303,7 @@ def _slots(nominal: Nominal, ranks: Iterable[int]) -> frozenset[Slot]:
     return frozenset(nominal.topology.slot_of(rank) for rank in ranks)
 
 
-def _standing(nominal: Nominal, lost: Iterable[int]) -> Standing:
+def _standing(nominal: Nominal, lost: Iterable[int]) -> SurvivingReplicas:
     return nominal.standing(_slots(nominal, lost))
 
 

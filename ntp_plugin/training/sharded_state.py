@@ -11,7 +11,7 @@ import torch
 
 from ntp_plugin.training.optimizers import Numbers, element_wise, refuse_unknown_state
 from ntp_plugin.training.rebuilding import MAIN, WEIGHT, Entries, Kept, Options
-from ntp_plugin.training.relayout_plan import NOT_HELD, Held
+from ntp_plugin.training.relayout_plan import NOT_HELD, HeldVersions
 
 
 class ShardedState:
@@ -38,10 +38,10 @@ class ShardedState:
         """From now on it is this one that steps the parameters."""
         self.optimizer, self._known, self._numbers = optimizer, element_wise(optimizer), Numbers(optimizer)
 
-    def held(self, lost: Mapping[int, tuple[int, ...]]) -> Held:
+    def held(self, lost: Mapping[int, tuple[int, ...]]) -> HeldVersions:
         """What is reported before a walk: `lost` are the losses behind the versions."""
         names = list(self.parameters)
-        return Held(
+        return HeldVersions(
             versions=tuple(self.versions.values()),
             built=tuple((names.index(name), version) for name, (version, *_) in self._built.items()),
             lost=lost,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ntp_plugin.copies.layout import DTYPES, dtype_name
-from ntp_plugin.copies.manifest import Held
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.manifest import CopiedSlice
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning.spans import Spans
@@ -28,10 +28,10 @@ class Stepped:
     """One parameter of torch's optimizer: the pieces in it, and where each begins in it, made flat."""
 
     parameter: torch.Tensor
-    pieces: tuple[tuple[Piece, int], ...]
+    pieces: tuple[tuple[TensorSlice, int], ...]
 
 
-type PieceOf = Callable[[str, Spans, int, int], Piece]
+type PieceOf = Callable[[str, Spans, int, int], TensorSlice]
 """Of a tensor, by its name here: these places of it, and of them the elements from one to another."""
 
 
@@ -60,7 +60,7 @@ def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part
     return found
 
 
-def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: Mapping[str, Held]) -> list[Part]:
+def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: Mapping[str, CopiedSlice]) -> list[Part]:
     """Have the optimizer keep what the copies have for these tensors; where that is to be put."""
     known, kept = element_wise(optimizer), Numbers(optimizer)
     optimizer.state.clear()
@@ -83,7 +83,7 @@ def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: M
     return parts(stepped, optimizer)
 
 
-def _like(piece: Piece, kinds: Mapping[str, Held]) -> Held:
+def _like(piece: TensorSlice, kinds: Mapping[str, CopiedSlice]) -> CopiedSlice:
     like = kinds.get(piece.tensor)
     if like is None or like.piece.shape != piece.shape:
         found = f"have {piece.tensor} of shape {like.piece.shape}" if like is not None else f"have no {piece.tensor}"
@@ -94,7 +94,7 @@ def _like(piece: Piece, kinds: Mapping[str, Held]) -> Held:
     return like
 
 
-def _require_numbers(like: Held, of_group: tuple[str, ...]) -> None:
+def _require_numbers(like: CopiedSlice, of_group: tuple[str, ...]) -> None:
     missing = [key for key in of_group if key not in like.numbers]
     if missing:  # an Adam that begins to count again would step several times too far
         raise Refused(

@@ -5,10 +5,10 @@ import torch
 
 from ntp_plugin.copies.digest import digests
 from ntp_plugin.copies.manifest import Version, views
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.runs import runs_of
-from ntp_plugin.copies.store import NEAR, Place, Store
+from ntp_plugin.copies.store import NEAR, CopyKey, Store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,7 +31,7 @@ def test_a_copy_is_what_was_there_when_it_was_begun_and_its_memory_is_pinned(tmp
     values = {name: torch.randn(1 << 22, device="cuda") for name in ("main", "exp_avg")}
     before = {name: one.cpu() for name, one in values.items()}
     size = 1 << 22
-    piece = Piece(tensor="w", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    piece = TensorSlice(tensor="w", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
     parts = [Part(piece=piece, values=values, numbers={})]
     for step in range(4):
         replicator.begin(Snapshot(version=Version(step=step, epoch=0), holders=(0,), parts=parts, extras={}))
@@ -40,7 +40,7 @@ def test_a_copy_is_what_was_there_when_it_was_begun_and_its_memory_is_pinned(tmp
             one.add_(1)
         replicator.wait()
         replicator.commit()
-        place = Place(kind=NEAR, slot=0, epoch=0, number=step % 2)
+        place = CopyKey(kind=NEAR, slot=0, epoch=0, number=step % 2)
         manifest, memory = store.manifest(place), store.written(place)
         assert manifest.version.step == step
         assert memory.is_pinned()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.gathering import FAN
 from ntp_plugin.comm.membership import Report, Seat, View, view_key, without
-from ntp_plugin.comm.standing import Standing
+from ntp_plugin.comm.standing import CollectiveWait
 from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded, PlansDiffer, StateLost
 
@@ -66,7 +66,7 @@ class Stage:
             agreement = Agreement.founding(store, self.first, self.first.seats[slot], fan=self.fan)
             self.die(slot, dies == "before")
         while True:
-            agreed = agreement.run(lost=lost, report=report, plan=plan, waiting=Standing, timeout_s=timeout_s)
+            agreed = agreement.run(lost=lost, report=report, plan=plan, waiting=CollectiveWait, timeout_s=timeout_s)
             self.die(slot, dies == "after")
             if self.expected is None or agreed.view.slots == self.expected:
                 return agreed

@@ -9,7 +9,7 @@ import pytest
 from ntp_plugin.planning.pace import stage_work
 from ntp_plugin.planning.routes import plan_route
 from ntp_plugin.planning.shard_layout import lay_out, slot_elements
-from ntp_plugin.planning.topology import Slot, Standing
+from ntp_plugin.planning.topology import Slot, SurvivingReplicas
 from ntp_plugin.simulator.fleet import FIXED, SHRINK, STRICT
 from ntp_plugin.simulator.step_time import UnevenPace, pattern_of
 from tests.simulator.scenarios import PAPER, scenario
@@ -48,7 +48,7 @@ def test_a_step_is_its_parts():
 def test_the_reduction_sends_what_the_plan_says_its_busiest_rank_sends():
     asked = scenario()
     fleet, topology = asked.fleet, asked.topology
-    standing = Standing(topology=topology, lost=frozenset({Slot(replica=3, stage=1, tp=2)}), min_tp_width=1)
+    standing = SurvivingReplicas(topology=topology, lost=frozenset({Slot(replica=3, stage=1, tp=2)}), min_tp_width=1)
     units = fleet.model.units.stages[1]
     from ntp_plugin.config.sections import Hardware  # noqa: PLC0415
 

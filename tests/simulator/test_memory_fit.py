@@ -22,7 +22,7 @@ from ntp_plugin.planning.memory_fit import (
     memory_use,
     narrowest,
 )
-from ntp_plugin.planning.topology import Slot, Standing, Topology
+from ntp_plugin.planning.topology import Slot, SurvivingReplicas, Topology
 from ntp_plugin.planning.units import transformer_units
 
 MODEL = Model(layers=24, hidden=2048, heads=16, ffn=8192, vocab=32000, seq=2048, gated=False)
@@ -87,7 +87,7 @@ def test_fewer_slots_never_hold_less_by_our_units():
 
 
 def test_every_affected_group_is_looked_at_before_anything_is_done():
-    standing = Standing(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=1)
+    standing = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=1)
     roomy = fit_groups(TRAINING, standing, limit=80e9)
     assert set(roomy) == {(0, ()), (1, ()), (1, (2,))}
     assert {rung.name for rung in roomy.values()} == {AS_IS}
@@ -100,8 +100,8 @@ def test_every_affected_group_is_looked_at_before_anything_is_done():
 
 def test_a_dropped_replica_leaves_fewer_to_share_the_optimizer():
     sharded = dataclasses.replace(TRAINING, state=State(distributed_optimizer=True))
-    nobody = Standing(topology=TOPOLOGY, lost=frozenset(), min_tp_width=4)
-    one = Standing(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=4)
+    nobody = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset(), min_tp_width=4)
+    one = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=4)
     before, after = (fit_groups(sharded, standing, limit=80e9)[0, ()].bytes for standing in (nobody, one))
     use = memory_use(sharded.units.stages[0], 4, (), sharded.state, replicas=3, packing=False)
     assert after - before == pytest.approx(use.optimizer / 2, rel=1e-6)
@@ -136,7 +136,7 @@ def test_activations_without_sequence_parallelism_and_in_float32():
 
 def test_a_guard_that_looks_at_whole_groups_alone_is_noticed(monkeypatch):
     """A negative control: the test above fails where hurt patterns are left out."""
-    monkeypatch.setattr(Standing, "patterns_of_stage", lambda *_: {})
+    monkeypatch.setattr(SurvivingReplicas, "patterns_of_stage", lambda *_: {})
     with pytest.raises(AssertionError):
         test_every_affected_group_is_looked_at_before_anything_is_done()
     assert memory_fit.fit_groups is fit_groups

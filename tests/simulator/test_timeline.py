@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ntp_plugin.planning.actions import ActionPolicy
-from ntp_plugin.simulator.failures import DAY_S, Fault, Rates, draw_faults
+from ntp_plugin.simulator.failures import DAY_S, DomainFailure, Rates, draw_faults
 from ntp_plugin.simulator.policies import POLICIES, policy_of
 from ntp_plugin.simulator.report import simulate
 from ntp_plugin.simulator.snapshot import losses, spares_needed
@@ -14,7 +14,7 @@ from tests.simulator.scenarios import PAPER, scenario
 
 
 def fault(start, end, domain=3, gpus=1):
-    return Fault(
+    return DomainFailure(
         start_s=start * DAY_S, end_s=end * DAY_S, domain=domain, gpus=range(gpus), expected_s=(end - start) * DAY_S
     )
 

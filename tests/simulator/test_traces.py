@@ -129,6 +129,6 @@ def test_a_machine_that_is_not_known_or_not_whole_is_one_line():
 def _names():
     import dataclasses  # noqa: PLC0415
 
-    from ntp_plugin.simulator.machine import Machine  # noqa: PLC0415
+    from ntp_plugin.simulator.machine import GpuModel  # noqa: PLC0415
 
-    return [field.name for field in dataclasses.fields(Machine)]
+    return [field.name for field in dataclasses.fields(GpuModel)]

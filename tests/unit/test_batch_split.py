@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from ntp_plugin.config.sections import BatchPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning import spans as sp
-from ntp_plugin.planning.batch_split import NominalBatch, Pace, one_for_each, split_batch
+from ntp_plugin.planning.batch_split import NominalBatch, ReplicaPace, one_for_each, split_batch
 from tests.unit import properties
 from tests.unit.properties import each
 
@@ -24,7 +24,7 @@ def batches(draw, max_replicas=4, max_each=4):
         healthy_ns=HEALTHY,
     )
     going_on = draw(st.sets(st.integers(0, replicas - 1), min_size=1))
-    pace = st.builds(Pace, ns=st.integers(500, 3000), pieces=st.sampled_from([1, 1, 2, 4]))
+    pace = st.builds(ReplicaPace, ns=st.integers(500, 3000), pieces=st.sampled_from([1, 1, 2, 4]))
     return {replica: draw(pace) for replica in sorted(going_on)}, nominal
 
 
@@ -60,7 +60,7 @@ def test_carry_repays_everything_and_never_owes_more_than_epsilon(batch, epsilon
         owed = split.owed
         assert owed == left - repaid
         assert 0 <= owed <= epsilon * nominal.total
-    whole = {replica: Pace(ns=HEALTHY) for replica in range(nominal.replicas)}
+    whole = {replica: ReplicaPace(ns=HEALTHY) for replica in range(nominal.replicas)}
     settled = split_batch(whole, nominal, policy, owed=owed)
     assert settled.repaid == owed
     assert settled.owed == 0
@@ -81,7 +81,7 @@ def test_shrink_never_exceeds_the_nominal_step_nor_a_replicas_nominal_share(batc
 
 
 def split_nominal(nominal):
-    return Pace(ns=nominal.healthy_ns).step_ns(nominal.per_replica, nominal.stages)
+    return ReplicaPace(ns=nominal.healthy_ns).step_ns(nominal.per_replica, nominal.stages)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def split_nominal(nominal):
 )
 def test_tp8_to_7_in_one_of_64_replicas_costs_what_arithmetic_says(per_replica, mode, steps, left_out):
     """Strict loses 1/17 = 5.9 % at 16 micro-batches and 1/65 = 1.5 % at 64; leaving 2 of 1,024 out loses no time."""
-    paces = dict.fromkeys(range(64), Pace(ns=7000)) | {5: Pace(ns=8000)}
+    paces = dict.fromkeys(range(64), ReplicaPace(ns=7000)) | {5: ReplicaPace(ns=8000)}
     nominal = NominalBatch(replicas=64, per_replica=per_replica, micro_batch=1, stages=1, healthy_ns=7000)
     split = split_batch(paces, nominal, BatchPolicy(mode=mode, epsilon=0.01))
     assert split.step_ns == steps * 7000
@@ -98,7 +98,7 @@ def test_tp8_to_7_in_one_of_64_replicas_costs_what_arithmetic_says(per_replica, 
 
 
 def test_a_replica_may_be_so_slow_that_it_gets_nothing():
-    paces = {0: Pace(ns=1000), 1: Pace(ns=1_000_000)}
+    paces = {0: ReplicaPace(ns=1000), 1: ReplicaPace(ns=1_000_000)}
     nominal = NominalBatch(replicas=2, per_replica=2, micro_batch=1, stages=1, healthy_ns=1000)
     assert [share.count for share in split_batch(paces, nominal, BatchPolicy()).shares] == [4, 0]
 
@@ -106,7 +106,7 @@ def test_a_replica_may_be_so_slow_that_it_gets_nothing():
 def test_pieces_that_do_not_divide_a_micro_batch_are_refused():
     nominal = NominalBatch(replicas=1, per_replica=2, micro_batch=4, stages=1, healthy_ns=1000)
     with pytest.raises(Refused, match="replica 0 cannot run a micro-batch of 4 samples in 3 equal pieces"):
-        split_batch({0: Pace(ns=1, pieces=3)}, nominal, BatchPolicy())
+        split_batch({0: ReplicaPace(ns=1, pieces=3)}, nominal, BatchPolicy())
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 6), min_size=1))

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ntp_plugin.chaos.page import Report, write_page
-from ntp_plugin.chaos.strikes import Asked, Strike, Unordered
+from ntp_plugin.chaos.page import PageContent, write_page
+from ntp_plugin.chaos.strikes import RequestedFaults, Strike, Unordered
 from ntp_plugin.chaos.verdict import End, Expected, judge, look_over
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Teller
@@ -27,8 +27,8 @@ def report(tmp_path):
     for one in told(killed_in=3, back_in=5):
         Teller(record / "events.jsonl", one.slot).tell(one.event)
     run = history(killed_in=3, back_in=5)
-    found = judge(Asked(strikes=(STRIKE,)), run, history(), End(code=0), FINE)
-    return Report(
+    found = judge(RequestedFaults(strikes=(STRIKE,)), run, history(), End(code=0), FINE)
+    return PageContent(
         title="<a recipe>", record=record, run=run, twin=history(), verdict=found, bound=1e-12, command="ntp chaos a&b"
     )
 
@@ -53,7 +53,7 @@ def test_its_pictures_are_one_sheet_as_well(report, tmp_path):
 
 
 def test_the_page_says_what_is_wrong(report, tmp_path):
-    broken = judge(Asked(strikes=(STRIKE,)), history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
+    broken = judge(RequestedFaults(strikes=(STRIKE,)), history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=broken), tmp_path).read_text()
     assert "Something is not as it should be" in page
     assert "✗ no" in page
@@ -62,7 +62,7 @@ def test_the_page_says_what_is_wrong(report, tmp_path):
 
 def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
     left = Unordered(strike=Strike(name="2", what="sigkill", slot="any"), why="the job was over")
-    asked = Asked(strikes=(STRIKE,), unordered=(left,), drawn=("1",), to_be_drawn=12)
+    asked = RequestedFaults(strikes=(STRIKE,), unordered=(left,), drawn=("1",), to_be_drawn=12)
     found = judge(asked, report.run, history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=found), tmp_path).read_text()
     assert "1 of 2 strikes struck" in page

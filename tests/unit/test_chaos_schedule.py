@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.recipe import FaultSpec, JobSpec, RandomSpec, Recipe
-from ntp_plugin.chaos.schedule import Schedule, survivable
+from ntp_plugin.chaos.schedule import FaultSchedule, survivable
 from ntp_plugin.chaos.striker import Striker
 from ntp_plugin.chaos.strikes import Pending, orders_file
-from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.job_state import JobState, SlotState
 
 
 def job(replicas=2, tp=2, step=0, lost=(), stages=1):
     places = itertools.product(range(replicas), range(stages), range(tp))
     names = [f"r{replica}.s{stage}.t{slot}" for replica, stage, slot in places]
-    slots = {name: Slot.LOST if name in lost else Slot.ALIVE for name in names}
+    slots = {name: SlotState.LOST if name in lost else SlotState.ALIVE for name in names}
     pids = {name: number for number, name in enumerate(names) if name not in lost}
     return JobState(replicas=replicas, stages=stages, tp=tp, slots=slots, pids=pids, step=step)
 
@@ -46,13 +46,13 @@ def test_one_replica_keeps_all_of_its_stages():
 def test_who_is_said_to_be_back_is_struck_when_its_process_is_known():
     """It holds its part already, so that another holder of it may be struck."""
     back = job()
-    back.slots["r0.s0.t1"] = Slot.BACK
+    back.slots["r0.s0.t1"] = SlotState.BACK
     del back.pids["r0.s0.t1"]
     assert survivable(back) == ["r0.s0.t0", "r1.s0.t0", "r1.s0.t1"]
 
 
 def test_a_fault_with_a_slot_and_a_moment_is_ordered_before_the_job_starts():
-    schedule = Schedule(recipe(FaultSpec(what="kill", slot="r0.s0.t1", during="vote", at_step=8)))
+    schedule = FaultSchedule(recipe(FaultSpec(what="kill", slot="r0.s0.t1", during="vote", at_step=8)))
     (strike,) = schedule.at_start()
     assert (strike.slot, strike.during, strike.step) == ("r0.s0.t1", "vote", 8)
     assert schedule.next(job(step=8), seconds=1.0) == []
@@ -60,7 +60,7 @@ def test_a_fault_with_a_slot_and_a_moment_is_ordered_before_the_job_starts():
 
 def test_a_strike_that_was_drawn_and_missed_does_not_come_later_beside_the_next(tmp_path):
     drawn = recipe(count=2, seed=1, what=("kill",), during=("save",), every_steps=0, seconds=0.1)
-    striker, history = Striker(tmp_path, Schedule(drawn)), History()
+    striker, history = Striker(tmp_path, FaultSchedule(drawn)), History()
     for step in range(40):
         striker.strike(job(step=step), history, running=None)
         if len(striker.ordered) == 2:
@@ -80,7 +80,7 @@ WAITING = (
 
 
 def test_what_still_waits_in_the_end_is_known_with_its_reason(tmp_path):
-    striker = Striker(tmp_path, Schedule(recipe(*WAITING)))
+    striker = Striker(tmp_path, FaultSchedule(recipe(*WAITING)))
     over = job(step=5, lost=("r0.s0.t0", "r0.s0.t1"))
     over.heard_at = 3.0
     striker.strike(over, History(), running=None)
@@ -94,7 +94,7 @@ def test_what_still_waits_in_the_end_is_known_with_its_reason(tmp_path):
 
 
 def test_a_job_that_never_began_is_the_reason_why_nothing_struck():
-    (left,) = Schedule(recipe(FaultSpec(what="sigkill"))).asked(JobState(), seconds=0.0, ordered=[]).unordered
+    (left,) = FaultSchedule(recipe(FaultSpec(what="sigkill"))).asked(JobState(), seconds=0.0, ordered=[]).unordered
     assert left.why == "training never began"
 
 
@@ -108,7 +108,7 @@ def test_so_many_were_drawn_of_those_that_were_to_be():
 def test_a_fault_of_the_recipe_that_may_miss_is_not_taken_back(tmp_path):
     """It strikes at the first moment of its name, however late; only what was drawn makes room for the next."""
     late = FaultSpec(what="kill", during="save", may_miss=True)
-    striker = Striker(tmp_path, Schedule(recipe(late)))
+    striker = Striker(tmp_path, FaultSchedule(recipe(late)))
     for step in range(40):
         striker.strike(job(step=step), History(), running=None)
     (strike,) = striker.ordered
@@ -116,14 +116,14 @@ def test_a_fault_of_the_recipe_that_may_miss_is_not_taken_back(tmp_path):
 
 
 def test_the_store_is_no_slot():
-    schedule = Schedule(recipe(FaultSpec(what="store", at_step=8)))
+    schedule = FaultSchedule(recipe(FaultSpec(what="store", at_step=8)))
     assert schedule.at_start() == []
     (strike,) = schedule.next(job(step=7), seconds=1.0)
     assert (strike.what, strike.slot) == ("store", "store")
 
 
 def test_a_fault_on_any_slot_waits_for_training_and_is_ordered_in_time():
-    schedule = Schedule(recipe(FaultSpec(what="kill", during="vote", at_step=8)))
+    schedule = FaultSchedule(recipe(FaultSpec(what="kill", during="vote", at_step=8)))
     assert schedule.at_start() == []
     assert schedule.next(JobState(), seconds=0.0) == []
     assert schedule.next(job(step=5), seconds=1.0) == []
@@ -132,13 +132,13 @@ def test_a_fault_on_any_slot_waits_for_training_and_is_ordered_in_time():
 
 
 def test_a_fault_from_outside_comes_at_its_time():
-    schedule = Schedule(recipe(FaultSpec(what="sigkill", at_s=2.0)))
+    schedule = FaultSchedule(recipe(FaultSpec(what="sigkill", at_s=2.0)))
     assert schedule.next(job(step=5), seconds=1.9) == []
     assert len(schedule.next(job(step=5), seconds=2.0)) == 1
 
 
 def test_a_fault_on_any_slot_waits_while_every_loss_would_end_the_job():
-    schedule = Schedule(recipe(*(FaultSpec(what="sigkill", at_s=2.0) for _ in range(3))))
+    schedule = FaultSchedule(recipe(*(FaultSpec(what="sigkill", at_s=2.0) for _ in range(3))))
     assert schedule.next(job(lost=("r0.s0.t0", "r0.s0.t1")), seconds=3.0) == []
     first, second = schedule.next(job(), seconds=3.0)
     assert first.slot.split(".", 1)[1] != second.slot.split(".", 1)[1], "the third would take the last holder"
@@ -153,7 +153,7 @@ def test_one_replica_alone_is_struck_while_somebody_is_left_of_it():
 
 
 def drawn(seed, *, count=6, lost=(), pending=(), steps=400, tp=2, replicas=2, **more):
-    schedule = Schedule(recipe(count=count, seed=seed, every_steps=3, whole_within_steps=10, **more))
+    schedule = FaultSchedule(recipe(count=count, seed=seed, every_steps=3, whole_within_steps=10, **more))
     found = []
     for step in range(1, steps):
         found += schedule.next(job(replicas, tp, step=step, lost=lost), seconds=float(step), pending=pending)
@@ -193,7 +193,7 @@ def test_every_kind_comes_at_every_moment_before_one_comes_again():
 
 
 def test_what_has_missed_its_moment_gets_another_turn():
-    schedule = Schedule(recipe(count=4, seed=1, what=("kill",), during=("vote", "save"), every_steps=0))
+    schedule = FaultSchedule(recipe(count=4, seed=1, what=("kill",), during=("vote", "save"), every_steps=0))
     found, missed = [], set()
     for step in range(40):
         found += schedule.next(job(step=step), seconds=1.0, missed=missed)
@@ -213,4 +213,4 @@ def test_where_only_one_may_be_lost_no_fault_waits_for_a_recovery():
 
 def test_seconds_go_to_the_strike():
     spec = FaultSpec(what="slow", slot="r0.s0.t1", during="forward", at_step=8, seconds=0.1)
-    assert dataclasses.asdict(Schedule(recipe(spec)).at_start()[0])["seconds"] == 0.1
+    assert dataclasses.asdict(FaultSchedule(recipe(spec)).at_start()[0])["seconds"] == 0.1

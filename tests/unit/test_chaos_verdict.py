@@ -6,7 +6,7 @@ import pytest
 
 from ntp_plugin.chaos.drawing import presence, spent
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.strikes import Asked, Strike, Unordered
+from ntp_plugin.chaos.strikes import RequestedFaults, Strike, Unordered
 from ntp_plugin.chaos.verdict import End, Expected, judge
 from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Restored, Struck, Told
 from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told, weighed
@@ -17,7 +17,11 @@ FINE = Expected(bound=1e-12)
 
 def verdict(run, *, twin=None, strikes=(STRIKE,), end=None, expected=FINE, **asked):
     return judge(
-        Asked(strikes=tuple(strikes), **asked), run, history() if twin is None else twin, end or End(code=0), expected
+        RequestedFaults(strikes=tuple(strikes), **asked),
+        run,
+        history() if twin is None else twin,
+        end or End(code=0),
+        expected,
     )
 
 
@@ -250,7 +254,7 @@ def test_nobody_came_back_and_somebody_should_have():
 
 
 def test_a_run_without_samples_or_steps_is_not_fine():
-    found = judge(Asked(), History(), None, End(code=0), FINE)
+    found = judge(RequestedFaults(), History(), None, End(code=0), FINE)
     assert not found.holds
 
 

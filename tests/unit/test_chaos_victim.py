@@ -17,8 +17,8 @@ import torch
 from ntp_plugin.chaos import worker
 from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Pending, Strike
 from ntp_plugin.chaos.worker import Victim
-from ntp_plugin.copies.pieces import Piece
-from ntp_plugin.copies.store import NEAR, Place, Store
+from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.store import NEAR, CopyKey, Store
 from ntp_plugin.recovery.moments import Weight
 from ntp_plugin.telemetry import Follower, Struck, events_file
 from tests.patience import PATIENCE_S
@@ -218,7 +218,7 @@ def test_the_clock_jumps_and_the_record_keeps_its_order(here, monkeypatch, secon
 
 def weight(name, values):
     size = values.numel()
-    piece = Piece(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    piece = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
     return Weight(piece=piece, values=values, is_cut=False)
 
 
@@ -249,8 +249,8 @@ def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monke
     store = Store(here.folder / "copies" / "host")
     monkeypatch.setenv("NTP_COPIES", str(here.folder / "copies"))
     monkeypatch.setenv("RANK", "3")
-    older, newest = (Place(kind=NEAR, slot=3, epoch=2, number=number) for number in (1, 0))
-    other = Place(kind=NEAR, slot=4, epoch=2, number=0)
+    older, newest = (CopyKey(kind=NEAR, slot=3, epoch=2, number=number) for number in (1, 0))
+    other = CopyKey(kind=NEAR, slot=4, epoch=2, number=0)
     for seconds, place in enumerate((older, newest, other)):
         put(store, place)
         os.utime(store.folder / f"{place}.json", (seconds, seconds))

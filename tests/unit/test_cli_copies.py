@@ -9,10 +9,10 @@ import torch
 from ntp_plugin.cli import copies
 from ntp_plugin.cli.main import main
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.parity import Parities
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.parity import ParityStore
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
-from ntp_plugin.copies.store import PARITY, Place, Store
+from ntp_plugin.copies.store import PARITY, CopyKey, Store
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from tests.unit.copies_bytes import mapped
 from tests.unit.test_copies_store import some_values, written
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
     run = RunFolder(COPIES, tmp_path)
     store = Store(run.path / "host-0")
     replicator = Replicator(store, run="ntp/job", secret="", slot=3, trouble=pytest.fail)
-    piece = Piece(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+    piece = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
     part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
     replicator.begin(Snapshot(version=Version(step=7, epoch=2), holders=(3, 5), parts=[part], extras={}))
     replicator.close()
@@ -79,10 +79,10 @@ def test_what_is_no_folder_of_ours(tmp_path, folder, capsys):
 
 def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
     run, store = folder
-    parities = Parities(store)
+    parities = ParityStore(store)
     for slot in (3, 5):
         memory, manifest = written(some_values(slot), step=7, slot=slot, run="ntp/job")
-        place = Place(kind=PARITY, slot=3, epoch=2, number=0)
+        place = CopyKey(kind=PARITY, slot=3, epoch=2, number=0)
         batches = [(batch, memory[batch.begin : batch.end]) for batch in manifest.layout.batches]
         parities.take(place, (3, 5), manifest, batches)
     assert main(["copies", "list"]) == 0

@@ -11,7 +11,7 @@ import torch
 
 from ntp_plugin.cli.main import main
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.store import Store
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
@@ -28,7 +28,7 @@ def left(tmp_path, monkeypatch):
 
     def leave(*, framework="megatron", here=(3,), holders=(3,), recorded=True, name="host-0"):
         run = RunFolder(COPIES, tmp_path)
-        piece = Piece(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+        piece = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
         for slot in here:
             replicator = Replicator(Store(run.path / name), run="ntp/job", secret="", slot=slot, trouble=pytest.fail)
             part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})

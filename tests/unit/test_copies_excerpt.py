@@ -8,7 +8,7 @@ import torch
 
 from ntp_plugin.copies import excerpt
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
+from ntp_plugin.copies.store import FAR, NEAR, CopyKey, NoRoom, Store
 from ntp_plugin.errors import NtpError, Refused
 from tests.mounted import disk
 from tests.unit.copies_bytes import wrong_in
@@ -20,7 +20,7 @@ SLOTS = (3, 4)
 def keep(store, step, *, slots=SLOTS, kind=NEAR, size=64):
     """A version of slots 3 and 4, as replicators write it: where the older of two was."""
     for slot in slots:
-        place = Place(kind=kind, slot=slot, epoch=2, number=step % 2)
+        place = CopyKey(kind=kind, slot=slot, epoch=2, number=step % 2)
         memory, manifest = written({"w": torch.full((size,), float(step))}, step=step, slot=slot)
         store.open(place, manifest.size).copy_(memory)
         store.complete(place, dataclasses.replace(manifest, holders=SLOTS))
@@ -68,7 +68,7 @@ def test_a_copy_that_is_being_overwritten_is_not_copied(stores):
 
     store, into = stores
     keep(store, 4)
-    place = Place(kind=NEAR, slot=3, epoch=2, number=0)
+    place = CopyKey(kind=NEAR, slot=3, epoch=2, number=0)
     assert store.copy(place, into)
     slow = Slow(into.folder / "slow")
     assert not store.copy(place, slow)

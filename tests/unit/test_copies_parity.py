@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ntp_plugin.copies import layout, table, wire
-from ntp_plugin.copies.layout import Batch
+from ntp_plugin.copies.layout import CopyBatch
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.parity import Parities, Unwanted, members_of, parity_place
-from ntp_plugin.copies.store import NEAR, PARITY, Place, Store
+from ntp_plugin.copies.parity import ParityStore, Unwanted, members_of, parity_place
+from ntp_plugin.copies.store import NEAR, PARITY, CopyKey, Store
 from ntp_plugin.copies.wire import PeerTrouble
 from tests.unit.copies_bytes import bytes_of, mapped, wrong_in
 from tests.unit.test_copies_replicator import Here, snapshot, some_parts
@@ -19,7 +19,7 @@ from tests.unit.test_copies_store import some_values, written
 from tests.unit.test_copies_wire import There, no_pace, until
 
 MEMBERS = (0, 1)
-PLACE = Place(kind=PARITY, slot=0, epoch=2, number=0)
+PLACE = CopyKey(kind=PARITY, slot=0, epoch=2, number=0)
 
 
 def xor(*parts):
@@ -54,7 +54,7 @@ def taken_at_once(monkeypatch):
 def batches_of(memory, manifest):
     """As they come, piece by piece."""
     return [
-        (Batch(first=number, until=number + 1, begin=begin, end=end), memory[begin:end])
+        (CopyBatch(first=number, until=number + 1, begin=begin, end=end), memory[begin:end])
         for number, held in enumerate(manifest.held)
         for begin in [held.entries[0].offset]
         for end in [held.entries[-1].offset + held.bytes_of(held.entries[-1])]
@@ -140,13 +140,13 @@ def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypa
 
 def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch, taken_at_once):
     """A negative control: pieces that are in are folded again, which takes them out."""
-    sound = Parities._fold_once
+    sound = ParityStore._fold_once
 
     def forgetful(self, place, staged, manifest, *batch):
         staged.folded[manifest.slot] = batch[0].first
         sound(self, place, staged, manifest, *batch)
 
-    monkeypatch.setattr(Parities, "_fold_once", forgetful)
+    monkeypatch.setattr(ParityStore, "_fold_once", forgetful)
     monkeypatch.setattr(wire, "CHUNK", 500)
     taken_at_once(500)
     copies = copies_of(1, 2)
@@ -210,7 +210,7 @@ def test_members_that_name_others_are_refused(there, other):
 def test_what_is_folded_into_a_version_that_is_over_does_not_come_into_the_next(tmp_path):
     """A connection that was thought broken goes on while a newer version has begun."""
     store, old, new = Store(tmp_path), copies_of(1, 2, step=5), copies_of(3, 4, step=6)
-    parities = Parities(store)
+    parities = ParityStore(store)
 
     def late():
         first, *others = batches_of(*old[0])
@@ -249,12 +249,12 @@ def test_two_versions_are_kept_by_turns_and_the_memory_is_the_gth_part(tmp_path,
                 inodes |= {path.stat().st_ino for path in there.store.folder.glob("parity-0-e2-?")}
         assert seen == [{0: 5}, {0: 5, 1: 6}, {0: 7, 1: 6}, {0: 7, 1: 8}, {0: 9, 1: 8}]
         assert len(inodes) == 2, "the files stay"
-        size = members[0].store.manifest(Place(kind=NEAR, slot=0, epoch=2, number=0)).size
+        size = members[0].store.manifest(CopyKey(kind=NEAR, slot=0, epoch=2, number=0)).size
         files = sum(path.stat().st_size for path in there.store.folder.glob("parity-0-e2-?"))
         assert files == 2 * size, "three members' far copies would take six times that"
         assert there.store.used == 3 * size, "with room for one member"
 
 
 def test_a_parity_is_named_after_its_first_member():
-    near = Place(kind=NEAR, slot=7, epoch=3, number=1)
-    assert parity_place(near, (2, 7)) == Place(kind=PARITY, slot=2, epoch=3, number=1)
+    near = CopyKey(kind=NEAR, slot=7, epoch=3, number=1)
+    assert parity_place(near, (2, 7)) == CopyKey(kind=PARITY, slot=2, epoch=3, number=1)

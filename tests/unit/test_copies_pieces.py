@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntp_plugin.copies.pieces import Piece, common, indices
+from ntp_plugin.copies.pieces import TensorSlice, common, indices
 from ntp_plugin.copies.runs import Runs
 
 
@@ -30,7 +30,7 @@ def cuts(draw, shape):
         size = rows * torch.Size(shape).numel() // shape[dim]
         bounds = sorted(draw(st.lists(st.integers(0, size), max_size=3)))
         pieces += [
-            Piece(tensor="t", shape=shape, dim=dim, ranges=ranges, start=start, stop=stop)
+            TensorSlice(tensor="t", shape=shape, dim=dim, ranges=ranges, start=start, stop=stop)
             for start, stop in itertools.pairwise([0, *bounds, size])
         ]
     return pieces

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.copies import parity
-from ntp_plugin.copies.layout import Batch
+from ntp_plugin.copies.layout import CopyBatch
 from ntp_plugin.copies.manifest import Version, views
-from ntp_plugin.copies.parity import Parities, WrongParity, fold, fold_batch, rebuild
+from ntp_plugin.copies.parity import ParityStore, WrongParity, fold, fold_batch, rebuild
 from ntp_plugin.copies.restore import describe, standable
-from ntp_plugin.copies.store import FAR, NEAR, REBUILT, NoRoom, Place, Store
+from ntp_plugin.copies.store import FAR, NEAR, REBUILT, CopyKey, NoRoom, Store
 from ntp_plugin.errors import StateLost
 from tests.unit.copies_bytes import bytes_of, mapped, wrong_in
 from tests.unit.test_copies_parity import MEMBERS, PLACE, batches_of, copies_of
@@ -42,7 +42,7 @@ def test_machine_code_folds_what_torch_folds(sizes, dice):
     came, first, until = (dice.randrange(len(sizes) + 1) for _ in range(3))
     first, until = min(first, until), max(first, until)
     begin = manifest.held[min(came, first)].entries[0].offset if first < until else 0
-    batch = Batch(first=first, until=until, begin=begin, end=len(memory))
+    batch = CopyBatch(first=first, until=until, begin=begin, end=len(memory))
     parities = [torch.arange(len(memory) + 8, dtype=torch.int64).to(torch.uint8) for _ in range(2)]
     fold_batch(parities[0], manifest, batch, memory[begin:])
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +68,7 @@ def test_any_member_comes_out_of_the_parity_and_the_others(tmp_path_factory, siz
     folder, members = tmp_path_factory.mktemp("parity"), tuple(range(len(sizes)))
     copies = copies_of(*range(10, 10 + len(sizes)), sizes=sizes)
     with closing(Store(folder)) as store:
-        parities = Parities(store)
+        parities = ParityStore(store)
         for slot in data.draw(st.permutations(members)):
             parities.take(PLACE, members, copies[slot][1], batches_of(*copies[slot]))
         lost = data.draw(st.sampled_from(members))
@@ -79,7 +79,7 @@ def test_any_member_comes_out_of_the_parity_and_the_others(tmp_path_factory, siz
             return views(copies[other.slot][0], held)
 
         place = rebuild(store, PLACE, store.manifest(PLACE), manifest, read)
-        assert place == Place(kind=REBUILT, slot=lost, epoch=2, number=0)
+        assert place == CopyKey(kind=REBUILT, slot=lost, epoch=2, number=0)
         assert store.manifest(place) == manifest
         assert torch.equal(bytes_of(store, place)[: manifest.size], memory)
         mapped(store, PLACE)[manifest.held[0].entries[0].offset] ^= 1
@@ -96,7 +96,7 @@ def test_a_full_host_is_told_before_a_loss_and_has_room_after_it(tmp_path):
         with pytest.raises(NoRoom, match="max_host_gb"):
             store.open(other, size)
     with closing(Store(tmp_path / "enough", at_most=3 * size)) as store:
-        parities = Parities(store)
+        parities = ParityStore(store)
         for place in (PLACE, other):
             for memory, manifest in copies:
                 parities.take(place, MEMBERS, manifest, batches_of(memory, manifest))

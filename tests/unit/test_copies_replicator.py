@@ -11,10 +11,10 @@ import torch
 
 from ntp_plugin.copies import digest, replicator, wire
 from ntp_plugin.copies.manifest import Version, view
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Lateness, Part, Replicator, Snapshot
 from ntp_plugin.copies.runs import Runs
-from ntp_plugin.copies.store import FAR, NEAR, Place, Store
+from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
 from tests.patience import PATIENCE_S
 from tests.unit.copies_bytes import bytes_of, wrong_in
 from tests.unit.test_copies_wire import CREDENTIALS, SECRET, There, as_server, deaf_server, until
@@ -23,19 +23,19 @@ SLOT = 3
 
 
 def near(epoch, number):
-    return Place(kind=NEAR, slot=SLOT, epoch=epoch, number=number)
+    return CopyKey(kind=NEAR, slot=SLOT, epoch=epoch, number=number)
 
 
 def far(epoch, number):
-    return Place(kind=FAR, slot=SLOT, epoch=epoch, number=number)
+    return CopyKey(kind=FAR, slot=SLOT, epoch=epoch, number=number)
 
 
 def some_parts(seed, rows=100):
     """A part of each of two tensors, with the dtypes that mixed precision has."""
     generator = torch.Generator().manual_seed(seed)
     pieces = [
-        Piece(tensor="a", shape=(rows, 40), dim=1, ranges=((30, 40), (0, 10)), start=0, stop=20 * rows),
-        Piece(tensor="b", shape=(70,), dim=0, ranges=((0, 70),), start=11, stop=50, whole="1"),
+        TensorSlice(tensor="a", shape=(rows, 40), dim=1, ranges=((30, 40), (0, 10)), start=0, stop=20 * rows),
+        TensorSlice(tensor="b", shape=(70,), dim=0, ranges=((0, 70),), start=11, stop=50, whole="1"),
     ]
     dtypes = {"main": torch.float32, "moment": torch.bfloat16}
     return [
@@ -225,7 +225,7 @@ def test_a_commit_in_a_newer_epoch_removes_what_older_ones_left(here):
         assert here.copy(snapshot(step, epoch=epoch))
         if epoch == 2:
             here.replicator.commit()
-    others = [Place(kind=FAR, slot=9, epoch=epoch, number=1) for epoch in (1, 2, 4)]
+    others = [CopyKey(kind=FAR, slot=9, epoch=epoch, number=1) for epoch in (1, 2, 4)]
     for other in others:
         here.store.open(other, 10)
         here.store.complete(other, here.store.manifest(near(4, 0)))

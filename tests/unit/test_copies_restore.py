@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import Piece, indices
+from ntp_plugin.copies.pieces import TensorSlice, indices
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.restore import Restoration, describe, standable
-from ntp_plugin.copies.store import FAR, NEAR, Place, Store
+from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
 from ntp_plugin.copies.wire import Peer, Server
 from ntp_plugin.errors import StateLost
 from tests.unit.copies_bytes import mapped
@@ -27,7 +27,7 @@ def piece(tensor, dim, *ranges, start=0, stop=None, whole=""):
     shape = SHAPES[tensor]
     rows = sum(last - first for first, last in ranges)
     size = rows * torch.Size(shape).numel() // shape[dim]
-    return Piece(
+    return TensorSlice(
         tensor=tensor,
         shape=shape,
         dim=dim,
@@ -250,7 +250,7 @@ def corrupt(folder, host, place, tensor):
 
 
 def copy_at(kind, slot):
-    return Place(kind=kind, slot=slot, epoch=2, number=0)
+    return CopyKey(kind=kind, slot=slot, epoch=2, number=0)
 
 
 def test_what_two_had_is_put_together_for_three(written, started):

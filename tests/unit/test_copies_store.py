@@ -16,25 +16,25 @@ from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.copies.digest import digest
 from ntp_plugin.copies.layout import in_a_row, places
 from ntp_plugin.copies.manifest import Manifest, Version, salt, view
-from ntp_plugin.copies.pieces import Piece
-from ntp_plugin.copies.store import FAR, NEAR, NoRoom, Place, Store
+from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.store import FAR, NEAR, CopyKey, NoRoom, Store
 from tests.unit.copies_bytes import bytes_of, wrong_in
 
-PLACE = Place(kind=NEAR, slot=3, epoch=2, number=0)
+PLACE = CopyKey(kind=NEAR, slot=3, epoch=2, number=0)
 
 DIES = """
 import os, signal, sys
 from pathlib import Path
 import torch
 from ntp_plugin.copies.manifest import Manifest
-from ntp_plugin.copies.store import Place, Store
+from ntp_plugin.copies.store import CopyKey, Store
 folder, manifest, memory, *names = sys.argv[1:]
 store, manifest = Store(Path(folder)), Manifest.decode(Path(manifest).read_bytes())
 memory = torch.frombuffer(bytearray(Path(memory).read_bytes()), dtype=torch.uint8)
 for name in names:
-    store.open(Place.read(name), manifest.size).copy_(memory)
-    store.complete(Place.read(name), manifest)
-store.open(Place.read(name), manifest.size)[: manifest.size // 2] = 7
+    store.open(CopyKey.read(name), manifest.size).copy_(memory)
+    store.complete(CopyKey.read(name), manifest)
+store.open(CopyKey.read(name), manifest.size)[: manifest.size // 2] = 7
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -44,7 +44,9 @@ def written(values, *, step=5, epoch=2, slot=3, run="run"):
     pieces, digests = [], []
     for name, value in values.items():
         shape = tuple(value.shape)
-        pieces.append(Piece(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=value.numel()))
+        pieces.append(
+            TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=value.numel())
+        )
         digests.append(digest(value, pieces[-1].runs, salt=salt(run, step, name, "weight")))
     kinds = [(("weight", value.dtype),) for value in values.values()]
     manifest = Manifest(
@@ -135,7 +137,7 @@ def test_a_copy_that_has_no_bytes_is_one(store, another):
 
 
 def test_what_is_forgotten_is_gone_and_takes_nothing(store, another):
-    other = Place(kind=FAR, slot=4, epoch=2, number=1)
+    other = CopyKey(kind=FAR, slot=4, epoch=2, number=1)
     _, manifest = put(store, PLACE)
     put(store, other, slot=4)
     assert store.used == 2 * manifest.size
@@ -146,10 +148,10 @@ def test_what_is_forgotten_is_gone_and_takes_nothing(store, another):
 
 
 def test_all_of_older_epochs_is_forgotten_whoever_wrote_it(store, another):
-    places = [Place(kind=kind, slot=3, epoch=epoch, number=1) for kind in (NEAR, FAR) for epoch in (1, 2, 3, 10)]
+    places = [CopyKey(kind=kind, slot=3, epoch=epoch, number=1) for kind in (NEAR, FAR) for epoch in (1, 2, 3, 10)]
     for place, writer in zip(places, [store, another] * 4, strict=True):
         put(writer, place, epoch=place.epoch)
-    store.open(Place(kind=NEAR, slot=8, epoch=2, number=0), 100)
+    store.open(CopyKey(kind=NEAR, slot=8, epoch=2, number=0), 100)
     store.forget_before(3)
     assert {place for place, _ in another.found()} == {place for place in places if place.epoch >= 3}
     assert len(list(store.folder.iterdir())) == 2 * 4, "bytes without a manifest are gone as well"
@@ -197,16 +199,16 @@ def test_other_files_are_no_copies(store, another):
     assert list(another.found()) == []
 
 
-@pytest.mark.parametrize("place", [PLACE, Place(kind=FAR, slot=120, epoch=31, number=1)])
+@pytest.mark.parametrize("place", [PLACE, CopyKey(kind=FAR, slot=120, epoch=31, number=1)])
 def test_a_place_is_read_from_its_name(place):
-    assert Place.read(str(place)) == place
-    assert Place.read(f"{place}.json") is None
+    assert CopyKey.read(str(place)) == place
+    assert CopyKey.read(f"{place}.json") is None
 
 
 def test_a_killed_process_leaves_whole_copies_or_none(store, tmp_path):
     """It is killed when one copy is complete, and while another is written over one that was."""
     memory, manifest = written(some_values())
-    complete, half = PLACE, Place(kind=NEAR, slot=3, epoch=2, number=1)
+    complete, half = PLACE, CopyKey(kind=NEAR, slot=3, epoch=2, number=1)
     for name, told in {"manifest": manifest.encode(), "memory": memory.numpy().tobytes()}.items():
         (tmp_path / name).write_bytes(told)
     paths = [store.folder, tmp_path / "manifest", tmp_path / "memory"]
@@ -235,7 +237,7 @@ def test_only_the_owner_may_read_a_manifest(store):
 def test_copies_take_no_more_than_they_may(tmp_path):
     store = Store(tmp_path, at_most=5_000_000)
     store.open(PLACE, 3_000_000)
-    other = Place(kind=FAR, slot=4, epoch=2, number=0)
+    other = CopyKey(kind=FAR, slot=4, epoch=2, number=0)
     with pytest.raises(NoRoom, match=r"far-4-e2-0 would take 2\.5 MB.*have 3\.0 MB.*max_host_gb is 0\.005") as error:
         Store(tmp_path, at_most=5_000_000).open(other, 2_500_000)
     assert "raise it" in error.value.way_out
@@ -274,7 +276,7 @@ def small_memory(tmp_path):
 def test_a_memory_that_is_full_is_found_before_anything_is_written(small_memory):
     store = Store(small_memory)
     _, manifest = put(store, PLACE)
-    other = Place(kind=FAR, slot=4, epoch=2, number=0)
+    other = CopyKey(kind=FAR, slot=4, epoch=2, number=0)
     with pytest.raises(NoRoom, match=r"far-4-e2-0 would take 0\.1 MB, and .* has 0\.0 MB left.*mount -o remount"):
         store.open(other, 60_000)
     assert {path.name for path in small_memory.iterdir()} == {str(PLACE), f"{PLACE}.json"}
@@ -310,12 +312,12 @@ def test_copies_are_forgotten_while_others_are_made(store):
 
     class Epoch(int):
         def __gt__(self, other):
-            newer = Place(kind=FAR, slot=len(store._maps), epoch=5, number=0)
+            newer = CopyKey(kind=FAR, slot=len(store._maps), epoch=5, number=0)
             if newer.slot < 4:
                 store.open(newer, 10)
             return int(self) > other
 
-    old = Place(kind=NEAR, slot=1, epoch=2, number=0)
+    old = CopyKey(kind=NEAR, slot=1, epoch=2, number=0)
     for place in (old, PLACE):
         store.open(place, 10)
     store.forget_before(Epoch(3))

@@ -11,9 +11,9 @@ from ntp_plugin.copies import verify
 from ntp_plugin.copies.layout import DTYPES, in_a_row, laid_out
 from ntp_plugin.copies.machine import machine
 from ntp_plugin.copies.manifest import Manifest, Version
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
-from ntp_plugin.copies.store import NEAR, Place, Store
+from ntp_plugin.copies.store import NEAR, CopyKey, Store
 from ntp_plugin.copies.verify import Checked, wrong_in
 from tests.unit.copies_bytes import bytes_of
 
@@ -42,7 +42,7 @@ def _copied(store, dtypes):
     generator = torch.Generator().manual_seed(len(dtypes))
     parts = [
         Part(
-            piece=Piece(
+            piece=TensorSlice(
                 tensor=f"{number}",
                 shape=(30, COLUMNS),
                 dim=1,
@@ -64,7 +64,7 @@ def _copied(store, dtypes):
     replicator.wait()
     replicator.close()
     assert not trouble
-    place = Place(kind=NEAR, slot=0, epoch=1, number=0)
+    place = CopyKey(kind=NEAR, slot=0, epoch=1, number=0)
     return store.manifest(place), bytes_of(store, place)
 
 
@@ -136,7 +136,7 @@ def test_a_layout_is_looked_at_once_for_all_versions(copied):
 
 
 def test_pieces_in_a_row_begin_at_lines_of_a_cache():
-    piece = Piece(tensor="t", shape=(5,), dim=0, ranges=((0, 5),), start=0, stop=5)
+    piece = TensorSlice(tensor="t", shape=(5,), dim=0, ranges=((0, 5),), start=0, stop=5)
     layout = in_a_row(((piece, (("a", torch.float32), ("b", torch.uint8))), (piece, (("a", torch.float64),))))
     assert layout.offsets.tolist() == [0, 64, 128]
     assert layout.sizes.tolist() == [20, 5, 40]

@@ -16,13 +16,13 @@ from ntp_plugin.copies.handshake import Credentials, authenticate
 from ntp_plugin.copies.manifest import view
 from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.runs import Runs
-from ntp_plugin.copies.store import FAR, Place, Store
+from ntp_plugin.copies.store import FAR, CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble, Server, WrongCopy
 from tests.patience import PATIENCE_S
 from tests.unit.copies_bytes import bytes_of, mapped
 from tests.unit.test_copies_store import put, some_values, written
 
-FAR_PLACE = Place(kind=FAR, slot=3, epoch=2, number=0)
+FAR_PLACE = CopyKey(kind=FAR, slot=3, epoch=2, number=0)
 SECRET = "only members know"
 CREDENTIALS = Credentials(run="run", secret=SECRET)
 

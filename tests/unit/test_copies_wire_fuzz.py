@@ -22,7 +22,7 @@ import torch
 
 from ntp_plugin.copies.handshake import Credentials, authenticate
 from ntp_plugin.copies.runs import Runs
-from ntp_plugin.copies.store import FAR, NEAR, PARITY, REBUILT, Place
+from ntp_plugin.copies.store import FAR, NEAR, PARITY, REBUILT, CopyKey
 from ntp_plugin.copies.wire import PeerTrouble
 from tests.patience import PATIENCE_S
 from tests.unit.copies_bytes import wrong_in
@@ -151,7 +151,7 @@ def test_malformed_requests_change_nothing_and_hold_nothing(tmp_path, died, garb
         assert [str(one.exc_value) for one in died] == []
         after = contents(tmp_path)
         assert before.items() <= after.items()
-        more = [Place.read(path.name.removesuffix(".json")) for path in after.keys() - before.keys()]
+        more = [CopyKey.read(path.name.removesuffix(".json")) for path in after.keys() - before.keys()]
         assert all(knows_the_secret and place.kind in (FAR, PARITY) for place in more)
         assert all(wrong_in(there.store, place) == [] for place, _ in there.store.found())
         assert knows_the_secret or len(there.told) <= 1, "strangers fill no record"

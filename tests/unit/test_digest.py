@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ntp_plugin.copies import digest as module
 from ntp_plugin.copies import machine as machine_code
 from ntp_plugin.copies.digest import Values, are_finite, digest, digests, digests_if_finite, digests_of
-from ntp_plugin.copies.machine import Machine
-from ntp_plugin.copies.pieces import Piece, indices
+from ntp_plugin.copies.machine import NativeLibrary
+from ntp_plugin.copies.pieces import TensorSlice, indices
 from ntp_plugin.copies.runs import MODULUS, PAGE, Runs, runs_of
 from tests.unit.test_copies_pieces import cuts, places_of, shapes
 
@@ -106,7 +106,7 @@ def test_it_is_the_number_of_its_definition(pieces, dtype, seed, salt):
 def test_it_is_the_number_of_its_definition_on_later_pages_too(dtype, shape):
     size, start = torch.Size(shape).numel(), PAGE - 700
     stop = min(size, start + 4 * PAGE)
-    piece = Piece(tensor="t", shape=shape, dim=0, ranges=((0, shape[0]),), start=start, stop=stop)
+    piece = TensorSlice(tensor="t", shape=shape, dim=0, ranges=((0, shape[0]),), start=start, stop=stop)
     row = {(60, 700): 700, (3, 3 * PAGE): 3 * PAGE, (3, 20, 4000): 4000}.get(shape, 1)
     values = bits((piece.size,), dtype, 3)
     assert digest(values, piece.runs, salt="salt") == by_hand(values, range(start, stop), row)
@@ -219,7 +219,7 @@ def test_an_element_that_is_missing_or_held_twice_is_found():
     half = {"tensor": "t", "shape": (100,), "dim": 0, "ranges": ((0, 100),)}
     cut = [(0, 50), (50, 100)], [(0, 50), (51, 100)], [(0, 51), (50, 100)]
     whole, missing, twice = (
-        of_pieces(values, [Piece(**half, start=start, stop=stop) for start, stop in each]) for each in cut
+        of_pieces(values, [TensorSlice(**half, start=start, stop=stop) for start, stop in each]) for each in cut
     )
     assert whole == of_whole(values)
     assert len({whole, missing, twice}) == 3
@@ -239,7 +239,7 @@ def test_the_places_of_a_cut_are_looked_at_once():
 
 
 def test_nothing_has_the_digest_zero():
-    nothing = Piece(tensor="t", shape=(4, 3), dim=1, ranges=((0, 2),), start=5, stop=5)
+    nothing = TensorSlice(tensor="t", shape=(4, 3), dim=1, ranges=((0, 2),), start=5, stop=5)
     assert digest(torch.empty(0), nothing.runs, salt="salt") == 0
     assert digest(torch.empty(4, 0), runs_of((4, 3), 1, ()), salt="salt") == 0
 
@@ -274,7 +274,11 @@ def test_keys_live_for_as_long_as_they_are_read_whoever_forgets_them(monkeypatch
     """Two threads may come to the same places at once, and only what one of them came to is remembered."""
     if by == "numpy":
         pytest.skip("it has the keys themselves, and not where they are")
-    values, runs, call = torch.randn(3000), Runs(starts=torch.tensor([5]), lengths=torch.tensor([3000])), Machine.sums
+    values, runs, call = (
+        torch.randn(3000),
+        Runs(starts=torch.tensor([5]), lengths=torch.tensor([3000])),
+        NativeLibrary.sums,
+    )
     alive = []
 
     def sums(found_by, *asked, **more):
@@ -284,7 +288,7 @@ def test_keys_live_for_as_long_as_they_are_read_whoever_forgets_them(monkeypatch
         assert all(one() is not None for one in alive)
         return call(found_by, *asked, **more)
 
-    monkeypatch.setattr(Machine, "sums", sums)
+    monkeypatch.setattr(NativeLibrary, "sums", sums)
     digest(values, runs, salt="s")
     assert alive
 

@@ -8,7 +8,7 @@ import pytest
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.membership import Seat, View
-from ntp_plugin.comm.standing import Standing
+from ntp_plugin.comm.standing import CollectiveWait
 from ntp_plugin.recovery.driver import Driver, Patience
 from ntp_plugin.testing.stateless import Stateless
 from tests.patience import PATIENCE_S
@@ -53,7 +53,7 @@ class Groups:
     """None: what the driver asks of them."""
 
     def __init__(self):
-        self.standing = Standing()
+        self.standing = CollectiveWait()
         self.waiting = lambda: self.standing
         self.check = lambda: None
         self.break_out = lambda _: 0

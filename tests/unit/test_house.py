@@ -55,6 +55,26 @@ def test_a_room_that_names_some_of_its_files_names_all(room):
     assert named in (set(), files), f"not named: {sorted(files - named)}"
 
 
+def test_a_class_name_has_one_home():
+    """A reader who finds a name need not ask which of two classes is meant."""
+    assert shared_names({path: path.read_text() for path in (ROOT / "ntp_plugin").rglob("*.py")}) == {}
+
+
+def test_a_class_name_with_two_homes_is_noticed():
+    """A negative control."""
+    found = shared_names({"a.py": "class Slot: ...", "b.py": "class Slot: ...\nclass View: ..."})
+    assert found == {"Slot": ["a.py", "b.py"]}
+
+
+def shared_names(sources):
+    homes = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path))
+    return {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+
 def test_no_tracked_file_has_what_a_merge_has_left_undecided():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:

@@ -3,7 +3,7 @@
 from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View
-from ntp_plugin.comm.standing import Standing
+from ntp_plugin.comm.standing import CollectiveWait
 
 SEATS = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(2))
 BOTH = View(epoch=1, seats=SEATS)
@@ -39,7 +39,7 @@ def agree(keys, monkeypatch):
     monkeypatch.setattr(Agreement, "_evict_the_missing", late)
     agreement = Agreement(keys, member)
     return agreement.run(
-        lost=frozenset, report=lambda _: REPORT, plan=lambda _: "the plan", waiting=Standing, timeout_s=0.05
+        lost=frozenset, report=lambda _: REPORT, plan=lambda _: "the plan", waiting=CollectiveWait, timeout_s=0.05
     )
 
 

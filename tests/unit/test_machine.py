@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.copies import machine as module
-from ntp_plugin.copies.machine import Machine, machine
+from ntp_plugin.copies.machine import NativeLibrary, machine
 from ntp_plugin.copies.runs import odd_numbers
 
 
@@ -51,7 +51,7 @@ def test_a_library_that_has_other_calls_is_told_and_left(monkeypatch, caplog):
 def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
     if machine() is None:
         pytest.skip("it was not built")
-    call = Machine.sums
+    call = NativeLibrary.sums
 
     def other(found_by, rows, found):
         call(found_by, rows, found)
@@ -59,7 +59,7 @@ def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
         found[0][1] ^= np.uint64(what == "a largest word" or (what == "the width" and rows[0][5] == 2))
 
     machine.cache_clear()
-    monkeypatch.setattr(Machine, "sums", other)
+    monkeypatch.setattr(NativeLibrary, "sums", other)
     assert machine() is None
     assert "of another source" in caplog.text
 
@@ -90,7 +90,7 @@ def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog, call, spoil
     if machine() is None:
         pytest.skip("it was not built")
     machine.cache_clear()
-    monkeypatch.setattr(Machine, call, spoilt(getattr(Machine, call)))
+    monkeypatch.setattr(NativeLibrary, call, spoilt(getattr(NativeLibrary, call)))
     assert machine() is None
     assert "of another source" in caplog.text
 

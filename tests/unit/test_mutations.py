@@ -190,7 +190,7 @@ MUTATIONS = [
         BATCH,
     ),
     (
-        batch_split.Pace,
+        batch_split.ReplicaPace,
         "most_within",
         one_too_many,
         properties.strict_split_is_exact_and_the_shortest,

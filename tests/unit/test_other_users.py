@@ -17,7 +17,7 @@ from ntp_plugin.cli import export as cli_export
 from ntp_plugin.cli import run as cli_run
 from ntp_plugin.cli.main import main
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import ConfigError
@@ -54,7 +54,7 @@ def as_nobody(script):
 def a_dead_run(shared):
     """What a job of ours has left; returns its folder."""
     run = RunFolder(COPIES, shared)
-    piece = Piece(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+    piece = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
     part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
     version, extras = Version(step=7, epoch=2), {"framework": "megatron"}
     replicator = Replicator(Store(run.path / "host-0"), run="ntp/job", secret="", slot=3, trouble=pytest.fail)

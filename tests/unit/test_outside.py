@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from ntp_plugin.chaos.outside import checkpoints, injector, processes
-from ntp_plugin.chaos.outside.campaign import Asked, run_campaign, run_reference
+from ntp_plugin.chaos.outside.campaign import CampaignRequest, run_campaign, run_reference
 from ntp_plugin.chaos.outside.drawing import draw
 from ntp_plugin.chaos.outside.injector import Injected
-from ntp_plugin.chaos.outside.job_run import Command, Pace, Ran, run_job
-from ntp_plugin.chaos.outside.job_view import JobView, Noticed, Report
+from ntp_plugin.chaos.outside.job_run import Command, InjectionPace, JobRun, run_job
+from ntp_plugin.chaos.outside.job_view import CompletedStep, JobView, Noticed
 from ntp_plugin.chaos.outside.kinds import kinds
 from ntp_plugin.chaos.outside.leavings import Leavings
 from ntp_plugin.chaos.outside.verdict import NO_FAULT, Allowed, judge, rows
@@ -34,12 +34,12 @@ ALLOWED = Allowed(bound=1e-6, weights_bound=1e-6)
 
 
 def asked(plant, *names, pace=None):
-    return Asked(
+    return CampaignRequest(
         command=Command(words=(plant,), program=(sys.executable, str(JOB))),
         kinds=[KINDS[name] for name in names],
         faults=len(names),
         seed=5,
-        pace=pace or Pace(thresholds=THRESHOLDS, every_s=0.1, end_s=5.0),
+        pace=pace or InjectionPace(thresholds=THRESHOLDS, every_s=0.1, end_s=5.0),
         allowed=ALLOWED,
     )
 
@@ -47,7 +47,7 @@ def asked(plant, *names, pace=None):
 def campaign(folder, plant, *names, **more):
     one = asked(plant, *names, **more)
     reference = run_reference(
-        dataclasses.replace(one, pace=Pace(thresholds=THRESHOLDS)), folder / "reference", wait=time.sleep
+        dataclasses.replace(one, pace=InjectionPace(thresholds=THRESHOLDS)), folder / "reference", wait=time.sleep
     )
     return run_campaign(one, folder, reference, wait=time.sleep)
 
@@ -68,7 +68,7 @@ def test_a_planted_wrong_loss_is_wrong(tmp_path):
 
 
 def test_a_planted_hang_is_hung_and_nothing_of_it_stays(tmp_path):
-    pace = Pace(thresholds=SHORT, every_s=0.1, end_s=5.0, beyond_thresholds_s=2.0)
+    pace = InjectionPace(thresholds=SHORT, every_s=0.1, end_s=5.0, beyond_thresholds_s=2.0)
     found = campaign(tmp_path, "hang", "kill", pace=pace)
     assert any("no new step" in one.hung for one in found.judged)
     assert not any(one.wrong for one in found.judged if one.hung)
@@ -96,7 +96,7 @@ def test_a_planted_exit_code_is_wrong(tmp_path):
 
 def test_a_supervisor_that_is_killed_and_leaves_its_ranks_is_noticed(tmp_path):
     """The ranks of this job go on without it, and end by themselves after some seconds: not within this limit."""
-    pace = Pace(thresholds=THRESHOLDS, every_s=0.1, end_s=0.01)
+    pace = InjectionPace(thresholds=THRESHOLDS, every_s=0.1, end_s=0.01)
     queue, command = [KINDS["supervisor-kill"]], asked("nothing").command
     found = run_job(command, tmp_path / "run", queue, pace=pace, chosen=random.Random(1), wait=time.sleep)
     assert found.code == -signal.SIGKILL
@@ -152,7 +152,7 @@ def fault(name, at, *lost):
 
 
 def ran(*injected, reports=(), noticed=(), code=0, hung="", leavings=None):
-    return Ran(
+    return JobRun(
         folder=Path(),
         injected=injected,
         missed=(),
@@ -165,7 +165,7 @@ def ran(*injected, reports=(), noticed=(), code=0, hung="", leavings=None):
 
 
 def report(at, step, loss, rank=0):
-    return Report(at=at, rank=rank, step=step, loss=loss)
+    return CompletedStep(at=at, rank=rank, step=step, loss=loss)
 
 
 REFERENCE = {1: 1.0, 2: 0.5, 3: 0.25}
@@ -305,7 +305,7 @@ def test_a_loss_that_nobody_noticed_is_wrong_where_others_went_on():
 
 def test_who_was_stopped_for_longer_than_it_was_to_be_is_known():
     stop, go_on = KINDS["stop-short"].acts
-    victim = processes.Process(pid=7, started=1, parent=1, state="S")
+    victim = processes.ProcessInfo(pid=7, started=1, parent=1, state="S")
     for ended_at, long in ((5.1, ()), (5.9, ((3, 5.0),))):
         sent = [(stop, victim, 5.0), (go_on, victim, ended_at)]
         assert injector._stopped_for_long(sent, {"victim": 3}, 0.6) == long

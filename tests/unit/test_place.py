@@ -2,7 +2,7 @@
 
 import pytest
 
-from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.place import RankContext
 
 TOLD = {
     "MASTER_ADDR": "127.0.0.1",
@@ -17,7 +17,7 @@ TOLD = {
 
 
 def place_of(slot, **more):
-    return Place.read(TOLD | {"RANK": str(slot)} | more)
+    return RankContext.read(TOLD | {"RANK": str(slot)} | more)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ntp_plugin.cli.main import main
 from ntp_plugin.cli.screen import Screen
 from ntp_plugin.cli.status import follow
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.store import Store
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
@@ -90,7 +90,7 @@ def test_copies(tmp_path, monkeypatch, capsys):
     run = RunFolder(COPIES, tmp_path)
     store = Store(run.path / "host-0\x1b[31m")
     replicator = Replicator(store, run=f"job{EVIL}", secret="", slot=3, trouble=pytest.fail)
-    piece = Piece(tensor=f"w{EVIL}", shape=(4,), dim=0, ranges=((0, 4),), start=0, stop=4)
+    piece = TensorSlice(tensor=f"w{EVIL}", shape=(4,), dim=0, ranges=((0, 4),), start=0, stop=4)
     part = Part(piece=piece, values={"main": torch.arange(4.0)}, numbers={})
     replicator.begin(Snapshot(version=Version(step=7, epoch=2), holders=(3,), parts=[part], extras={}))
     replicator.close()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ntp_plugin.errors import BelowMinimum, Refused
-from ntp_plugin.planning.batch_split import Pace
+from ntp_plugin.planning.batch_split import ReplicaPace
 from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, fit
 from ntp_plugin.planning.pace import HEALTHY_NS
 from ntp_plugin.planning.recovery_plan import Nominal, as_json, plan_recovery, within_memory
@@ -105,7 +105,7 @@ def test_a_measured_pace_overrules_the_one_that_widths_suggest():
     nominal = eight_by_two()
     lost = parse_slots(["r1.s0.t2"], nominal.topology)
     guessed = plan_recovery(nominal, lost=lost)
-    slow = plan_recovery(nominal, lost=lost, measured={0: Pace(ns=3 * HEALTHY_NS)})
+    slow = plan_recovery(nominal, lost=lost, measured={0: ReplicaPace(ns=3 * HEALTHY_NS)})
     counts = [[share.count for share in plan.batch.shares] for plan in (guessed, slow)]
     assert sum(counts[0]) == sum(counts[1]) == 64
     assert counts[1][0] < counts[1][1] < counts[0][0]

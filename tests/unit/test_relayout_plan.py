@@ -14,7 +14,7 @@ from ntp_plugin.planning.topology import Topology
 from ntp_plugin.planning.units import Family, ModelUnits, Run, StageUnits, Tensor
 from ntp_plugin.training import relayout_plan
 from ntp_plugin.training.cuts import WHOLE_UNITS
-from ntp_plugin.training.relayout_plan import NOT_HELD, Held, plan_relayout
+from ntp_plugin.training.relayout_plan import NOT_HELD, HeldVersions, plan_relayout
 
 ONE = (Run(start=0, unit_size=1),)
 TENSORS = (
@@ -49,7 +49,7 @@ class Member:
 
     def held(self):
         built = (self.built[:2],) if self.built else ()
-        return Held.decode(Held(versions=tuple(self.versions), built=built, lost=self.lost).encode())
+        return HeldVersions.decode(HeldVersions(versions=tuple(self.versions), built=built, lost=self.lost).encode())
 
     def switch(self):
         number, version, units = self.built
@@ -77,7 +77,7 @@ def founding(nominal):
 
 
 def held_at_first():
-    return Held(versions=(0,) * len(TENSORS), built=(), lost={0: ()})
+    return HeldVersions(versions=(0,) * len(TENSORS), built=(), lost={0: ()})
 
 
 def walk(nominal, members, epoch, stop_at, halfway):

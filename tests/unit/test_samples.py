@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ntp_plugin.config.sections import BatchPolicy
-from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.planning.batch_split import NominalBatch, ReplicaPace, split_batch
 from ntp_plugin.training.samples import ReplicaSamples
 
 
 def samples(paces, nominal, *, consumed=0, steps=2, pieces=1):
-    split = split_batch({r: Pace(ns=ns, pieces=pieces) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
+    split = split_batch({r: ReplicaPace(ns=ns, pieces=pieces) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
     available = consumed + steps * nominal.total * nominal.micro_batch + 1
     return [
         ReplicaSamples(nominal=nominal, share=share, consumed=consumed, available=available) for share in split.shares

@@ -2,7 +2,7 @@
 
 import torch
 
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.training.gradient_lanes import GradientLane, Slice
 from ntp_plugin.training.sharded_step import ShardedStep
 from ntp_plugin.training.stepped import shards_of_lanes
@@ -49,7 +49,7 @@ def test_shards_are_told_by_their_places_in_the_whole():
     *_, step = made()
 
     def piece_of(name, places, start, stop):
-        return Piece(tensor=name, shape=(3, 8), dim=1, ranges=places, start=start, stop=stop)
+        return TensorSlice(tensor=name, shape=(3, 8), dim=1, ranges=places, start=start, stop=stop)
 
     first = shards_of_lanes(step, piece_of)[0]
     ((piece, at),) = first.pieces

@@ -20,7 +20,7 @@ from ntp_plugin.config.sections import CopyPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.launch.telling import Telling
-from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.place import RankContext
 from ntp_plugin.telemetry import Committed, Compared, Copied, Corrupted, Follower, Gone, Recovered, Teller
 from ntp_plugin.telemetry.relay import Relay
 from ntp_plugin.telemetry.wandb_sink import told_to_workers
@@ -38,7 +38,7 @@ TOLD_BY_NTP_RUN = {
     "NTP_BEAT_S": "0.02",
     "NTP_HUNG_S": "30",
 }
-PLACE = Place.read(TOLD_BY_NTP_RUN)
+PLACE = RankContext.read(TOLD_BY_NTP_RUN)
 POLICY = TrainingPolicy(enabled=True, min_tp_width=1, copies=CopyPolicy(mode="near"))
 BEGAN = PLACE.beginning(POLICY, PLACE.topology(POLICY, tp=2), micro_batches=2, framework={"megatron-core": "0.19.2"})
 

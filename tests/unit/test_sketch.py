@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.sketch import sketch
 from tests.unit.test_copies_pieces import cuts, places_of, shapes
 from tests.unit.test_digest import seeds
@@ -19,7 +19,7 @@ def values_of(shape, seed, dtype=torch.float64):
 
 def whole(values, name="t"):
     shape = tuple(values.shape)
-    piece = Piece(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=values.numel())
+    piece = TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=values.numel())
     return sketch([(piece, values)])
 
 

@@ -11,7 +11,7 @@ from ntp_plugin.cli.main import main
 from ntp_plugin.cli.screen import Screen
 from ntp_plugin.telemetry import Began, Committed, Copied, Ended, Follower, Gone, Recovered, Teller, Told, events_file
 from ntp_plugin.telemetry.events import Compared, Struck
-from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.job_state import JobState, SlotState
 from tests.unit.test_chaos_strikes import spoilt
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
@@ -124,7 +124,7 @@ def test_slots_that_are_none_are_not_lost_and_do_not_come_back():
     job.hear(Told(at=1.0, slot="r0.s0.t0", event=BEGAN))
     job.hear(Told(at=2.0, slot="r0.s0.t0", event=dataclasses.replace(LOST, lost=["r1.s0.t1", "r9.s9.t9"], back=["x"])))
     assert list(job.slots) == SLOTS
-    assert job.slots["r1.s0.t1"] == Slot.LOST
+    assert job.slots["r1.s0.t1"] == SlotState.LOST
 
 
 @pytest.mark.parametrize("number", ["-1", "1e400", "NaN", "1" + "0" * 400, "1e19", "true", "null", '"1"'])

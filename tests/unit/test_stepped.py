@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from benchmarks.parity.group_adam import FusedAdam
 from ntp_plugin.copies.layout import dtype_name
-from ntp_plugin.copies.manifest import Entry, Held
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.manifest import CopiedSlice, Entry
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.errors import Refused
 from ntp_plugin.training.stepped import Stepped, make_room, parts
 
@@ -50,7 +50,7 @@ class Member:
 
 
 def piece(start, stop):
-    return Piece(tensor="w", shape=(SIZE,), dim=0, ranges=((0, SIZE),), start=start, stop=stop)
+    return TensorSlice(tensor="w", shape=(SIZE,), dim=0, ranges=((0, SIZE),), start=start, stop=stop)
 
 
 def told(member):
@@ -61,7 +61,9 @@ def told(member):
             values.setdefault(name, torch.zeros(SIZE, dtype=value.dtype))[part.piece.start : part.piece.stop] = value
     first = found[0]
     entries = (Entry(name=name, dtype=dtype_name(values[name].dtype), offset=0, digest=0) for name in values)
-    return Held(piece=first.piece, entries=tuple(entries), numbers=json.loads(json.dumps(dict(first.numbers)))), values
+    return CopiedSlice(
+        piece=first.piece, entries=tuple(entries), numbers=json.loads(json.dumps(dict(first.numbers)))
+    ), values
 
 
 def moved(name, member, cut):
@@ -101,6 +103,6 @@ def test_copies_that_do_not_tell_what_a_group_keeps_are_refused():
     member = Member("FusedAdam", 6, torch.ones(SIZE))
     member.step(torch.ones(SIZE))
     held, _ = told(member)
-    told_by_others = Held(piece=held.piece, entries=held.entries, numbers={})
+    told_by_others = CopiedSlice(piece=held.piece, entries=held.entries, numbers={})
     with pytest.raises(Refused, match="the copies of w do not tell its optimizer's step"):
         make_room(member.stepped, member.optimizer, {"w": told_by_others})

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ntp_plugin.config.sections import BatchPolicy
-from ntp_plugin.planning.batch_split import NominalBatch, Pace, split_batch
+from ntp_plugin.planning.batch_split import NominalBatch, ReplicaPace, split_batch
 from ntp_plugin.training.stream import MicroBatch, Stream, micro_batches
 
 JOBS = st.fixed_dictionaries({"ranks": st.integers(1, 6), "per_step": st.integers(1, 4), "per_turn": st.integers(1, 9)})
@@ -14,7 +14,7 @@ JOBS = st.fixed_dictionaries({"ranks": st.integers(1, 6), "per_step": st.integer
 
 def shares(ranks, per_step, members):
     batch = NominalBatch(replicas=ranks, per_replica=per_step, micro_batch=1, stages=1, healthy_ns=1)
-    split = split_batch({slot: Pace(ns=1) for slot in members}, batch, BatchPolicy())
+    split = split_batch({slot: ReplicaPace(ns=1) for slot in members}, batch, BatchPolicy())
     return [share.numbers for share in split.shares]
 
 

@@ -21,7 +21,7 @@ from ntp_plugin.telemetry import (
     events_file,
     read_run,
 )
-from ntp_plugin.telemetry.job_state import JobState, Slot
+from ntp_plugin.telemetry.job_state import JobState, SlotState
 
 EVENTS = [
     Began(number=0, pid=1, newcomer=False, replicas=2, stages=1, tp=4, micro_batches=[4, 4]),
@@ -149,7 +149,7 @@ def test_a_job_is_whole_until_one_is_gone_and_again_when_it_is_back():
     job, _ = heard(*BEGAN)
     assert job.whole
     job.hear(Told(at=5.0, slot="host0", event=Gone(number=3, pid=0, kind="ended", reason="code -9")))
-    assert job.slots["r1.s0.t1"] == Slot.LOST
+    assert job.slots["r1.s0.t1"] == SlotState.LOST
     lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[5, 3])
     assert job.hear(Told(at=6.0, slot="r0.s0.t0", event=lost))
     assert not job.hear(Told(at=6.1, slot="r0.s0.t1", event=lost)), "the others only say the same"

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.planning.topology import Slot, Standing, Topology, parse_slots
+from ntp_plugin.planning.topology import Slot, SurvivingReplicas, Topology, parse_slots
 
 
 def layout(tp=4, pp=2, dp=3, gpus_per_node=4):
@@ -46,7 +46,7 @@ def test_what_names_no_slot_is_refused(word):
 def test_standing_sorts_groups_into_whole_hurt_and_dropped():
     topology = layout()
     lost = parse_slots(["r0.s0.t1", "r1.s1.t0,r1.s1.t1,r1.s1.t2", "r1.s0.t0"], topology)
-    standing = Standing(topology=topology, lost=lost, min_tp_width=2)
+    standing = SurvivingReplicas(topology=topology, lost=lost, min_tp_width=2)
     assert standing.dropped == {1}
     assert standing.hurt == {(0, 0): (1,)}
     assert standing.replicas == (0, 2)
@@ -57,5 +57,5 @@ def test_standing_sorts_groups_into_whole_hurt_and_dropped():
 
 def test_a_host_is_lost_when_all_its_slots_are():
     topology = layout()
-    standing = Standing(topology=topology, lost=parse_slots(["node2", "r0.s0.t0"], topology), min_tp_width=1)
+    standing = SurvivingReplicas(topology=topology, lost=parse_slots(["node2", "r0.s0.t0"], topology), min_tp_width=1)
     assert standing.lost_nodes == (2,)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntp_plugin.recovery.watch_interval import AT_LEAST_EVERY, Measured, Schedule, steps_until_next
+from ntp_plugin.recovery.watch_interval import AT_LEAST_EVERY, CompareSchedule, Measured, steps_until_next
 
 SECONDS = st.floats(1e-6, 1e3)
 MEASURED = st.builds(Measured, digests_s=SECONDS, exchange_s=SECONDS | st.just(0.0), step_s=SECONDS | st.just(0.0))
@@ -39,10 +39,10 @@ def test_the_wait_for_the_slowest_rank_is_no_cost_of_the_comparison():
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans(), st.lists(MEASURED, min_size=2, max_size=2))), BUDGETS)
 def test_ranks_compare_after_the_same_steps_whatever_a_loss_kept_one_of_them_from_hearing(parts, budget):
     """In each epoch one rank may not hear how a comparison ended; a joining rank knows nothing before it joins."""
-    heard = missed = Schedule(every=None)
+    heard = missed = CompareSchedule(every=None)
     step = 0
     for epoch, (steps, is_missed, both) in enumerate(parts):
-        joined = Schedule(every=None)
+        joined = CompareSchedule(every=None)
         for _ in range(steps):
             schedules = [one.seen(step, epoch) for one in (heard, missed, joined)]
             due = {one.is_due(step) for one in schedules}
@@ -56,7 +56,7 @@ def test_ranks_compare_after_the_same_steps_whatever_a_loss_kept_one_of_them_fro
 
 
 def test_the_first_comparison_is_after_the_first_step_and_after_the_first_of_each_epoch():
-    schedule = Schedule(every=None).seen(0, 0)
+    schedule = CompareSchedule(every=None).seen(0, 0)
     assert not schedule.is_due(0) and schedule.is_due(1)
     schedule = schedule.compared(1, [measured(digests_s=0.1)], 0.005).seen(2, 0)
     assert not schedule.is_due(20) and schedule.is_due(21)
@@ -65,8 +65,8 @@ def test_the_first_comparison_is_after_the_first_step_and_after_the_first_of_eac
 
 
 def test_the_user_may_set_the_interval_or_switch_comparisons_off():
-    schedule = Schedule(every=3).seen(0, 0)
+    schedule = CompareSchedule(every=3).seen(0, 0)
     assert [step for step in range(1, 10) if schedule.is_due(step)] == [1, 3, 6, 9]
     schedule = schedule.compared(1, [measured()], 0.005).seen(4, 1)
     assert [step for step in range(4, 10) if schedule.is_due(step)] == [5, 6, 9]
-    assert not any(Schedule(every=0).seen(0, 0).is_due(step) for step in range(200))
+    assert not any(CompareSchedule(every=0).seen(0, 0).is_due(step) for step in range(200))

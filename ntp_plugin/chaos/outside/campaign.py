@@ -11,21 +11,21 @@ from pathlib import Path
 from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.outside import leavings
 from ntp_plugin.chaos.outside.drawing import draw
-from ntp_plugin.chaos.outside.job_run import Command, Pace, Ran, run_job
-from ntp_plugin.chaos.outside.kinds import Kind
+from ntp_plugin.chaos.outside.job_run import Command, InjectionPace, JobRun, run_job
+from ntp_plugin.chaos.outside.kinds import FaultKind
 from ntp_plugin.chaos.outside.verdict import NO_FAULT, Allowed, Judged, judge, losses_of
 from ntp_plugin.errors import Refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class CampaignRequest:
     """What a campaign is to do."""
 
     command: Command
-    kinds: Sequence[Kind]
+    kinds: Sequence[FaultKind]
     faults: int
     seed: int
-    pace: Pace
+    pace: InjectionPace
     allowed: Allowed
 
 
@@ -38,7 +38,7 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class CampaignResult:
     """What came of a campaign."""
 
     judged: tuple[Judged, ...]
@@ -57,7 +57,7 @@ class Found:
 type Say = Callable[[str], None]
 
 
-def run_reference(asked: Asked, folder: Path, *, wait: Wait) -> Reference:
+def run_reference(asked: CampaignRequest, folder: Path, *, wait: Wait) -> Reference:
     """Without a fault. Raises `Refused` where it does not end well, or reports no losses."""
     ran = run_job(asked.command, folder, [], pace=asked.pace, chosen=random.Random(asked.seed), wait=wait)
     log = folder / "log.txt"
@@ -75,7 +75,9 @@ def run_reference(asked: Asked, folder: Path, *, wait: Wait) -> Reference:
     return Reference(folder=folder, losses=losses)
 
 
-def run_campaign(asked: Asked, folder: Path, reference: Reference, *, wait: Wait, say: Say = lambda _: None) -> Found:
+def run_campaign(
+    asked: CampaignRequest, folder: Path, reference: Reference, *, wait: Wait, say: Say = lambda _: None
+) -> CampaignResult:
     """Runs with faults until the queue is empty; two in a row that took nothing from it end it, too."""
     queue, chosen = draw(asked.kinds, asked.faults, asked.seed), random.Random(asked.seed)
     judged, missed, kept, idle, number = list[Judged](), list[str](), list[Path](), 0, 0
@@ -93,7 +95,7 @@ def run_campaign(asked: Asked, folder: Path, reference: Reference, *, wait: Wait
         say(f"run {number}: {len(ran.injected)} faults, ended with code {ran.code}; {len(queue)} faults to come")
         judged, missed, kept = [*judged, *one], [*missed, *ran.missed], [*kept, *ran.leavings.kept]
     leavings.remove(kept)
-    return Found(
+    return CampaignResult(
         judged=tuple(judged),
         not_injected=tuple(kind.name for kind in queue),
         missed=tuple(missed),
@@ -105,7 +107,7 @@ def _words(bad: Judged) -> list[str]:
     return [what for what in (bad.wrong, bad.hung, "left behind: " * bool(bad.left) + ", ".join(bad.left)) if what]
 
 
-def _weights_apart(ran: Ran, reference: Reference) -> float | None:
+def _weights_apart(ran: JobRun, reference: Reference) -> float | None:
     """Of a run that came to its own end."""
     if ran.code != 0:
         return None

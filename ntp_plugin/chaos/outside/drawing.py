@@ -8,13 +8,13 @@ be compared.
 import random
 from collections.abc import Sequence
 
-from ntp_plugin.chaos.outside.kinds import Kind
+from ntp_plugin.chaos.outside.kinds import FaultKind
 
 
-def draw(kinds: Sequence[Kind], count: int, seed: int) -> list[Kind]:
+def draw(kinds: Sequence[FaultKind], count: int, seed: int) -> list[FaultKind]:
     """So many faults, in the order in which they are injected."""
     chosen = random.Random(seed)
-    drawn = list[Kind]()
+    drawn = list[FaultKind]()
     while len(drawn) < count:
         deck = list(kinds)
         chosen.shuffle(deck)
@@ -22,12 +22,12 @@ def draw(kinds: Sequence[Kind], count: int, seed: int) -> list[Kind]:
     return _spread(drawn)
 
 
-def _spread(drawn: Sequence[Kind]) -> list[Kind]:
+def _spread(drawn: Sequence[FaultKind]) -> list[FaultKind]:
     ends = [kind for kind in drawn if kind.ends_job]
     others = [kind for kind in drawn if not kind.ends_job]
     parts = len(ends) + 1
     bounds = [len(others) * part // parts for part in range(parts + 1)]
-    spread = list[Kind]()
+    spread = list[FaultKind]()
     for part in range(parts):
         spread += [*others[bounds[part] : bounds[part + 1]], *ends[part : part + 1]]
     return spread

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.outside import processes
 from ntp_plugin.chaos.outside.job_view import JobView
-from ntp_plugin.chaos.outside.kinds import BY_HANDLER, JOINER, OTHER, RANKS, SUPERVISOR, VICTIM, Act, Kind
-from ntp_plugin.chaos.outside.processes import Process
+from ntp_plugin.chaos.outside.kinds import BY_HANDLER, JOINER, OTHER, RANKS, SUPERVISOR, VICTIM, Act, FaultKind
+from ntp_plugin.chaos.outside.processes import ProcessInfo
 
 _LOOK_S = 0.02
 _STANDS_STILL_S, _RAN_AT_MOST_S = 0.04, 0.004
@@ -29,7 +29,7 @@ _TRIES = 20
 class Injected:
     """One fault that was."""
 
-    kind: Kind
+    kind: FaultKind
     at: float
     """When the first signal was sent, by the clock on the wall."""
     step: int
@@ -42,7 +42,7 @@ class Injected:
     """Each rank that was stopped for longer than it was to be, because the machine was busy, and from when on."""
 
 
-type Sent = tuple[Act, Process, float]
+type Sent = tuple[Act, ProcessInfo, float]
 """A signal, to whom, and when: of a SIGCONT when it had been sent, of another one just before."""
 
 
@@ -58,7 +58,7 @@ class Injector:
 
     def __init__(
         self,
-        supervisor: Process,
+        supervisor: ProcessInfo,
         view: JobView,
         *,
         chosen: random.Random,
@@ -73,12 +73,12 @@ class Injector:
         self._supervisor, self._view, self._chosen, self._wait = supervisor, view, chosen, wait
         self._blocks_of, self._held_s, self._joiner_s = blocks_of, held_s, joiner_s
 
-    def ranks(self) -> dict[int, Process]:
+    def ranks(self) -> dict[int, ProcessInfo]:
         """Who is there now, by rank."""
         everybody = processes.all_processes()
         tree = processes.below(self._supervisor.pid, everybody)
         said = {process.pid: processes.environment(process.pid).get("RANK") for process in tree}
-        found = dict[int, Process]()
+        found = dict[int, ProcessInfo]()
         for process in tree - {self._supervisor}:
             rank = said[process.pid]
             if rank is not None and said.get(process.parent) is None:  # what a rank has started has its environment
@@ -87,7 +87,7 @@ class Injector:
                 found[self._view.rank_of_pid[process.pid]] = process
         return found
 
-    def inject(self, kind: Kind, *, over: Callable[[], bool]) -> Injected:
+    def inject(self, kind: FaultKind, *, over: Callable[[], bool]) -> Injected:
         """Do all that the kind says; `over`: whether the job has ended meanwhile. Raises `Missed`."""
         ranks = self.ranks()
         if not ranks:
@@ -106,7 +106,7 @@ class Injector:
                 processes.send(process, signal.SIGCONT)
             raise
 
-    def _choose(self, kind: Kind, ranks: Mapping[int, Process]) -> dict[str, int]:
+    def _choose(self, kind: FaultKind, ranks: Mapping[int, ProcessInfo]) -> dict[str, int]:
         victim = self._chosen.choice(sorted(ranks))
         others = [rank for rank in sorted(ranks) if rank != victim]
         if self._blocks_of is not None:  # also who is only stopped for a moment: a busy machine may make it longer
@@ -117,9 +117,9 @@ class Injector:
 
     def _carry_out(
         self,
-        kind: Kind,
+        kind: FaultKind,
         whom: Mapping[str, int],
-        ranks: Mapping[int, Process],
+        ranks: Mapping[int, ProcessInfo],
         sent: list[Sent],
         over: Callable[[], bool],
     ) -> Injected:
@@ -147,11 +147,11 @@ class Injector:
             may_be_lost_at=_stopped_for_long(sent, whom, self._held_s),
         )
 
-    def _refuse_without_handler(self, kind: Kind, act: Act, target: Process) -> None:
+    def _refuse_without_handler(self, kind: FaultKind, act: Act, target: ProcessInfo) -> None:
         if kind.needs_handlers and act.number in BY_HANDLER and not processes.handles(target, act.number):
             raise Missed(f"pid {target.pid} has no handler for signal {act.number}")
 
-    def _wait_until_it_waits(self, target: Process, stopped: Collection[Process]) -> None:
+    def _wait_until_it_waits(self, target: ProcessInfo, stopped: Collection[ProcessInfo]) -> None:
         """Whoever is stopped makes the others wait, and goes on for a moment when it has been stopped for too long."""
         for _ in range(_TRIES):
             until = time.monotonic() + self._held_s
@@ -166,7 +166,7 @@ class Injector:
                 self._wait(pause)
         raise Missed(f"the main thread of pid {target.pid} never waited")
 
-    def _joiner(self, rank: int, before: Collection[Process], over: Callable[[], bool]) -> Process:
+    def _joiner(self, rank: int, before: Collection[ProcessInfo], over: Callable[[], bool]) -> ProcessInfo:
         """The new process of a rank: a child of `ntp run` that says so, or a fork of the process that forks ranks."""
         until = time.monotonic() + self._joiner_s
         while time.monotonic() < until and not over():
@@ -181,11 +181,11 @@ class Injector:
         raise Missed(f"nobody took the place of rank {rank}")
 
 
-def _pids(some: Collection[Process]) -> set[int]:
+def _pids(some: Collection[ProcessInfo]) -> set[int]:
     return {process.pid for process in some}
 
 
-def _stopped(sent: list[Sent]) -> list[Process]:
+def _stopped(sent: list[Sent]) -> list[ProcessInfo]:
     return [process for act, process, _ in sent if act.number == signal.SIGSTOP]
 
 
@@ -203,7 +203,7 @@ def _stopped_for_long(sent: list[Sent], whom: Mapping[str, int], held_s: float) 
     )
 
 
-def _lost(kind: Kind, whom: Mapping[str, int], sent: list[Sent]) -> tuple[tuple[int, float], ...]:
+def _lost(kind: FaultKind, whom: Mapping[str, int], sent: list[Sent]) -> tuple[tuple[int, float], ...]:
     """By the first signal that each got which loses it."""
     at = dict[str, float]()
     for act, _, when in sent:

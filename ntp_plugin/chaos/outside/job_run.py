@@ -19,8 +19,8 @@ from pathlib import Path
 from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.outside import leavings, processes
 from ntp_plugin.chaos.outside.injector import Injected, Injector, Missed
-from ntp_plugin.chaos.outside.job_view import LINE, JobView, Noticed, Report
-from ntp_plugin.chaos.outside.kinds import Kind, held_at_most_s
+from ntp_plugin.chaos.outside.job_view import LINE, CompletedStep, JobView, Noticed
+from ntp_plugin.chaos.outside.kinds import FaultKind, held_at_most_s
 from ntp_plugin.chaos.outside.leavings import Leavings
 from ntp_plugin.recovery.detector import Thresholds
 
@@ -50,7 +50,7 @@ class Command:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class InjectionPace:
     """When faults come, and when a run counts as hung."""
 
     thresholds: Thresholds
@@ -77,14 +77,14 @@ class Pace:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ran:
+class JobRun:
     """One run, when it was over."""
 
     folder: Path
     injected: tuple[Injected, ...]
     missed: tuple[str, ...]
     """Faults that could not be carried out, and why."""
-    reports: tuple[Report, ...]
+    reports: tuple[CompletedStep, ...]
     noticed: tuple[Noticed, ...]
     code: int | None
     """None: it did not end."""
@@ -97,7 +97,7 @@ class Ran:
     """Each rank that got a signal of a fault that could not be carried out, and when."""
 
 
-class _Running:
+class _LiveRun:
     """A run under way."""
 
     def __init__(self, command: Command, folder: Path) -> None:
@@ -136,16 +136,16 @@ class _Running:
 def run_job(
     command: Command,
     folder: Path,
-    queue: list[Kind],
+    queue: list[FaultKind],
     *,
-    pace: Pace,
+    pace: InjectionPace,
     chosen: random.Random,
     wait: Wait,
     say: Callable[[str], None] = lambda _: None,
-) -> Ran:
+) -> JobRun:
     """Start the job and inject faults from the front of the queue, which are taken from it, until the job is over."""
     with _no_core_files():
-        running = _Running(command, folder)
+        running = _LiveRun(command, folder)
     injector = Injector(
         running.supervisor,
         running.view,
@@ -163,7 +163,7 @@ def run_job(
         running.kill()
 
 
-def _until_it_is_over(running: _Running, faults: "_Faults", pace: Pace, wait: Wait) -> str:
+def _until_it_is_over(running: _LiveRun, faults: "_Faults", pace: InjectionPace, wait: Wait) -> str:
     """Returns why it is hung, or nothing."""
     view, moved_at, newest = running.view, time.monotonic(), 0
     while not running.is_over:
@@ -181,7 +181,7 @@ def _until_it_is_over(running: _Running, faults: "_Faults", pace: Pace, wait: Wa
     return ""
 
 
-def _until_it_has_ended(running: _Running, pace: Pace, wait: Wait) -> str:
+def _until_it_has_ended(running: _LiveRun, pace: InjectionPace, wait: Wait) -> str:
     until = time.monotonic() + pace.end_s
     while not running.is_over:
         if time.monotonic() > until:
@@ -190,7 +190,7 @@ def _until_it_has_ended(running: _Running, pace: Pace, wait: Wait) -> str:
     return ""
 
 
-def _found(running: _Running, faults: "_Faults", hung: str, pace: Pace, wait: Wait) -> Ran:
+def _found(running: _LiveRun, faults: "_Faults", hung: str, pace: InjectionPace, wait: Wait) -> JobRun:
     if hung:
         there = processes.marked(*running.mark)
         (running.folder / "hung.txt").write_text("\n".join((hung, *map(processes.where, there))) + "\n")
@@ -206,7 +206,7 @@ def _found(running: _Running, faults: "_Faults", hung: str, pace: Pace, wait: Wa
         wait=wait,
     )
     running.view.look()
-    return Ran(
+    return JobRun(
         folder=running.folder,
         injected=tuple(faults.injected),
         missed=tuple(faults.missed),
@@ -225,11 +225,11 @@ class _Faults:
 
     def __init__(
         self,
-        running: _Running,
+        running: _LiveRun,
         injector: Injector,
-        queue: list[Kind],
+        queue: list[FaultKind],
         *,
-        pace: Pace,
+        pace: InjectionPace,
         chosen: random.Random,
         say: Callable[[str], None],
     ) -> None:
@@ -266,7 +266,7 @@ class _Faults:
         self._next_at = None
         return self._inject(self._queue[0])
 
-    def _inject(self, kind: Kind) -> bool:
+    def _inject(self, kind: FaultKind) -> bool:
         try:
             injected = self._injector.inject(kind, over=lambda: self._running.is_over)
         except Missed as error:
@@ -308,6 +308,6 @@ def _no_core_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
-def steps_of(reports: Sequence[Report]) -> set[int]:
+def steps_of(reports: Sequence[CompletedStep]) -> set[int]:
     """That at least one rank has completed."""
     return {report.step for report in reports}

@@ -22,7 +22,7 @@ LINE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class CompletedStep:
     """A step that a rank has completed."""
 
     at: float
@@ -50,8 +50,8 @@ class JobView:
         """`folder` has the record, `log` the output."""
         self._follower, self._log, self._line = Follower(folder), log, re.compile(line)
         self._read, self._rest = 0, b""
-        self._recorded: list[Report] = []
-        self._printed: list[Report] = []
+        self._recorded: list[CompletedStep] = []
+        self._printed: list[CompletedStep] = []
         self._numbers: dict[str, int] = {}
         self.noticed: list[Noticed] = []
         self.rank_of_pid: dict[int, int] = {}
@@ -67,7 +67,7 @@ class JobView:
         return bool(self._recorded)
 
     @property
-    def reports(self) -> Sequence[Report]:
+    def reports(self) -> Sequence[CompletedStep]:
         """In the order in which they came: from the record, or if it has none from the output.
 
         Where lines say which rank they are of, others do not count: a summary at the end, say, with fewer digits.
@@ -88,7 +88,7 @@ class JobView:
                 self.newest_of.pop(number, None)
             case Committed(step=step, losses=losses):
                 rank, loss = self._numbers.get(told.slot), next(iter(losses.values()), None)
-                self._recorded.append(Report(at=told.at, rank=rank, step=step, loss=loss))
+                self._recorded.append(CompletedStep(at=told.at, rank=rank, step=step, loss=loss))
                 self._count(rank, step)
             case Gone(number=number, kind=kind, reason=reason):
                 left_out = kind == "ended" and reason.endswith(f" code {Excluded.exit_code}")
@@ -117,7 +117,7 @@ class JobView:
                 rank = None if said.get("rank") is None else int(said["rank"])
             except (ValueError, AttributeError):
                 continue
-            self._printed.append(Report(at=time.time(), rank=rank, step=step, loss=loss))
+            self._printed.append(CompletedStep(at=time.time(), rank=rank, step=step, loss=loss))
             if not self._recorded:
                 self._count(rank, step)
 

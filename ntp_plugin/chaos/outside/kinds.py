@@ -38,7 +38,7 @@ class Act:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class FaultKind:
     """One kind of fault."""
 
     name: str
@@ -64,7 +64,7 @@ class Kind:
         return {VICTIM, OTHER} <= {*self.loses}
 
 
-def kinds(thresholds: Thresholds) -> Mapping[str, Kind]:
+def kinds(thresholds: Thresholds) -> Mapping[str, FaultKind]:
     """All of them, by name; a pause is short or long compared with what the job takes for a stopped rank."""
     return {kind.name: kind for kind in (*_of_a_rank(thresholds), *_of_two(thresholds), *_of_the_supervisor())}
 
@@ -74,53 +74,53 @@ def held_at_most_s(thresholds: Thresholds) -> float:
     return 0.6 * thresholds.frozen_s
 
 
-def _of_a_rank(thresholds: Thresholds) -> tuple[Kind, ...]:
+def _of_a_rank(thresholds: Thresholds) -> tuple[FaultKind, ...]:
     short, frozen = held_at_most_s(thresholds), thresholds.frozen_s
     stop, go_on = Act(number=signal.SIGSTOP), signal.SIGCONT
     return (
-        Kind(name="kill", text="SIGKILL to a rank", acts=(Act(number=signal.SIGKILL),)),
-        Kind(name="stop", text="SIGSTOP to a rank, for ever", acts=(stop,)),
-        Kind(
+        FaultKind(name="kill", text="SIGKILL to a rank", acts=(Act(number=signal.SIGKILL),)),
+        FaultKind(name="stop", text="SIGSTOP to a rank, for ever", acts=(stop,)),
+        FaultKind(
             name="stop-short",
             text="SIGSTOP to a rank, SIGCONT before it counts as frozen",
             acts=(stop, Act(number=go_on, after=(0.1 * short, short))),
             loses=(),
         ),
-        Kind(
+        FaultKind(
             name="stop-long",
             text="SIGSTOP to a rank, SIGCONT some time after it counts as frozen",
             acts=(stop, Act(number=go_on, after=(2 * frozen, 4 * frozen + 2.0))),
         ),
-        Kind(name="segv", text="SIGSEGV to a rank", acts=(Act(number=signal.SIGSEGV),)),
-        Kind(name="abort", text="SIGABRT to a rank", acts=(Act(number=signal.SIGABRT),)),
-        Kind(name="term", text="SIGTERM to a rank", acts=(Act(number=signal.SIGTERM),)),
-        Kind(name="handler-hangs", text="a signal handler that never returns", acts=(Act(number=HANGS),)),
-        Kind(
+        FaultKind(name="segv", text="SIGSEGV to a rank", acts=(Act(number=signal.SIGSEGV),)),
+        FaultKind(name="abort", text="SIGABRT to a rank", acts=(Act(number=signal.SIGABRT),)),
+        FaultKind(name="term", text="SIGTERM to a rank", acts=(Act(number=signal.SIGTERM),)),
+        FaultKind(name="handler-hangs", text="a signal handler that never returns", acts=(Act(number=HANGS),)),
+        FaultKind(
             name="handler-raises",
             text="a signal handler that raises an exception",
             acts=(Act(number=RAISES),),
             may_end_job=True,
             end_code=ScriptError.exit_code,
         ),
-        Kind(
+        FaultKind(
             name="handler-exits",
             text="a signal handler that calls sys.exit",
             acts=(Act(number=EXITS),),
             may_end_job=True,
             end_code=ScriptError.exit_code,
         ),
-        Kind(
+        FaultKind(
             name="handler-holds-lock",
             text="a signal handler that stands in C code and holds the interpreter lock",
             acts=(Act(number=HOLDS_LOCK),),
         ),
-        Kind(
+        FaultKind(
             name="kill-joiner",
             text="SIGKILL to a rank, and to the process that takes its place",
             acts=(Act(number=signal.SIGKILL), Act(number=signal.SIGKILL, whom=JOINER, after=(0.0, 3.0))),
             loses=(VICTIM, JOINER),
         ),
-        Kind(
+        FaultKind(
             name="stop-joiner",
             text="SIGKILL to a rank, SIGSTOP to the process that takes its place",
             acts=(Act(number=signal.SIGKILL), Act(number=signal.SIGSTOP, whom=JOINER, after=(0.0, 3.0))),
@@ -129,11 +129,11 @@ def _of_a_rank(thresholds: Thresholds) -> tuple[Kind, ...]:
     )
 
 
-def _of_two(thresholds: Thresholds) -> tuple[Kind, ...]:
+def _of_two(thresholds: Thresholds) -> tuple[FaultKind, ...]:
     del thresholds
     kill, soon = Act(number=signal.SIGKILL), (0.01, 0.2)
     return (
-        Kind(
+        FaultKind(
             name="hang-in-wait",
             text="a signal handler that never returns, entered while the main thread waits in a collective",
             acts=(
@@ -142,19 +142,19 @@ def _of_two(thresholds: Thresholds) -> tuple[Kind, ...]:
                 Act(number=signal.SIGCONT, whom=OTHER),
             ),
         ),
-        Kind(
+        FaultKind(
             name="two-kills",
             text="SIGKILL to two ranks within 1 to 20 ms",
             acts=(kill, Act(number=signal.SIGKILL, whom=OTHER, after=(0.001, 0.02))),
             loses=(VICTIM, OTHER),
         ),
-        Kind(
+        FaultKind(
             name="kill-then-hang",
             text="SIGKILL to a rank; 10 to 200 ms later a handler that never returns in another",
             acts=(kill, Act(number=HANGS, whom=OTHER, after=soon)),
             loses=(VICTIM, OTHER),
         ),
-        Kind(
+        FaultKind(
             name="kill-then-stop",
             text="SIGKILL to a rank; 10 to 200 ms later SIGSTOP to another",
             acts=(kill, Act(number=signal.SIGSTOP, whom=OTHER, after=soon)),
@@ -163,10 +163,10 @@ def _of_two(thresholds: Thresholds) -> tuple[Kind, ...]:
     )
 
 
-def _of_the_supervisor() -> tuple[Kind, ...]:
+def _of_the_supervisor() -> tuple[FaultKind, ...]:
     stop, go_on = signal.SIGSTOP, signal.SIGCONT
     return (
-        Kind(
+        FaultKind(
             name="supervisor-stop",
             text=f"SIGSTOP to ntp run for {_SUPERVISOR_STOPS_S:g} s, in which a rank is killed",
             acts=(
@@ -176,7 +176,7 @@ def _of_the_supervisor() -> tuple[Kind, ...]:
             ),
         ),
         *(
-            Kind(
+            FaultKind(
                 name=f"supervisor-{name}",
                 text=f"{number.name} to ntp run",
                 acts=(Act(number=number, whom=SUPERVISOR),),

@@ -19,7 +19,7 @@ ZOMBIE = "Z"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
+class ProcessInfo:
     """One that was there when it was looked for."""
 
     pid: int
@@ -29,19 +29,19 @@ class Process:
     state: str = dataclasses.field(compare=False)
 
 
-def all_processes() -> dict[int, Process]:
+def all_processes() -> dict[int, ProcessInfo]:
     """Those of the machine, by pid; zombies are left out, since nothing of them runs."""
     found = (read(int(path.name)) for path in _PROC.iterdir() if path.name.isdigit())
     return {process.pid: process for process in found if process is not None and process.state != ZOMBIE}
 
 
-def read(pid: int) -> Process | None:
+def read(pid: int) -> ProcessInfo | None:
     """One process, or None if it is not there."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (OSError, UnicodeDecodeError):
         return None
-    return Process(pid=pid, started=int(fields[_STARTED]), parent=int(fields[_PARENT]), state=fields[_STATE])
+    return ProcessInfo(pid=pid, started=int(fields[_STARTED]), parent=int(fields[_PARENT]), state=fields[_STATE])
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -54,14 +54,14 @@ def environment(pid: int) -> dict[str, str]:
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
-def marked(name: str, value: str) -> list[Process]:
+def marked(name: str, value: str) -> list[ProcessInfo]:
     """All processes of the machine that were started with this in their environment."""
     return [process for process in all_processes().values() if environment(process.pid).get(name) == value]
 
 
-def below(top: int, processes: Mapping[int, Process]) -> set[Process]:
+def below(top: int, processes: Mapping[int, ProcessInfo]) -> set[ProcessInfo]:
     """A process, its children, their children, and so on."""
-    found = {processes[top]} if top in processes else set[Process]()
+    found = {processes[top]} if top in processes else set[ProcessInfo]()
     while True:
         pids = {process.pid for process in found}
         more = {process for process in processes.values() if process.parent in pids} - found
@@ -70,13 +70,13 @@ def below(top: int, processes: Mapping[int, Process]) -> set[Process]:
         found |= more
 
 
-def is_there(process: Process) -> bool:
+def is_there(process: ProcessInfo) -> bool:
     """Whether it still is, and is no zombie."""
     now = read(process.pid)
     return now == process and now is not None and now.state != ZOMBIE
 
 
-def send(process: Process, number: int) -> bool:
+def send(process: ProcessInfo, number: int) -> bool:
     """A signal, to this process and to no other that has its pid by now; whether it was sent."""
     try:
         descriptor = os.pidfd_open(process.pid)
@@ -93,13 +93,13 @@ def send(process: Process, number: int) -> bool:
     return True
 
 
-def kill_all(processes: Iterable[Process]) -> None:
+def kill_all(processes: Iterable[ProcessInfo]) -> None:
     """SIGKILL for each."""
     for process in processes:
         send(process, signal.SIGKILL)
 
 
-def handles(process: Process, number: int) -> bool:
+def handles(process: ProcessInfo, number: int) -> bool:
     """Whether it has a handler for a signal."""
     with contextlib.suppress(OSError):
         for line in (_PROC / str(process.pid) / "status").read_text().splitlines():
@@ -109,7 +109,7 @@ def handles(process: Process, number: int) -> bool:
     return False
 
 
-def ran_s(process: Process) -> float:
+def ran_s(process: ProcessInfo) -> float:
     """How long its main thread has had a processor."""
     try:
         spent = (_PROC / str(process.pid) / "task" / str(process.pid) / "schedstat").read_text().split()[0]
@@ -118,7 +118,7 @@ def ran_s(process: Process) -> float:
     return int(spent) / 1e9
 
 
-def where(process: Process) -> str:
+def where(process: ProcessInfo) -> str:
     """What a person wants to know of one that hangs."""
     now = read(process.pid)
     waits = ""

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ntp_plugin.chaos.outside.injector import Injected
-from ntp_plugin.chaos.outside.job_run import Ran, steps_of
-from ntp_plugin.chaos.outside.job_view import Noticed, Report
+from ntp_plugin.chaos.outside.job_run import JobRun, steps_of
+from ntp_plugin.chaos.outside.job_view import CompletedStep, Noticed
 from ntp_plugin.chaos.outside.kinds import STATE_IS_LOST
 
 NO_FAULT = "(before any fault)"
@@ -48,7 +48,9 @@ class Allowed:
     """Two ranks that are lost together may be all that held some state, so that the job says that it cannot go on."""
 
 
-def judge(ran: Ran, reference: Mapping[int, float], *, weights_apart: float | None, allowed: Allowed) -> list[Judged]:
+def judge(
+    ran: JobRun, reference: Mapping[int, float], *, weights_apart: float | None, allowed: Allowed
+) -> list[Judged]:
     """One for each fault of a run, in order; and one more if something went wrong before the first."""
     judged = [
         Judged(
@@ -71,7 +73,7 @@ def judge(ran: Ran, reference: Mapping[int, float], *, weights_apart: float | No
     return judged
 
 
-def losses_of(reports: Iterable[Report]) -> dict[int, float]:
+def losses_of(reports: Iterable[CompletedStep]) -> dict[int, float]:
     """Step -> the loss that was reported of it."""
     return {report.step: report.loss for report in reports if report.loss is not None}
 
@@ -107,7 +109,7 @@ def rows(job: str, judged: Iterable[Judged]) -> list[dict[str, object]]:
 
 
 def _wrong(
-    ran: Ran, reference: Mapping[int, float], weights_apart: float | None, allowed: Allowed
+    ran: JobRun, reference: Mapping[int, float], weights_apart: float | None, allowed: Allowed
 ) -> tuple[str, float]:
     """What is, and when it came to light."""
     for report in sorted(ran.reports, key=lambda report: report.at):
@@ -119,7 +121,7 @@ def _wrong(
     return what, math.inf
 
 
-def _lost_too(ran: Ran) -> Iterator[tuple[float, str]]:
+def _lost_too(ran: JobRun) -> Iterator[tuple[float, str]]:
     """Ranks that were taken for lost and that no fault was to take; when, and in words.
 
     After the last fault this means something only where the job has come to its own end: another one takes all along.
@@ -132,7 +134,7 @@ def _lost_too(ran: Ran) -> Iterator[tuple[float, str]]:
             yield one.at, f"rank {one.rank} was lost too"
 
 
-def _is_explained(one: Noticed, ran: Ran, times: Sequence[float]) -> bool:
+def _is_explained(one: Noticed, ran: JobRun, times: Sequence[float]) -> bool:
     """By a signal to that rank since the last fault, or by an earlier one that was not noticed until now."""
     meant = (*ran.may_be_lost_at, *(lost for fault in ran.injected for lost in (*fault.lost_at, *fault.may_be_lost_at)))
     return any(
@@ -143,7 +145,7 @@ def _is_explained(one: Noticed, ran: Ran, times: Sequence[float]) -> bool:
     )
 
 
-def _unnoticed(ran: Ran) -> Iterator[tuple[float, str]]:
+def _unnoticed(ran: JobRun) -> Iterator[tuple[float, str]]:
     """Ranks that were not, although others went on without them; when the fault was, and in words."""
     for fault in ran.injected if ran.is_recorded else ():
         for rank, at in dict(reversed(fault.lost_at)).items():  # a joiner may be lost before the others knew of it
@@ -152,7 +154,7 @@ def _unnoticed(ran: Ran) -> Iterator[tuple[float, str]]:
                 yield fault.at, f"rank {rank} was lost, nobody noticed, and the others completed {steps} further steps"
 
 
-def _steps_without(rank: int, since: float, reports: Sequence[Report]) -> int:
+def _steps_without(rank: int, since: float, reports: Sequence[CompletedStep]) -> int:
     """How many further steps others have completed and that rank has not: one that goes on has survived its signal."""
     last = max((report.step for report in reports if report.at <= since), default=0)
     its_own = {report.step for report in reports if report.rank == rank}
@@ -160,7 +162,7 @@ def _steps_without(rank: int, since: float, reports: Sequence[Report]) -> int:
     return len(further - its_own) if its_own else 0
 
 
-def _not_whole(ran: Ran, reference: Mapping[int, float], weights_apart: float | None, allowed: Allowed) -> str:
+def _not_whole(ran: JobRun, reference: Mapping[int, float], weights_apart: float | None, allowed: Allowed) -> str:
     """What a job that says it is done has not done."""
     if missing := sorted(reference.keys() - steps_of(ran.reports)):
         return f"the job ended with code 0 and without steps {missing[:5]}, {len(missing)} in all"
@@ -169,7 +171,7 @@ def _not_whole(ran: Ran, reference: Mapping[int, float], weights_apart: float | 
     return ""
 
 
-def _differs(report: Report, reference: Mapping[int, float], bound: float) -> str | None:
+def _differs(report: CompletedStep, reference: Mapping[int, float], bound: float) -> str | None:
     if report.loss is None:
         return None
     if report.step not in reference:
@@ -182,7 +184,7 @@ def _differs(report: Report, reference: Mapping[int, float], bound: float) -> st
     return f"loss {report.loss!r} of step {report.step}{who} is {gap:.1e} from {calm!r} ({bound:.0e} is allowed)"
 
 
-def _ended_badly(ran: Ran, allowed: Allowed) -> str:
+def _ended_badly(ran: JobRun, allowed: Allowed) -> str:
     """A code that the last fault does not explain."""
     last = ran.injected[-1].kind if ran.injected else None
     if ran.code == 0:  # also where a fault ends the job: it was over just before

@@ -45,7 +45,7 @@ FRAMEWORK = "megatron"
 """Whose state it is, for those who find only the copies."""
 
 
-class HowFar:
+class LoopProgress:
     """How far the job had come, and what it draws random numbers from."""
 
     def __init__(self, args: Any, anatomy: Anatomy, *, slot: int) -> None:

@@ -18,12 +18,12 @@ from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.replacements import Replacement
 
 if TYPE_CHECKING:
-    from ntp_plugin.megatron.live.start import LiveJob
+    from ntp_plugin.megatron.live.start import MegatronJob
 
 _TRAINING = "megatron.training.training"
 
 
-def table(job: "LiveJob") -> tuple[Replacement, ...]:
+def table(job: "MegatronJob") -> tuple[Replacement, ...]:
     """The hooks of a live job."""
     return (*_what_is_built(job), *_sections(job), *_between(job.loop), _WRITES_BY_ITSELF)
 
@@ -35,7 +35,7 @@ _WRITES_BY_ITSELF = Replacement(
 )
 
 
-def _what_is_built(job: "LiveJob") -> tuple[Replacement, ...]:
+def _what_is_built(job: "MegatronJob") -> tuple[Replacement, ...]:
     return (
         Replacement(
             target=f"{_TRAINING}:setup_model_and_optimizer",
@@ -70,7 +70,7 @@ def _what_is_built(job: "LiveJob") -> tuple[Replacement, ...]:
     )
 
 
-def _sections(job: "LiveJob") -> tuple[Replacement, ...]:
+def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
     return (
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",
@@ -162,7 +162,7 @@ def _first(before: Any, function: Any) -> Any:
     return both
 
 
-def _schedule(job: "LiveJob", original: Any) -> Any:
+def _schedule(job: "MegatronJob", original: Any) -> Any:
     """`get_forward_backward_func`: by this replica's share while somebody is lost, else Megatron's own."""
 
     @functools.wraps(original)
@@ -179,7 +179,7 @@ def _schedule(job: "LiveJob", original: Any) -> Any:
     return get
 
 
-def _voted(job: "LiveJob", original: Any, *, before: Any = lambda *_, **__: None) -> Any:
+def _voted(job: "MegatronJob", original: Any, *, before: Any = lambda *_, **__: None) -> Any:
     """A section that changes nothing of the training; all ranks do `before` in it, also those that do not train."""
     loop = job.loop
 
@@ -202,7 +202,7 @@ def _voted(job: "LiveJob", original: Any, *, before: Any = lambda *_, **__: None
     return section
 
 
-def _compared(job: "LiveJob", original: Any) -> Any:
+def _compared(job: "MegatronJob", original: Any) -> Any:
     """What comes before `save_checkpoint_and_time`: nobody is to go on from what one replica alone holds."""
 
     def compare(*args: Any, **kwargs: Any) -> None:
@@ -211,7 +211,7 @@ def _compared(job: "LiveJob", original: Any) -> Any:
     return compare
 
 
-def _rejected(job: "LiveJob", original: Any) -> Any:
+def _rejected(job: "MegatronJob", original: Any) -> Any:
     """`validate_result` of the machine that repeats steps, where it is switched off."""
 
     @functools.wraps(original)
@@ -225,7 +225,7 @@ def _rejected(job: "LiveJob", original: Any) -> Any:
     return validate
 
 
-def _gathered(job: "LiveJob", original: Any) -> Any:
+def _gathered(job: "MegatronJob", original: Any) -> Any:
     """`disable_forward_pre_hook`: which is a section, unless it is a part of one. Who stands idle has nothing to
     gather."""
 
@@ -241,7 +241,7 @@ def _gathered(job: "LiveJob", original: Any) -> Any:
     return disable
 
 
-def _by_groups_of_now(job: "LiveJob", original: Any) -> Any:
+def _by_groups_of_now(job: "MegatronJob", original: Any) -> Any:
     """`save_checkpoint_and_time`: in another epoch its groups are others, and a newcomer has kept nothing, neither of
     the checkpoints before nor of the one that the job began from."""
     saved_in = 0

@@ -14,7 +14,7 @@ from ntp_plugin.recovery.moments import IsHere, Moments, Reached, Weight, of_wal
 from ntp_plugin.training.sharded_optimizer import LaneShards
 
 
-def tell(job: start.LiveJob, reached: Reached) -> None:
+def tell(job: start.MegatronJob, reached: Reached) -> None:
     """Those of its steps, and of the walks that it takes as a member; who comes in is driven later: `tell_of_walks`."""
     moments = Moments(reached, "step", lambda: int(job.loop.done) + 1)
     moments.at(job.step.watch, "look", "compare")
@@ -34,7 +34,7 @@ def tell(job: start.LiveJob, reached: Reached) -> None:
     moments.at(dist_checkpointing, "save", "save", "written")
 
 
-def tell_of_walks(job: start.LiveJob, reached: Reached) -> None:
+def tell_of_walks(job: start.MegatronJob, reached: Reached) -> None:
     """Once it is driven."""
     moments = of_walks(job.driver, job.trainer, reached)
     moments.at(job.trainer, "_put_in", "moved")
@@ -42,7 +42,7 @@ def tell_of_walks(job: start.LiveJob, reached: Reached) -> None:
     moments.at(job.trainer, "wait_for_the_rest", "arriving", "arrived")
 
 
-def _weights(job: start.LiveJob) -> Iterator[Weight]:
+def _weights(job: start.MegatronJob) -> Iterator[Weight]:
     state = job.trainer.state
     for tensor, piece in state.pieces(job.trainer.layout_now):
         yield Weight(piece=piece, values=state.live.parameters[tensor.name], is_cut=bool(tensor.family))
@@ -50,7 +50,7 @@ def _weights(job: start.LiveJob) -> Iterator[Weight]:
 
 def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
     """In a process that will have one; `is_here` is told of it."""
-    begin = start.LiveJob.__init__
+    begin = start.MegatronJob.__init__
 
     def told(job: Any, *args: Any) -> None:
         begin(job, *args)
@@ -69,4 +69,4 @@ def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
         else:
             tell_of_walks(job, reached)
 
-    setattr(start.LiveJob, "__init__", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(start.MegatronJob, "__init__", told)  # noqa: B010  (a plain assignment is not for methods)

@@ -18,7 +18,7 @@ from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recove
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.telemetry import Chosen, Teller
-from ntp_plugin.training.relayout_plan import Held, RelayoutPlan, digest_of, plan_relayout
+from ntp_plugin.training.relayout_plan import HeldVersions, RelayoutPlan, digest_of, plan_relayout
 
 
 class NextPlan:
@@ -56,7 +56,7 @@ class NextPlan:
         known: frozenset[Slot] | None,
         copies: JobCopies | None,
     ) -> str:
-        live = {rank: Held.decode(held) for rank, (held, _) in told.items() if held is not None}
+        live = {rank: HeldVersions.decode(held) for rank, (held, _) in told.items() if held is not None}
         self.from_copies = len(live) < len(told)
         if not self.from_copies:
             try:

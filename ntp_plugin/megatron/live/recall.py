@@ -14,11 +14,11 @@ from megatron.training.global_vars import get_timers
 
 from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.megatron.live.anatomy import Anatomy, forward_waits, set_forward_waits
-from ntp_plugin.megatron.live.samples import Samples
+from ntp_plugin.megatron.live.samples import SampleHooks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Before:
+class SectionSnapshot:
     """What was so when a section began."""
 
     args: Any
@@ -50,7 +50,7 @@ class Before:
 class LoopState:
     """Looks at what is so, and has loaders follow the epochs."""
 
-    def __init__(self, args: Any, anatomy: Anatomy, samples: Samples, groups: ElasticGroups) -> None:
+    def __init__(self, args: Any, anatomy: Anatomy, samples: SampleHooks, groups: ElasticGroups) -> None:
         self._args, self._anatomy, self._samples, self._groups = args, anatomy, samples, groups
         self._epoch = 0
         self.consumed: Callable[[], int] = lambda: args.consumed_train_samples
@@ -58,10 +58,10 @@ class LoopState:
         self.catch_up: Callable[[], None] = _nothing
         """Have the state that the job has come to."""
 
-    def recall(self) -> Before:
+    def recall(self) -> SectionSnapshot:
         """As it is now."""
         machine, config = get_rerun_state_machine(), self._anatomy.chunks[0].config
-        return Before(
+        return SectionSnapshot(
             args=self._args,
             anatomy=self._anatomy,
             running=frozenset(name for name, timer in get_timers()._timers.items() if timer._started),

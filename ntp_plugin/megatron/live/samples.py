@@ -71,7 +71,7 @@ class _Seen:
         return len(self._sampler)
 
 
-class Samples:
+class SampleHooks:
     """What is put around Megatron's data sets and loaders."""
 
     def __init__(self, args: Any, *, noted: bool = False) -> None:

@@ -23,14 +23,14 @@ from ntp_plugin.megatron.lane_sync import named
 from ntp_plugin.megatron.live import export, fingerprints, hooks
 from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.recall import LoopState
-from ntp_plugin.megatron.live.samples import Samples
+from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.refusals import draws_exact_masks
 from ntp_plugin.recovery import exporting, same_settings
 from ntp_plugin.recovery.loop import Loop
 from ntp_plugin.recovery.newcomer import Alone
-from ntp_plugin.recovery.place import Place
+from ntp_plugin.recovery.place import RankContext
 from ntp_plugin.recovery.rank import ElasticRank
 from ntp_plugin.recovery.replica_watch import ReplicaWatch
 from ntp_plugin.replacements import apply_all
@@ -39,11 +39,11 @@ from ntp_plugin.telemetry import Ended, Teller
 _LOG = logging.getLogger(__name__)
 
 
-class LiveJob:
+class MegatronJob:
     """This process in a live job, from its arguments to its end."""
 
     def __init__(self, args: Any, policy: TrainingPolicy) -> None:
-        place = Place.read()
+        place = RankContext.read()
         topology = place.topology(policy, tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
         if torch.cuda.device_count() > 0 and args.distributed_backend != "gloo":
             torch.cuda.set_device(args.local_rank)
@@ -56,7 +56,7 @@ class LiveJob:
         self.teller = Teller(record, str(topology.slot_of(place.slot)))
         if place.export is not None:
             export.only_to_save(args, place.export)
-        self.anatomy, self.samples = Anatomy(args), Samples(args, noted=self.teller.is_heard)
+        self.anatomy, self.samples = Anatomy(args), SampleHooks(args, noted=self.teller.is_heard)
         self.state = LoopState(args, self.anatomy, self.samples, self.rank.groups)
         self.loop = Loop(self.rank.groups, self.state, newcomer=place.joining)
         self.trainer = MegatronTrainer(
@@ -204,13 +204,13 @@ class LiveJob:
 class Jobs:
     """The one job of this process, if it is a live one."""
 
-    now: LiveJob | None = None
+    now: MegatronJob | None = None
 
 
 def begin(args: Any, policy: TrainingPolicy) -> None:
     """Make this process a rank of a live job."""
     assert Jobs.now is None, "arguments are checked once"
-    Jobs.now = LiveJob(args, policy)
+    Jobs.now = MegatronJob(args, policy)
 
 
 def end() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ntp_plugin.copies.pieces import Piece
+from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron import hooks
@@ -49,7 +49,7 @@ class TrainedState:
         """What is to be copied, where it lives."""
         return parts(self._stepped(layout), self._anatomy.optimizer.optimizer)
 
-    def held_alike(self, layout: Layout) -> Iterator[tuple[str, str, Piece, dict[str, torch.Tensor]]]:
+    def held_alike(self, layout: Layout) -> Iterator[tuple[str, str, TensorSlice, dict[str, torch.Tensor]]]:
         """What every replica has: its name, among which wholes it is, and the piece that this rank has of it. What is
         replicated over a TP group is compared with the same slot's in other replicas: only these sum their gradients
         together, bit for bit."""
@@ -58,7 +58,7 @@ class TrainedState:
             among = piece.tensor if tensor.family == SHARED else f"stage {layout.slot.stage}{of_slot}"
             yield piece.tensor + of_slot, among, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
 
-    def pieces(self, layout: Layout) -> Iterator[tuple[Tensor, Piece]]:
+    def pieces(self, layout: Layout) -> Iterator[tuple[Tensor, TensorSlice]]:
         """What this rank has of each tensor, of which its replica has a whole."""
         naming, slot = self._naming(layout), layout.slot
         for name, tensor in naming.tensors.items() if not layout.is_idle else ():

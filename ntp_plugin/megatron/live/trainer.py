@@ -21,17 +21,17 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_share import BatchShare
-from ntp_plugin.megatron.job import Job, nominal_job, share_units
+from ntp_plugin.megatron.job import JobPlan, nominal_job, share_units
 from ntp_plugin.megatron.lane_groups import wanted_groups
 from ntp_plugin.megatron.lane_sync import LaneSync, named
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.anatomy import Anatomy
-from ntp_plugin.megatron.live.copies import HowFar, refuse_unknown, who_trains
+from ntp_plugin.megatron.live.copies import LoopProgress, refuse_unknown, who_trains
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
 from ntp_plugin.megatron.live.logs import into_logs
 from ntp_plugin.megatron.live.next_plan import NextPlan, restart
 from ntp_plugin.megatron.live.ranks import MegatronRanks
-from ntp_plugin.megatron.live.samples import Samples
+from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trainees import Trainees
 from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
@@ -44,7 +44,7 @@ from ntp_plugin.recovery.replica_watch import HeldAlike
 from ntp_plugin.replacements import apply_all
 from ntp_plugin.telemetry import CopyTrouble, Recovered, Teller
 from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout, relayout_weights
-from ntp_plugin.training.relayout_plan import Held, plan_relayout
+from ntp_plugin.training.relayout_plan import HeldVersions, plan_relayout
 
 _LOG = logging.getLogger(__name__)
 _UNITS = "units of all stages"
@@ -64,7 +64,7 @@ class MegatronTrainer:
         rank: ElasticRank,
         loop: Loop,
         anatomy: Anatomy,
-        samples: Samples,
+        samples: SampleHooks,
         newcomer: bool,
         teller: Teller,
     ) -> None:
@@ -83,7 +83,7 @@ class MegatronTrainer:
         self.state: TrainedState
         self.copies: JobCopies | None = None
         """Where this job makes them."""
-        self.how_far: HowFar
+        self.how_far: LoopProgress
         """Goes with them."""
         self._held_once = topology.dp == 1
         self._put_together = False
@@ -143,7 +143,7 @@ class MegatronTrainer:
         if policy.mode == "off" or not unique:
             return
         refuse_unknown(self._args, self._anatomy, strict=policy.strict)
-        self.how_far = HowFar(self._args, self._anatomy, slot=self.slot_number)
+        self.how_far = LoopProgress(self._args, self._anatomy, slot=self.slot_number)
         self.copies = JobCopies(
             policy,
             self._topology,
@@ -159,7 +159,7 @@ class MegatronTrainer:
     def _refuse_unequal_replicas(self) -> None:
         stages, slot_of = self._plan.nominal.units.stages, self._topology.slot_of
         held = {
-            rank: Held(versions=(0,) * len(stages[slot_of(rank).stage].tensors), built=(), lost={0: ()})
+            rank: HeldVersions(versions=(0,) * len(stages[slot_of(rank).stage].tensors), built=(), lost={0: ()})
             for rank in range(self._topology.size)
         }
         refuse_unequal_replicas(plan_relayout(self._plan.nominal, held, 0), self.state.live, self._groups)
@@ -352,7 +352,7 @@ class MegatronTrainer:
         if self._own is None:  # Megatron sets it when training begins, which a newcomer comes in before
             config = anatomy.chunks[0].config
             self._own = config, config.finalize_model_grads_func or finalize_model_grads
-        job = Job(
+        job = JobPlan(
             layout,
             self._policy,
             args,

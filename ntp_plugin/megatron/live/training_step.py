@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import NotFinite, PeerLost
 from ntp_plugin.megatron.live.recall import LoopState
-from ntp_plugin.megatron.live.samples import Samples
+from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
 from ntp_plugin.recovery.loop import Loop
@@ -45,7 +45,7 @@ class TrainingStep:
         trainer: MegatronTrainer,
         *,
         surroundings: LoopState,
-        samples: Samples,
+        samples: SampleHooks,
         watch: ReplicaWatch,
         teller: Teller,
     ) -> None:

@@ -4,8 +4,8 @@ What is searched is not a model. `comm/membership.py` (views, reports, decisions
 `recovery/detector.py` (who is gone) are the functions that run live; only what surrounds them is virtual: the clock,
 the store's wire, the wire of the collectives, processes that die, freeze and hang, and the supervisors' looks.
 
-A seed draws a `Schedule`: how many slots and hosts, how slow and how lossy the wires are, what befalls whom after how
-many events. A run has two phases. In the first the faults happen, and the laws of safety are looked at after every
+A seed draws a `RunSchedule`: how many slots and hosts, how slow and how lossy the wires are, what befalls whom after
+how many events. A run has two phases. In the first the faults happen, and the laws of safety are looked at after every
 event. In the second nothing new befalls anybody and messages come soon; then everybody who is not out must end the job
 together, within a bounded number of events: liveness.
 

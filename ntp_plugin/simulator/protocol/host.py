@@ -13,7 +13,7 @@ from ntp_plugin.comm.gathering import Read
 from ntp_plugin.comm.membership import Phase, Seat, View
 from ntp_plugin.recovery.detector import Pulse, Standstill, Thresholds, standstill
 from ntp_plugin.simulator.protocol.laws import Violation
-from ntp_plugin.simulator.protocol.process import Process, joining
+from ntp_plugin.simulator.protocol.process import SimulatedProcess, joining
 
 if TYPE_CHECKING:
     from ntp_plugin.simulator.protocol.job import VirtualJob
@@ -37,7 +37,7 @@ class Host:
         self._starting: set[int] = set()
         """Slots for which a process is on its way: never two for one."""
 
-    def wards(self) -> dict[int, Process]:
+    def wards(self) -> dict[int, SimulatedProcess]:
         """The newest process in each of its slots."""
         return {process.seat.slot: process for process in self._job.processes if process.host == self.number}
 

@@ -11,7 +11,7 @@ from ntp_plugin.simulator.protocol import laws
 from ntp_plugin.simulator.protocol import schedule as sc
 from ntp_plugin.simulator.protocol.host import Host
 from ntp_plugin.simulator.protocol.laws import Violation
-from ntp_plugin.simulator.protocol.process import Message, Process, founding
+from ntp_plugin.simulator.protocol.process import Message, SimulatedProcess, founding
 from ntp_plugin.simulator.protocol.rules import Rules
 from ntp_plugin.simulator.protocol.virtual_store import VirtualStore
 from ntp_plugin.simulator.protocol.virtual_time import VirtualTime, Wires
@@ -22,7 +22,7 @@ REST_EVENTS = 6_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run ended that broke no law."""
 
     events: int
@@ -36,7 +36,7 @@ class Outcome:
 class VirtualJob:
     """One schedule, acted out."""
 
-    def __init__(self, schedule: sc.Schedule, rules: Rules) -> None:
+    def __init__(self, schedule: sc.RunSchedule, rules: Rules) -> None:
         self.schedule, self.rules = schedule, rules
         self._random = Random(~schedule.seed)
         self.time = VirtualTime()
@@ -44,7 +44,9 @@ class VirtualJob:
         self.store = VirtualStore(self.time, self.wires, self._created)
         seats = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(schedule.slots))
         self.first = View(epoch=0, seats=seats)
-        self.processes: list[Process] = [founding(self, seat, self.first, self.host_of(seat.slot)) for seat in seats]
+        self.processes: list[SimulatedProcess] = [
+            founding(self, seat, self.first, self.host_of(seat.slot)) for seat in seats
+        ]
         self.hosts = [Host(self, number, self.first) for number in range(schedule.hosts)]
         self._cuts: set[frozenset[int]] = set()
         self._doubted: set[Seat] = set()
@@ -54,7 +56,7 @@ class VirtualJob:
 
     # ------------------------------------------------ the run
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Through both phases; raises `Violation`."""
         for process in self.processes:
             process.progress()
@@ -67,7 +69,7 @@ class VirtualJob:
             if not self.time.step():
                 break
         self._come_to_rest()
-        return Outcome(
+        return RunOutcome(
             events=self.time.passed, epochs=len(self._views), faults=self._happened, state_lost=self.state_lost
         )
 
@@ -93,7 +95,7 @@ class VirtualJob:
 
     # ------------------------------------------------ faults
 
-    def _befall(self, fault: sc.Fault) -> None:
+    def _befall(self, fault: sc.ProtocolFault) -> None:
         acting = [process for process in self.processes if process.acts]
         found = [process for process in acting if process.seat.slot == fault.slot]
         if len(acting) < 2 or not found:
@@ -125,7 +127,7 @@ class VirtualJob:
         ill = not ward.alive or ward.stopped_at is not None or ward.hung or seat in self._doubted
         return ill or ward.member.phase is Phase.EXCLUDED or bool(self._cuts)
 
-    def kills_who_is_out(self, ward: Process) -> bool:
+    def kills_who_is_out(self, ward: SimulatedProcess) -> bool:
         """Live the supervisor does; that it comes late, or not at all, must not matter."""
         return ward.frozen or ward.hung or self._random.random() < 0.5
 
@@ -144,7 +146,7 @@ class VirtualJob:
         """The hosts that a host cannot reach."""
         return tuple(sorted(other for cut in self._cuts if host in cut for other in cut - {host}))
 
-    def send(self, sender: Process, message: Message, slots: Iterable[int]) -> None:
+    def send(self, sender: SimulatedProcess, message: Message, slots: Iterable[int]) -> None:
         """To those who sit in the slots when it comes, in their own time."""
         for slot in slots:
             if self.host_of(slot) not in self.cut_from(sender.host):
@@ -169,7 +171,7 @@ class VirtualJob:
             if self.hosts[number].alive:
                 self.time.after(self.wires.delay() + self.draw(0.0, ALL_ANSWER_S), answer, self.hosts[number])
 
-    def lose_all_state(self, process: Process) -> None:
+    def lose_all_state(self, process: SimulatedProcess) -> None:
         """A newcomer finds newcomers alone: it ends, and says why."""
         veterans = [p for p in self.processes if p.acts and not p.newcomer and p.seat in process.member.view.seats]
         if veterans:
@@ -196,13 +198,13 @@ class VirtualJob:
         for process in self.processes:
             self.time.after(self.wires.delay(), process.stir)
 
-    def check_view(self, process: Process) -> None:
+    def check_view(self, process: SimulatedProcess) -> None:
         """Who is in an epoch takes it for what it is."""
         view = process.member.view
         if self._views.get(view.epoch) != view:
             raise Violation(f"{process.seat} takes epoch {view.epoch} for {view}")
 
-    def check_steps(self, process: Process) -> None:
+    def check_steps(self, process: SimulatedProcess) -> None:
         """Running members of an epoch are at most a step apart, and each has a true state."""
         laws.require_true_state(process.seat.slot, process.state, process.applied)
         together = [
@@ -213,7 +215,7 @@ class VirtualJob:
         if max(together) - min(together) > 1:
             raise Violation(f"members of epoch {process.member.view.epoch} run {together} steps apart")
 
-    def check_end(self, process: Process) -> None:
+    def check_end(self, process: SimulatedProcess) -> None:
         """Nobody leaves while another member has steps to take."""
         seats = process.member.view.seats
         missed = [p.seat for p in self.processes if p.seat in seats and p.alive and p.applied < self.schedule.steps]

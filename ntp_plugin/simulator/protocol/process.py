@@ -34,7 +34,7 @@ class Message:
     state: int | None = None
 
 
-class Process:
+class SimulatedProcess:
     """What one process knows and does; nothing of it outlives its death."""
 
     def __init__(self, job: "VirtualJob", member: Member, host: int, *, newcomer: bool) -> None:
@@ -296,11 +296,11 @@ class Process:
         return over is not False
 
 
-def founding(job: "VirtualJob", seat: Seat, view: View, host: int) -> Process:
+def founding(job: "VirtualJob", seat: Seat, view: View, host: int) -> SimulatedProcess:
     """A member of the first view, which runs from the start."""
-    return Process(job, Member(seat=seat, view=view, phase=Phase.RUNNING), host, newcomer=False)
+    return SimulatedProcess(job, Member(seat=seat, view=view, phase=Phase.RUNNING), host, newcomer=False)
 
 
-def joining(job: "VirtualJob", seat: Seat, view: View, host: int) -> Process:
+def joining(job: "VirtualJob", seat: Seat, view: View, host: int) -> SimulatedProcess:
     """A newcomer whose view was created by itself."""
-    return Process(job, Member(seat=seat, view=view, phase=Phase.REPORTING), host, newcomer=True)
+    return SimulatedProcess(job, Member(seat=seat, view=view, phase=Phase.REPORTING), host, newcomer=True)

@@ -11,7 +11,7 @@ from ntp_plugin.comm.gathering import Read, Write
 from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Step
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.recovery import detector
-from ntp_plugin.recovery.detector import Pulse, Thresholds, Verdict
+from ntp_plugin.recovery.detector import Pulse, RankFailure, Thresholds
 
 type Finished = tuple[bool | None, Write | None]
 
@@ -23,8 +23,8 @@ class Rules:
     advance: Callable[..., Step] = membership.advance
     finish: Callable[[Member, Read, int], Finished] = membership.finish
     decide: Callable[[Mapping[int, Report]], Decision] = membership.decide
-    gone: Callable[..., list[Verdict]] = detector.gone
-    judge: Callable[..., list[Verdict]] = detector.judge
+    gone: Callable[..., list[RankFailure]] = detector.gone
+    judge: Callable[..., list[RankFailure]] = detector.judge
 
 
 LIVE = Rules()
@@ -64,16 +64,16 @@ def _unhealed_donor(reports: Mapping[int, Report]) -> Decision:
     return membership.decide({slot: dataclasses.replace(told, newcomer=False) for slot, told in reports.items()})
 
 
-def _nobody_hangs(*_facts: object) -> list[Verdict]:
+def _nobody_hangs(*_facts: object) -> list[RankFailure]:
     """Whoever holds all others up is never named."""
     return []
 
 
-def _impatient(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[Verdict]:
+def _impatient(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[RankFailure]:
     """A rank that has waited for others for long is taken for silent."""
     found = detector.gone(pulses, thresholds, now=now)
     waited = [slot for slot, p in pulses.items() if p.moved_at is not None and now - p.moved_at > thresholds.frozen_s]
-    return found + [Verdict(slot=slot, kind="silent", reason="it has not moved") for slot in waited]
+    return found + [RankFailure(slot=slot, kind="silent", reason="it has not moved") for slot in waited]
 
 
 PLANTED: Mapping[str, Rules] = {

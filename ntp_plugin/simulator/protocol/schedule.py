@@ -12,7 +12,7 @@ nobody was lost."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class ProtocolFault:
     """Befalls a slot, or its host, once so many events have passed."""
 
     after: int
@@ -23,7 +23,7 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class RunSchedule:
     """Everything that tells one run from another; the seed also drives every delay."""
 
     seed: int
@@ -36,18 +36,18 @@ class Schedule:
     loss: float
     compute_s: float
     respawns: int
-    faults: tuple[Fault, ...]
+    faults: tuple[ProtocolFault, ...]
     fan: int
     """So many members' values are put together into one: with two that is done in the smallest jobs too."""
 
 
-def draw(seed: int) -> Schedule:
+def draw(seed: int) -> RunSchedule:
     """The same seed, the same schedule, on every machine."""
     random = Random(seed)
     slots = random.randint(2, 4)
     hosts = random.randint(1, min(slots, 3))
     faults = [_fault(random, slots) for _ in range(random.choice((0, 1, 1, 2, 2, 3)))]
-    return Schedule(
+    return RunSchedule(
         seed=seed,
         slots=slots,
         hosts=hosts,
@@ -62,8 +62,8 @@ def draw(seed: int) -> Schedule:
     )
 
 
-def _fault(random: Random, slots: int) -> Fault:
-    return Fault(
+def _fault(random: Random, slots: int) -> ProtocolFault:
+    return ProtocolFault(
         after=random.randint(0, 160),
         kind=random.choice(KINDS),
         slot=random.randrange(slots),

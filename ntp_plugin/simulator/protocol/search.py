@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Iterable
 
-from ntp_plugin.simulator.protocol.job import Outcome, VirtualJob
+from ntp_plugin.simulator.protocol.job import RunOutcome, VirtualJob
 from ntp_plugin.simulator.protocol.laws import Violation
 from ntp_plugin.simulator.protocol.rules import rules_of
 from ntp_plugin.simulator.protocol.schedule import draw
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class BrokenLaw:
     """A seed whose schedule breaks a law."""
 
     seed: int
@@ -34,10 +34,10 @@ class Searched:
     events: int
     epochs: int
     faults: int
-    found: Found | None
+    found: BrokenLaw | None
 
 
-def replay(seed: int, planted: str | None = None) -> Outcome:
+def replay(seed: int, planted: str | None = None) -> RunOutcome:
     """One run; raises `Violation`."""
     return VirtualJob(draw(seed), rules_of(planted)).run()
 
@@ -50,7 +50,7 @@ def search(seeds: Iterable[int], planted: str | None = None) -> Searched:
         try:
             outcome = replay(seed, planted)
         except Violation as law:
-            found = Found(seed=seed, law=str(law), planted=planted)
+            found = BrokenLaw(seed=seed, law=str(law), planted=planted)
             return Searched(seeds=count, events=events, epochs=epochs, faults=faults, found=found)
         events, epochs, faults = events + outcome.events, epochs + outcome.epochs, faults + outcome.faults
     return Searched(seeds=count, events=events, epochs=epochs, faults=faults, found=None)
