@@ -17,6 +17,7 @@ script_errors.py  a rank that fails by an error of its own script ends the job
 spares.py       processes that have done their imports, and wait to be told which worker to be
 nursery.py      one that has done them too, and forks workers
 bound.py        how a process is started that ends with its supervisor; reaper.py ends what those have started
+process_end.py  the end of a worker, with whatever it has started
 script.py       a worker's script, with the hooks in the framework that it imports
 quick_exit.py   the end of a process without Python's teardown
 """

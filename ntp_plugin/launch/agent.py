@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import sys
 import threading
@@ -42,6 +43,7 @@ from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.kept_copies import DAY_S, in_words, new_folder
 from ntp_plugin.launch.nursery import HOW_IS_NOT_KNOWN, Nursery
 from ntp_plugin.launch.probes import Door
+from ntp_plugin.launch.process_end import end
 from ntp_plugin.launch.reaper import Reaper
 from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.launch.script import with_hooks
@@ -319,7 +321,8 @@ class TolerantAgent(LocalElasticAgent):
             return not any(codes)
         mine = range(self._tenancy.first_slot, self._tenancy.first_slot + self._tenancy.workers)
         were_in = set(self._supervisor.last.slots) & set(mine)
-        ended_well = bool({0, HOW_IS_NOT_KNOWN} & set(codes))
+        well = {0} if self._nursery is None else {0, HOW_IS_NOT_KNOWN}
+        ended_well = bool(well & set(codes))
         return (self._supervisor.view.over or store_left) and (ended_well or not were_in)
 
     def _failure(self, worker_group: WorkerGroup) -> RunResult:
@@ -441,7 +444,7 @@ class TolerantAgent(LocalElasticAgent):
                 continue
             old = self._handlers()[worker.local_rank].proc
             if old.poll() is None:  # frozen, silent, hung or cut off: it is out, and must not come back
-                old.kill()
+                end(old, signal.SIGKILL)
                 old.wait()
             if self._births < self.policy.respawn and self._somebody_goes_on() and self._reaches_all():
                 self._births += 1

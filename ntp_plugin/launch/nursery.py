@@ -29,6 +29,7 @@ from typing import Any
 from ntp_plugin.errors import Refused, in_one_line
 from ntp_plugin.launch import quick_exit
 from ntp_plugin.launch.bound import bound
+from ntp_plugin.launch.process_end import end
 from ntp_plugin.launch.script import run
 from ntp_plugin.launch.spares import be_worker, import_ahead
 
@@ -82,10 +83,7 @@ class Handler:
 
     def close(self, death_sig: int | None = None) -> None:
         """End it, with what it has started, as torch ends a worker."""
-        try:
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
-        except ProcessLookupError:  # it has ended, or is not yet the first of a group of its own
-            self.proc.send_signal(death_sig or signal.SIGTERM)
+        end(self.proc, death_sig or signal.SIGTERM)
 
 
 class Nursery:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ntp_plugin.comm.membership import Seat
 from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import NotStarted, ScriptError, StoreLost
-from ntp_plugin.recovery.script_failure import OnError, ScriptFailure, ends_the_job, read_code, read_failure
+from ntp_plugin.recovery.script_failure import OnError, ScriptFailure, ends_the_job, forget, read_code, read_failure
 
 _KEY = "script error"
 _ERROR, _REPEATED, _NOT_STARTED = "error", "repeated error", "not started"
@@ -45,14 +45,24 @@ class ScriptErrors:
         self._host, self._hosts = host, hosts
         self._looks_at = 0.0
 
-    def judge(self, seat: Seat, pid: int, *, is_member: bool, beside_a_loss: bool) -> None:
+    def forget(self, pid: int) -> None:
+        """The place of this process is taken by another: what it reported must not be laid to a later one of its
+        number."""
+        forget(self._folder, pid)
+
+    def judge(self, seat: Seat, pid: int, *, is_member: bool, beside_a_loss: bool, others_are_done: bool) -> None:
         """What a process that is found lost has reported; raises `ScriptError` where that ends the job."""
         failure = read_failure(self._folder, pid)
         if failure is None:
             return
         again = self._on_error != "evict" and self._has_failed_before(failure, seat, is_member=is_member)
         if ends_the_job(
-            failure, on_error=self._on_error, again=again, is_member=is_member, beside_a_loss=beside_a_loss
+            failure,
+            on_error=self._on_error,
+            again=again,
+            is_member=is_member,
+            beside_a_loss=beside_a_loss,
+            others_are_done=others_are_done,
         ):
             self._said(f"slot {seat.slot} (pid {pid}) failed:\n{failure.traceback.rstrip()}")
             self._end_by(

@@ -8,6 +8,7 @@ started with it.
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from ntp_plugin.errors import Refused
 from ntp_plugin.launch import quick_exit
 from ntp_plugin.launch.bound import bound
+from ntp_plugin.launch.process_end import end
 from ntp_plugin.launch.script import rehearse_on_cpu, run
 
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "ntp_plugin.plain.job")
@@ -37,8 +39,8 @@ class Spare:
         self.proc.stdin.close()
 
     def close(self, death_sig: Any = None) -> None:
-        """End it as torch ends a worker."""
-        self.proc.send_signal(death_sig or 15)
+        """End it, with what it has started, as torch ends a worker."""
+        end(self.proc, death_sig or signal.SIGTERM)
 
 
 class Spares:

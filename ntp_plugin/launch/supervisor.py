@@ -123,6 +123,8 @@ class Supervisor:
             self._wards[seat.slot] = ward
         if old is not None:
             os.close(old.pidfd)
+            if self._script_errors is not None:
+                self._script_errors.forget(old.pid)
 
     def start(self) -> None:
         """Begin to watch."""
@@ -193,7 +195,15 @@ class Supervisor:
         if self._script_errors is not None:
             is_member = ward.been_in or ward.seat in self.view.seats
             beside = time.monotonic() - self._lost_at < BESIDE_S
-            self._script_errors.judge(ward.seat, ward.pid, is_member=is_member, beside_a_loss=beside)
+            with self._lock:
+                others = [other.pulse for other in self._wards.values() if other is not ward]
+            self._script_errors.judge(
+                ward.seat,
+                ward.pid,
+                is_member=is_member,
+                beside_a_loss=beside,
+                others_are_done=self.view.over or any(pulse.done for pulse in others),
+            )
 
     def _listen(self, slot: int, ward: _Ward, now: float) -> None:
         beat = self._heartbeats.read(slot)

@@ -76,7 +76,13 @@ class ScriptFailure:
 
 
 def ends_the_job(
-    failure: ScriptFailure, *, on_error: OnError, again: bool, is_member: bool, beside_a_loss: bool
+    failure: ScriptFailure,
+    *,
+    on_error: OnError,
+    again: bool,
+    is_member: bool,
+    beside_a_loss: bool,
+    others_are_done: bool,
 ) -> bool:
     """Whether a failure is the job's error; otherwise its rank is lost, as by a fault of its host.
 
@@ -86,10 +92,11 @@ def ends_the_job(
         again: A member of the job has failed in the same way before.
         is_member: The rank has been in a view. The others do without a rank that fails before it joins them.
         beside_a_loss: A rank was lost a moment before, which may have caused this failure.
+        others_are_done: The others have come to the end: nobody may do again what this one did, saving a model, say.
     """
     if on_error == "evict" or failure.by_a_fault:
         return False
-    return again or (on_error == "stop" and is_member and not beside_a_loss)
+    return again or (on_error == "stop" and is_member and (others_are_done or not beside_a_loss))
 
 
 # ---------------------------------------------------------------- the worker
@@ -165,6 +172,12 @@ def read_failure(folder: Path, pid: int) -> ScriptFailure | None:
         return ScriptFailure.decode((folder / f"{pid}.{_FAILURE}").read_text())
     except (OSError, ValueError, TypeError):
         return None
+
+
+def forget(folder: Path, pid: int) -> None:
+    """What a process with this number had reported: the number belongs to another one now."""
+    for kind in (_FAILURE, _CODE):
+        (folder / f"{pid}.{kind}").unlink(missing_ok=True)
 
 
 def read_code(folder: Path, pid: int) -> int | None:

@@ -45,7 +45,7 @@ def test_all_hosts_end_by_the_error_of_one_and_know_it_of_each_other(host):
     other, said_there = host(store, 1)
     other.look(now=1.0)
     with pytest.raises(ScriptError, match=r"slot 1 ended by .*: ValueError: wrong \(train.py:3 in train\)"):
-        errors.judge(FIRST, 7, is_member=True, beside_a_loss=False)
+        errors.judge(FIRST, 7, is_member=True, beside_a_loss=False, others_are_done=False)
     assert said == ["slot 1 (pid 7) failed:\ntrace"]
     other.look(now=1.1)  # it looks from time to time
     with pytest.raises(ScriptError, match="slot 1 ended by an error of its own script: ValueError: wrong"):
@@ -57,20 +57,20 @@ def test_all_hosts_end_by_the_error_of_one_and_know_it_of_each_other(host):
 
 def test_a_process_that_reported_nothing_is_a_loss(host):
     errors, said = host(Keys())
-    errors.judge(FIRST, 8, is_member=True, beside_a_loss=False)
+    errors.judge(FIRST, 8, is_member=True, beside_a_loss=False, others_are_done=False)
     assert said == []
 
 
 def test_who_may_fail_once_may_not_twice_and_is_asked_twice_about_the_same(host):
     errors, said = host(Keys(), on_error="retry")
     for _ in range(2):
-        errors.judge(FIRST, 7, is_member=True, beside_a_loss=False)
+        errors.judge(FIRST, 7, is_member=True, beside_a_loss=False, others_are_done=False)
     assert said == ["slot 1 failed, and is taken for lost: ValueError: wrong (train.py:3 in train)"] * 2
     with pytest.raises(ScriptError, match="which another process had before"):
-        errors.judge(SECOND, 7, is_member=False, beside_a_loss=False)
+        errors.judge(SECOND, 7, is_member=False, beside_a_loss=False, others_are_done=False)
 
 
 def test_processes_that_never_join_do_not_end_a_job_however_many_fail(host):
     errors, _ = host(Keys())
     for seat in (FIRST, SECOND):
-        errors.judge(seat, 7, is_member=False, beside_a_loss=False)
+        errors.judge(seat, 7, is_member=False, beside_a_loss=False, others_are_done=False)

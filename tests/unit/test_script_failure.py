@@ -32,7 +32,7 @@ def raised(error, *, cause=None):
 
 
 def decision(failure=OWN, **told):
-    usual = {"on_error": "stop", "again": False, "is_member": True, "beside_a_loss": False}
+    usual = {"on_error": "stop", "again": False, "is_member": True, "beside_a_loss": False, "others_are_done": False}
     return ends_the_job(failure, **usual | told)
 
 
@@ -44,6 +44,13 @@ def test_an_error_of_a_member_that_no_loss_has_caused_ends_the_job():
 def test_one_that_may_have_another_cause_does_when_it_comes_again(told):
     assert not decision(**told)
     assert decision(again=True, **told)
+
+
+def test_one_beside_a_loss_does_when_the_others_have_come_to_the_end():
+    """A rank that alone saves the model: nobody would do that again, and the job would end well without one."""
+    assert decision(beside_a_loss=True, others_are_done=True)
+    assert not decision(on_error="retry", beside_a_loss=True, others_are_done=True)
+    assert not decision(OF_A_FAULT, beside_a_loss=True, others_are_done=True)
 
 
 def test_nothing_does_where_ranks_are_to_be_evicted_and_no_fault_does():

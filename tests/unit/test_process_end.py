@@ -1,0 +1,50 @@
+"""A worker that is ended ends with the processes that it has started."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from ntp_plugin.launch.process_end import end
+from tests.patience import PATIENCE_S
+
+
+def started(*, leads):
+    """A shell, and the pid of a sleeper that it waits for."""
+    shell = subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=leads
+    )
+    with shell.stdout as told:
+        return shell, int(told.readline())
+
+
+def is_there(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"  # nobody may have waited for it
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_shell_that_leads_a_group_takes_its_script_with_it(leads):
+    """One that does not is ended alone: its group may be ours."""
+    shell, script = started(leads=leads)
+    end(shell, signal.SIGKILL)
+    assert shell.wait(PATIENCE_S) == -signal.SIGKILL
+    deadline = time.monotonic() + PATIENCE_S
+    while leads and is_there(script):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if not leads:
+        os.kill(script, signal.SIGKILL)
+
+
+def test_one_that_has_ended_is_no_error():
+    shell, _ = started(leads=True)
+    os.killpg(shell.pid, signal.SIGKILL)
+    shell.wait(PATIENCE_S)
+    end(shell, signal.SIGKILL)
