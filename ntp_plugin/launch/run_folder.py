@@ -49,6 +49,7 @@ class RunFolder:
         unnamed = self.path / f"{_OWNER}.new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.write(self._lock, str(os.getpid()).encode())
         unnamed.rename(self.path / _OWNER)
 
     def remove(self) -> None:
@@ -65,6 +66,14 @@ class RunFolder:
     def leave(self) -> None:
         """It stays, as that of a dead run, until the next run comes."""
         os.close(self._lock)
+
+
+def owner(path: Path) -> int | None:
+    """The pid of the process that made a folder, also where it is dead; None for what is no such folder."""
+    try:
+        return int((path / _OWNER).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def shared_memory() -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ntp_plugin.chaos.outside import checkpoints, injector, processes
+from ntp_plugin.chaos.outside import checkpoints, injector, leavings, processes
 from ntp_plugin.chaos.outside.campaign import CampaignRequest, run_campaign, run_reference
 from ntp_plugin.chaos.outside.drawing import draw
 from ntp_plugin.chaos.outside.injector import Injected
@@ -89,6 +89,32 @@ def test_a_planted_file_is_left_behind(tmp_path):
     assert any("ntp-planted-0" in what for one in found.judged for what in one.left)
 
 
+def test_folders_of_another_job_are_no_leavings_of_this_one(tmp_path):
+    """It has begun and died meanwhile, and its copies may be all that it has."""
+    script = (
+        "from ntp_plugin.launch.run_folder import *; folder = RunFolder('ntp-run-planted-'); print(folder.path);"
+        " folder.leave()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    made = Path(other.communicate()[0].strip())
+
+    def found(supervisor):
+        left = leavings.look(
+            ("NTP_NO_SUCH_MARK", "x"),
+            supervisor=supervisor,
+            before=(),
+            temporary=tmp_path,
+            limit_s=0.0,
+            was_killed=False,
+            ended_well=True,
+            wait=time.sleep,
+        )
+        return str(made) in left.files
+
+    assert (found(os.getpid()), found(other.pid)) == (False, True)
+    leavings.remove([made])
+
+
 def test_a_planted_exit_code_is_wrong(tmp_path):
     found = campaign(tmp_path, "code", "kill")
     assert any("ended with code 7" in one.wrong for one in found.judged)
@@ -160,7 +186,7 @@ def ran(*injected, reports=(), noticed=(), code=0, hung="", leavings=None):
         noticed=tuple(noticed),
         code=code,
         hung=hung,
-        leavings=leavings or Leavings(after_s=1.5),
+        leavings=leavings or Leavings(ended_at=0.0),
     )
 
 
@@ -231,6 +257,13 @@ def test_two_losses_anywhere_may_take_all_that_held_some_state():
 def test_the_last_checkpoint_counts(apart, wrong):
     (one,) = judge(ran(fault("kill", 1.0), reports=SOUND), REFERENCE, weights_apart=apart, allowed=ALLOWED)
     assert bool(one.wrong) == wrong
+
+
+def test_a_fault_that_ends_the_job_has_its_effect_when_the_last_process_is_gone():
+    """And not when somebody begins to look for it, which is after `ntp run` has ended."""
+    run = ran(fault("supervisor-int", 2.0), reports=SOUND, code=130, leavings=Leavings(ended_at=52.0))
+    (one,) = judge(run, REFERENCE, weights_apart=None, allowed=ALLOWED)
+    assert (one.noticed_s, one.wrong) == (50.0, "")
 
 
 def test_when_a_loss_was_noticed_is_counted_from_its_own_signal():

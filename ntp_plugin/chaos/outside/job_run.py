@@ -198,6 +198,7 @@ def _found(running: _LiveRun, faults: "_Faults", hung: str, pace: InjectionPace,
     code = None if hung else running.process.returncode
     left = leavings.look(
         running.mark,
+        supervisor=running.supervisor.pid,
         before=running.before,
         temporary=running.temporary,
         limit_s=pace.end_s,

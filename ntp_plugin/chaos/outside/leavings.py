@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.outside import processes
-from ntp_plugin.launch.run_folder import COPIES, left_by_the_dead, shared_memory
+from ntp_plugin.launch.run_folder import COPIES, owner, shared_memory
 
 _OURS = "ntp-"
 _LOOK_S = 0.2
@@ -26,8 +26,8 @@ REMOVED_BY_THE_NEXT = "ntp-run-"
 class Leavings:
     """What a run has left."""
 
-    after_s: float
-    """When the last process had ended; the limit where some had not."""
+    ended_at: float
+    """When the last process had ended, by the clock of the faults; the time limit where some had not."""
     processes: tuple[str, ...] = ()
     """In words; they are killed then."""
     files: tuple[str, ...] = ()
@@ -48,6 +48,7 @@ def files_there() -> frozenset[Path]:
 def look(
     mark: tuple[str, str],
     *,
+    supervisor: int,
     before: Collection[Path],
     temporary: Path,
     limit_s: float,
@@ -56,28 +57,22 @@ def look(
     wait: Wait,
 ) -> Leavings:
     """Wait for the last process to end, at most for so long, and then look at files. `before`: what was there before
-    the job; `temporary`: where its temporary files are, of which
-    those count that have our names: torch leaves empty folders for logs."""
+    the job; `temporary`: where its temporary files are, of which those count that have our names: torch leaves empty
+    folders for logs. Folders of runs count where the job's `supervisor` made them: another job may have begun, and
+    died, meanwhile."""
     began = time.monotonic()
     while (left := processes.marked(*mark)) and time.monotonic() - began < limit_s:
         wait(_LOOK_S)
-    after = time.monotonic() - began
+    ended_at = time.time()
     words = tuple(processes.where(process) for process in left)
     processes.kill_all(left)
     kept, files = list[Path](), list[Path]([] if was_killed else sorted(temporary.glob(f"{_OURS}*")))
     for path in sorted(files_there().difference(before)):
-        if not _is_dead(path):  # of another job, that runs
+        if owner(path) not in (None, supervisor):
             continue
         may_stay = was_killed or (path.name.startswith(COPIES) and not ended_well)
         (kept if may_stay else files).append(path)
-    return Leavings(after_s=after, processes=words, files=tuple(map(str, files)), kept=tuple(kept))
-
-
-def _is_dead(path: Path) -> bool:
-    """Whether no run that lives owns it."""
-    if not (path / "owner").exists():
-        return True
-    return any(folder == path for folder in left_by_the_dead(path.parent, path.name))
+    return Leavings(ended_at=ended_at, processes=words, files=tuple(map(str, files)), kept=tuple(kept))
 
 
 def remove(kept: Collection[Path]) -> None:

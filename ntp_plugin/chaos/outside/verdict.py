@@ -56,7 +56,7 @@ def judge(
         Judged(
             kind=fault.kind.name,
             words=fault.words,
-            noticed_s=ran.leavings.after_s if fault.kind.ends_job else noticed_s(fault, ran.noticed),
+            noticed_s=ran.leavings.ended_at - fault.at if fault.kind.ends_job else noticed_s(fault, ran.noticed),
         )
         for fault in ran.injected
     ]
