@@ -206,7 +206,9 @@ def test_who_is_ended_while_a_rank_is_paused_wakes_it_first(by_recipe, tmp_path,
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def asked_beside(request, monkeypatch):
-    """This process is asked to end right after it has stopped somebody, or right before it wakes him."""
+    """This process is asked to end right after it has stopped somebody, or right before it wakes him. Whoever runs the
+    tests may ignore that signal, as under nohup."""
+    before = signal.signal(request.param, signal.SIG_DFL)
 
     def prepare(beside):
         def send_and_be_asked(pid, number):
@@ -220,7 +222,8 @@ def asked_beside(request, monkeypatch):
             monkeypatch.setattr(module, "send", send_and_be_asked)
         return 128 + request.param
 
-    return prepare
+    yield prepare
+    signal.signal(request.param, before)
 
 
 @pytest.mark.parametrize("by_recipe", [False, True])
