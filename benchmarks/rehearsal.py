@@ -10,7 +10,7 @@ from typing import Any
 
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.faults import Fault
-from ntp_plugin.testing.ranks import Rank, Ranks
+from ntp_plugin.testing.ranks import PATIENCE_S, Rank, Ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def played(
     moments: Collection[str],
     back: Collection[int],
     leaving: Sequence[int],
-    timeout_s: float,
+    timeout_s: float = PATIENCE_S,
 ) -> tuple[dict[int, Any], list[list[Any]]]:
     """What the ranks returned that were left, and what all wrote down. `leaving`: slots that end with an error, and are
     not asked for what they saw."""

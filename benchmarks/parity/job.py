@@ -138,11 +138,11 @@ def have_megatron_imported() -> None:
 
 
 @functools.cache
-def run(job: Job, timeout_s: float = 120.0) -> dict[int, Seen]:
+def run(job: Job) -> dict[int, Seen]:
     """What every rank saw."""
     have_megatron_imported()
     with Ranks(job.processes, Play(job)) as ranks:
-        return ranks.wait(timeout_s)
+        return ranks.wait()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,6 @@ def live(
     faults: Sequence[Fault] = (),
     back: Mapping[int, int] | None = None,
     leaving: Sequence[int] = (),
-    timeout_s: float = 180.0,
 ) -> tuple[dict[int, Lived], Rows]:
     """What the ranks saw that were left, and which samples went into which attempt: ["drawn", step, epoch, sample].
 
@@ -48,7 +47,6 @@ def live(
         moments=MOMENTS,
         back=back,
         leaving=leaving,
-        timeout_s=timeout_s,
     )
 
 

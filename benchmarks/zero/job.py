@@ -162,7 +162,6 @@ def run(
     before_the_door: Mapping[int, int] | None = None,
     leaving: Sequence[int] = (),
     play: Callable[..., Any] | None = None,
-    timeout_s: float = 120.0,
 ) -> tuple[dict[int, Seen], Rows]:
     """What the ranks saw that were left, and who computed what: ["micro", step, epoch, loss, samples...].
 
@@ -178,7 +177,6 @@ def run(
         moments=MOMENTS,
         back=back,
         leaving=leaving,
-        timeout_s=timeout_s,
     )
 
 

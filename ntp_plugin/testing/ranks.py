@@ -47,9 +47,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ("ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo")
 _CORNER, _TOKEN = corner("rehearsal"), "rehearsal"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_PATIENCE_S = 600.0
+PATIENCE_S = 600.0
 """How long a test waits for what must come: only one that hangs ends by it, and no busy processor does that."""
-_STORE_TIMEOUT = timedelta(seconds=_PATIENCE_S)
+_STORE_TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,7 +271,7 @@ class Ranks:
         self.deaths.pop(slot, None)
         self._start(Seat(slot=slot, occupant=f"{slot}/{self._births}"))
 
-    def wait_for_death(self, slot: int, timeout_s: float = _PATIENCE_S) -> float:
+    def wait_for_death(self, slot: int, timeout_s: float = PATIENCE_S) -> float:
         """Wait until the newest process of a slot is seen to have ended. Returns when that was."""
         deadline = time.monotonic() + timeout_s
         while slot not in self.deaths:
@@ -279,7 +279,7 @@ class Ranks:
             time.sleep(0.001)
         return self.deaths[slot]
 
-    def wait_for_rows(self, count: int, first: Any, timeout_s: float = _PATIENCE_S) -> None:
+    def wait_for_rows(self, count: int, first: Any, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the ranks have written `count` rows that begin with `first`."""
         deadline, record = time.monotonic() + timeout_s, self._folder / "record"
         begins = tuple(json.dumps([first])[:-1].encode() + end for end in (b",", b"]"))
@@ -292,7 +292,7 @@ class Ranks:
                 assert time.monotonic() < deadline, f"{count} rows of {first!r} were not written within {timeout_s} s"
                 time.sleep(0.002)
 
-    def wait(self, timeout_s: float = _PATIENCE_S, *, but: Sequence[int] = ()) -> dict[int, Any]:
+    def wait(self, timeout_s: float = PATIENCE_S, *, but: Sequence[int] = ()) -> dict[int, Any]:
         """Wait for the ends of all ranks.
 
         Args:

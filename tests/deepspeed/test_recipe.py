@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 RECIPES = Path(__file__).parents[2] / "recipes/deepspeed"
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PAUSE_S": "0.05"}
 
@@ -40,8 +42,8 @@ def pids_in(said):
     return {int(slot): int(pid) for slot, pid in re.findall(r"slot (\d+) is pid (\d+)", said)}
 
 
-def last_of(process, timeout_s=240):
-    said = process.communicate(timeout=timeout_s)[0]
+def last_of(process):
+    said = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 0, said[-3000:]
     found = re.search(r"done: step (\d+), samples (\d+), loss ([\d.]+), weights here ([\d.]+), (\d) ranks", said)
     assert found, said[-3000:]

@@ -183,7 +183,7 @@ def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
 def test_slots_that_hear_of_a_loss_in_and_after_an_evaluation():
     """One is past it, and writes a checkpoint, where it hears: no other evaluation has numbers before they train."""
     job = Job(ranks=4, tp=2, evaluates=9, saves=9, hears_in_evaluation=1)
-    outcomes, rows = run(job, faults=[kill(3, during="save", step=9)], timeout_s=60)
+    outcomes, rows = run(job, faults=[kill(3, during="save", step=9)])
     assert_same_training(outcomes, rows, job)
     told = [row[2] for row in rows if row[0] == "evaluated"]
     assert sum(map(math.isnan, told)) >= len(told) // 2

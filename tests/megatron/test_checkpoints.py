@@ -144,7 +144,7 @@ def test_two_units_that_change_places_in_what_is_written_are_noticed(first_half)
 @pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
 def test_a_live_job_saves_after_a_loss(tmp_path, more):
     job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=f"{saving(tmp_path)} {more}")
-    lived, _ = live(job, faults=[kill(3, during="backward", step=5)], timeout_s=300)
+    lived, _ = live(job, faults=[kill(3, during="backward", step=5)])
     assert {slot: one.width for slot, one in lived.items()} == {0: 2, 1: 2, 2: 1}
     first = {slot: one.seen for slot, one in lived.items()}
     assert all(len(seen.norms) == HALF for seen in first.values())

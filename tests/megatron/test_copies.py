@@ -83,7 +83,6 @@ def test_another_dies_in_the_recovery(moment, events):
     lived, rows = live(
         job(f"{OVERLAP} --ntp-events={events}", tp=4),
         faults=[kill(7, during="backward", step=5), kill(1, during=moment, epoch=1)],
-        timeout_s=240,
     )
     assert widths(lived) == dict.fromkeys((0, 2, 3, 4, 5, 6), 3)
     assert_same_training(lived)
@@ -150,9 +149,7 @@ def test_a_host_is_lost(moment, events):
 def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
     """The slot dies while its copy is taken: the one before is whole, and not that of long ago."""
     options = {"per_host": 2, "spoil": "far_copies_do_not_arrive"}
-    lived, rows = live(
-        job(f"{OVERLAP} --ntp-events={events}", **options), faults=[kill(3, during="forward", step=9)], timeout_s=240
-    )
+    lived, rows = live(job(f"{OVERLAP} --ntp-events={events}", **options), faults=[kill(3, during="forward", step=9)])
     assert_same_training(lived)
     assert_every_sample_once(rows)
     assert_little_was_lost(events)
@@ -273,7 +270,7 @@ def test_stages(slot, moment, events):
 def test_the_stage_in_the_middle(moment, events):
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}
     more = f"{OVERLAP} --ntp-events={events}"
-    lived, _ = live(job(more, dp=2, **pipeline), faults=[kill(7, during=moment, step=5)], timeout_s=300)
+    lived, _ = live(job(more, dp=2, **pipeline), faults=[kill(7, during=moment, step=5)])
     assert len(lived) == 11
     assert_same_training(lived, run(uniform(BASE, **pipeline), 240))
     assert_little_was_lost(events)

@@ -92,9 +92,7 @@ def test_before_the_first_step(kind):
 @pytest.mark.parametrize("moment", IN_A_WALK)
 def test_another_dies_in_the_recovery(moment):
     """TP4 + TP4: one of the first replica dies while the others recover from a loss in the second."""
-    lived, rows = live(
-        job(tp=4), faults=[kill(7, during="backward", step=5), kill(1, during=moment, epoch=1)], timeout_s=240
-    )
+    lived, rows = live(job(tp=4), faults=[kill(7, during="backward", step=5), kill(1, during=moment, epoch=1)])
     assert widths(lived) == dict.fromkeys((0, 2, 3, 4, 5, 6), 3)
     assert_same_training(lived)
     assert_every_sample_once(rows)
@@ -258,7 +256,7 @@ def test_a_stage_is_hurt(slot, model, moment):
 def test_the_stage_in_the_middle_is_hurt(moment):
     """Of twelve ranks the one whose neighbours on both sides wait for it."""
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}
-    lived, _ = live(job(dp=2, **pipeline), faults=[kill(7, during=moment, step=5)], timeout_s=300)
+    lived, _ = live(job(dp=2, **pipeline), faults=[kill(7, during=moment, step=5)])
     assert len(lived) == 11
     assert_same_training(lived, run(uniform(BASE, **pipeline), 240))
 
@@ -374,7 +372,7 @@ def test_two_ranks_of_eight_are_left(kind):
     """TP4 + TP4 shrinks six times, in every replica, to TP1 + TP1."""
     victims = {2: 7, 4: 0, 6: 5, 8: 2, 10: 6, 12: 3}
     faults = [kill(slot, during="backward", step=step) for step, slot in victims.items()]
-    lived, rows = live(job(tp=4, more=kind), faults=faults, timeout_s=300)
+    lived, rows = live(job(tp=4, more=kind), faults=faults)
     assert widths(lived) == {1: 1, 4: 1}
     assert_same_training(lived)
     assert_every_sample_once(rows)

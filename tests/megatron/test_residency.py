@@ -15,8 +15,8 @@ def test_generators_and_the_cursor_of_the_data_after_a_recovery_and_a_return(mod
     """Of those who stayed, and of who came back: each slot has the generators of an undisturbed run, and all have
     consumed what that has."""
     trained = job(more=kind, **({} if model is None else {"model": MODELS[model]}))
-    calm, _ = live(trained, timeout_s=400)
-    lived, rows = live(trained, faults=[kill(3, during="backward", step=5)], back={3: 10}, timeout_s=400)
+    calm, _ = live(trained)
+    lived, rows = live(trained, faults=[kill(3, during="backward", step=5)], back={3: 10})
     assert {slot: one.seen.consumed for slot, one in lived.items()} == dict.fromkeys(range(4), STEPS * trained.batch)
     assert {slot: one.seen.drawn_from for slot, one in lived.items()} == {
         slot: one.seen.drawn_from for slot, one in calm.items()
@@ -29,8 +29,8 @@ def test_generators_and_the_cursor_of_the_data_after_a_recovery_and_a_return(mod
 @pytest.mark.parametrize("kind", ["", SHARDED], ids=["plain", "sharded"])
 def test_generators_and_the_cursor_of_the_data_in_a_hurt_layout(kind):
     trained = job(more=kind)
-    calm, _ = live(trained, timeout_s=400)
-    lived, _ = live(trained, faults=[kill(3, during="vote", step=5)], timeout_s=400)
+    calm, _ = live(trained)
+    lived, _ = live(trained, faults=[kill(3, during="vote", step=5)])
     for slot, one in lived.items():
         assert one.seen.consumed == STEPS * trained.batch
         assert one.seen.drawn_from == calm[slot].seen.drawn_from
