@@ -4,6 +4,16 @@ Only a test that hangs ends by `PATIENCE_S`. Whatever else takes longer than it 
 for: a test that is to show how fast something is counts what it does, and asks no clock.
 """
 
+import time
+
 PATIENCE_S = 600.0
 HUNG_S = 3.0
 """A limit for hung ranks in tests: they are found soon, and nobody else comes near it, waiting for a busy store say."""
+
+
+def until(condition, seconds=PATIENCE_S):
+    """Wait for what another thread or process brings about, and tells nobody."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.001)

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ntp_plugin.chaos.strikes import worker_words
@@ -17,7 +17,7 @@ from ntp_plugin.launch.kept_copies import DAY_S, dead_run
 from ntp_plugin.launch.run_folder import COPIES, free, left_by_the_dead, shared_memory
 from ntp_plugin.launch.telling import Telling
 from ntp_plugin.output_folders import require_usable
-from ntp_plugin.private_folders import require_private
+from ntp_plugin.private_folders import NotPrivate, require_private
 from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.recovery.script_failure import ON_ERROR
 
@@ -52,7 +52,7 @@ def run(words: Sequence[str]) -> int:
         telling=telling,
     )
     flags = torchrun_flags.parse(rest, ours=parser.flags)
-    with free(resume, shared=True) if resume is not None else contextlib.nullcontext():  # nobody removes it meanwhile
+    with _held(resume):
         return agent.run(flags, policy)
 
 
@@ -167,6 +167,21 @@ def _resumed(said: str) -> Path:
         require_private(Path(said))
     found = ", ".join(map(str, left)) or "none"
     raise ConfigError(f"--ntp-resume {said}: there are no copies of a dead run there", way_out=f"on this host: {found}")
+
+
+@contextlib.contextmanager
+def _held(resume: Path | None) -> Iterator[None]:
+    """Hold the folder that the job resumes from: nobody removes it meanwhile."""
+    with contextlib.ExitStack() as held:
+        if resume is not None:
+            try:
+                held.enter_context(free(resume, shared=True))
+            except (OSError, NotPrivate) as error:
+                raise ConfigError(
+                    f"--ntp-resume {resume}: another command exports or removes it just now",
+                    way_out="ntp copies list shows what is there; then start the same command again",
+                ) from error
+        yield
 
 
 def _seconds(flag: str, text: str) -> float:

@@ -17,9 +17,8 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore
 
 from ntp_plugin.comm.store import TorchStore, serve
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.ranks.command import NTP, PAUSED, RECIPES, Command
-from tests.unit.test_copies_wire import until
 
 MESSAGES = 10_000
 OPENING = b"\0" + struct.pack("<I", 0x3C85F7CE)

@@ -10,21 +10,9 @@ from ntp_plugin.errors import Excluded
 from ntp_plugin.recovery import admission
 from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
 from tests.patience import PATIENCE_S
+from tests.unit.key_store import Keys
 
 FIRST = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"{slot}/0") for slot in range(3)))
-
-
-class Keys(dict):
-    """A store in memory."""
-
-    def read(self, key):
-        return self.get(key)
-
-    def create(self, key, value):
-        return self.setdefault(key, value)
-
-    def present(self, keys):
-        return all(key in self for key in keys)
 
 
 @pytest.fixture(autouse=True)

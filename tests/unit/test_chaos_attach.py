@@ -22,8 +22,7 @@ from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.chaos.worker import Victim
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Began, Committed, Follower, Teller, events_file
-from tests.patience import PATIENCE_S
-from tests.unit.test_copies_wire import until
+from tests.patience import PATIENCE_S, until
 
 SLOT = "r0.s0.t1"
 ANSWERS = "while True: print('here', flush=True), input()"

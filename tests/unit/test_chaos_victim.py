@@ -21,10 +21,9 @@ from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.store import NEAR, CopyKey, Store
 from ntp_plugin.recovery.moments import Weight
 from ntp_plugin.telemetry import Follower, Struck, events_file
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit.copies_bytes import bytes_of, wrong_in
 from tests.unit.test_copies_store import put
-from tests.unit.test_copies_wire import until
 
 SLOT = "r0.s0.t1"
 BEHIND = "it goes on"

@@ -15,8 +15,7 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.cli.status import follow
 from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Teller, events_file
 from ntp_plugin.telemetry.whereabouts import here, is_alive
-from tests.patience import PATIENCE_S
-from tests.unit.test_copies_wire import until
+from tests.patience import PATIENCE_S, until
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
 BEGAN = Began(

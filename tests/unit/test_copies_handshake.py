@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from ntp_plugin.copies.wire import Peer, PeerTrouble
+from tests.patience import until
 from tests.unit.test_copies_store import some_values, written
-from tests.unit.test_copies_wire import CREDENTIALS, FAR_PLACE, SECRET, There, heard_until_the_end, no_pace, until
+from tests.unit.test_copies_wire import CREDENTIALS, FAR_PLACE, SECRET, There, heard_until_the_end, no_pace
 
 STRANGERS, ANNOUNCING = 200, 40
 LONG_LINE = (1 << 26).to_bytes(8) + b"{" + b" " * 1000

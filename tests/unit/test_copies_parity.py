@@ -13,10 +13,11 @@ from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.parity import ParityStore, Unwanted, members_of, parity_place
 from ntp_plugin.copies.store import NEAR, PARITY, CopyKey, Store
 from ntp_plugin.copies.wire import PeerTrouble
+from tests.patience import until
 from tests.unit.copies_bytes import bytes_of, mapped, wrong_in
 from tests.unit.test_copies_replicator import Here, snapshot, some_parts
 from tests.unit.test_copies_store import some_values, written
-from tests.unit.test_copies_wire import There, no_pace, until
+from tests.unit.test_copies_wire import There, no_pace
 
 MEMBERS = (0, 1)
 PLACE = CopyKey(kind=PARITY, slot=0, epoch=2, number=0)

@@ -15,9 +15,9 @@ from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Lateness, Part, Replicator, Snapshot
 from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit.copies_bytes import bytes_of, wrong_in
-from tests.unit.test_copies_wire import CREDENTIALS, SECRET, There, as_server, deaf_server, until
+from tests.unit.test_copies_wire import CREDENTIALS, SECRET, There, as_server, deaf_server
 
 SLOT = 3
 

@@ -15,8 +15,9 @@ from ntp_plugin.copies.restore import Restoration, describe, standable
 from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
 from ntp_plugin.copies.wire import Peer, Server
 from ntp_plugin.errors import StateLost
+from tests.patience import until
 from tests.unit.copies_bytes import mapped
-from tests.unit.test_copies_wire import SECRET, until
+from tests.unit.test_copies_wire import SECRET
 
 VERSION = Version(step=5, epoch=2)
 SHAPES = {"column": (12, 5), "row": (4, 9), "flat": (41,), "norm": (6,)}

@@ -18,7 +18,7 @@ from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.runs import Runs
 from ntp_plugin.copies.store import FAR, CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble, Server, WrongCopy
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit.copies_bytes import bytes_of, mapped
 from tests.unit.test_copies_store import put, some_values, written
 
@@ -69,13 +69,6 @@ def as_server(connection, credentials):
     answer = connection.recv(64, socket.MSG_WAITALL)
     connection.sendall(credentials.proof(b"server", challenge, answer[:32]))
     return answer
-
-
-def until(condition, seconds=PATIENCE_S):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.001)
 
 
 def heard_until_the_end(connection):

@@ -1,7 +1,6 @@
 """Members that end a job together lose one of them between the last thing that they do and the end."""
 
 import threading
-import time
 
 import pytest
 
@@ -11,29 +10,11 @@ from ntp_plugin.comm.membership import Seat, View
 from ntp_plugin.comm.standing import CollectiveWait
 from ntp_plugin.recovery.driver import Driver, Patience
 from ntp_plugin.testing.stateless import Stateless
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
+from tests.unit.key_store import Keys
 
 SEATS = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(3))
 FIRST = View(epoch=0, seats=SEATS)
-
-
-class Keys:
-    """One store for threads."""
-
-    def __init__(self):
-        self._values, self._lock = {}, threading.Lock()
-
-    def read(self, key):
-        with self._lock:
-            return self._values.get(key)
-
-    def create(self, key, value):
-        with self._lock:
-            return self._values.setdefault(key, value)
-
-    def present(self, keys):
-        with self._lock:
-            return all(key in self._values for key in keys)
 
 
 class Late:
@@ -93,13 +74,6 @@ def apart():
     for thread in threads:
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), "a member waits for ever"
-
-
-def until(true):
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_one_has_come_through_the_last_thing_and_another_has_not(apart):

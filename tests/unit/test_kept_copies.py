@@ -161,6 +161,16 @@ def test_latest_is_the_one_that_died_last(shared):
     assert cli_run._resumed(str(first)) == first
 
 
+def test_a_run_that_resumes_holds_the_folder_and_says_so_where_it_cannot(shared):
+    first = left(hours=1)
+    with cli_run._held(first), pytest.raises(BlockingIOError), free(first):
+        pass
+    with free(first), pytest.raises(ConfigError, match="another command exports or removes it"), cli_run._held(first):
+        pass
+    with cli_run._held(None):
+        pass
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("12h", 43200), ("2d", 2 * DAY_S)]
 )

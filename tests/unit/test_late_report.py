@@ -4,25 +4,17 @@ from ntp_plugin.comm import membership
 from ntp_plugin.comm.agreement import Agreement
 from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View
 from ntp_plugin.comm.standing import CollectiveWait
+from tests.unit.key_store import Keys
 
 SEATS = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(2))
 BOTH = View(epoch=1, seats=SEATS)
 REPORT = Report(applied=0, oldest=0)
 
 
-class Keys(dict):
-    """One store; `late`: the report of slot 1 comes between the last look at it and that at who is missing."""
+class LateKeys(Keys):
+    """`late`: the report of slot 1 comes between the last look at it and that at who is missing."""
 
     late = False
-
-    def read(self, key):
-        return self.get(key)
-
-    def create(self, key, value):
-        return self.setdefault(key, value)
-
-    def present(self, keys):
-        return all(key in self for key in keys)
 
 
 def agree(keys, monkeypatch):
@@ -44,11 +36,11 @@ def agree(keys, monkeypatch):
 
 
 def test_a_report_that_comes_then_is_read(monkeypatch):
-    keys = Keys()
+    keys = LateKeys()
     keys.late = True
     assert agree(keys, monkeypatch).view.slots == (0, 1)
 
 
 def test_where_none_comes_its_member_is_evicted(monkeypatch):
     """A negative control."""
-    assert agree(Keys(), monkeypatch).view.slots == (0,)
+    assert agree(LateKeys(), monkeypatch).view.slots == (0,)

@@ -3,13 +3,12 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from ntp_plugin.launch.process_end import end
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 
 def started(*, leads):
@@ -35,11 +34,9 @@ def test_a_shell_that_leads_a_group_takes_its_script_with_it(leads):
     shell, script = started(leads=leads)
     end(shell, signal.SIGKILL)
     assert shell.wait(PATIENCE_S) == -signal.SIGKILL
-    deadline = time.monotonic() + PATIENCE_S
-    while leads and is_there(script):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    if not leads:
+    if leads:
+        until(lambda: not is_there(script))
+    else:
         os.kill(script, signal.SIGKILL)
 
 
