@@ -1,4 +1,4 @@
-"""A `KeyStore` in memory, for members in one process. Each of its methods is one step of Python, so threads may share it."""
+"""A `KeyStore` in memory, for members in one process. Each method is one step of Python, so threads may share it."""
 
 
 class Keys(dict):
