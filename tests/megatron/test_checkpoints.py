@@ -32,14 +32,14 @@ def first_half(tmp_path_factory):
     @functools.cache
     def half(job):
         folder = tmp_path_factory.mktemp("saved")
-        return run(with_arguments(job, saving(folder)), 240), folder
+        return run(with_arguments(job, saving(folder))), folder
 
     return half
 
 
 def whole_run(first_half, first, second, more=""):
     seen, folder = first_half(first)
-    return joined(seen, run(with_arguments(second, f"{loading(folder)} {more}"), 240))
+    return joined(seen, run(with_arguments(second, f"{loading(folder)} {more}")))
 
 
 def assert_same_training(outcomes, expected, bound=FLOAT64):
@@ -149,7 +149,7 @@ def test_a_live_job_saves_after_a_loss(tmp_path, more):
     first = {slot: one.seen for slot, one in lived.items()}
     assert all(len(seen.norms) == HALF for seen in first.values())
     goes_on = hurt if more else nominal  # Megatron itself cannot load a sharded optimizer with torch's Adam
-    second = run(with_arguments(goes_on(BASE, "TP2+TP1", more=more), loading(tmp_path)), 240)
+    second = run(with_arguments(goes_on(BASE, "TP2+TP1", more=more), loading(tmp_path)))
     assert_same_training(joined(first, second), uniform(BASE))
 
 
@@ -160,7 +160,7 @@ def every_step(tmp_path_factory):
     @functools.cache
     def saved(job):
         folder = tmp_path_factory.mktemp("every-step")
-        run(with_arguments(job, saving(folder).replace(f"--save-interval {HALF}", "--save-interval 1")), 240)
+        run(with_arguments(job, saving(folder).replace(f"--save-interval {HALF}", "--save-interval 1")))
         return folder
 
     return saved
@@ -184,7 +184,7 @@ def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step
     first = min(step for what, step, epoch, _ in rows if what == "drawn" and epoch)
     assert first in ((HALF, HALF + 1) if not more else (HALF - 1, HALF, HALF + 1))
     asked = f"{loading(folder)} --ckpt-step {first - 1}"
-    planned = run(with_arguments(hurt(BASE, {**two, "lost": (lost,)}, more=more), asked), 240)
+    planned = run(with_arguments(hurt(BASE, {**two, "lost": (lost,)}, more=more), asked))
     alike = STEPS - HALF  # steps up to there may have been told of before the loss
     assert len(lived) == len(planned) == 3
     for expected, (_, one) in zip(planned.values(), sorted(lived.items()), strict=True):

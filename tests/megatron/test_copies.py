@@ -272,7 +272,7 @@ def test_the_stage_in_the_middle(moment, events):
     more = f"{OVERLAP} --ntp-events={events}"
     lived, _ = live(job(more, dp=2, **pipeline), faults=[kill(7, during=moment, step=5)])
     assert len(lived) == 11
-    assert_same_training(lived, run(uniform(BASE, **pipeline), 240))
+    assert_same_training(lived, run(uniform(BASE, **pipeline)))
     assert_little_was_lost(events)
 
 

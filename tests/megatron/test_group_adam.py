@@ -81,7 +81,7 @@ def test_what_one_layout_saves_another_goes_on_from(layouts, tmp_path):
         hurt(BASE, layout, more=SAVED, group_adam=True) if layout else job(SAVED, tp=4, enabled=False)
         for layout in layouts
     )
-    seen = run(with_arguments(first, saving(tmp_path)), 240)
-    found = joined(seen, run(with_arguments(second, loading(tmp_path)), 240))
+    seen = run(with_arguments(first, saving(tmp_path)))
+    found = joined(seen, run(with_arguments(second, loading(tmp_path))))
     worst = largest_differences(found, run(uniform(BASE)))
     assert max(worst.values()) <= BOUNDS["float64"], worst

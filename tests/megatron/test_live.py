@@ -258,7 +258,7 @@ def test_the_stage_in_the_middle_is_hurt(moment):
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}
     lived, _ = live(job(dp=2, **pipeline), faults=[kill(7, during=moment, step=5)])
     assert len(lived) == 11
-    assert_same_training(lived, run(uniform(BASE, **pipeline), 240))
+    assert_same_training(lived, run(uniform(BASE, **pipeline)))
 
 
 def test_a_stage_of_a_hybrid_model_is_hurt_and_whole_again():
