@@ -31,13 +31,13 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks import evidence
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.agreement import Agreement, publish_lost
-from ntp_plugin.comm.gathering import FAN
-from ntp_plugin.comm.membership import Report, View
-from ntp_plugin.comm.standing import CollectiveWait
-from ntp_plugin.comm.store import TorchStore, serve
-from ntp_plugin.recovery.place import first_view
+from ntp_plugin.membership import protocol
+from ntp_plugin.membership.agreement import Agreement, publish_lost
+from ntp_plugin.membership.gathering import FAN
+from ntp_plugin.membership.protocol import Report, View
+from ntp_plugin.membership.store import TorchStore, serve
+from ntp_plugin.membership.wait_progress import CollectiveWait
+from ntp_plugin.recovery.rank_context import first_view
 
 MEMBERS = {"full": (16, 64, 256, 1024), "ci": (16, 64, 128)}
 EVERYBODY_READS_ALL = {"full": 256, "ci": 128}
@@ -85,7 +85,7 @@ def report_of(slot: int) -> Report:
 def agree(first: View, slot: int, connection: TCPStore, fan: int) -> Asked:
     """One member, from the first view through the agreement on the next."""
     store = CountingStore(connection)
-    member = Agreement.founding(store, first, first.seats[slot], fan=fan)
+    member = Agreement.founding(store, first, first.member_ids[slot], fan=fan)
     member.run(
         lost=frozenset,
         report=lambda _: report_of(slot),
@@ -127,7 +127,7 @@ def measure(members: int, fan: int) -> dict[str, Any]:
     for process in playing:
         process.start()
     mine = TorchStore(TCPStore("127.0.0.1", server.port, None, False), corner="ntp/job", token="of the job")
-    view = publish_lost(mine, first, [first.seats[members]])
+    view = publish_lost(mine, first, [first.member_ids[members]])
     begin.wait()
     since = time.process_time()
     found = [asked for _ in playing for asked in told.get()]
@@ -135,7 +135,7 @@ def measure(members: int, fan: int) -> dict[str, Any]:
     for process in playing:
         process.join()
     since = time.thread_time()
-    reports = membership.read_reports(view, mine.read, fan)
+    reports = protocol.read_reports(view, mine.read, fan)
     reads_s = time.thread_time() - since
     assert reports == {slot: report_of(slot) for slot in range(members)}, "this is what they agreed on"
     return {

@@ -53,8 +53,8 @@ all processors' time, once a copy is made: the interval of its ratio has to be a
 
 How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
 its main weights keep, each held once per TP slot, what is replicated as often as there are slots. What other hosts keep
-of them in both versions is counted in the files of a keeper: with far copies all of that twice, with parities of N the
-N-th part of it.
+of them in both versions is counted in the files of a parity host: with far copies all of that twice, with parities of
+N the N-th part of it.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ from benchmarks.overhead import PLANTED, interval, row
 from benchmarks.parity.job import Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
 from benchmarks.rehearsal import played
-from ntp_plugin.recovery.moments import MOMENTS
+from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.telemetry import Copied, Follower
 
 SEED = 1234
@@ -206,7 +206,7 @@ def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
             job.processes,
             Clocked(job, kind=kind),
             faults=(),
-            moments=MOMENTS,
+            fault_points=FAULT_POINTS,
             back=(),
             leaving=(),
             timeout_s=240 + (2.0 + kind.samples / 4) * steps,

@@ -23,12 +23,12 @@ import torch
 from benchmarks.parity.layouts import BASE, MODELS
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Replicator, Snapshot
 from ntp_plugin.copies.runs import runs_of
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import Store
 from ntp_plugin.copies.wire import Server
-from ntp_plugin.training.stepped import Stepped, parts
+from ntp_plugin.reduction.stepped import Stepped, parts
 
 RANKS, TP = 4, 2
 PARTS = 26
@@ -51,7 +51,7 @@ def speed_of_digests() -> float:
 
 def speeds(mode: str) -> tuple[float, float, int]:
     """The same of all that copies of this kind take, near, far or as a part in a parity, and where each comes right
-    after another; and the bytes that a keeper has then of what two ranks hold."""
+    after another; and the bytes that a parity host has then of what two ranks hold."""
     after_others, at_once, kept = zip(*_on_all_processors(functools.partial(_speeds, mode)), strict=True)
     return statistics.mean(after_others), statistics.mean(at_once), kept[0]
 

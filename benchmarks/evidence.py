@@ -51,7 +51,7 @@ def trees(*folders: str) -> str | None:
     return "+".join(subprocess.run(words, capture_output=True, text=True, check=True, cwd=top).stdout.split())
 
 
-class Kept:
+class Sittings:
     """What is found bit by bit, in several sittings: a line of JSON each, in a file or nowhere."""
 
     def __init__(self, path: Path | None) -> None:

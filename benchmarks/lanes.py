@@ -1,4 +1,4 @@
-"""What lanes of a hurt layout cost: the bytes that they send by either route, and their time beside one all-reduce.
+"""What lanes of a degraded layout cost: the bytes that they send by either route, and their time beside one all-reduce.
 
     python -m benchmarks.lanes            `make bench-lanes`; times need a quiet machine, bytes do not
     SCALE=ci python -m benchmarks.lanes   fewer layouts and rounds
@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from benchmarks import evidence
 from benchmarks.parity.job import STEPS, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, hurt
+from benchmarks.parity.layouts import BASE, LAYOUTS, degraded
 from benchmarks.routed import Routed, Tensors, connect, small_nominal
 from ntp_plugin.planning.topology import parse_slots
+from ntp_plugin.reduction import core_lanes, gradient_lanes
+from ntp_plugin.reduction.core_lanes import CoreSums
+from ntp_plugin.reduction.gradient_lanes import GradientLanes
 from ntp_plugin.testing.ranks import Rank, Ranks
-from ntp_plugin.training import core_lanes, gradient_lanes
-from ntp_plugin.training.core_lanes import CoreSums
-from ntp_plugin.training.gradient_lanes import GradientLanes
 
 SEED = 1234
 BOUND = 1.05
@@ -47,7 +47,7 @@ def traffic(scale: str) -> list[dict[str, Any]]:
     rows = []
     for layout in ("TP4+TP3", "TP4+TP2") if scale == "ci" else LAYOUTS:
         for route in ROUTES:
-            outcomes = run(hurt(BASE, layout, dtype="float32", route=route))
+            outcomes = run(degraded(BASE, layout, dtype="float32", route=route))
             planned = outcomes[0].route
             cost = planned.direct_cost if route == "direct" else planned.core_cost
             nic = max(seen.sent["all_reduce"] for seen in outcomes.values()) / STEPS
@@ -123,8 +123,8 @@ def _ways(whole: Routed, short: Routed) -> dict[str, Callable[[], object]]:
         "TP4+TP3, via_core": lambda: None,
     }
     if short.lives:
-        assert short.crossing is not None, "who lives has a seat"
-        mine, cores = _single(short.gradients()), CoreSums(short.crossing)
+        assert short.core_exchange is not None, "who lives has a seat"
+        mine, cores = _single(short.gradients()), CoreSums(short.core_exchange)
         ways["TP4+TP3, direct"] = lambda: GradientLanes(short.lanes, mine).finish()
         ways["TP4+TP3, via_core"] = lambda: cores.begin(mine).finish()
     return ways

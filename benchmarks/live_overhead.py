@@ -79,7 +79,7 @@ from benchmarks.parity.layouts import BASE, MODELS
 from benchmarks.rehearsal import quietly
 from benchmarks.step_pairs import WARM_UP, Block, is_first, pairs_of, told
 from benchmarks.zero.job import have_deepspeed_imported
-from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.groups.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 SHORT, LONG, LONGER = "short", "long", "longer"
@@ -271,9 +271,9 @@ type Trained = tuple[int, Callable[[], None]]
 
 
 def _train_megatron(asked: Play, clock: Clock, samples: str) -> Trained:
-    from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
+    from ntp_plugin.megatron import activation, cpu_emulation  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
 
-    cpu.install(cpu.ON)
+    cpu_emulation.install(cpu_emulation.ON)
     activation.install()
     case = asked.case
     batch, model = MEGATRON[case.length]
@@ -301,7 +301,9 @@ def _have_steps_begin(clock: Clock) -> None:
     def model_is_built(job: Any) -> None:
         built(job)
         clock.replaced = Replaced(job.rank.groups)
-        clock.replaced.add(job.anatomy.optimizer, "step", "step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
+        clock.replaced.add(
+            job.model_rebuild.optimizer, "step", "step_with_ready_grads", "get_grad_norm", "clip_grad_norm"
+        )
         clock.replaced.add(Timers, "log", "write")
         clock.replaced.add(dist, "barrier")
         clock.replaced.add(training, "reduce_max_stat_across_model_parallel_group")
@@ -391,18 +393,18 @@ def jobs_of(cases: Sequence[tuple[int, Case]], scale: str) -> list[tuple[int, in
     return [(number, turn) for turn, number in sorted(jobs)]
 
 
-type Piece = dict[str, Any]
+type CampaignPart = dict[str, Any]
 """What a job found, and when and where."""
 
 
-def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Piece]]:
+def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[CampaignPart]]:
     """Case -> what its jobs found, in this sitting and in those before."""
     trees = None if scale == "ci" else evidence.trees(*MEASURED)
     frameworks = {case.framework for _, case in cases}
-    kept = {of: evidence.Kept(RESULTS / f"live-overhead-{of}-pairs.jsonl" if trees else None) for of in frameworks}
+    kept = {of: evidence.Sittings(RESULTS / f"live-overhead-{of}-pairs.jsonl" if trees else None) for of in frameworks}
     for those in kept.values():
         those.keep_only(trees=trees)
-    found: dict[int, list[Piece]] = {number: [] for number, _ in cases}
+    found: dict[int, list[CampaignPart]] = {number: [] for number, _ in cases}
     for number, turn in jobs_of(cases, scale):
         if turn >= JOBS and _is_precise(number, found[number]):
             continue
@@ -456,12 +458,12 @@ def _block_of(number: int) -> dict[str, Any]:
     return block
 
 
-def _is_precise(number: int, pieces: Sequence[Piece]) -> bool:
+def _is_precise(number: int, pieces: Sequence[CampaignPart]) -> bool:
     row = _told(number, pieces)
     return bool(row["high"] - row["low"] <= PRECISE)
 
 
-def _told(number: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _told(number: int, pieces: Sequence[CampaignPart]) -> dict[str, Any]:
     blocks = [Block(**piece["block"]) for piece in pieces]
     return told(CASES[number].what, blocks, framework=CASES[number].framework)
 

@@ -62,14 +62,14 @@ def _one_restart(ranks: int, chance: random.Random) -> float:
         try:
             log.wait_for(_BEFORE)
             time.sleep(chance.uniform(0, 1))
-            struck = time.monotonic()
+            injected = time.monotonic()
             os.kill(_a_worker(job.pid), signal.SIGKILL)
             time.sleep(_LAST_WORDS_S)
             known = log.iterations[-1]
             back = log.wait_for(known + 1)
             resumed = log.iterations[log.iterations.index(known) + 1]
             assert 1 < resumed <= known + 1, f"it went on with iteration {resumed} after {known}"
-            return back - struck
+            return back - injected
         finally:
             job.terminate()  # torchrun ends its workers
             job.wait(60)

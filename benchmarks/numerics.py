@@ -19,23 +19,23 @@ from benchmarks import evidence
 from benchmarks.parity.job import largest_differences, run
 from benchmarks.parity.layouts import (
     BASE,
-    BOTH_REPLICAS_HURT,
+    BOTH_REPLICAS_DEGRADED,
     DROPOUT,
-    FIRST_HURT,
+    FIRST_DEGRADED,
     HYBRID,
     INTERLEAVED,
     LAYOUTS,
     MODELS,
     OLD,
     OPTIONS,
-    OPTIONS_OF_A_HURT_RUN,
+    OPTIONS_OF_A_DEGRADED_RUN,
     PIPELINES,
     SEGMENTS,
     SEQUENCE,
     TIGHTLY,
     TOGETHER,
     VIA_CORE,
-    hurt,
+    degraded,
     reference,
     uniform,
 )
@@ -62,30 +62,30 @@ CONTROLS = {
     "masks_of_the_slot": (DROPOUT, "TP4+TP3"),
     "heads_numbered_by_the_slot": (DROPOUT, "TP4+TP3"),
     "samples_numbered_by_the_replica": (DROPOUT, "TP4+TP3"),
-    "activations_of_another_micro_batch": (BASE, FIRST_HURT),
-    "shared_rows_not_summed": ("tied embeddings", FIRST_HURT),
+    "activations_of_another_micro_batch": (BASE, FIRST_DEGRADED),
+    "shared_rows_not_summed": ("tied embeddings", FIRST_DEGRADED),
 }
 """What is wrong on purpose (`parity/spoilt.py`), and with what it is seen."""
 
 _EVERYWHERE = (BASE, OLD, SEQUENCE)
 _IN_PIPELINES = {
     BASE: list(PIPELINES),
-    _SHARDED: [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
-    "parameter gather overlap": [FIRST_HURT, INTERLEAVED],
-    VIA_CORE: [FIRST_HURT, BOTH_REPLICAS_HURT],
-    DROPOUT: [FIRST_HURT, INTERLEAVED],
-    SEQUENCE: [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
-    "recompute": [FIRST_HURT, INTERLEAVED],
-    "per-token loss": [FIRST_HURT],
-    HYBRID: [FIRST_HURT, BOTH_REPLICAS_HURT],
+    _SHARDED: [FIRST_DEGRADED, BOTH_REPLICAS_DEGRADED, INTERLEAVED],
+    "parameter gather overlap": [FIRST_DEGRADED, INTERLEAVED],
+    VIA_CORE: [FIRST_DEGRADED, BOTH_REPLICAS_DEGRADED],
+    DROPOUT: [FIRST_DEGRADED, INTERLEAVED],
+    SEQUENCE: [FIRST_DEGRADED, BOTH_REPLICAS_DEGRADED, INTERLEAVED],
+    "recompute": [FIRST_DEGRADED, INTERLEAVED],
+    "per-token loss": [FIRST_DEGRADED],
+    HYBRID: [FIRST_DEGRADED, BOTH_REPLICAS_DEGRADED],
     SEGMENTS: [INTERLEAVED],
-    "tied embeddings": [FIRST_HURT, BOTH_REPLICAS_HURT, INTERLEAVED],
+    "tied embeddings": [FIRST_DEGRADED, BOTH_REPLICAS_DEGRADED, INTERLEAVED],
 }
 _IN_CI = {
-    BASE: ["TP4+TP3", "TP3+TP3", FIRST_HURT],
+    BASE: ["TP4+TP3", "TP3+TP3", FIRST_DEGRADED],
     OLD: ["TP4+TP2"],
     DROPOUT: ["TP2+TP1"],
-    _SHARDED: ["TP4+TP3", FIRST_HURT],
+    _SHARDED: ["TP4+TP3", FIRST_DEGRADED],
     SEQUENCE: ["TP4+TP3"],
     VIA_CORE: ["TP4+TP2"],
 }
@@ -125,10 +125,10 @@ def controls(scale: str) -> list[str]:
 
 
 def compared(feature: str, layout: str, *, spoil: str = "", more: str = "", **settings: Any) -> dict[str, float]:
-    """One hurt run, with what must make no difference, against the uniform one without."""
+    """One degraded run, with what must make no difference, against the uniform one without."""
     model, option = (TOGETHER | TIGHTLY).get(feature, (BASE, feature) if feature in OPTIONS else (feature, ""))
-    both = f"{OPTIONS_OF_A_HURT_RUN.get(option, '')} {more}".strip()
-    outcomes = run(hurt(model, layout, spoil=spoil, more=both, **settings))
+    both = f"{OPTIONS_OF_A_DEGRADED_RUN.get(option, '')} {more}".strip()
+    outcomes = run(degraded(model, layout, spoil=spoil, more=both, **settings))
     return largest_differences(outcomes, run(reference(model, layout, more=more, **settings)))
 
 
@@ -192,7 +192,7 @@ def main(scale: str) -> int:
         scale=scale or "default",
         adam_eps="1e-4",
         noise_floor_at_eps_1e_8=floor,
-        hurt_at_eps_1e_8=at_usual,
+        degraded_at_eps_1e_8=at_usual,
         negative_controls=spoilt,
     )
 

@@ -29,7 +29,7 @@ from ntp_plugin.chaos.outside.campaign import CampaignRequest, Reference, run_ca
 from ntp_plugin.chaos.outside.job_run import Command, InjectionPace
 from ntp_plugin.chaos.outside.kinds import kinds
 from ntp_plugin.chaos.outside.verdict import Allowed, Judged, rows
-from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.membership.failure_detector import Thresholds
 
 PIECES = Path("build/show/outside.jsonl")
 SEED, CAMPAIGNS = 20261129, 3
@@ -121,7 +121,7 @@ SHORTER = {"STEPS": "150"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class CampaignPart:
     """What is kept of a campaign."""
 
     job: str
@@ -148,8 +148,8 @@ def asked(job: Job, kinds_of_it: Sequence[str] | None, seed: int) -> CampaignReq
 
 
 def campaigns(
-    job: Job, kinds_of_it: Sequence[str] | None, count: int, folder: Path, *, kept: evidence.Kept, wait: Wait
-) -> list[Piece]:
+    job: Job, kinds_of_it: Sequence[str] | None, count: int, folder: Path, *, kept: evidence.Sittings, wait: Wait
+) -> list[CampaignPart]:
     """So many, with those that are kept."""
     found, reference = [_read(piece) for piece in kept.all(job=job.name)], None
     while len(found) < count:
@@ -161,7 +161,7 @@ def campaigns(
         came = run_campaign(
             one, folder / job.name / str(seed), reference, wait=wait, say=lambda what: print(what, flush=True)
         )
-        piece = Piece(
+        piece = CampaignPart(
             job=job.name,
             seed=seed,
             commit=evidence.commit(),
@@ -186,12 +186,12 @@ def _reference(one: CampaignRequest, folder: Path, *, wait: Wait) -> Reference:
     return reference
 
 
-def _read(read: dict[str, Any]) -> Piece:
+def _read(read: dict[str, Any]) -> CampaignPart:
     judged = tuple(Judged(**{**one, "left": tuple(one["left"])}) for one in read["judged"])
-    return Piece(**{**read, "judged": judged, "not_injected": tuple(read["not_injected"])})
+    return CampaignPart(**{**read, "judged": judged, "not_injected": tuple(read["not_injected"])})
 
 
-def _bad_ends(every: Sequence[Piece]) -> list[str]:
+def _bad_ends(every: Sequence[CampaignPart]) -> list[str]:
     return [
         f"{piece.job}, seed {piece.seed}, {one.kind} ({one.words}): {one.wrong} {one.hung} {' '.join(one.left)}"
         for piece in every
@@ -204,9 +204,9 @@ def main(scale: str, chosen: str) -> int:
     """No fault may be wrong or hung, and none may leave anything behind."""
     names = [name for name in chosen.split(",") if name] or [job.name for job in JOBS]
     in_ci = scale == "ci"
-    kept = evidence.Kept(None if in_ci else PIECES)
+    kept = evidence.Sittings(None if in_ci else PIECES)
     folder = Path(tempfile.mkdtemp(prefix="ntp-outside-"))
-    every = list[Piece]()
+    every = list[CampaignPart]()
     with ending_in_waits() as wait:
         for job in JOBS:
             if job.name in names and (not in_ci or job.name in IN_CI):

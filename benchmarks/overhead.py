@@ -15,8 +15,8 @@ a part is, the number is not resolved, and that is said. The slice for CI has to
 hundredth and fails only where all of the interval is above.
 
 Beside them stand a pair of two jobs without the plugin, which shows what the machine itself does to the ratio, and one
-whose second job sleeps a twentieth of each step, which must be seen. Time of the lanes of hurt layouts, and what they
-send by either route, comes from `lanes.py`.
+whose second job sleeps a twentieth of each step, which must be seen. Time of the lanes of degraded layouts, and what
+they send by either route, comes from `lanes.py`.
 """
 
 import dataclasses
@@ -104,9 +104,9 @@ class SideBySide:
             "MASTER_PORT": str(self.second_port if second else rank.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
+        from ntp_plugin.megatron import activation, cpu_emulation  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
 
-        cpu.install(cpu.ON)
+        cpu_emulation.install(cpu_emulation.ON)
         enabled = second and self.with_plugin
         if enabled:
             activation.install()

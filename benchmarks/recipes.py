@@ -71,8 +71,8 @@ class Twins:
 
     def keep(self, job: JobSpec, campaign: Campaign) -> None:
         """For the next recipe."""
-        if campaign.twin is not None:
-            self._folders[_told(job)] = campaign.twin.folder
+        if campaign.reference is not None:
+            self._folders[_told(job)] = campaign.reference.folder
 
 
 def _told(job: JobSpec) -> tuple[object, ...]:
@@ -88,7 +88,7 @@ def row_of(framework: str, recipe: Recipe, campaign: Campaign, seconds: float) -
     return {
         "recipe": recipe.name,
         "framework": framework,
-        "strikes": sum(outcome.struck_at > 0 for outcome in verdict.outcomes),
+        "strikes": sum(outcome.injected_at > 0 for outcome in verdict.outcomes),
         "recovered_s": round(max(recovered), 3) if recovered else None,
         "took_s": round(seconds),
         "wrong": "; ".join(wrong),
@@ -99,13 +99,13 @@ def row_of(framework: str, recipe: Recipe, campaign: Campaign, seconds: float) -
 def main(names: Sequence[str]) -> int:
     """All of them must hold."""
     paths = [path for path in sorted(RECIPES.glob("*.toml")) if not names or path.stem in names]
-    kept, twins, rows = evidence.Kept(PIECES), Twins(), list[dict[str, Any]]()
+    kept, twins, rows = evidence.Sittings(PIECES), Twins(), list[dict[str, Any]]()
     folder = Path(tempfile.mkdtemp(prefix="ntp-recipes-"))
     for framework, recipe in (played for path in paths for played in recipes_of(path)):
         row = kept.find(recipe=recipe.name, framework=framework)
         if row is None:
             began, place = time.monotonic(), folder / f"{recipe.name}-{framework}"
-            campaign = run_campaign(recipe, place, look=quietly, twin=twins.of(recipe.job))
+            campaign = run_campaign(recipe, place, look=quietly, reference=twins.of(recipe.job))
             twins.keep(recipe.job, campaign)
             row = row_of(framework, recipe, campaign, time.monotonic() - began)
             kept.add(row)

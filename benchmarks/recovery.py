@@ -47,8 +47,8 @@ from benchmarks.parity import live
 from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, uniform
 from ntp_plugin.errors import NtpError
-from ntp_plugin.recovery.detector import Thresholds
-from ntp_plugin.recovery.moments import MOMENTS
+from ntp_plugin.membership.failure_detector import Thresholds
+from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import hang
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -104,19 +104,19 @@ class Play(live.Play):
     """A live run that writes down when it did what."""
 
     def _play(self, rank: Rank) -> live.Lived:
-        _tell_of_strikes()
+        _record_faults()
         _tell_of_times(rank)
         return super()._play(rank)
 
 
-def _tell_of_strikes() -> None:
+def _record_faults() -> None:
     """When a fault strikes by this rank's own hand."""
     reached = Rank.reached
 
-    def told(rank: Rank, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
-        if any(fault.is_for(rank.slot, moment, step, epoch) for fault in rank.faults):
-            rank.write([[_struck(rank.slot), rank.slot, time.monotonic()]])
-        reached(rank, moment, step, epoch=epoch)
+    def told(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
+        if any(fault.is_for(rank.slot, fault_point, step, epoch) for fault in rank.faults):
+            rank.write([[_injected(rank.slot), rank.slot, time.monotonic()]])
+        reached(rank, fault_point, step, epoch=epoch)
 
     setattr(Rank, "reached", told)  # noqa: B010  (a plain assignment is not for methods)
 
@@ -147,18 +147,18 @@ def _tell_of_times(rank: Rank) -> None:
         marked(job.trainer, "plan", before="agree", after="plan")
         marked(job.driver, "_regroup", before="agree", after="regroup")
         marked(trainer, "relayout", before="rebuild", after="move")
-        marked(job.anatomy, "elsewhere", before="rebuild")
-        marked(job.anatomy, "take_over", after="model")
+        marked(job.model_rebuild, "elsewhere", before="rebuild")
+        marked(job.model_rebuild, "take_over", after="model")
         marked(job.rank.groups, "make_lanes", before="rebuild", after="lanes")
-        marked(job.anatomy, "wrap_again", before="rebuild", after="wrap")
-        marked(job.trainer, "stand_on", after="rebuild")
+        marked(job.model_rebuild, "wrap_again", before="rebuild", after="wrap")
+        marked(job.trainer, "resume_from", after="rebuild")
         _tell_of_commits(rank, job)
 
     setattr(start.MegatronJob, "__init__", told)  # noqa: B010
 
 
 def _tell_of_commits(rank: Rank, job: Any) -> None:
-    vote, known = job.loop.vote, [len(rank.first.seats)]
+    vote, known = job.loop.vote, [len(rank.first.member_ids)]
 
     def told(*args: Any) -> Any:
         result = vote(*args)
@@ -176,7 +176,7 @@ def _step(number: int) -> str:
     return f"step {number}"
 
 
-def _struck(slot: int) -> str:
+def _injected(slot: int) -> str:
     return f"slot {slot} hangs"
 
 
@@ -193,24 +193,24 @@ def job_of(ranks: int) -> Job:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Strike:
+class HangTrial:
     """What is drawn for a trial: a hang comes at the moment of the step that follows, all else so much later."""
 
     slot: int
     after_step: int
     seconds: float
-    moment: str
+    fault_point: str
 
 
-def strikes(case: Case, chance: random.Random) -> list[Strike]:
+def faults(case: Case, chance: random.Random) -> list[HangTrial]:
     """Of one job, in their order."""
     slots = chance.sample(range(case.ranks), case.losses)
     return [
-        Strike(
+        HangTrial(
             slot=slot,
             after_step=chance.choice(steps),
             seconds=chance.uniform(0, _WITHIN_S),
-            moment=chance.choice(_HANGS_IN),
+            fault_point=chance.choice(_HANGS_IN),
         )
         for slot, steps in zip(slots, _AFTER, strict=False)
     ]
@@ -218,14 +218,14 @@ def strikes(case: Case, chance: random.Random) -> list[Strike]:
 
 def trials(case: Case, chance: random.Random) -> list[Trial]:
     """One job, and what each of its faults cost."""
-    drawn = strikes(case, chance)
+    drawn = faults(case, chance)
     ranks = _ranks(case, drawn)
-    struck: dict[int, float] = {}
+    injected: dict[int, float] = {}
     error, wrong = "", ""
     try:
         with ranks:
             for number, one in enumerate(drawn):
-                struck |= _strike(ranks, case.fault, one)
+                injected |= _strike(ranks, case.fault, one)
                 left = case.ranks - number - 1
                 ranks.wait_for_rows(left, _members(left), timeout_s=PATIENCE_S)
                 if case.fault == "sigstop":
@@ -238,42 +238,45 @@ def trials(case: Case, chance: random.Random) -> list[Trial]:
     lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
     told_of = f" (lost: {lost or 'nobody'}; drawn: {drawn})"
     error, wrong = error and error + told_of, wrong and wrong + told_of
-    struck |= {slot: at for kind, slot, at, *_ in ranks.rows if kind == _struck(slot)}
+    injected |= {slot: at for kind, slot, at, *_ in ranks.rows if kind == _injected(slot)}
     told = [
-        _trial(ranks, one.slot, struck[one.slot], left=case.ranks - number - 1, wrong=wrong)
+        _trial(ranks, one.slot, injected[one.slot], left=case.ranks - number - 1, wrong=wrong)
         for number, one in enumerate(drawn)
-        if one.slot in struck
+        if one.slot in injected
     ]
     return [*told[:-1], Trial(hung=error)] if error else told
 
 
-def _ranks(case: Case, drawn: Sequence[Strike]) -> Ranks:
+def _ranks(case: Case, drawn: Sequence[HangTrial]) -> Ranks:
     have_megatron_imported()
     hangs = case.fault == "hang"
-    faults = [hang(one.slot, during=one.moment, step=one.after_step + 1) for one in drawn if hangs]
+    faults = [hang(one.slot, during=one.fault_point, step=one.after_step + 1) for one in drawn if hangs]
     thresholds = HUNG if hangs else Thresholds()
-    return Ranks(case.ranks, Play(job_of(case.ranks)), faults=faults, moments=MOMENTS, thresholds=thresholds)
+    return Ranks(case.ranks, Play(job_of(case.ranks)), faults=faults, fault_points=FAULT_POINTS, thresholds=thresholds)
 
 
-def _strike(ranks: Ranks, fault: str, one: Strike) -> dict[int, float]:
+def _strike(ranks: Ranks, fault: str, one: HangTrial) -> dict[int, float]:
     """Slot -> when it was struck; a rank that hangs tells itself."""
     if fault == "hang":
-        ranks.wait_for_rows(1, _struck(one.slot), timeout_s=120)
+        ranks.wait_for_rows(1, _injected(one.slot), timeout_s=120)
         return {}
     ranks.wait_for_rows(1, _step(one.after_step), timeout_s=120)
     time.sleep(one.seconds)
     return {one.slot: ranks.kill(one.slot) if fault == "sigkill" else ranks.freeze(one.slot)}
 
 
-def _trial(ranks: Ranks, victim: int, struck: float, *, left: int, wrong: str) -> Trial:
+def _trial(ranks: Ranks, victim: int, injected: float, *, left: int, wrong: str) -> Trial:
     back = {row[1]: row[2] for row in ranks.rows if row[0] == _members(left)}
     if len(back) < left:
         return Trial(hung=f"{len(back)} survivors of {left} came back")
     last = max(back, key=lambda slot: back[slot])
     ended = [(at, phase) for phase, at in (row[2:] for row in ranks.rows if row[:2] == ["ended", last])]
-    within = [(at, phase) for at, phase in [*ended, (ranks.deaths[victim], "signal")] if struck < at <= back[last]]
+    within = [(at, phase) for at, phase in [*ended, (ranks.deaths[victim], "signal")] if injected < at <= back[last]]
     return Trial(
-        seconds=back[last] - struck, phases=by_phase(struck, within), step_s=_an_ordinary_step(ranks.rows), wrong=wrong
+        seconds=back[last] - injected,
+        phases=by_phase(injected, within),
+        step_s=_an_ordinary_step(ranks.rows),
+        wrong=wrong,
     )
 
 
@@ -295,7 +298,7 @@ def by_phase(begin: float, ended: Iterable[tuple[float, str]]) -> dict[str, floa
 
 def _what_is_wrong(seen: Mapping[int, Any]) -> str:
     worst = largest_differences(seen, run(uniform(BASE, batch=BATCH)))
-    return "" if max(worst.values()) <= WRONG else f"different from the twin: {worst}"
+    return "" if max(worst.values()) <= WRONG else f"different from the reference run: {worst}"
 
 
 # ---------------------------------------------------------------- rows

@@ -7,7 +7,7 @@
 Each trial starts its ranks, lets them loop over one operation in the world or in TP, DP and PP groups, strikes one of
 them at a random moment, and waits until every survivor has made a good collective in every group of its own, by the
 handles that it had from the start. The time is that of the last survivor. A survivor that is not back within ten
-seconds, or gets a wrong sum or a wrong size, is counted as stuck.
+seconds, or gets a wrong sum or a wrong size, is counted as hung.
 
 A rank that is killed or frozen is struck from outside. One that hangs does no harm until the last of the others has
 come to wait for it: the clock starts there, and `p50_from_strike_s` tells the time from where the hang began as well.
@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from benchmarks import evidence
 from benchmarks.torchrun_restart import restart_seconds
-from ntp_plugin.recovery.detector import Thresholds
-from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.membership.failure_detector import Thresholds
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.testing.faults import hang
 from ntp_plugin.testing.ranks import Rank, Ranks
 from ntp_plugin.testing.stateless import Stateless
@@ -72,7 +72,7 @@ class Looper:
         self._rank = ElasticRank(rank.place)
         self.groups = self._rank.groups
         self.own: list[tuple[dist.ProcessGroup, list[int]]] = []
-        for slots in groups_of(len(rank.first.seats)):
+        for slots in groups_of(len(rank.first.member_ids)):
             handle = dist.new_group(slots)
             if not isinstance(handle, int):
                 self.own.append((handle, slots))
@@ -153,7 +153,7 @@ def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
     rank.write([["ready", rank.slot]])
 
     def operate_or_check() -> list[str] | None:
-        if len(rank.first.seats) - len(looper.groups.members) == losses:
+        if len(rank.first.member_ids) - len(looper.groups.members) == losses:
             return looper.check_all()
         operate()
         return None
@@ -176,8 +176,8 @@ class Trial:
     """Seconds to the last survivor's good collectives; or why there are none."""
 
     seconds: float = math.inf
-    from_strike: float = math.inf
-    stuck: str = ""
+    from_fault: float = math.inf
+    hung: str = ""
 
 
 def trial(case: Case, chance: random.Random) -> Trial:
@@ -190,41 +190,41 @@ def trial(case: Case, chance: random.Random) -> Trial:
     try:
         with ranks:
             ranks.wait_for_rows(case.ranks, "ready")
-            struck = 0.0
+            injected = 0.0
             if case.fault == "hang":
                 ranks.wait_for_rows(1, "struck", timeout_s=60)  # forty large operations come before it
             else:
                 time.sleep(chance.uniform(0.02, 0.2))
-                struck = ranks.kill(victim) if case.fault == "sigkill" else ranks.freeze(victim)
+                injected = ranks.kill(victim) if case.fault == "sigkill" else ranks.freeze(victim)
             if losses == 2:
                 ranks.wait_for_death(victim, PATIENCE_S)
-                struck = ranks.kill(second)
+                injected = ranks.kill(second)
             away = [victim, second][:losses]
             outcomes = ranks.wait(PATIENCE_S, but=away)
             if case.fault == "sigstop":
                 ranks.kill(victim)
     except (AssertionError, RuntimeError, TimeoutError) as error:
         lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
-        return Trial(stuck=f"{type(error).__name__}: {error} (lost: {lost or 'nobody'}; struck: {victim}, {second})")
-    harmed = struck
+        return Trial(hung=f"{type(error).__name__}: {error} (lost: {lost or 'nobody'}; struck: {victim}, {second})")
+    harmed = injected
     if case.fault == "hang" and losses == 1:
-        struck = next(row[1] for row in ranks.rows if row[0] == "struck")
-        harmed = max(struck, *(outcome["stood"] for outcome in outcomes.values()))
+        injected = next(row[1] for row in ranks.rows if row[0] == "struck")
+        harmed = max(injected, *(outcome["stood"] for outcome in outcomes.values()))
     wrong = [text for outcome in outcomes.values() for text in outcome["wrong"]]
     if wrong or len(outcomes) != case.ranks - losses:
-        return Trial(stuck="; ".join(wrong) or f"{len(outcomes)} survivors of {case.ranks - losses}")
+        return Trial(hung="; ".join(wrong) or f"{len(outcomes)} survivors of {case.ranks - losses}")
     done = max(outcome["done"] for outcome in outcomes.values())
-    return Trial(seconds=done - harmed, from_strike=done - struck)
+    return Trial(seconds=done - harmed, from_fault=done - injected)
 
 
 def measure(case: Case) -> dict[str, Any]:
     """One row."""
     chance = random.Random(f"{SEED} {case}")
     results = [trial(case, chance) for _ in range(case.trials)]
-    back = [result for result in results if not result.stuck] or [Trial()]
+    back = [result for result in results if not result.hung] or [Trial()]
     for result in results:
-        if result.stuck:
-            print(f"stuck: {case}: {result.stuck}", file=sys.stderr)
+        if result.hung:
+            print(f"hung: {case}: {result.hung}", file=sys.stderr)
     seconds = sorted(result.seconds for result in back)
     return {
         "fault": case.fault,
@@ -234,8 +234,8 @@ def measure(case: Case) -> dict[str, Any]:
         "trials": case.trials,
         "p50_s": statistics.median(seconds),
         "p99_s": seconds[math.ceil(0.99 * len(seconds)) - 1],
-        "p50_from_strike_s": statistics.median(result.from_strike for result in back),
-        "stuck": sum(bool(result.stuck) for result in results),
+        "p50_from_strike_s": statistics.median(result.from_fault for result in back),
+        "hung": sum(bool(result.hung) for result in results),
     }
 
 
@@ -253,9 +253,9 @@ def main(scale: str) -> int:
     rows: Sequence[dict[str, Any]] = [measure(case) for case in cases(scale)]
     ranks = max(row["ranks"] for row in rows)
     restart = restart_seconds(ranks, trials=1 if scale == "ci" else 5)
-    # Two trials say nothing of a median: the slice for CI is judged by whether anybody is stuck.
+    # Two trials say nothing of a median: the slice for CI is judged by whether anybody is hung.
     judged = [] if scale == "ci" else [row for row in rows if row["ranks"] <= MOST_RANKS_JUDGED]
-    holds = not any(row["stuck"] for row in rows) and all(row["p50_s"] <= REACH_S[row["fault"]] for row in judged)
+    holds = not any(row["hung"] for row in rows) and all(row["p50_s"] <= REACH_S[row["fault"]] for row in judged)
     return evidence.show("regroup", holds=holds, seed=SEED, rows=rows, torchrun_s=restart, scale=scale or "default")
 
 

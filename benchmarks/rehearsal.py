@@ -20,16 +20,16 @@ class Asking:
     awaited: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sooner: bool = False
     """Who has started asks at once, also where the others are not there yet: they wait for it there at the latest."""
-    before_the_door: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    before_admission: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Where they wait before that, until it has started and is about to ask."""
 
 
-def asking_of(back: Mapping[int, int], before_the_door: Mapping[int, int] | None = None) -> Asking:
+def asking_of(back: Mapping[int, int], before_admission: Mapping[int, int] | None = None) -> Asking:
     """`back`: slots that start again once they are dead, in this order, and where the others wait for each."""
-    occupants = {slot: f"{slot}/{number}" for number, slot in enumerate(back, start=1)}
+    incarnations = {slot: f"{slot}/{number}" for number, slot in enumerate(back, start=1)}
     return Asking(
-        awaited={occupants[slot]: where for slot, where in back.items()},
-        before_the_door={occupants[slot]: where for slot, where in (before_the_door or {}).items()},
+        awaited={incarnations[slot]: where for slot, where in back.items()},
+        before_admission={incarnations[slot]: where for slot, where in (before_admission or {}).items()},
     )
 
 
@@ -38,14 +38,14 @@ def played(
     play: Callable[[Rank], Any],
     *,
     faults: Sequence[Fault],
-    moments: Collection[str],
+    fault_points: Collection[str],
     back: Collection[int],
     leaving: Sequence[int],
     timeout_s: float = PATIENCE_S,
 ) -> tuple[dict[int, Any], list[list[Any]]]:
     """What the ranks returned that were left, and what all wrote down. `leaving`: slots that end with an error, and are
     not asked for what they saw."""
-    with Ranks(count, play, faults=faults, moments=moments) as ranks:
+    with Ranks(count, play, faults=faults, fault_points=fault_points) as ranks:
         for slot in back:
             ranks.wait_for_death(slot, timeout_s)
             ranks.start_again(slot)
@@ -57,12 +57,12 @@ def played(
 
 def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], check: Callable[[], None]) -> None:
     """As one who is there."""
-    for occupant, awaited in asking.awaited.items():
+    for incarnation, awaited in asking.awaited.items():
         if where() == awaited:
-            _note(rank, "awaited", occupant).touch()
-    for says, those in (("started", asking.before_the_door), ("asks", asking.awaited)):
-        for occupant, awaited in those.items():
-            while where() == awaited and not _note(rank, says, occupant).exists():
+            _note(rank, "awaited", incarnation).touch()
+    for says, those in (("started", asking.before_admission), ("asks", asking.awaited)):
+        for incarnation, awaited in those.items():
+            while where() == awaited and not _note(rank, says, incarnation).exists():
                 time.sleep(0.01)
                 check()
 
@@ -70,7 +70,7 @@ def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], ch
 def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
     """As one who comes in: once its word is in the store, where members find it in the very next step. It asks no
     sooner than it is awaited: at which step it comes in would be a matter of how busy the machine is."""
-    create, mine = store.create, rank.seat.occupant
+    create, mine = store.create, rank.member_id.incarnation
     waits = mine in asking.awaited and not asking.sooner
 
     def told(key: str, value: str) -> Any:
@@ -86,9 +86,9 @@ def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
     store.create = told
 
 
-def _note(rank: Rank, says: str, occupant: str) -> Path:
+def _note(rank: Rank, says: str, incarnation: str) -> Path:
     """An empty file, which all ranks see."""
-    return Path(rank.folder) / f"{says}-{occupant.replace('/', '-')}"
+    return Path(rank.folder) / f"{says}-{incarnation.replace('/', '-')}"
 
 
 def quietly[Result](slot: int, play: Callable[[], Result]) -> Result:

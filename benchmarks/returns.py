@@ -32,8 +32,8 @@ from benchmarks.parity.job import Job, have_megatron_imported, largest_differenc
 from benchmarks.parity.layouts import BASE, MODELS, uniform
 from benchmarks.rehearsal import Asking
 from ntp_plugin.errors import NtpError
-from ntp_plugin.recovery import admission
-from ntp_plugin.recovery.moments import MOMENTS
+from ntp_plugin.membership import admission
+from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -78,7 +78,7 @@ def _tell_of_steps(rank: Rank) -> None:
                 if rank.slot == LIVES:
                     rank.write([[_whole_again(len(epochs))]])
                 epochs.add(groups.epoch)
-                rank.write([["held", rank.slot, rank.seat.occupant, *held(groups)]])
+                rank.write([["held", rank.slot, rank.member_id.incarnation, *held(groups)]])
             return result
 
         job.loop.vote = voted
@@ -115,7 +115,7 @@ def cycles_of(count: int, chance: random.Random) -> Cycles:
     asking = Asking(awaited=awaited, sooner=True)
     more = f"--train-iters {count * STEPS_EACH + LAST_STEPS}"
     job = Job(model=MODELS[BASE], tp=RANKS // 2, dp=2, batch=BATCH, enabled=True, more=more)
-    ranks, killed_at, wrong, hung = Ranks(RANKS, Play(job, asking), moments=MOMENTS), list[float](), "", ""
+    ranks, killed_at, wrong, hung = Ranks(RANKS, Play(job, asking), fault_points=FAULT_POINTS), list[float](), "", ""
     try:
         with ranks:
             for number, slot in enumerate(victims):
@@ -134,9 +134,9 @@ def cycles_of(count: int, chance: random.Random) -> Cycles:
 
 
 def _what_is_wrong(lived: Mapping[int, live.Lived], more: str) -> str:
-    twin = run(uniform(BASE, batch=BATCH, more=more), 600.0)
-    worst = largest_differences(live.as_if_always_there(lived), twin)
-    return "" if max(worst.values()) <= WRONG else f"different from the twin: {worst}"
+    reference = run(uniform(BASE, batch=BATCH, more=more), 600.0)
+    worst = largest_differences(live.as_if_always_there(lived), reference)
+    return "" if max(worst.values()) <= WRONG else f"different from the reference run: {worst}"
 
 
 # ---------------------------------------------------------------- what it took
@@ -156,8 +156,8 @@ def stops(rows: Sequence[Sequence[Any]]) -> tuple[list[float], list[float]]:
 
 def recoveries(rows: Sequence[Sequence[Any]], killed_at: Sequence[float]) -> list[float]:
     """From each kill to the first step with fewer members, on the slot that lives."""
-    hurt = sorted(row[3] for row in rows if row[0].startswith("step ") and row[1] == LIVES and row[4] < RANKS)
-    return [next((at for at in hurt if at > killed), math.inf) - killed for killed in killed_at]
+    degraded = sorted(row[3] for row in rows if row[0].startswith("step ") and row[1] == LIVES and row[4] < RANKS)
+    return [next((at for at in degraded if at > killed), math.inf) - killed for killed in killed_at]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,14 +18,14 @@ from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.planning.units import Tensor
+from ntp_plugin.reduction.core_lanes import CoreExchange
+from ntp_plugin.reduction.core_slices import CoreSlices, find_core_slices
+from ntp_plugin.reduction.gradient_lanes import GradientLane, Slice
+from ntp_plugin.resharding.cuts import global_ranges, local_ranges
 from ntp_plugin.testing.ranks import Rank
-from ntp_plugin.training.core_lanes import Crossing
-from ntp_plugin.training.core_seats import CoreSeat, find_seat
-from ntp_plugin.training.cuts import global_ranges, local_ranges
-from ntp_plugin.training.gradient_lanes import GradientLane, Slice
 
 type Tensors = dict[str, torch.Tensor]
-type Spoil = Callable[[CoreSeat, Slot], CoreSeat]
+type Spoil = Callable[[CoreSlices, Slot], CoreSlices]
 
 
 def small_nominal(tp: int, dp: int, *, width: int = 1) -> Nominal:
@@ -62,18 +62,18 @@ class Routed:
     """One rank in one layout. All ranks make these together, the lost ones too, in one order."""
 
     def __init__(self, nominal: Nominal, lost: frozenset[Slot], rank: int, spoil: Spoil | None = None) -> None:
-        self.topology, self.standing = nominal.topology, nominal.standing(lost)
+        self.topology, self.surviving = nominal.topology, nominal.surviving(lost)
         self.slot = self.topology.slot_of(rank)
         self.lives = self.slot not in lost
         self.tensors = cut_tensors(nominal)
         self._units, self._spoil = nominal.units.stages[0], spoil
-        self._pattern = self.standing.pattern(self.slot.replica, 0)
+        self._pattern = self.surviving.pattern(self.slot.replica, 0)
         self._held: dict[str, Spans] = {
             family.name: lay_out(family, self.topology.tp, self._pattern).holdings[self.slot.tp]
             for family in self._units.families
         }
         self.lanes = self._make_lanes()
-        self.crossing = self._make_crossing()
+        self.core_exchange = self._make_core_exchange()
 
     def index(self, tensor: Tensor) -> torch.Tensor:
         """The places along its cut dim that this slot holds."""
@@ -95,8 +95,8 @@ class Routed:
 
     def _make_lanes(self) -> list[GradientLane]:
         mine = []
-        for lane in plan_lanes(self.standing, self._units, 0).lanes:
-            members = lane.members(self.standing)
+        for lane in plan_lanes(self.surviving, self._units, 0).lanes:
+            members = lane.members(self.surviving)
             group = self._group(members)
             if self.slot in members:
                 mine.append(GradientLane(group=group, slices=self._slices(dict(lane.units))))
@@ -109,17 +109,21 @@ class Routed:
             if (name := tensor.family) in units
         )
 
-    def _make_crossing(self) -> Crossing | None:
-        route, domain, members = plan_core_route(self.standing, self._units, 0), None, None
-        for replica in self.standing.replicas:
-            living = [slot for slot in self.topology.group(replica, 0) if slot not in self.standing.lost]
+    def _make_core_exchange(self) -> CoreExchange | None:
+        route, domain, members = plan_core_route(self.surviving, self._units, 0), None, None
+        for replica in self.surviving.replicas:
+            living = [slot for slot in self.topology.group(replica, 0) if slot not in self.surviving.lost]
             group = self._group(living)
             domain = group if self.slot in living else domain
         for core in range(len(route.cores)):
-            alike = route.members(core, self.standing)
+            alike = route.members(core, self.surviving)
             group = self._group(alike)
             members = group if self.slot in alike else members
         if not self.lives:
             return None
-        seat = find_seat(route, self._units, tp=self.topology.tp, pattern=self._pattern, slot=self.slot.tp)
-        return Crossing(self._spoil(seat, self.slot) if self._spoil else seat, domain=domain, members=members)
+        core_slices = find_core_slices(
+            route, self._units, tp=self.topology.tp, pattern=self._pattern, slot=self.slot.tp
+        )
+        return CoreExchange(
+            self._spoil(core_slices, self.slot) if self._spoil else core_slices, domain=domain, members=members
+        )

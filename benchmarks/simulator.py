@@ -47,7 +47,7 @@ WHOLE_HEADS = {"ntp": (0.025, 0.04), "ntp-pw": (0.012, 0.025)}
 """Where docs/simulator.md explains that whole attention heads cost more than the paper's even division."""
 WHOLE_HEADS_SPARES = {"ntp": (20, 28), "ntp-pw": (12, 20)}
 RUN_LENGTH_SPARES = {"dp-drop": (65, 95)}
-"""And that the most domains that are hurt at once depend on how long one looks; 30 days are our assumption."""
+"""And that the most domains that are degraded at once depend on how long one looks; 30 days are our assumption."""
 
 
 def scenario(recipe: str, **changed: Any) -> Scenario:

@@ -42,9 +42,9 @@ from ntp_plugin.chaos.verdict import FaultOutcome, differences
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
 PIECES = Path("build/show")
 SEED, EACH = 20261122, 40
-AT_A_MOMENT = ("kill", "stop", "segfault", "hang", "lock", "exception", "memory", "exit", "clock")
+AT_A_FAULT_POINT = ("kill", "stop", "segfault", "hang", "lock", "exception", "memory", "exit", "clock")
 AT_ANY, ANY = ("sigkill", "sigstop", "pause"), "any"
-OF_BOTH = ("forward", "backward", "vote", "apply", "applied", "report", "plan", "regroup", "stand on", "stood")
+OF_BOTH = ("forward", "backward", "vote", "apply", "applied", "report", "plan", "regroup", "resume", "resumed")
 
 
 type Pair = tuple[str, str]
@@ -57,7 +57,7 @@ class Case:
 
     job: str
     framework: str
-    moments: tuple[str, ...]
+    fault_points: tuple[str, ...]
     length: str
     """A word behind those of the job, for so many units that a campaign has room."""
     unit: int = 1
@@ -67,7 +67,7 @@ class Case:
 
     def pairs(self) -> tuple[Pair, ...]:
         """All that can break in it."""
-        inside = ((what, moment) for moment in self.moments for what in AT_A_MOMENT)
+        inside = ((what, fault_point) for fault_point in self.fault_points for what in AT_A_FAULT_POINT)
         return (*inside, *((what, ANY) for what in AT_ANY))
 
 
@@ -77,26 +77,26 @@ IN_FLOAT32 = 2.4e-6
 """No more than four times what DeepSpeed's own weights differ by between two widths after as many steps, which is
 6.3e-7 and 8.7e-7 (`make show-widths`)."""
 CASES = (
-    Case(job="megatron", framework="megatron", moments=MEGATRON, length="--train-iters={}"),
+    Case(job="megatron", framework="megatron", fault_points=MEGATRON, length="--train-iters={}"),
     Case(
         job="deepspeed",
         framework="deepspeed",
-        moments=(*DEEPSPEED, "gather"),
+        fault_points=(*DEEPSPEED, "gather"),
         length="--epochs={}",
         unit=32,
         weights_bound=IN_FLOAT32,
     ),
-    Case(job="megatron-sharded", framework="megatron", moments=(*MEGATRON, "gather"), length="--train-iters={}"),
+    Case(job="megatron-sharded", framework="megatron", fault_points=(*MEGATRON, "gather"), length="--train-iters={}"),
     Case(
         job="megatron-stages",
         framework="megatron",
-        moments=(*MEGATRON, "exchange", "save", "written"),
+        fault_points=(*MEGATRON, "exchange", "save", "written"),
         length="--train-iters={}",
     ),
     Case(
         job="deepspeed-tp",
         framework="deepspeed",
-        moments=DEEPSPEED,
+        fault_points=DEEPSPEED,
         length="--epochs={}",
         unit=64,
         weights_bound=IN_FLOAT32,
@@ -112,20 +112,20 @@ class Share:
     faults: int | None = None
     """So many; or until each of the pairs has been met."""
 
-    def left(self, found: Sequence["Piece"]) -> int:
+    def left(self, found: Sequence["CampaignPart"]) -> int:
         """Faults that have not struck yet."""
         if self.faults is not None:
-            return max(0, self.faults - _struck_in(found))
+            return max(0, self.faults - _injected_in(found))
         return len({*self.pairs} - met(found).keys())
 
-    def next(self, found: Sequence["Piece"], count: int, seed: int) -> list[Pair]:
+    def next(self, found: Sequence["CampaignPart"], count: int, seed: int) -> list[Pair]:
         """So many of those that were met least; what comes at any instant comes as often as a kind at all moments."""
         order, times = list(self.pairs), met(found)
         random.Random(seed).shuffle(order)
-        moments = {moment for _, moment in self.pairs if moment != ANY}
+        fault_points = {fault_point for _, fault_point in self.pairs if fault_point != ANY}
         chosen = list[Pair]()
         for _ in range(count):
-            chosen.append(min(order, key=lambda pair: times[pair] / (len(moments) if pair[1] == ANY else 1)))
+            chosen.append(min(order, key=lambda pair: times[pair] / (len(fault_points) if pair[1] == ANY else 1)))
             times[chosen[-1]] += 1
         return chosen
 
@@ -145,7 +145,7 @@ def recipe_of(case: Case, pairs: Sequence[Pair], *, most: int, seed: int) -> Rec
         weights_bound=case.weights_bound if most >= EACH else None,  # it is that of so long a run
         patience_s=1200.0,
     )
-    words = tuple(what if moment == ANY else f"{what} at {moment}" for what, moment in pairs)
+    words = tuple(what if fault_point == ANY else f"{what} at {fault_point}" for what, fault_point in pairs)
     drawn = RandomSpec(count=len(pairs), seed=seed, pairs=words, every_steps=3, whole_within_steps=12, seconds=0.1)
     return Recipe(name=f"soak-{case.job}-{seed}", job=job, faults=(), random=drawn)
 
@@ -156,13 +156,13 @@ class Fault:
 
     what: str
     slot: str
-    moment: str
+    fault_point: str
     recovered_s: float | None
     hung: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class CampaignPart:
     """What is kept of a campaign."""
 
     job: str
@@ -185,24 +185,28 @@ def shares(scale: str) -> dict[str, Share]:
     if scale != "pairs":
         faults, cases = {"ci": (4, CASES[:2]), "full": (200, CASES), "": (60, CASES)}[scale]
         return {case.job: Share(pairs=case.pairs(), faults=faults) for case in cases}
-    owners = {moment: [case for case in CASES if moment in case.moments] for case in CASES for moment in case.moments}
+    owners = {
+        fault_point: [case for case in CASES if fault_point in case.fault_points]
+        for case in CASES
+        for fault_point in case.fault_points
+    }
     given: dict[str, list[str]] = {case.job: [] for case in CASES}
-    for moment in sorted(owners, key=lambda moment: (len(owners[moment]), moment)):
-        min((given[case.job] for case in owners[moment]), key=len).append(moment)
+    for fault_point in sorted(owners, key=lambda fault_point: (len(owners[fault_point]), fault_point)):
+        min((given[case.job] for case in owners[fault_point]), key=len).append(fault_point)
     given[CASES[0].job].append(ANY)
     return {case.job: Share(pairs=tuple(pair for pair in case.pairs() if pair[1] in given[case.job])) for case in CASES}
 
 
-def soak(case: Case, share: Share, folder: Path, kept: evidence.Kept) -> list[Piece]:
+def soak(case: Case, share: Share, folder: Path, kept: evidence.Sittings) -> list[CampaignPart]:
     """Campaigns until that has struck, with those that are kept; or until one brings nothing new."""
-    found, twin, most = [_read_piece(piece) for piece in kept.all(job=case.job)], None, min(EACH, share.left(()))
+    found, reference, most = [_read_piece(piece) for piece in kept.all(job=case.job)], None, min(EACH, share.left(()))
     left = share.left(found)
     while left:
         seed = next(seed for seed in itertools.count(SEED) if seed not in {piece.seed for piece in found})
         recipe = recipe_of(case, share.next(found, min(most, left), seed), most=most, seed=seed)
-        campaign = run_campaign(recipe, folder / recipe.name, look=quietly, twin=twin)
-        assert campaign.twin is not None, "all of them are compared"
-        twin, piece = campaign.twin.folder, piece_of(case, seed, campaign)
+        campaign = run_campaign(recipe, folder / recipe.name, look=quietly, reference=reference)
+        assert campaign.reference is not None, "all of them are compared"
+        reference, piece = campaign.reference.folder, piece_of(case, seed, campaign)
         kept.add(dataclasses.asdict(piece))
         print(_line(campaign), flush=True)
         found.append(piece)
@@ -212,60 +216,62 @@ def soak(case: Case, share: Share, folder: Path, kept: evidence.Kept) -> list[Pi
     return found
 
 
-def _struck_in(pieces: Iterable[Piece]) -> int:
+def _injected_in(pieces: Iterable[CampaignPart]) -> int:
     return sum(len(piece.faults) for piece in pieces)
 
 
-def met(pieces: Iterable[Piece]) -> Counter[Pair]:
+def met(pieces: Iterable[CampaignPart]) -> Counter[Pair]:
     """How often each pair was."""
-    return Counter((fault.what, fault.moment) for piece in pieces for fault in piece.faults)
+    return Counter((fault.what, fault.fault_point) for piece in pieces for fault in piece.faults)
 
 
-def piece_of(case: Case, seed: int, campaign: Campaign) -> Piece:
+def piece_of(case: Case, seed: int, campaign: Campaign) -> CampaignPart:
     """What is to be kept of it."""
-    assert campaign.twin is not None, "all of them are compared"
-    return Piece(
+    assert campaign.reference is not None, "all of them are compared"
+    return CampaignPart(
         job=case.job,
         seed=seed,
         commit=evidence.commit(),
         wrong=not all(check.holds for check in campaign.verdict.checks),
-        losses_apart=max(differences(campaign.broken.history, campaign.twin.history).values(), default=math.inf),
-        weights_apart=max(weights.apart(campaign.broken.history, campaign.twin.history).values(), default=math.inf),
+        losses_apart=max(differences(campaign.broken.history, campaign.reference.history).values(), default=math.inf),
+        weights_apart=max(
+            weights.apart(campaign.broken.history, campaign.reference.history).values(), default=math.inf
+        ),
         efficiency=campaign.verdict.efficiency,
         broken_per_s=_micro_batches_per_s(campaign.broken),
-        calm_per_s=_micro_batches_per_s(campaign.twin),
+        calm_per_s=_micro_batches_per_s(campaign.reference),
         faults=tuple(
             Fault(
                 what=outcome.what,
                 slot=outcome.slot,
-                moment=outcome.moment or "any",
+                fault_point=outcome.fault_point or "any",
                 recovered_s=outcome.recovered_s,
                 hung=bool(outcome.problem) or campaign.broken.end.hung,
             )
-            for outcome in _struck(campaign)
+            for outcome in _injected(campaign)
         ),
     )
 
 
-def _read_piece(read: dict[str, Any]) -> Piece:
-    return Piece(**{**read, "faults": tuple(Fault(**fault) for fault in read["faults"])})
+def _read_piece(read: dict[str, Any]) -> CampaignPart:
+    return CampaignPart(**{**read, "faults": tuple(Fault(**fault) for fault in read["faults"])})
 
 
-def rows_of(case: Case, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+def rows_of(case: Case, pieces: Sequence[CampaignPart]) -> list[dict[str, Any]]:
     """By kind and moment."""
-    by_kind: dict[tuple[str, str], list[tuple[Piece, Fault]]] = defaultdict(list)
+    by_kind: dict[tuple[str, str], list[tuple[CampaignPart, Fault]]] = defaultdict(list)
     for piece in pieces:
         for fault in piece.faults:
-            by_kind[fault.what, fault.moment].append((piece, fault))
+            by_kind[fault.what, fault.fault_point].append((piece, fault))
     rows = []
-    for (what, moment), found in sorted(by_kind.items()):
+    for (what, fault_point), found in sorted(by_kind.items()):
         seconds = [fault.recovered_s for _, fault in found if fault.recovered_s is not None]
         rows.append(
             {
                 "framework": case.framework,
                 "job": case.job,
                 "fault": what,
-                "moment": moment,
+                "moment": fault_point,
                 "faults": len(found),
                 "wrong": sum(piece.wrong for piece, _ in found),
                 "hung": sum(fault.hung for _, fault in found),
@@ -275,15 +281,15 @@ def rows_of(case: Case, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     return rows
 
 
-def _struck(campaign: Campaign) -> list[FaultOutcome]:
-    return [outcome for outcome in campaign.verdict.outcomes if outcome.struck_at]
+def _injected(campaign: Campaign) -> list[FaultOutcome]:
+    return [outcome for outcome in campaign.verdict.outcomes if outcome.injected_at]
 
 
 def _line(campaign: Campaign) -> str:
-    struck, steps = _struck(campaign), len(campaign.broken.history.commits)
+    injected, steps = _injected(campaign), len(campaign.broken.history.commits)
     bad = [f"{check.what}: {check.found}" for check in campaign.verdict.checks if not check.holds]
-    stuck = [f"{one.name} ({one.what} {one.slot} {one.moment}): {one.problem}" for one in struck if one.problem]
-    return f"{campaign.recipe.name}: {len(struck)} strikes in {steps} steps: {'; '.join((*bad, *stuck)) or 'ok'}"
+    hung = [f"{one.name} ({one.what} {one.slot} {one.fault_point}): {one.problem}" for one in injected if one.problem]
+    return f"{campaign.recipe.name}: {len(injected)} strikes in {steps} steps: {'; '.join((*bad, *hung)) or 'ok'}"
 
 
 def _micro_batches_per_s(run: CampaignRun) -> float:
@@ -297,12 +303,12 @@ def _micro_batches_per_s(run: CampaignRun) -> float:
 
 def main(scale: str) -> int:
     """Every campaign must hold, and every fault that was asked for must have struck."""
-    kept = evidence.Kept(
+    kept = evidence.Sittings(
         None if scale == "ci" else Path(f"build/show/soak{'-pairs' if scale == 'pairs' else ''}.jsonl")
     )
     rows: list[dict[str, Any]] = []
-    efficiency, speed, apart, struck, sittings, left = {}, {}, {}, {}, [], {}
-    every, folder = list[Piece](), Path(tempfile.mkdtemp(prefix="ntp-soak-"))
+    efficiency, speed, apart, injected, sittings, left = {}, {}, {}, {}, [], {}
+    every, folder = list[CampaignPart](), Path(tempfile.mkdtemp(prefix="ntp-soak-"))
     of_job = shares(scale)
     for case in (case for case in CASES if case.job in of_job):
         pieces = soak(case, of_job[case.job], folder, kept)
@@ -318,7 +324,7 @@ def main(scale: str) -> int:
             "losses": max(piece.losses_apart for piece in pieces),
             "weights": max(piece.weights_apart for piece in pieces),
         }
-        struck[case.job] = dict(sorted(Counter(fault.slot for piece in pieces for fault in piece.faults).items()))
+        injected[case.job] = dict(sorted(Counter(fault.slot for piece in pieces for fault in piece.faults).items()))
         sittings += [{"job": piece.job, "seed": piece.seed, "commit": piece.commit} for piece in pieces]
     pairs = {pair for share in of_job.values() for pair in share.pairs}
     total = sum(row["faults"] for row in rows)
@@ -338,7 +344,7 @@ def main(scale: str) -> int:
         commit_efficiency=efficiency,
         micro_batches_per_s=speed,
         apart=apart,
-        slots=struck,
+        slots=injected,
         pieces=sittings,
         scale=scale or "default",
     )

@@ -47,10 +47,10 @@ def _one_restart(ranks: int) -> float:
         job = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             pid = int(_wait_for(folder, [0], ranks)[1].split()[1])
-            struck = time.monotonic()
+            injected = time.monotonic()
             os.kill(pid, signal.SIGKILL)
             back = max(float(text.split()[0]) for text in _wait_for(folder, range(1, MOST_LIVES + 1), ranks))
-            return back - struck
+            return back - injected
         finally:
             (folder / "stop").touch()
             job.terminate()

@@ -3,8 +3,8 @@
     python -m benchmarks.widths
 
 Each DeepSpeed job of the soak, and that of the longest recipe, is run undisturbed, as long as there, and once more by
-two ranks that are not cut, with as many samples in a step. Nothing of it is hurt; what differs is the order of sums, in
-float32.
+two ranks that are not cut, with as many samples in a step. Nothing of it is degraded; what differs is the order of
+sums, in float32.
 """
 
 import dataclasses

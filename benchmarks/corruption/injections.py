@@ -27,7 +27,7 @@ class Trial:
     found: bool
     right_source: bool
     refused: bool = False
-    """By the comparison of the wholes in the end."""
+    """By the comparison of the replica digests in the end."""
     seen: str = ""
     tensor: str = ""
     """That somebody would have read."""

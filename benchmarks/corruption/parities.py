@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.corruption.injections import Hit, Trial, flip, injected
 from benchmarks.corruption.restores import is_clean, restored
-from benchmarks.corruption.state import CUT, HOSTS, NEWER, OLDER, PARITY_KEEPERS, Copy, Job, copies_of, dealt
+from benchmarks.corruption.state import CUT, HOSTS, NEWER, OLDER, PARITY_HOSTS, Copy, Job, copies_of, dealt
 from ntp_plugin.copies.store import PARITY, REBUILT
 
-KEEPER, MEMBERS = PARITY_KEEPERS[0]
+PARITY_HOST, MEMBERS = PARITY_HOSTS[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Case:
     @property
     def parity(self) -> Copy:
         near, _ = copies_of(MEMBERS[0], NEWER)
-        return Copy(host=HOSTS[KEEPER], place=dataclasses.replace(near.place, kind=PARITY))
+        return Copy(host=HOSTS[PARITY_HOST], place=dataclasses.replace(near.place, kind=PARITY))
 
     def near(self, slot: int) -> Copy:
         return copies_of(slot, NEWER)[0]

@@ -10,15 +10,16 @@ import torch
 from benchmarks.corruption.state import ENTRIES, EPOCH, HOSTS, PATIENCE_S, TENSORS, Copy, Job, Layout, copies_of, mask
 from ntp_plugin.copies.layout import DTYPES
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.copies.restore import Restoration, TellAll
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.errors import StateLost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Got:
-    """What came of it for one member. `lost`: no sound copy; `refused`: the wholes differ; `raised`: anything else."""
+    """What came of it for one member. `lost`: no sound copy; `refused`: the replica digests differ; `raised`: anything
+    else."""
 
     sources: frozenset[Copy] = frozenset()
     broken: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ class Meeting:
         self._barrier = threading.Barrier(len(members), timeout=PATIENCE_S)
         self.turn = threading.Lock()
 
-    def seat(self, member: int) -> TellAll:
+    def member_id(self, member: int) -> TellAll:
         """For one of them."""
 
         def tell_all(what: Any) -> list[Any]:
@@ -91,7 +92,7 @@ def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meetin
             slot=slot,
             host=host,
             teller=slot == min(other for other in wanted if HOSTS[other] == host),
-            tell_all=meeting.seat(slot),
+            tell_all=meeting.member_id(slot),
             address=process.server.address,
             peer=process.peer,
             trouble=job.trouble.append,

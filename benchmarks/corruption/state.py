@@ -14,8 +14,8 @@ import torch
 
 from ntp_plugin.copies.layout import DTYPES
 from ntp_plugin.copies.manifest import Manifest, Version
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
 from ntp_plugin.copies.wire import Address, Peer, Server
 from ntp_plugin.launch.run_folder import shared_memory
@@ -25,9 +25,9 @@ PATIENCE_S = 60.0
 
 HOSTS = (0, 0, 1, 2)
 """Slot -> its host."""
-KEEPERS = (2, 2, 3, 0)
+FAR_HOLDERS = (2, 2, 3, 0)
 """Slot -> the slot whose process keeps its far copy, on the next host."""
-PARITY_KEEPERS: Mapping[int, tuple[int, tuple[int, ...]]] = {0: (3, (0, 2)), 1: (2, ()), 2: (3, (0, 2)), 3: (0, ())}
+PARITY_HOSTS: Mapping[int, tuple[int, tuple[int, ...]]] = {0: (3, (0, 2)), 1: (2, ()), 2: (3, (0, 2)), 3: (0, ())}
 """The same where slots share parities: slot -> who keeps what is far of its, and which slots share it."""
 LOSSES = ((), (0,), (1,), (2,), (3,), (0, 1))
 RUN, SECRET, EPOCH = "corruption", "of this run", 1
@@ -80,7 +80,7 @@ def copies_of(slot: int, step: int) -> list[Copy]:
     """Near and far. The two versions of a layout are in the two places that a slot has."""
     place = CopyKey(kind=NEAR, slot=slot, epoch=EPOCH, number=step - 1)
     far = dataclasses.replace(place, kind=FAR)
-    return [Copy(host=HOSTS[slot], place=place), Copy(host=HOSTS[KEEPERS[slot]], place=far)]
+    return [Copy(host=HOSTS[slot], place=place), Copy(host=HOSTS[FAR_HOLDERS[slot]], place=far)]
 
 
 # ---------------------------------------------------------------- layouts
@@ -160,7 +160,9 @@ class Job:
     """Two versions of random values, copied by four slots; a context manager, which leaves nothing behind."""
 
     def __init__(self, chance: random.Random, *, parities: bool = False) -> None:
-        self._keepers = PARITY_KEEPERS if parities else {slot: (keeper, ()) for slot, keeper in enumerate(KEEPERS)}
+        self._parity_hosts = (
+            PARITY_HOSTS if parities else {slot: (parity_host, ()) for slot, parity_host in enumerate(FAR_HOLDERS)}
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="ntp-corruption-", dir=shared_memory())
         self.trouble: list[str] = []
         """What anybody was told."""
@@ -173,8 +175,8 @@ class Job:
 
     def __enter__(self) -> "Job":
         for slot, process in enumerate(self.processes):
-            keeper, members = self._keepers[slot]
-            process.replicator.send_to([self.processes[keeper].server.address], members=members)
+            parity_host, members = self._parity_hosts[slot]
+            process.replicator.send_to([self.processes[parity_host].server.address], members=members)
         for step in self.truth:
             self._copy(step)
         return self

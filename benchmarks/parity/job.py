@@ -118,13 +118,13 @@ class Seen:
     sent: dict[str, float]
     """Bytes of gradients, by the collective that `training/` issued, as a ring sends them."""
     route: Any
-    """As planned, in a hurt layout."""
+    """As planned, in a degraded layout."""
     share: tuple[int, int]
-    """Micro-batches of a step, and samples in each; in a hurt layout."""
+    """Micro-batches of a step, and samples in each; in a degraded layout."""
     counted: dict[str, int]
     """Bytes of all tensors that it holds: weights, gradients, optimizer."""
     planned: dict[str, int]
-    """The same of the fullest slot of its group, as `planning/memory_fit.py` has it; in a hurt layout."""
+    """The same of the fullest slot of its group, as `planning/memory_fit.py` has it; in a degraded layout."""
 
 
 def have_megatron_imported() -> None:
@@ -165,9 +165,9 @@ class Play:
             "MASTER_PORT": str(rank.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
+        from ntp_plugin.megatron import activation, cpu_emulation  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
 
-        cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
+        cpu_emulation.install(cpu_emulation.FLOAT64 if self.job.dtype == "float64" else cpu_emulation.ON)
         activation.install()
         looker = Looker(self.job)
         recipe = str(self.job.recipe)
@@ -248,7 +248,7 @@ class Looker:
         return after_step
 
     def _watch_buckets(self) -> None:
-        from ntp_plugin.megatron.buckets import LaneBucketGroup  # noqa: PLC0415
+        from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup  # noqa: PLC0415
 
         finish = LaneBucketGroup.finish_grad_sync
 
@@ -310,7 +310,7 @@ class Looker:
         )
 
     def _counted_bytes(self) -> dict[str, int]:
-        from ntp_plugin.megatron.lane_sync import named  # noqa: PLC0415
+        from ntp_plugin.megatron.reduction.lane_sync import named  # noqa: PLC0415
 
         parameters = [parameter for _, parameter in named(self._chunks)]
         optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
@@ -327,19 +327,19 @@ class Looker:
 
         job = self._sync._job
         nominal, slot = job.plan.nominal, job.layout.slot
-        standing = nominal.standing(job.layout.lost)
+        surviving = nominal.surviving(job.layout.lost)
         use = memory_use(
             nominal.units.stages[slot.stage],
             nominal.topology.tp,
-            standing.pattern(slot.replica, slot.stage),
+            surviving.pattern(slot.replica, slot.stage),
             dataclasses.replace(nominal.state, distributed_optimizer="--use-distributed-optimizer" in self._job.words),
-            replicas=len(standing.replicas),
+            replicas=len(surviving.replicas),
             packing=False,
         )
         return {"weights": use.weights, "gradients": use.gradients, "optimizer": use.optimizer}
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
-        from ntp_plugin.megatron.lane_sync import named  # noqa: PLC0415
+        from ntp_plugin.megatron.reduction.lane_sync import named  # noqa: PLC0415
 
         for name, parameter in named(self._chunks):
             if not parameter.numel():  # of one who stands idle
@@ -390,7 +390,7 @@ _NOTHING = 1e-30
 type Whole = dict[str, NDArray[np.float64]]
 
 
-def wholes(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
+def replica_digests(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
     """Replica -> name -> the whole parameter, put together from what its ranks hold; every place filled."""
     found: dict[int, Whole] = {}
     for seen in outcomes.values():
@@ -412,7 +412,7 @@ def told(outcomes: Mapping[int, Seen]) -> list[Seen]:
 
 def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Seen]) -> dict[str, float]:
     """The largest relative difference over all steps, ranks and replicas: of loss, norm and weights."""
-    expected, weights = told(reference)[0], wholes(reference)[0]
+    expected, weights = told(reference)[0], replica_digests(reference)[0]
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
     for seen in outcomes.values():
         for key, mine, theirs in (("loss", seen.losses, expected.losses), ("grad_norm", seen.norms, expected.norms)):
@@ -421,7 +421,7 @@ def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Se
             assert len(mine) == len(theirs)
             apart = (abs(a - b) / max(abs(b), _NOTHING) for a, b in zip(mine, theirs, strict=True))
             worst[key] = max([worst[key], *apart])
-    for replica in wholes(outcomes).values():
+    for replica in replica_digests(outcomes).values():
         assert replica.keys() == weights.keys()
         for name, whole in replica.items():
             difference = np.abs(whole - weights[name]).max() / max(np.abs(weights[name]).max(), _NOTHING)

@@ -65,7 +65,7 @@ OPTIONS = {
     f"{VIA_CORE}, parameter gather overlap": f"--ntp-route via_core --use-distributed-optimizer {_BUCKETS} "
     "--overlap-param-gather",
 }
-"""What must make no difference: the base model on hurt replicas with it, against the uniform run without."""
+"""What must make no difference: the base model on degraded replicas with it, against the uniform run without."""
 
 OPTIONS |= {
     f"{SEQUENCE}, {option}": f"--sequence-parallel {OPTIONS[option]}"
@@ -88,7 +88,7 @@ TOGETHER = {
 TIGHT = "--ntp-gpu-memory-gb 0.0012"
 """Room for a slot of TP3 that runs micro-batches of 4 in two pieces, and not in one."""
 TIGHTLY = {f"{FOURS}; {PIECES}": (FOURS, PIECES)}
-OPTIONS_OF_A_HURT_RUN = OPTIONS | {PIECES: TIGHT}
+OPTIONS_OF_A_DEGRADED_RUN = OPTIONS | {PIECES: TIGHT}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+TP3": {"tp": 4, "dp": 2, "lost": ("r1.s0.t3",)},
@@ -99,22 +99,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-FIRST_HURT, LAST_HURT = "PP2: TP2,TP2 + TP1,TP2", "PP2: TP2,TP2 + TP2,TP1"
-BOTH_REPLICAS_HURT, MIDDLE_HURT = "PP2: TP3,TP4 + TP4,TP2", "PP4: TP2,TP1,TP1,TP2 + whole"
+FIRST_DEGRADED, LAST_DEGRADED = "PP2: TP2,TP2 + TP1,TP2", "PP2: TP2,TP2 + TP2,TP1"
+BOTH_REPLICAS_DEGRADED, MIDDLE_DEGRADED = "PP2: TP3,TP4 + TP4,TP2", "PP4: TP2,TP1,TP1,TP2 + whole"
 INTERLEAVED = "PP2 x 2: TP2,TP2 + TP1,TP2"
 _INTERLEAVED = {"tp": 2, "pp": 2, "chunks": 2, "dp": 2, "batch": 8}
 PIPELINES: dict[str, dict[str, Any]] = {
-    FIRST_HURT: {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s0.t1",)},
-    LAST_HURT: {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s1.t0",)},
+    FIRST_DEGRADED: {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s0.t1",)},
+    LAST_DEGRADED: {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s1.t0",)},
     "PP2: TP4,TP4 + TP4,TP3": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r1.s1.t3",)},
-    BOTH_REPLICAS_HURT: {"tp": 4, "pp": 2, "dp": 2, "lost": ("r0.s0.t1", "r1.s1.t0,r1.s1.t3")},
+    BOTH_REPLICAS_DEGRADED: {"tp": 4, "pp": 2, "dp": 2, "lost": ("r0.s0.t1", "r1.s1.t0,r1.s1.t3")},
     "PP2: TP2,TP2 + TP1,TP1": {"tp": 2, "pp": 2, "dp": 2, "lost": ("r1.s0.t0,r1.s1.t1",)},
     "PP2: TP4,TP4 + TP3,TP3": {"tp": 4, "pp": 2, "dp": 2, "lost": ("r1.s0.t2,r1.s1.t3",)},
-    MIDDLE_HURT: {"tp": 2, "pp": 4, "dp": 2, "lost": ("r0.s1.t0,r0.s2.t1",)},
+    MIDDLE_DEGRADED: {"tp": 2, "pp": 4, "dp": 2, "lost": ("r0.s1.t0,r0.s2.t1",)},
     INTERLEAVED: {**_INTERLEAVED, "lost": ("r1.s0.t1",)},
     "PP2 x 2: TP2,TP1 + TP1,TP2": {**_INTERLEAVED, "lost": ("r0.s1.t0", "r1.s0.t0")},
 }
-"""Replicas in stages, of which some are hurt; "x 2": on each rank two virtual stages, which are interleaved."""
+"""Replicas in stages, of which some are degraded; "x 2": on each rank two virtual stages, which are interleaved."""
 
 
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
@@ -129,7 +129,7 @@ def reference(model: str, layout: str, **options: Any) -> Job:
     return uniform(model, **options)
 
 
-def hurt(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
-    """The same on replicas of which some are hurt."""
+def degraded(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
+    """The same on replicas of which some are degraded."""
     where = (LAYOUTS | PIPELINES)[layout] if isinstance(layout, str) else layout
     return Job(model=(MODELS | STAGED)[model], **where, **options)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
 from benchmarks.rehearsal import Asking, asking_of, played, quietly, tell_that_it_asks, wait_until_they_ask
-from ntp_plugin.recovery.moments import MOMENTS
+from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
 
@@ -44,7 +44,7 @@ def live(
         job.processes,
         Play(job, asking_of(back)),
         faults=faults,
-        moments=MOMENTS,
+        fault_points=FAULT_POINTS,
         back=back,
         leaving=leaving,
     )
@@ -63,13 +63,13 @@ class Play:
     def _play(self, rank: Rank) -> Lived:
         os.environ |= rank.environment(per_host=self.job.per_host)
         os.environ |= {"NTP_COPIES": self.job.copies} if self.job.copies else {}
-        from ntp_plugin.megatron import activation, cpu  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
+        from ntp_plugin.megatron import activation, cpu_emulation  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
         from ntp_plugin.megatron.live import start  # noqa: PLC0415
 
-        cpu.install(cpu.FLOAT64 if self.job.dtype == "float64" else cpu.ON)
+        cpu_emulation.install(cpu_emulation.FLOAT64 if self.job.dtype == "float64" else cpu_emulation.ON)
         activation.install()
         looker = Looker(self.job)
-        tell_moments(rank, self.asking)
+        tell_fault_points(rank, self.asking)
         recipe = str(self.job.recipe)
         sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
         sys.path[0] = str(RECIPES)
@@ -85,31 +85,32 @@ class Play:
         return lived
 
 
-def tell_moments(rank: Rank, asking: Asking) -> None:
-    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a walk by its epoch."""
-    from ntp_plugin.megatron.live import moments, start  # noqa: PLC0415
+def tell_fault_points(rank: Rank, asking: Asking) -> None:
+    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a recovery by its
+    epoch."""
+    from ntp_plugin.megatron.live import fault_points, start  # noqa: PLC0415
 
     begin = start.MegatronJob.__init__
 
     def told(job: Any, *args: Any) -> None:
         begin(job, *args)
-        moments.tell(job, rank.reached)
+        fault_points.tell(job, rank.reached)
         _record_samples(rank, job)
         if rank.joining:  # it is driven later
-            job.rank.drive = _then_tell_of_walks(rank, job, job.rank.drive)
+            job.rank.drive = _then_tell_of_recoveries(rank, job, job.rank.drive)
         else:
-            moments.tell_of_walks(job, rank.reached)
+            fault_points.tell_of_recoveries(job, rank.reached)
         _wait_for_those_who_come_back(rank, job, asking)
 
     setattr(start.MegatronJob, "__init__", told)  # noqa: B010
 
 
-def _then_tell_of_walks(rank: Rank, job: Any, drive: Any) -> Any:
+def _then_tell_of_recoveries(rank: Rank, job: Any, drive: Any) -> Any:
     def driven(trainer: Any) -> Any:
-        from ntp_plugin.megatron.live import moments  # noqa: PLC0415
+        from ntp_plugin.megatron.live import fault_points  # noqa: PLC0415
 
         job.driver = drive(trainer)
-        moments.tell_of_walks(job, rank.reached)
+        fault_points.tell_of_recoveries(job, rank.reached)
         return job.driver
 
     return driven
@@ -127,7 +128,7 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
 
 
 def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:
-    """Of a newcomer's steps only the last are its own; before that it is taken for what the others are."""
+    """Of a joining rank's steps only the last are its own; before that it is taken for what the others are."""
     longest = {what: max((getattr(one.seen, what) for one in lived.values()), key=len) for what in ("norms", "losses")}
     seen = {}
     for slot, one in lived.items():

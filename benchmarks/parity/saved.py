@@ -26,7 +26,7 @@ def loading(folder: Path) -> str:
     return f"--load {folder}"
 
 
-def wholes_in(folder: Path, step: int = HALF) -> Whole:
+def replica_digests_in(folder: Path, step: int = HALF) -> Whole:
     """All tensors of a checkpoint: weights, and what the optimizer keeps for them."""
     reader = FileSystemReader(folder / f"iter_{step:07d}")
     stored = reader.read_metadata().state_dict_metadata

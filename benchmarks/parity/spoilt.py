@@ -17,29 +17,30 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ntp_plugin.copies.manifest import Manifest
 from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
-from ntp_plugin.megatron import checkpoints
-from ntp_plugin.megatron.buckets import LaneBucketGroup
-from ntp_plugin.megatron.dropout import ExactDropout
-from ntp_plugin.megatron.lane_groups import Made
-from ntp_plugin.megatron.lane_sync import LaneSync, bare
+from ntp_plugin.megatron.checkpoint import checkpoints
+from ntp_plugin.megatron.layers.dropout import ExactDropout
+from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
+from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.megatron.live import hooks, unsynced
-from ntp_plugin.megatron.live.recall import LoopState
+from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.pipeline import Pipeline
-from ntp_plugin.megatron.uneven_layers import UnevenLayers
-from ntp_plugin.megatron.uneven_sequence import UnevenSequence
+from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup
+from ntp_plugin.megatron.reduction.lane_groups import Made
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync, bare
+from ntp_plugin.patching import Replacement
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import ATTENTION, Tensor
 from ntp_plugin.recovery.job_copies import JobCopies
-from ntp_plugin.recovery.replica_watch import ReplicaWatch
-from ntp_plugin.replacements import Replacement
+from ntp_plugin.recovery.replica_comparison import ReplicaWatch
+from ntp_plugin.reduction import core_slices
+from ntp_plugin.reduction.core_slices import CoreSlices
+from ntp_plugin.reduction.gradient_lanes import GradientLane, Slice
+from ntp_plugin.resharding import rebuild, reshard
+from ntp_plugin.resharding.rebuild import WEIGHT, Entries
 from ntp_plugin.testing import harm
-from ntp_plugin.training import core_seats, rebuilding, relayout
-from ntp_plugin.training.core_seats import CoreSeat
-from ntp_plugin.training.gradient_lanes import GradientLane, Slice
-from ntp_plugin.training.rebuilding import WEIGHT, Entries
 
 
 def scale_by_replicas() -> None:
@@ -48,7 +49,7 @@ def scale_by_replicas() -> None:
 
 
 def norms_not_synced() -> None:
-    """The slot that the hurt replica has lost keeps its own replica's gradients of what is replicated."""
+    """The slot that the degraded replica has lost keeps its own replica's gradients of what is replicated."""
     reduce = LaneSync.finalize
 
     def finalize(sync: LaneSync, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +65,7 @@ def norms_not_synced() -> None:
 
 
 def gate_and_up_swapped() -> None:
-    """A hurt replica takes the gradients of one half for those of the other."""
+    """A degraded replica takes the gradients of one half for those of the other."""
     plan = LaneSync._slices
 
     def slices(sync: LaneSync, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
@@ -87,26 +88,26 @@ def _swapped(piece: Slice, half: int) -> Slice:
 
 def units_to_the_wrong_core() -> None:
     """A slot that lends to two cores of its group exchanges what is as long for both."""
-    find = core_seats.find_seat
+    find = core_slices.find_core_slices
 
     @functools.wraps(find)
-    def exchanged(*args: Any, **kwargs: Any) -> CoreSeat:
-        seat = find(*args, **kwargs)
-        lent = [place for place, slices in enumerate(seat.out) if slices and place != seat.place]
+    def exchanged(*args: Any, **kwargs: Any) -> CoreSlices:
+        core_slices = find(*args, **kwargs)
+        lent = [place for place, slices in enumerate(core_slices.out) if slices and place != core_slices.place]
         if len(lent) < 2:
-            return seat
-        out = [{piece.name: piece for piece in slices} for slices in seat.out]
+            return core_slices
+        out = [{piece.name: piece for piece in slices} for slices in core_slices.out]
         one, other = out[lent[0]], out[lent[1]]
         for name in one.keys() & other.keys():
             if sp.size(one[name].ranges) == sp.size(other[name].ranges):
                 one[name], other[name] = other[name], one[name]
-        return dataclasses.replace(seat, out=tuple(tuple(slices.values()) for slices in out))
+        return dataclasses.replace(core_slices, out=tuple(tuple(slices.values()) for slices in out))
 
-    core_seats.find_seat = exchanged
+    core_slices.find_core_slices = exchanged
 
 
 def vocabulary_row_shifted() -> None:
-    """A hurt replica looks its tokens up one row beside."""
+    """A degraded replica looks its tokens up one row beside."""
     build = UnevenLayers.embedding
 
     def embedding(layers: UnevenLayers, original: Any) -> Any:
@@ -203,7 +204,7 @@ def samples_numbered_by_the_replica() -> None:
 
 
 def activations_of_another_micro_batch() -> None:
-    """A hurt replica sends on what it has made of the micro-batch before."""
+    """A degraded replica sends on what it has made of the micro-batch before."""
     operations = Pipeline._operations
     before: list[torch.Tensor] = []
 
@@ -266,7 +267,7 @@ def a_buffer_that_nobody_knows() -> None:
     begin = MegatronTrainer.begin
 
     def odd(trainer: MegatronTrainer) -> None:
-        bare(trainer._anatomy.chunks[0]).register_buffer("odd", torch.ones(3))
+        bare(trainer._model_rebuild.chunks[0]).register_buffer("odd", torch.ones(3))
         begin(trainer)
 
     _put(MegatronTrainer, "begin", odd)
@@ -306,7 +307,7 @@ def a_bit_flips_in_its_own_shard() -> None:
     """Of slot 3's optimizer, when the sixth step is over: it is in that slot's weights, and would be in its copy."""
 
     def flip(step: TrainingStep) -> None:
-        shard = step._trainer.state._anatomy.optimizer.optimizer.param_groups[0]["params"][0]
+        shard = step._trainer.state._model_rebuild.optimizer.optimizer.param_groups[0]["params"][0]
         shard.data.view(-1)[:1].view(torch.uint8)[6] ^= 1
 
     _when_six_steps_are_over(flip)
@@ -363,38 +364,38 @@ def far_copies_do_not_arrive() -> None:
 
 def dealt_units_swapped() -> None:
     """What a slot receives it puts where its neighbour belongs; digests see that."""
-    put = rebuilding._put
+    put = rebuild._put
 
     def swapped(tensor: Tensor, part: torch.Tensor, held: Spans, wanted: Spans, values: torch.Tensor) -> None:
         put(tensor, part, held, wanted, values.flip(tensor.dim))
 
-    _put(rebuilding, "_put", swapped)
+    _put(rebuild, "_put", swapped)
 
 
 def dealt_units_swapped_and_not_compared() -> None:
     """The same where nobody looks."""
     dealt_units_swapped()
-    _put(relayout, "compare", lambda *_, **__: None)
+    _put(reshard, "compare", lambda *_, **__: None)
 
 
 def what_an_optimizer_keeps_arrives_doubled() -> None:
     """Where it comes behind the weights."""
-    arrived = relayout._UnderWay._arrived
+    arrived = reshard._UnderWay._arrived
 
-    def doubled(under_way: relayout._UnderWay) -> dict[str, Entries]:
+    def doubled(under_way: reshard._UnderWay) -> dict[str, Entries]:
         built = arrived(under_way)
         for name, one in under_way.rebuildings.items():
             if one.arriving and WEIGHT not in built[name]:
                 built[name]["exp_avg"].mul_(2)
         return built
 
-    _put(relayout._UnderWay, "_arrived", doubled)
+    _put(reshard._UnderWay, "_arrived", doubled)
 
 
 def what_an_optimizer_keeps_arrives_doubled_and_is_not_compared() -> None:
     """The digests would have told."""
     what_an_optimizer_keeps_arrives_doubled()
-    _put(relayout, "compare", lambda *_, **__: None)
+    _put(reshard, "compare", lambda *_, **__: None)
 
 
 def what_is_left_of_a_step_is_collected_in_another() -> None:

@@ -21,14 +21,14 @@ def within(found: Mapping[str, float], dtype: str) -> bool:
 
 def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str, float]:
     """The largest relative ones, of all ranks that are left: of any step's loss and norm, and of the last weights."""
-    twin, whole = undisturbed(job), undisturbed_weights(job)
+    reference, whole = undisturbed(job), undisturbed_weights(job)
     norms = [
-        abs(norm - twin[0].norms[step]) / max(twin[0].norms[step], 1e-300)
+        abs(norm - reference[0].norms[step]) / max(reference[0].norms[step], 1e-300)
         for seen in outcomes.values()
         for step, norm in seen.norms.items()
     ]
     return {
-        "loss": largest(_losses(counted(rows)), _losses_of_all(twin)),
+        "loss": largest(_losses(counted(rows)), _losses_of_all(reference)),
         "grad_norm": max(norms),
         "weights": max(of_weights(seen, whole) for seen in outcomes.values()),
     }
@@ -36,9 +36,9 @@ def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str,
 
 def assert_same_training(outcomes: Mapping[int, Seen], rows: Rows, job: Job, *, once: bool = True) -> None:
     """As that of an undisturbed run, and every sample of it was used once."""
-    twin = undisturbed(job)[0]
+    reference = undisturbed(job)[0]
     for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
+        assert (seen.steps, seen.samples, seen.rates) == (reference.steps, reference.samples, reference.rates)
     found = differences(outcomes, rows, job)
     assert within(found, job.dtype), found
     assert not once or used_once(rows, job)
@@ -104,8 +104,9 @@ def _losses(rows: Rows) -> dict[int, float]:
     return {step: float(np.mean(sorted(losses))) for step, losses in found.items()}
 
 
-def _losses_of_all(twin: Mapping[int, Seen]) -> dict[int, float]:
-    steps = twin[0].losses
+def _losses_of_all(reference: Mapping[int, Seen]) -> dict[int, float]:
+    steps = reference[0].losses
     return {
-        step: float(np.mean(sorted(loss for seen in twin.values() for loss in seen.losses[step]))) for step in steps
+        step: float(np.mean(sorted(loss for seen in reference.values() for loss in seen.losses[step])))
+        for step in steps
     }

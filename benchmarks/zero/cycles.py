@@ -21,11 +21,11 @@ from benchmarks import evidence
 from benchmarks.rehearsal import Asking
 from benchmarks.zero import job as zero
 from benchmarks.zero.compare import differences, used_once, within
+from benchmarks.zero.fault_points import FAULT_POINTS
 from benchmarks.zero.job import Job, have_deepspeed_imported
-from benchmarks.zero.moments import MOMENTS
 from benchmarks.zero.numerics import feature
 from ntp_plugin.errors import NtpError
-from ntp_plugin.recovery import admission
+from ntp_plugin.membership import admission
 from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Rank, Ranks
 
@@ -41,22 +41,22 @@ class Play(zero.Play):
     """A run that writes down its steps, and what it holds of the system whenever all are there."""
 
     def _play(self, rank: Rank) -> zero.Seen:
-        from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415  (only ranks have DeepSpeed)
+        from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415  (only ranks have DeepSpeed)
 
         setattr(admission, "_LOOK_S", 0.0)  # noqa: B010
-        commit, epochs = Window._commit, set[int]()
+        commit, epochs = AccumulationWindow._commit, set[int]()
 
         def committed(window: Any) -> None:
             commit(window)
             groups = window._rank.groups
-            whole = len(groups.members) == len(rank.first.seats)
+            whole = len(groups.members) == len(rank.first.member_ids)
             if whole:
                 rank.write([[_whole(window.step // STEPS_EACH), rank.slot]])
             if rank.slot == LIVES and whole and groups.epoch not in epochs:
                 epochs.add(groups.epoch)
                 rank.write([["held", *held(groups)]])
 
-        setattr(Window, "_commit", committed)  # noqa: B010
+        setattr(AccumulationWindow, "_commit", committed)  # noqa: B010
         return super()._play(rank)
 
 
@@ -73,7 +73,7 @@ def cycle(kind: Job, cycles: int) -> dict[str, Any]:
     job = dataclasses.replace(kind, steps=STEPS_EACH * (cycles + 1), epochs=1)
     awaited = {f"{slot}/{number}": STEPS_EACH * number for number, slot in enumerate(slots, start=1)}
     began = time.monotonic()
-    with Ranks(4, Play(job, Asking(awaited=awaited, sooner=True)), moments=MOMENTS) as ranks:
+    with Ranks(4, Play(job, Asking(awaited=awaited, sooner=True)), fault_points=FAULT_POINTS) as ranks:
         for number, slot in enumerate(slots):
             ranks.wait_for_rows(4 * draw.randint(1, 5), _whole(number), PATIENCE_S)
             time.sleep(draw.uniform(0, WITHIN_S))

@@ -47,8 +47,8 @@ def install(*, refused: bool) -> None:
     """From now on; whether it is `refused` because it is on a CPU."""
     from deepspeed.ops.adam import fused_adam  # noqa: PLC0415  (only ranks have DeepSpeed)
 
-    from ntp_plugin.deepspeed import refusals  # noqa: PLC0415
+    from ntp_plugin.deepspeed import unsupported  # noqa: PLC0415
 
     fused_adam.FusedAdamBuilder = Builder
     if not refused:
-        setattr(refusals, "rounds_by_place", lambda _: False)  # noqa: B010
+        setattr(unsupported, "rounds_by_place", lambda _: False)  # noqa: B010

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rehearsal import Asking, asking_of, played, quietly
 from benchmarks.zero import fused_adam
+from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, hear_of_a_loss, tell_fault_points
 from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
-from benchmarks.zero.moments import FORWARDS, MOMENTS, hear_of_a_loss, tell_moments
 from benchmarks.zero.own_layers import Mpu, Own
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
@@ -159,22 +159,22 @@ def run(
     *,
     faults: Sequence[Fault] = (),
     back: Mapping[int, int] | None = None,
-    before_the_door: Mapping[int, int] | None = None,
+    before_admission: Mapping[int, int] | None = None,
     leaving: Sequence[int] = (),
     play: Callable[..., Any] | None = None,
 ) -> tuple[dict[int, Seen], Rows]:
     """What the ranks saw that were left, and who computed what: ["micro", step, epoch, loss, samples...].
 
     `back`: slots that start again once they are dead, and the step at which the others wait until they ask;
-    `before_the_door`: that at which they wait until these are about to.
+    `before_admission`: that at which they wait until these are about to.
     """
     have_deepspeed_imported()
     back = back or {}
     return played(
         job.ranks,
-        (play or Play)(job, asking_of(back, before_the_door)),
+        (play or Play)(job, asking_of(back, before_admission)),
         faults=faults,
-        moments=MOMENTS,
+        fault_points=FAULT_POINTS,
         back=back,
         leaving=leaving,
     )
@@ -182,7 +182,7 @@ def run(
 
 @functools.cache
 def undisturbed(job: Job) -> dict[int, Seen]:
-    """The twin: the same job by DeepSpeed alone."""
+    """The reference run: the same job by DeepSpeed alone."""
     return run(dataclasses.replace(job, enabled=False))[0]
 
 
@@ -272,7 +272,7 @@ class _Loop:
         self._losses: dict[int, list[float]] = {}
         self._norms: dict[int, float] = {}
         if job.enabled:
-            tell_moments(rank, self.engine, job, asking)
+            tell_fault_points(rank, self.engine, job, asking)
 
     @torch.no_grad()
     def _evaluate(self, loader: Any) -> None:
@@ -385,18 +385,18 @@ class _Loop:
             shards = torch.load(model, weights_only=False)["dp_world_size"]
             self._rank.write([["writes", self._rank.slot, shards]])
 
-    def _reached(self, moment: str) -> None:
+    def _reached(self, fault_point: str) -> None:
         if self._job.enabled:
-            step = self.engine.global_steps + (moment not in ("between", "save", "evaluation"))
-            self._rank.reached(moment, step)
-            self._hear(moment, step)
+            step = self.engine.global_steps + (fault_point not in ("between", "save", "evaluation"))
+            self._rank.reached(fault_point, step)
+            self._hear(fault_point, step)
 
-    def _hear(self, moment: str, step: int) -> None:
+    def _hear(self, fault_point: str, step: int) -> None:
         from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
         job = DeepSpeedJob.now
         assert job is not None, "the engine is one that can lose ranks"
-        if (moment, step, job.window._done) == self._job.hear_at and not self._epoch:
+        if (fault_point, step, job.window._done) == self._job.hear_at and not self._epoch:
             hear_of_a_loss(job)
 
     @property
@@ -411,7 +411,7 @@ class _Loop:
         from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
         assert DeepSpeedJob.now is not None, "the engine is one that can lose ranks"
-        return self._is_fresh and DeepSpeedJob.now.window.replicas.speaks
+        return self._is_fresh and DeepSpeedJob.now.window.replicas.is_replica_leader
 
     @property
     def _epoch(self) -> int:

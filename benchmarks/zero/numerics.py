@@ -23,18 +23,18 @@ from benchmarks.zero import job as zero
 from benchmarks.zero.compare import BOUNDS, differences, used_once, within
 from benchmarks.zero.job import Job, Rows, run
 from ntp_plugin.errors import NtpError
+from ntp_plugin.reduction import direct_lanes
+from ntp_plugin.reduction.gradient_lanes import GradientLanes
 from ntp_plugin.testing.faults import Fault, kill
 from ntp_plugin.testing.ranks import Rank
-from ntp_plugin.training import direct_lanes
-from ntp_plugin.training.gradient_lanes import GradientLanes
 
 SEED = 7
 STEP = 6
-MOMENTS = ("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between")
+FAULT_POINTS = ("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between")
 HEARD = ("forward", "backward", "accumulated")
 """Where the others hear of a loss in code of their own, and not in a collective: `heard` in a row."""
 VICTIMS = (0, 1, 3)
-CUT_MOMENTS = (
+CUT_FAULT_POINTS = (
     "forward",
     "within",
     "backward",
@@ -60,13 +60,13 @@ RECOVERED_S = 1.0
 def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
     """Job, victim, moment."""
     for stage in (0, 1, 2):
-        for place, moment in enumerate(MOMENTS):
-            if moment == "gather" and not stage:
+        for place, fault_point in enumerate(FAULT_POINTS):
+            if fault_point == "gather" and not stage:
                 continue
             if scale == "ci" and place % 3 != stage:
                 continue
             for victim in VICTIMS if scale != "ci" else VICTIMS[place // 3 : place // 3 + 1]:
-                yield Job(stage=stage), victim, moment
+                yield Job(stage=stage), victim, fault_point
         yield Job(stage=stage, dtype="float32"), 2, "reduce"
         for where in HEARD if scale != "ci" else HEARD[stage : stage + 1]:
             yield Job(stage=stage, hear_at=(where, STEP, 1)), 2, "forward"
@@ -77,11 +77,11 @@ def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
 
 
 def _cut_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
-    for place, moment in enumerate(CUT_MOMENTS if stage else CUT_MOMENTS[:-1]):
+    for place, fault_point in enumerate(CUT_FAULT_POINTS if stage else CUT_FAULT_POINTS[:-1]):
         if scale == "ci" and place % 4 != stage:
             continue
         for victim in VICTIMS if scale != "ci" else VICTIMS[place // 4 : place // 4 + 1]:
-            yield Job(tp=2, stage=stage), victim, moment
+            yield Job(tp=2, stage=stage), victim, fault_point
     yield Job(tp=2, stage=stage, dtype="float32"), 2, "reduce"
     if scale != "ci":
         for kind in ("llama", "tied llama", "opt"):
@@ -91,11 +91,11 @@ def _cut_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
 
 
 def _own_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
-    for place, moment in enumerate(CUT_MOMENTS if stage else CUT_MOMENTS[:-1]):
+    for place, fault_point in enumerate(CUT_FAULT_POINTS if stage else CUT_FAULT_POINTS[:-1]):
         if scale == "ci" and place != 3 * stage + 1:
             continue
         for victim in VICTIMS if scale != "ci" else VICTIMS[stage : stage + 1]:
-            yield Job(tp=2, mpu=True, stage=stage), victim, moment
+            yield Job(tp=2, mpu=True, stage=stage), victim, fault_point
     if scale != "ci":
         yield Job(tp=2, mpu=True, stage=stage, dtype="float32"), 2, "reduce"
         yield Job(ranks=6, tp=3, mpu=True, stage=stage), 1, "backward"
@@ -134,15 +134,15 @@ class Play(zero.Play):
 
 
 def _tell_of_times() -> None:
-    from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415  (only ranks have DeepSpeed)
+    from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415  (only ranks have DeepSpeed)
 
-    reached, commit = Rank.reached, Window._commit
+    reached, commit = Rank.reached, AccumulationWindow._commit
 
-    def told(rank: Rank, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
-        if any(fault.is_for(rank.slot, moment, step, epoch) for fault in rank.faults):
+    def told(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
+        if any(fault.is_for(rank.slot, fault_point, step, epoch) for fault in rank.faults):
             rank.write([["struck", time.monotonic()]])
         _Now.rank = rank
-        reached(rank, moment, step, epoch=epoch)
+        reached(rank, fault_point, step, epoch=epoch)
 
     def committed(window: Any) -> None:
         commit(window)
@@ -150,7 +150,7 @@ def _tell_of_times() -> None:
         _Now.rank.write([["over", window._rank.groups.epoch, window.step, time.monotonic()]])
 
     setattr(Rank, "reached", told)  # noqa: B010  (a plain assignment is not for methods)
-    setattr(Window, "_commit", committed)  # noqa: B010
+    setattr(AccumulationWindow, "_commit", committed)  # noqa: B010
 
 
 class _Now:
@@ -158,18 +158,18 @@ class _Now:
 
 
 def _spoil(what: str) -> None:
-    from ntp_plugin.deepspeed.whole_replicas import WholeReplicas  # noqa: PLC0415
-    from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415
+    from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415
+    from ntp_plugin.deepspeed.full_width_replicas import FullWidthReplicas  # noqa: PLC0415
     from ntp_plugin.deepspeed.zero_state import ZeroState  # noqa: PLC0415
 
     if what.startswith("mean_over_who_is_left"):
-        setattr(WholeReplicas, "weight", 1.0)  # noqa: B010
+        setattr(FullWidthReplicas, "weight", 1.0)  # noqa: B010
     elif what == "samples_not_dealt":
-        shares: Any = vars(WholeReplicas)["shares"].fget
+        shares: Any = vars(FullWidthReplicas)["shares"].fget
         cut_short = property(lambda replicas: {slot: numbers[:2] for slot, numbers in shares(replicas).items()})
-        setattr(WholeReplicas, "shares", cut_short)  # noqa: B010
+        setattr(FullWidthReplicas, "shares", cut_short)  # noqa: B010
     elif what == "window_goes_on":
-        unwound = Window._unwound
+        unwound = AccumulationWindow._unwound
 
         def keep_gradients(window: Any) -> None:
             kept = [parameter.grad for parameter in window._engine.module.parameters()]
@@ -177,11 +177,11 @@ def _spoil(what: str) -> None:
             for parameter, gradient in zip(window._engine.module.parameters(), kept, strict=True):
                 parameter.grad = gradient
 
-        setattr(Window, "_unwound", keep_gradients)  # noqa: B010
+        setattr(AccumulationWindow, "_unwound", keep_gradients)  # noqa: B010
     elif what == "lanes_not_summed":
         setattr(GradientLanes, "__init__", lambda lanes, *_: setattr(lanes, "_under_way", []))  # noqa: B010
     elif what.startswith("all_slots_counted"):
-        direct_lanes.speaks = lambda *_: True
+        direct_lanes.is_replica_leader = lambda *_: True
     elif what == "shards_not_restored":
         setattr(ZeroState, "make_room", lambda *_: [])  # noqa: B010
 
@@ -194,24 +194,24 @@ def lived(job: Job, faults: list[Fault], spoil: str = "") -> tuple[dict[int, zer
 
 def recovered_s(rows: Rows) -> float:
     """From the kill to the first step that is over for all in the epoch after it."""
-    struck = next(row[1] for row in rows if row[0] == "struck")
+    injected = next(row[1] for row in rows if row[0] == "struck")
     epochs = {row[1] for row in rows if row[0] == "over"}  # where others leave with it, that takes an epoch more
     over = [row for row in rows if row[0] == "over" and row[1] == min(epochs - {0})]
     first = min(row[2] for row in over)
-    return float(max(row[3] for row in over if row[2] == first) - struck)
+    return float(max(row[3] for row in over if row[2] == first) - injected)
 
 
 def noticed(control: str) -> bool:
     """Whether the comparison, or the plugin itself, finds it."""
-    job, moment = Job(), "accumulated"
+    job, fault_point = Job(), "accumulated"
     if control == "shards_not_restored":
-        job, moment = Job(stage=1), "vote"
+        job, fault_point = Job(stage=1), "vote"
     elif control == "mean_over_who_is_left_of_an_mpu":
         job = Job(tp=2, mpu=True)
     elif control in ("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero"):
         job = Job(tp=2, stage=int(control.endswith("zero")))
     try:
-        outcomes, rows = lived(job, [kill(1, during=moment, step=STEP)], control)
+        outcomes, rows = lived(job, [kill(1, during=fault_point, step=STEP)], control)
         return not (within(differences(outcomes, rows, job), job.dtype) and used_once(rows, job))
     except NtpError:
         return True
@@ -221,11 +221,17 @@ def main(scale: str) -> int:
     """The rows, and whether they hold."""
     rows: list[dict[str, Any]] = []
     fine, seconds = True, []
-    for job, victim, moment in cases(scale):
-        row = {"feature": feature(job), "layout": layout(job), "dtype": job.dtype, "moment": moment, "victim": victim}
+    for job, victim, fault_point in cases(scale):
+        row = {
+            "feature": feature(job),
+            "layout": layout(job),
+            "dtype": job.dtype,
+            "moment": fault_point,
+            "victim": victim,
+        }
         row["heard"] = job.hear_at[0] if job.hear_at else "where it waits"
         try:
-            outcomes, told = lived(job, [kill(victim, during=moment, step=STEP)])
+            outcomes, told = lived(job, [kill(victim, during=fault_point, step=STEP)])
             found = differences(outcomes, told, job)
             once, took = used_once(told, job), recovered_s(told)
         except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:  # the other rows are worth knowing

@@ -10,7 +10,7 @@ LAYOUT = Parallel(tp=8, pp=4, dp=32)
 LLAMA_70B = Model(layers=80, hidden=8192, heads=64, groups=8, ffn=28672, vocab=128256)
 
 found = plan(Job(parallel=LAYOUT, model=LLAMA_70B, lose=("r3.s1.t5",)))
-print(f"degraded replicas {found.hurt}, dropped {found.dropped}, idle GPUs {len(found.idle)}")
+print(f"degraded replicas {found.degraded}, dropped {found.dropped}, idle GPUs {len(found.idle)}")
 print(f"micro-batches {found.batch.computed} of {found.batch.total}")
 for group in found.groups:
     print(f"r{group.replica}.s{group.stage}: TP {LAYOUT.tp - len(group.before)} -> {LAYOUT.tp - len(group.after)}")

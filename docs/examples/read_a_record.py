@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ntp_plugin.errors import NtpError
-from ntp_plugin.telemetry import Committed, Gone, Recovered, read_run
+from ntp_plugin.telemetry import Committed, RankLost, Recovered, read_run
 
 try:
     record = read_run(Path(sys.argv[1]))
@@ -16,7 +16,7 @@ except NtpError as error:
     sys.exit(error.exit_code)
 
 for entry in record:
-    if isinstance(entry.event, Gone):
+    if isinstance(entry.event, RankLost):
         print(f"rank {entry.event.number} lost: {entry.event.reason}")
     elif isinstance(entry.event, Recovered):
         print(f"{entry.slot} went on after {entry.event.seconds:.2f} s, without {', '.join(entry.event.lost)}")

@@ -1,7 +1,7 @@
 """Runs a recipe: the job and its strikes, then the same job left alone.
 
-Everything of a campaign is in one folder: `broken/` and `twin/` hold the record and the log of each run, and what was
-found is beside them. A run that is not over in the recipe's patience is ended, and taken for hung.
+Everything of a campaign is in one folder: `broken/` and `reference/` hold the record and the log of each run, and what
+was found is beside them. A run that is not over in the recipe's patience is ended, and taken for hung.
 """
 
 import contextlib
@@ -12,27 +12,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ntp_plugin.chaos.ending import Wait
+from ntp_plugin.chaos.fault_injector import FaultInjector, is_worker, send
+from ntp_plugin.chaos.faults import RequestedFaults
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.hosting import started
 from ntp_plugin.chaos.recipe import JobSpec, Recipe
 from ntp_plugin.chaos.schedule import FaultSchedule
-from ntp_plugin.chaos.striker import Striker, is_worker, send
-from ntp_plugin.chaos.strikes import RequestedFaults
 from ntp_plugin.chaos.verdict import CampaignVerdict, End, Expected, judge
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.output_folders import require_new
 from ntp_plugin.telemetry import Follower, read_run
 from ntp_plugin.telemetry.job_state import JobState
-from ntp_plugin.telemetry.record import Told
+from ntp_plugin.telemetry.record import RecordedEvent
 
 _LOOK_S = 0.05
 _LEAVE_S = 15.0
 """For workers whose `ntp run` was killed: they have to notice by themselves."""
 
-type Look = Callable[[JobState, list[Told]], None]
+type Look = Callable[[JobState, list[RecordedEvent]], None]
 """Shows a run to whoever looks on, with what is new."""
 type Looking = Callable[[str], contextlib.AbstractContextManager[Look]]
-"""Makes one for a run, by its name: broken or twin."""
+"""Makes one for a run, by its name: broken or reference run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,22 +55,22 @@ class Campaign:
 
     recipe: Recipe
     broken: CampaignRun
-    twin: CampaignRun | None
+    reference: CampaignRun | None
     verdict: CampaignVerdict
 
 
 def run_campaign(
-    recipe: Recipe, folder: Path, *, look: Looking, twin: Path | None = None, wait: Wait = time.sleep
+    recipe: Recipe, folder: Path, *, look: Looking, reference: Path | None = None, wait: Wait = time.sleep
 ) -> Campaign:
-    """`look` is asked for a view of each run, by its name; `twin` is one that has run already."""
+    """`look` is asked for a view of each run, by its name; `reference` is one that has run already."""
     require_new(folder, "--out")
-    calm = None if twin is None else _ran_before(twin)
+    calm = None if reference is None else _ran_before(reference)
     with look("broken") as shown:
         broken = _run(recipe.job, folder / "broken", FaultSchedule(recipe), shown, wait)
-    if calm is None and recipe.job.twin:
-        with look("twin") as shown:
-            calm = _run(recipe.job, folder / "twin", None, shown, wait)
-    return Campaign(recipe=recipe, broken=broken, twin=calm, verdict=verdict_on(recipe.job, broken, calm))
+    if calm is None and recipe.job.reference:
+        with look("reference") as shown:
+            calm = _run(recipe.job, folder / "reference", None, shown, wait)
+    return Campaign(recipe=recipe, broken=broken, reference=calm, verdict=verdict_on(recipe.job, broken, calm))
 
 
 @contextlib.contextmanager
@@ -80,12 +80,12 @@ def quietly(_: str) -> Iterator[Look]:
 
 
 def run_undisturbed(job: JobSpec, folder: Path) -> CampaignRun:
-    """As a twin is run, and nobody looks on."""
-    with quietly("twin") as look:
+    """As a reference run is run, and nobody looks on."""
+    with quietly("reference") as look:
         return _run(job, folder, None, look, time.sleep)
 
 
-def verdict_on(job: JobSpec, broken: CampaignRun, twin: CampaignRun | None) -> CampaignVerdict:
+def verdict_on(job: JobSpec, broken: CampaignRun, reference: CampaignRun | None) -> CampaignVerdict:
     """By what both runs have told."""
     expected = Expected(
         code=job.code,
@@ -94,17 +94,19 @@ def verdict_on(job: JobSpec, broken: CampaignRun, twin: CampaignRun | None) -> C
         bound=job.bound,
         weights_bound=job.weights_bound,
     )
-    if twin is not None and (twin.end.hung or twin.end.code):
-        how = "was not over in time" if twin.end.hung else f"ended with code {twin.end.code}"
-        raise Refused(f"the twin, which nobody has broken, {how}", way_out=f"see {twin.log}")
-    calm = None if twin is None else twin.history
+    if reference is not None and (reference.end.hung or reference.end.code):
+        how = "was not over in time" if reference.end.hung else f"ended with code {reference.end.code}"
+        raise Refused(f"the reference run, which nobody has broken, {how}", way_out=f"see {reference.log}")
+    calm = None if reference is None else reference.history
     return judge(broken.asked, broken.history, calm, broken.end, expected)
 
 
 def _ran_before(folder: Path) -> CampaignRun:
     history = History.of(read_run(folder))
     if not history.ended:
-        raise ConfigError(f"{folder} holds no run that came to its end", way_out="name the twin/ of another campaign")
+        raise ConfigError(
+            f"{folder} holds no run that came to its end", way_out="name the reference/ of another campaign"
+        )
     return CampaignRun(folder=folder, end=End(code=0), history=history, asked=RequestedFaults())
 
 
@@ -113,18 +115,18 @@ def _ran_before(folder: Path) -> CampaignRun:
 
 def _run(job: JobSpec, folder: Path, schedule: FaultSchedule | None, shown: Look, wait: Wait) -> CampaignRun:
     folder.mkdir(parents=True)
-    striker = None if schedule is None else Striker(folder, schedule)
+    injector = None if schedule is None else FaultInjector(folder, schedule)
     follower, state, history = Follower(folder), JobState(), History()
     deadline = time.monotonic() + job.patience_s
-    with started(job, folder, broken=striker is not None) as running:
+    with started(job, folder, broken=injector is not None) as running:
         while True:
             over = running.is_over
             news = follower.news()
             for told in news:
                 state.hear(told)
                 history.hear(told)
-            if striker is not None and not over:
-                striker.strike(state, history, running)
+            if injector is not None and not over:
+                injector.inject(state, history, running)
             shown(state, news)
             hung = time.monotonic() > deadline
             if over or hung:
@@ -138,7 +140,7 @@ def _run(job: JobSpec, folder: Path, schedule: FaultSchedule | None, shown: Look
         folder=folder,
         end=End(code=code, hung=not over, left=left),
         history=whole,
-        asked=RequestedFaults() if striker is None else striker.asked(state),
+        asked=RequestedFaults() if injector is None else injector.asked(state),
     )
 
 

@@ -10,13 +10,13 @@ from ntp_plugin.telemetry.events import (
     CopyTrouble,
     Corrupted,
     Ended,
-    Gone,
+    FaultInjected,
+    RankLost,
     Recovered,
     Restored,
-    Struck,
     Weighed,
 )
-from ntp_plugin.telemetry.record import Told
+from ntp_plugin.telemetry.record import RecordedEvent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class History:
     """Steps that were over, and were taken once more."""
     recoveries: dict[int, dict[str, Said[Recovered]]] = dataclasses.field(default_factory=dict)
     """Epoch -> slot -> when it went on."""
-    gone: list[Said[Gone]] = dataclasses.field(default_factory=list)
-    struck: list[Said[Struck]] = dataclasses.field(default_factory=list)
+    gone: list[Said[RankLost]] = dataclasses.field(default_factory=list)
+    injected: list[Said[FaultInjected]] = dataclasses.field(default_factory=list)
     restored: list[Said[Restored]] = dataclasses.field(default_factory=list)
     troubles: list[Said[CopyTrouble]] = dataclasses.field(default_factory=list)
     corrupted: list[Said[Corrupted]] = dataclasses.field(default_factory=list)
@@ -49,14 +49,14 @@ class History:
     ended: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, told: Iterable[Told]) -> "History":
+    def of(cls, told: Iterable[RecordedEvent]) -> "History":
         """From the whole record, in the order in which it was told."""
         self = cls()
         for one in sorted(told, key=lambda one: one.at):
             self.hear(one)
         return self
 
-    def hear(self, told: Told) -> None:
+    def hear(self, told: RecordedEvent) -> None:
         """One event."""
         event: Any = told.event
         said = Said(at=told.at, slot=told.slot, event=event)
@@ -67,10 +67,10 @@ class History:
                 self._commit(said)
             case Recovered():
                 self.recoveries.setdefault(event.epoch, {})[told.slot] = said
-            case Gone():
+            case RankLost():
                 self.gone.append(said)
-            case Struck():
-                self.struck.append(said)
+            case FaultInjected():
+                self.injected.append(said)
             case Restored():
                 self.restored.append(said)
             case CopyTrouble():

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ntp_plugin.chaos.faults import CUT, NODE, STORE, SUPERVISOR, OrderedFault
 from ntp_plugin.chaos.recipe import RUN, JobSpec
-from ntp_plugin.chaos.strikes import CUT, NODE, STORE, SUPERVISOR, Strike
 from ntp_plugin.testing.machines import DEVICE, Machines
 
 _NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
@@ -42,9 +42,9 @@ class OneMachine:
         assert self._process.returncode is not None, "it is over"
         return self._process.returncode
 
-    def way_to(self, strike: Strike, _pid: int | None) -> Blow | None:
+    def way_to(self, fault: OrderedFault, _pid: int | None) -> Blow | None:
         """How it is done, where it comes from outside and is no signal to a worker."""
-        assert strike.what == SUPERVISOR, "all others need several hosts"
+        assert fault.what == SUPERVISOR, "all others need several hosts"
         return self._process.kill
 
 
@@ -68,17 +68,17 @@ class SeveralMachines:
         codes = [process.returncode for at, process in self._processes.items() if at not in self._taken]
         return next((code for code in codes if code), 0)
 
-    def way_to(self, strike: Strike, pid: int | None) -> Blow | None:
+    def way_to(self, fault: OrderedFault, pid: int | None) -> Blow | None:
         """How it is done, where it comes from outside and is no signal to a worker; None if that process has ended."""
-        if strike.what == STORE:
+        if fault.what == STORE:
             return self._store.kill
         at = next((at for at in self._processes if pid in self._machines.pids(at)), None)
-        return None if at is None else functools.partial(self._strike, strike, at)
+        return None if at is None else functools.partial(self._strike, fault, at)
 
-    def _strike(self, strike: Strike, at: int) -> Undoing | None:
-        if strike.what in (NODE, CUT):
+    def _strike(self, fault: OrderedFault, at: int) -> Undoing | None:
+        if fault.what in (NODE, CUT):
             self._taken.add(at)
-        match strike.what:
+        match fault.what:
             case "node":
                 self._machines.kill(at)
             case "cut":
@@ -87,9 +87,9 @@ class SeveralMachines:
                 self._machines.cut_off(at)
                 return functools.partial(self._machines.bring_back, at)
             case "delay":
-                self._machines.delay(at, strike.seconds)
+                self._machines.delay(at, fault.seconds)
             case "lossy":
-                self._machines.lose(at, strike.seconds)
+                self._machines.lose(at, fault.seconds)
         return None
 
 
@@ -131,7 +131,7 @@ def started(job: JobSpec, folder: Path, *, broken: bool) -> Iterator[Running]:
 
 
 def _words(job: JobSpec, folder: Path, *, broken: bool) -> list[str]:
-    ours = [f"--ntp-run-dir={folder}", "--ntp-chaos"]  # the twin is weighed in the end, too
+    ours = [f"--ntp-run-dir={folder}", "--ntp-chaos"]  # the reference run is weighed in the end, too
     ours.append("--ntp-on-error=evict")  # an injected exception stands for a fault; what a recipe says comes later
     if job.fork:
         ours.append("--ntp-fork")

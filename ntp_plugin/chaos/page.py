@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ntp_plugin.chaos.drawing import NO_PICTURE, pictures, sheet
+from ntp_plugin.chaos.charts import NO_PICTURE, pictures, sheet
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.verdict import CampaignVerdict
 from ntp_plugin.telemetry import Follower
-from ntp_plugin.telemetry.words import in_words
+from ntp_plugin.telemetry.event_text import in_words
 
 _STYLE = """
 :root { color-scheme: light }
@@ -42,10 +42,10 @@ class PageContent:
     record: Path
     """The folder of the run."""
     run: History
-    twin: History | None
+    reference: History | None
     verdict: CampaignVerdict
     bound: float = 0.0
-    """For losses against the twin's."""
+    """For losses against the reference run's."""
     command: str
     job: str = ""
     """The command of the run, where it is known."""
@@ -54,7 +54,7 @@ class PageContent:
 def write_page(report: PageContent, folder: Path) -> Path:
     """`report.html`, its pictures as `report.png`, and `verdict.json`; where the page is."""
     (folder / "verdict.json").write_text(json.dumps(_as_mapping(report), indent=1) + "\n")
-    picture = sheet(report.run, report.twin, report.verdict, bound=report.bound)
+    picture = sheet(report.run, report.reference, report.verdict, bound=report.bound)
     if picture is not None:
         (folder / "report.png").write_bytes(picture)
     page = folder / "report.html"
@@ -78,12 +78,10 @@ def _as_mapping(report: PageContent) -> dict[str, object]:
 
 def _page(report: PageContent) -> str:
     verdict = report.verdict
-    drawn = pictures(report.run, report.twin, verdict, bound=report.bound)
+    drawn = pictures(report.run, report.reference, verdict, bound=report.bound)
     shown = "".join(f"<h2>{html.escape(title)}</h2>{svg.decode()}" for title, svg in drawn.items())
     checks = [(_mark(check.holds), html.escape(check.what), html.escape(check.found)) for check in verdict.checks]
-    strikes = _table(
-        ("", "strike", "what", "slot", "when", "noticed after", "next step after", "again"), _rows(verdict)
-    )
+    faults = _table(("", "strike", "what", "slot", "when", "noticed after", "next step after", "again"), _rows(verdict))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{html.escape(report.title)}</title><style>{_STYLE}</style></head><body>
@@ -92,7 +90,7 @@ def _page(report: PageContent) -> str:
 {"".join(f"<p>Left out: {html.escape(line)}</p>" for line in verdict.left_out)}
 <h2>What was checked</h2>
 {_table(("", "what", "found"), checks)}
-{f"<h2>The strikes</h2>{strikes}" if verdict.outcomes else ""}
+{f"<h2>The strikes</h2>{faults}" if verdict.outcomes else ""}
 {shown or f"<p>{html.escape(NO_PICTURE)}</p>"}
 <h2>What happened</h2>
 <ol>{"".join(f"<li>{html.escape(line)}</li>" for line in _happened(report)) or "<li>Nothing.</li>"}</ol>
@@ -105,16 +103,16 @@ def _page(report: PageContent) -> str:
 
 def _summary(verdict: CampaignVerdict) -> str:
     outcome = "Everything is as promised." if verdict.holds else "Something is not as it should be: see below."
-    struck = sum(outcome.struck_at > 0 for outcome in verdict.outcomes)
-    strikes = f" {struck} of {len(verdict.outcomes)} strikes struck;" if verdict.outcomes else ""
-    return f"{_mark(verdict.holds)} {outcome}{strikes} {verdict.efficiency:.1%} of the steps that were begun counted."
+    injected = sum(outcome.injected_at > 0 for outcome in verdict.outcomes)
+    faults = f" {injected} of {len(verdict.outcomes)} strikes struck;" if verdict.outcomes else ""
+    return f"{_mark(verdict.holds)} {outcome}{faults} {verdict.efficiency:.1%} of the steps that were begun counted."
 
 
 def _rows(verdict: CampaignVerdict) -> list[tuple[str, ...]]:
     rows = []
     for outcome in verdict.outcomes:
-        when = f"step {outcome.step}, {outcome.moment}" if outcome.moment else f"step {outcome.step}"
-        told = (outcome.name, outcome.what, outcome.slot, when if outcome.struck_at else "never")
+        when = f"step {outcome.step}, {outcome.fault_point}" if outcome.fault_point else f"step {outcome.step}"
+        told = (outcome.name, outcome.what, outcome.slot, when if outcome.injected_at else "never")
         times = (_seconds(outcome.detected_s), _seconds(outcome.recovered_s), str(outcome.steps_again))
         mark = _mark(not outcome.problem) + (f" {html.escape(outcome.problem)}" if outcome.problem else "")
         rows.append((mark, *map(html.escape, (*told, *times))))

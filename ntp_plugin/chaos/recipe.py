@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, KINDS, OF_HOSTS, SLOW, SUPERVISOR
+from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, KINDS, OF_HOSTS, SLOW, SUPERVISOR
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.recovery.moments import MOMENTS, OF_WALKS
+from ntp_plugin.recovery.fault_points import FAULT_POINTS, OF_RECOVERIES
 from ntp_plugin.simulator.failures import DAY_S
 from ntp_plugin.simulator.traces import read_trace
 
@@ -28,7 +28,7 @@ _SLOT = re.compile(r"r\d+\.s\d+\.t\d+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """The job that is broken, and its twin that is not."""
+    """The job that is broken, and its reference run that is not."""
 
     like: str = key("", help="a file with a [job] that this one is like, but for what it says itself")
     run: tuple[str, ...] = key(
@@ -45,8 +45,10 @@ class JobSpec:
     )
     fork: bool = key(False, help="fork workers from a process that has done the imports (--ntp-fork)")
     thresholds: str = key("", help="when a rank is taken for lost (--ntp-thresholds)")
-    twin: bool = key(True, help="run the same job once more, undisturbed, and compare")
-    bound: float = key(1e-12, help="largest relative difference of losses and weights from the twin's", at_least=0.0)
+    reference: bool = key(True, help="run the same job once more, undisturbed, and compare")
+    bound: float = key(
+        1e-12, help="largest relative difference of losses and weights from the reference run's", at_least=0.0
+    )
     weights_bound: float | None = key(None, help="of the weights in the end, where that is another one", at_least=0.0)
     code: int = key(0, help="the exit code that the job is to end with; -9: by SIGKILL", at_least=-64, at_most=255)
     returns: int = key(0, help="so many lost slots are to come back", at_least=0, at_most=1_000_000)
@@ -60,7 +62,7 @@ class FaultSpec:
 
     what: str = key(help="what breaks", choices=tuple(KINDS))
     slot: str = key(ANY, help="r0.s0.t1, or any: one that is there and whose loss the job can survive")
-    during: str = key("", help="a moment", choices=("", *MOMENTS))
+    during: str = key("", help="a moment", choices=("", *FAULT_POINTS))
     at_step: int | None = key(None, help="in this step", at_least=1)
     at_s: float | None = key(None, help="so many seconds after training has begun", at_least=0.0)
     epoch: int | None = key(None, help="in the recovery that leads to this epoch", at_least=1)
@@ -72,10 +74,10 @@ class FaultSpec:
         if self.slot != ANY and not _SLOT.fullmatch(self.slot):
             raise ConfigError(f"slot = {self.slot!r} is no slot", way_out="r0.s0.t1, or any")
         if self.what not in BY_ITS_OWN_HAND:
-            _refuse_a_moment(self.what, self.during)
+            _refuse_a_fault_point(self.what, self.during)
         if self.factor != 1.0 and self.what != SLOW:
             raise ConfigError(f"what = {self.what} has no factor", way_out=f"leave it out, or what = {SLOW}")
-        if self.at_step is not None and (self.during in OF_WALKS or self.epoch is not None):
+        if self.at_step is not None and (self.during in OF_RECOVERIES or self.epoch is not None):
             raise ConfigError(
                 f"during = {self.during!r} is a moment of a recovery, and at_step is one of a step",
                 way_out="say the epoch that the recovery leads to, or leave it out",
@@ -104,24 +106,24 @@ class RandomSpec:
     seconds: float = key(0.5, help="how long, or how much, where a kind asks for it")
 
     def __post_init__(self) -> None:
-        for words, known in ((self.what, KINDS), (self.during, MOMENTS)):
+        for words, known in ((self.what, KINDS), (self.during, FAULT_POINTS)):
             for word in words:
                 _refuse_unknown(word, known)
-        for what, moment in self.deck() if self.pairs else ():
+        for what, fault_point in self.deck() if self.pairs else ():
             _refuse_unknown(what, KINDS)
             if what in BY_ITS_OWN_HAND:
-                _refuse_unknown(moment, MOMENTS)
+                _refuse_unknown(fault_point, FAULT_POINTS)
             else:
-                _refuse_a_moment(what, moment)
+                _refuse_a_fault_point(what, fault_point)
         if not (self.what and self.during):
             raise ConfigError("there is nothing to draw from", way_out="name kinds in what, and moments in during")
 
     def deck(self) -> list[tuple[str, str]]:
         """Kinds, each with a moment; one that comes from outside has none, whatever is said here."""
         if not self.pairs:
-            return [(what, moment) for what in self.what for moment in self.during]
+            return [(what, fault_point) for what in self.what for fault_point in self.during]
         cut = (pair.partition(" at ") for pair in self.pairs)
-        return [(what.strip(), moment.strip()) for what, _, moment in cut]
+        return [(what.strip(), fault_point.strip()) for what, _, fault_point in cut]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,10 +189,10 @@ def _refuse_unknown(word: str, known: Collection[str]) -> None:
         raise ConfigError(f"{word!r} is not known", way_out=f"choose from {', '.join(known)}")
 
 
-def _refuse_a_moment(what: str, moment: str) -> None:
-    if moment:
+def _refuse_a_fault_point(what: str, fault_point: str) -> None:
+    if fault_point:
         raise ConfigError(
-            f"what = {what} comes from outside, at any instant: it has no moment {moment!r}",
+            f"what = {what} comes from outside, at any instant: it has no moment {fault_point!r}",
             way_out="leave the moment out, or choose kill, stop, ...",
         )
 

@@ -14,9 +14,9 @@ import random
 from collections import Counter
 from collections.abc import Sequence, Set
 
+from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, STORE, SUPERVISOR, OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.recipe import ANY, FaultSpec, Recipe
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, STORE, SUPERVISOR, RequestedFaults, Strike, Unordered
-from ntp_plugin.recovery.moments import OF_WALKS
+from ntp_plugin.recovery.fault_points import OF_RECOVERIES
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 
 _AHEAD = 2
@@ -40,15 +40,15 @@ class FaultSchedule:
         self._waiting = [(f"{named}{number}", fault) for number, fault in enumerate(recipe.faults, start=1)]
         self._settled_at: int | None = None
 
-    def at_start(self) -> list[Strike]:
+    def at_start(self) -> list[OrderedFault]:
         """Ordered before there is a job."""
         now = [(name, fault) for name, fault in self._waiting if _is_known(fault)]
         self._waiting = [pair for pair in self._waiting if pair not in now]
-        return [_strike(name, fault, fault.slot) for name, fault in now]
+        return [_order(name, fault, fault.slot) for name, fault in now]
 
     def next(
         self, job: JobState, *, seconds: float, pending: Sequence[str] = (), missed: Set[str] = frozenset()
-    ) -> list[Strike]:
+    ) -> list[OrderedFault]:
         """What is to be ordered now. `seconds`: since training began; `pending`: the slots of strikes before that are
         not over; `missed`: the names of those that were drawn and never struck, for which others are."""
         if not job.slots:
@@ -56,34 +56,34 @@ class FaultSchedule:
         anew = missed & self._dealt.keys() - self._missed
         self._deck += (self._dealt[name] for name in sorted(anew))
         self._missed |= anew
-        strikes, waiting = list[Strike](), []
+        faults, waiting = list[OrderedFault](), []
         for name, fault in self._waiting:
-            struck = (*pending, *(strike.slot for strike in strikes))
-            slot = self._slot(fault, job, struck) if _is_due(fault, job, seconds) else None
+            injected = (*pending, *(ordered.slot for ordered in faults))
+            slot = self._slot(fault, job, injected) if _is_due(fault, job, seconds) else None
             if slot is None:
                 waiting.append((name, fault))
             else:
-                strikes.append(_strike(name, fault, slot))
+                faults.append(_order(name, fault, slot))
         self._waiting = waiting
-        return strikes + self._drawn_now(job, unsettled=bool(pending or strikes))
+        return faults + self._drawn_now(job, unsettled=bool(pending or faults))
 
     @property
     def has_given_all(self) -> bool:
         """Whether there is nothing more to be ordered."""
         return not self._waiting and len(self._dealt) >= self._random.count + len(self._missed)
 
-    def has_drawn(self, strike: Strike) -> bool:
+    def has_drawn(self, ordered: OrderedFault) -> bool:
         """Or the kill that comes with one that was drawn."""
-        return strike.name.removesuffix(_BEFORE) in self._dealt
+        return ordered.name.removesuffix(_BEFORE) in self._dealt
 
-    def asked(self, job: JobState, *, seconds: float, ordered: Sequence[Strike]) -> RequestedFaults:
+    def asked(self, job: JobState, *, seconds: float, ordered: Sequence[OrderedFault]) -> RequestedFaults:
         """All of the recipe, by what the job has told until its end."""
         left = (
-            Unordered(strike=_strike(name, fault, fault.slot), why=_why_it_waits(fault, job, seconds))
+            Unordered(fault=_order(name, fault, fault.slot), why=_why_it_waits(fault, job, seconds))
             for name, fault in self._waiting
         )
         return RequestedFaults(
-            strikes=tuple(ordered),
+            faults=tuple(ordered),
             unordered=tuple(left),
             drawn=tuple(name for name in self._dealt if name not in self._missed),
             to_be_drawn=self._random.count,
@@ -91,7 +91,7 @@ class FaultSchedule:
 
     # ------------------------------------------------ what is drawn
 
-    def _drawn_now(self, job: JobState, *, unsettled: bool) -> list[Strike]:
+    def _drawn_now(self, job: JobState, *, unsettled: bool) -> list[OrderedFault]:
         if len(self._dealt) >= self._random.count + len(self._missed):
             return []
         if unsettled:
@@ -102,35 +102,35 @@ class FaultSchedule:
         if waited < self._random.every_steps or not (job.whole or waited >= self._random.whole_within_steps):
             return []
         self._settled_at = None
-        return [dataclasses.replace(strike, may_miss=True) for strike in self._draw(job)]
+        return [dataclasses.replace(ordered, may_miss=True) for ordered in self._draw(job)]
 
-    def _draw(self, job: JobState) -> list[Strike]:
+    def _draw(self, job: JobState) -> list[OrderedFault]:
         candidates = survivable(job)
         if not candidates:
             return []
         slot = self._dice.choice(candidates)
         others = survivable(job, lost=(slot,))
-        card = self._deal(may_be_in_a_walk=bool(others))
+        card = self._deal(may_be_in_a_recovery=bool(others))
         if card is None:
             return []
         name, (what, during) = f"{self._named}random-{len(self._dealt) + 1}", card
         self._dealt[name] = card
         seconds, soon = self._random.seconds, job.step + _AHEAD
         if what not in BY_ITS_OWN_HAND:
-            return [Strike(name=name, what=what, slot=slot, seconds=seconds)]
-        if not _is_in_a_walk(card):
-            return [Strike(name=name, what=what, slot=slot, during=during, step=soon, seconds=seconds)]
+            return [OrderedFault(name=name, what=what, slot=slot, seconds=seconds)]
+        if not _is_in_a_recovery(card):
+            return [OrderedFault(name=name, what=what, slot=slot, during=during, step=soon, seconds=seconds)]
         first = self._dice.choice(others)
         return [
-            Strike(name=f"{name}{_BEFORE}", what="kill", slot=first, during="forward", step=soon),
-            Strike(name=name, what=what, slot=slot, during=during, epoch=job.epoch + 1, seconds=seconds),
+            OrderedFault(name=f"{name}{_BEFORE}", what="kill", slot=first, during="forward", step=soon),
+            OrderedFault(name=name, what=what, slot=slot, during=during, epoch=job.epoch + 1, seconds=seconds),
         ]
 
-    def _deal(self, *, may_be_in_a_walk: bool) -> _Card | None:
+    def _deal(self, *, may_be_in_a_recovery: bool) -> _Card | None:
         """The next one that can be played now."""
 
         def playable() -> _Card | None:
-            return next((card for card in self._deck if may_be_in_a_walk or not _is_in_a_walk(card)), None)
+            return next((card for card in self._deck if may_be_in_a_recovery or not _is_in_a_recovery(card)), None)
 
         card = playable()
         if card is None:
@@ -142,13 +142,13 @@ class FaultSchedule:
             self._deck.remove(card)
         return card
 
-    def _slot(self, fault: FaultSpec, job: JobState, struck: Sequence[str]) -> str | None:
+    def _slot(self, fault: FaultSpec, job: JobState, injected: Sequence[str]) -> str | None:
         """Whom it strikes. Where any slot will do, nobody while there is none that the job could lose as well."""
         if fault.what in (SUPERVISOR, STORE):
             return "host0" if fault.what == SUPERVISOR else "store"
         if fault.slot != ANY:
             return fault.slot
-        candidates = survivable(job, lost=struck)
+        candidates = survivable(job, lost=injected)
         return self._dice.choice(candidates) if candidates else None
 
 
@@ -180,9 +180,9 @@ def _some_replica_has_all_stages(job: JobState, there: Set[str]) -> bool:
     )
 
 
-def _is_in_a_walk(card: _Card) -> bool:
+def _is_in_a_recovery(card: _Card) -> bool:
     what, during = card
-    return what in BY_ITS_OWN_HAND and during in OF_WALKS
+    return what in BY_ITS_OWN_HAND and during in OF_RECOVERIES
 
 
 def _is_known(fault: FaultSpec) -> bool:
@@ -207,15 +207,15 @@ def _why_it_waits(fault: FaultSpec, job: JobState, seconds: float) -> str:
     return f"the job was over, after {seconds:.1f} s, before it could be ordered"
 
 
-def _strike(name: str, fault: FaultSpec, slot: str) -> Strike:
+def _order(name: str, fault: FaultSpec, slot: str) -> OrderedFault:
     inside = fault.what in BY_ITS_OWN_HAND
-    return Strike(
+    return OrderedFault(
         name=name,
         what=fault.what,
         slot=slot,
         during=fault.during,
         step=fault.at_step if inside else None,
-        epoch=fault.epoch if fault.during in OF_WALKS else None,
+        epoch=fault.epoch if fault.during in OF_RECOVERIES else None,
         seconds=fault.seconds,
         factor=fault.factor,
         may_miss=fault.may_miss,

@@ -1,8 +1,8 @@
-"""What came of each strike, and whether the training is the twin's. PURE.
+"""What came of each strike, and whether the training is the reference run's. PURE.
 
 A strike has *struck*, was *detected* when a supervisor said that the slot is lost, and is *recovered from* when all who
-are left have committed the first step that nobody took with the lost one. Without a twin only losses that are not
-numbers, samples twice, and steps that are missing can be noticed.
+are left have committed the first step that nobody took with the lost one. Without a reference run only losses that are
+not numbers, samples twice, and steps that are missing can be noticed.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 
 from ntp_plugin.chaos import weights
+from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, LEAVES_THE_JOB, OrderedFault, RequestedFaults
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, LEAVES_THE_JOB, RequestedFaults, Strike
 from ntp_plugin.errors import ConfigError
 
 
@@ -22,10 +22,10 @@ class FaultOutcome:
     name: str
     what: str
     slot: str
-    moment: str
+    fault_point: str
     step: int
     """In flight when it struck; 0 where it never did."""
-    struck_at: float
+    injected_at: float
     """Seconds since training began."""
     detected_s: float | None
     recovered_s: float | None
@@ -51,9 +51,9 @@ class SampleCounts:
     drawn: int
     twice: int
     missing: int
-    """Of those that the twin drew for the same steps."""
+    """Of those that the reference run drew for the same steps."""
     others: int
-    """That the twin did not draw for them."""
+    """That the reference run did not draw for them."""
     steps: tuple[int, ...]
     """In which they are not right."""
 
@@ -64,7 +64,7 @@ class Drawn:
 
     of: int
     drawn: int
-    struck: int
+    injected: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class Expected:
     troubles: int = 0
     """So often somebody finds a copy that is not what was written."""
     bound: float = 0.0
-    """Largest relative difference of a loss, or of the weights, from the twin's."""
+    """Largest relative difference of a loss, or of the weights, from the reference run's."""
     weights_bound: float | None = None
     """Of the weights, where that is another one."""
 
@@ -112,67 +112,74 @@ class End:
     """Processes that were still there, and had to be ended."""
 
 
-def judge(asked: RequestedFaults, run: History, twin: History | None, end: End, expected: Expected) -> CampaignVerdict:
-    """By the records of a run and of its twin."""
+def judge(
+    asked: RequestedFaults, run: History, reference: History | None, end: End, expected: Expected
+) -> CampaignVerdict:
+    """By the records of a run and of its reference run."""
     outcomes = _outcomes(asked, run, goes_on=not expected.code)
-    drawn, samples = _drawn(asked, run), _samples(run, twin)
-    checks = [_ended(end, expected), _nobody_left(end), _samples_right(samples, run, twin)]
+    drawn, samples = _drawn(asked, run), _samples(run, reference)
+    checks = [_ended(end, expected), _nobody_left(end), _samples_right(samples, run, reference)]
     if not expected.code:
-        checks.append(_steps(run, twin))
-        if not (expected.returns or any(strike.what in LEAVES_THE_JOB for strike in asked.strikes)):
+        checks.append(_steps(run, reference))
+        if not (expected.returns or any(fault.what in LEAVES_THE_JOB for fault in asked.faults)):
             checks.append(_nobody_lost(run))
-    if twin is not None:
-        checks.append(_losses(run, twin, expected.bound))
-        if not expected.code and twin.weighed:
+    if reference is not None:
+        checks.append(_losses(run, reference, expected.bound))
+        if not expected.code and reference.weighed:
             own = expected.weights_bound
-            checks.append(_weights(run, twin, expected.bound if own is None else own))
+            checks.append(_weights(run, reference, expected.bound if own is None else own))
     if expected.returns:
         checks.append(_returns(run, expected.returns))
     if expected.troubles:
         checks.append(_troubles(run, expected.troubles))
     if drawn is not None:
-        checks.append(_some_struck(drawn))
+        checks.append(_some_injected(drawn))
     return CampaignVerdict(
         outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run)
     )
 
 
 def judge_attached(asked: RequestedFaults, run: History) -> CampaignVerdict:
-    """On strikes at a job that was there before, and may go on: of its end nothing is known, and it has no twin."""
+    """On strikes at a job that was there before, and may go on: of its end nothing is known, and it has no reference
+    run."""
     drawn, samples = _drawn(asked, run), _samples(run, None)
     checks = [_samples_right(samples, run, None), _steps(run, None, first=min(run.commits, default=1))]
     if drawn is not None:
-        checks.append(_some_struck(drawn))
+        checks.append(_some_injected(drawn))
     outcomes = _outcomes(asked, run, goes_on=True)
     return CampaignVerdict(
         outcomes=outcomes, checks=tuple(checks), samples=samples, drawn=drawn, efficiency=_efficiency(run)
     )
 
 
-def look_over(run: History, twin: History | None, *, bound: float) -> CampaignVerdict:
+def look_over(run: History, reference: History | None, *, bound: float) -> CampaignVerdict:
     """A run of which nobody has said what was to happen: whatever struck is told by the record itself."""
-    struck, left_out = _struck(run)
-    outcomes = tuple(_outcome(strike, run, goes_on=False) for strike in struck)
-    beside = [] if twin is None else [_losses(run, twin, bound)]
-    if twin is not None and twin.weighed and run.weighed:
-        beside.append(_weights(run, twin, bound))
-    samples = _samples(run, twin)
-    checks = (_samples_right(samples, run, twin), _steps(run, twin, first=min(run.commits, default=1)), *beside)
+    injected, left_out = _injected(run)
+    outcomes = tuple(_outcome(fault, run, goes_on=False) for fault in injected)
+    beside = [] if reference is None else [_losses(run, reference, bound)]
+    if reference is not None and reference.weighed and run.weighed:
+        beside.append(_weights(run, reference, bound))
+    samples = _samples(run, reference)
+    checks = (
+        _samples_right(samples, run, reference),
+        _steps(run, reference, first=min(run.commits, default=1)),
+        *beside,
+    )
     return CampaignVerdict(
         outcomes=outcomes, checks=checks, samples=samples, efficiency=_efficiency(run), left_out=tuple(left_out)
     )
 
 
-def _struck(run: History) -> tuple[list[Strike], list[str]]:
+def _injected(run: History) -> tuple[list[OrderedFault], list[str]]:
     """Return the strikes that a record tells of, and why lines are left out that can be none."""
-    struck, left_out = list[Strike](), list[str]()
-    for said in run.struck:
+    injected, left_out = list[OrderedFault](), list[str]()
+    for said in run.injected:
         event = said.event
         try:
-            struck.append(Strike(name=event.strike, what=event.what, slot=event.whom, during=event.moment))
+            injected.append(OrderedFault(name=event.fault, what=event.what, slot=event.whom, during=event.fault_point))
         except ConfigError as error:
-            left_out.append(f"a Struck line that {said.slot} told: {error.what}")
-    return struck, left_out
+            left_out.append(f"a FaultInjected line that {said.slot} told: {error.what}")
+    return injected, left_out
 
 
 def _efficiency(run: History) -> float:
@@ -184,29 +191,29 @@ def _efficiency(run: History) -> float:
 
 
 def _outcomes(asked: RequestedFaults, run: History, *, goes_on: bool) -> tuple[FaultOutcome, ...]:
-    ordered = (_outcome(strike, run, goes_on=goes_on) for strike in asked.strikes)
-    return (*ordered, *(_never_struck(left.strike, left.why) for left in asked.unordered))
+    ordered = (_outcome(fault, run, goes_on=goes_on) for fault in asked.faults)
+    return (*ordered, *(_never_injected(left.fault, left.why) for left in asked.unordered))
 
 
-def _outcome(strike: Strike, run: History, *, goes_on: bool) -> FaultOutcome:
-    said = next((said for said in run.struck if said.event.strike == strike.name), None)
+def _outcome(fault: OrderedFault, run: History, *, goes_on: bool) -> FaultOutcome:
+    said = next((said for said in run.injected if said.event.fault == fault.name), None)
     if said is None:
-        return _never_struck(strike, _why_it_never_struck(strike, run))
-    leaves = strike.what in LEAVES_THE_JOB
-    epoch = _epoch_without(run, strike.slot, said.at) if leaves else None
+        return _never_injected(fault, _why_never_injected(fault, run))
+    leaves = fault.what in LEAVES_THE_JOB
+    epoch = _epoch_without(run, fault.slot, said.at) if leaves else None
     recovered = _next_step(run, said.at, epoch) if (epoch is not None or not leaves) else None
     phases = next(iter(run.recoveries[epoch].values())).event.phases if epoch is not None else {}
     problem = (
-        "the others did not go on" if goes_on and recovered is None and not _is_last(run, strike.slot, said.at) else ""
+        "the others did not go on" if goes_on and recovered is None and not _is_last(run, fault.slot, said.at) else ""
     )
     return FaultOutcome(
-        name=strike.name,
-        what=strike.what,
-        slot=strike.slot,
-        moment=said.event.moment,
+        name=fault.name,
+        what=fault.what,
+        slot=fault.slot,
+        fault_point=said.event.fault_point,
         step=said.event.step,
-        struck_at=said.at - run.began_at,
-        detected_s=_detected(run, strike.slot, said.at),
+        injected_at=said.at - run.began_at,
+        detected_s=_detected(run, fault.slot, said.at),
         recovered_s=None if recovered is None else recovered - said.at,
         steps_again=_steps_again(run, said.at, epoch),
         phases=phases,
@@ -214,25 +221,25 @@ def _outcome(strike: Strike, run: History, *, goes_on: bool) -> FaultOutcome:
     )
 
 
-def _never_struck(strike: Strike, why: str) -> FaultOutcome:
+def _never_injected(fault: OrderedFault, why: str) -> FaultOutcome:
     return FaultOutcome(
-        name=strike.name,
-        what=strike.what,
-        slot=strike.slot,
-        moment=strike.during,
+        name=fault.name,
+        what=fault.what,
+        slot=fault.slot,
+        fault_point=fault.during,
         step=0,
-        struck_at=0.0,
+        injected_at=0.0,
         detected_s=None,
         recovered_s=None,
         steps_again=0,
         phases={},
-        problem="" if strike.may_miss else f"it never struck: {why}",
+        problem="" if fault.may_miss else f"it never struck: {why}",
     )
 
 
-def _why_it_never_struck(strike: Strike, run: History) -> str:
-    if strike.slot in run.slots or not run.slots:
-        inside = strike.what in BY_ITS_OWN_HAND
+def _why_never_injected(fault: OrderedFault, run: History) -> str:
+    if fault.slot in run.slots or not run.slots:
+        inside = fault.what in BY_ITS_OWN_HAND
         return "the slot did not come to that moment" if inside else "nobody had the slot then"
     return f"this job has no such slot, but {', '.join(run.slots[:8])}{', ...' * (len(run.slots) > 8)}"
 
@@ -285,22 +292,25 @@ def _is_last(run: History, slot: str, at: float) -> bool:
 # ---------------------------------------------------------------- the training
 
 
-def _steps(run: History, twin: History | None, *, first: int = 1) -> Check:
+def _steps(run: History, reference: History | None, *, first: int = 1) -> Check:
     """`first`: of a job that may have begun from a checkpoint."""
-    last = first - 1 + len(twin.commits) if twin is not None else max(run.commits, default=0)
+    last = first - 1 + len(reference.commits) if reference is not None else max(run.commits, default=0)
     wanted = range(first, last + 1)
     missing = sorted(set(wanted) - run.commits.keys())
     found = f"{len(run.commits)} of {len(wanted)}" + (f"; missing are {missing[:5]}" if missing else "")
     return Check(what="every step was committed", found=found, holds=not missing and bool(wanted))
 
 
-def _samples(run: History, twin: History | None) -> SampleCounts:
+def _samples(run: History, reference: History | None) -> SampleCounts:
     """Nothing twice; nothing missing but what a slot drew that was lost before it could tell of a step it had done."""
     drawn = twice = missing = others = 0
     wrong = []
     for step in sorted(run.commits):
         samples = run.samples(step)
-        mine, theirs = {*samples}, {*samples} if twin is None or step not in twin.commits else {*twin.samples(step)}
+        mine, theirs = (
+            {*samples},
+            {*samples} if reference is None or step not in reference.commits else {*reference.samples(step)},
+        )
         untold = len(theirs - mine)
         counts = (
             len(samples) - len(mine),
@@ -313,12 +323,16 @@ def _samples(run: History, twin: History | None) -> SampleCounts:
     return SampleCounts(drawn=drawn, twice=twice, missing=missing, others=others, steps=tuple(wrong))
 
 
-def _samples_right(samples: SampleCounts, run: History, twin: History | None) -> Check:
+def _samples_right(samples: SampleCounts, run: History, reference: History | None) -> Check:
     found = f"{samples.drawn} in {len(run.commits)} steps"
     if samples.steps:
         where = f"{list(samples.steps[:5])}{' and others' * (len(samples.steps) > 5)}"
         found += f"; {samples.twice} twice, {samples.missing} missing, {samples.others} other ones, in steps {where}"
-    what = "the samples are the twin's, each once" if twin is not None else "no sample was used twice in a step"
+    what = (
+        "the samples are the reference run's, each once"
+        if reference is not None
+        else "no sample was used twice in a step"
+    )
     return Check(what=what, found=found, holds=not samples.steps and bool(run.commits))
 
 
@@ -363,14 +377,14 @@ def _returns(run: History, wanted: int) -> Check:
 def _drawn(asked: RequestedFaults, run: History) -> Drawn | None:
     if not asked.to_be_drawn:
         return None
-    struck = {said.event.strike for said in run.struck}
-    return Drawn(of=asked.to_be_drawn, drawn=len(asked.drawn), struck=len(struck & {*asked.drawn}))
+    injected = {said.event.fault for said in run.injected}
+    return Drawn(of=asked.to_be_drawn, drawn=len(asked.drawn), injected=len(injected & {*asked.drawn}))
 
 
-def _some_struck(drawn: Drawn) -> Check:
+def _some_injected(drawn: Drawn) -> Check:
     """A job may end, or have nobody to spare, before all are drawn."""
-    found = f"{drawn.drawn} of {drawn.of} were drawn, and {drawn.struck} of these struck"
-    return Check(what="faults were drawn", found=found, holds=drawn.struck > 0)
+    found = f"{drawn.drawn} of {drawn.of} were drawn, and {drawn.injected} of these struck"
+    return Check(what="faults were drawn", found=found, holds=drawn.injected > 0)
 
 
 def _troubles(run: History, wanted: int) -> Check:
@@ -378,25 +392,25 @@ def _troubles(run: History, wanted: int) -> Check:
     return Check(what="the spoilt copy was found out", found="; ".join(told) or "never", holds=len(told) >= wanted)
 
 
-def _losses(run: History, twin: History, bound: float) -> Check:
-    apart = differences(run, twin)
+def _losses(run: History, reference: History, bound: float) -> Check:
+    apart = differences(run, reference)
     worst = max(apart, key=lambda step: apart[step], default=None)
     broken = [step for step, value in run.losses.items() if not math.isfinite(value)]
     if worst is None:
-        return Check(what="losses agree with the twin's", found="none were told", holds=False)
+        return Check(what="losses agree with the reference run's", found="none were told", holds=False)
     found = f"{apart[worst]:.1e} apart at most, in step {worst} of {len(apart)}; {bound:.0e} is allowed"
-    return Check(what="losses agree with the twin's", found=found, holds=apart[worst] <= bound and not broken)
+    return Check(what="losses agree with the reference run's", found=found, holds=apart[worst] <= bound and not broken)
 
 
-def _weights(run: History, twin: History, bound: float) -> Check:
+def _weights(run: History, reference: History, bound: float) -> Check:
     """Of those that all end with."""
-    what, distances = "weights agree with the twin's", weights.apart(run, twin)
+    what, distances = "weights agree with the reference run's", weights.apart(run, reference)
     worst = max(distances, key=lambda whole: distances[whole])
     found = f"{distances[worst]:.1e} apart at most, in {worst}, of {len(distances)}; {bound:.0e} is allowed"
     return Check(what=what, found=found, holds=distances[worst] <= bound)
 
 
-def differences(run: History, twin: History) -> dict[int, float]:
-    """Step -> how far the losses are apart, relative to the twin's."""
-    mine, calm = run.losses, twin.losses
+def differences(run: History, reference: History) -> dict[int, float]:
+    """Step -> how far the losses are apart, relative to the reference run's."""
+    mine, calm = run.losses, reference.losses
     return {step: abs(mine[step] - calm[step]) / max(abs(calm[step]), 1e-300) for step in sorted(mine.keys() & calm)}

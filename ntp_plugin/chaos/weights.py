@@ -12,14 +12,14 @@ from ntp_plugin.chaos.history import History
 
 _NONE = "all replicas, of which none told all"
 
-type _Wholes = dict[str, tuple[int, list[float]]]
+type _ReplicaDigests = dict[str, tuple[int, list[float]]]
 """By their names, how many values each has, and their sums."""
 
 
-def apart(run: History, twin: History) -> dict[str, float]:
-    """Whole -> its distance from the twin's, relative to the size of that."""
+def apart(run: History, reference: History) -> dict[str, float]:
+    """Whole -> its distance from the reference run's, relative to the size of that."""
     found = dict[str, float]()
-    for mine, calm in zip(_wholes(run), _wholes(twin), strict=True):
+    for mine, calm in zip(_replica_digests(run), _replica_digests(reference), strict=True):
         if calm:
             wanted, sums = max(calm.values())
             whole = {name: theirs for name, (many, theirs) in mine.items() if many == wanted}
@@ -28,15 +28,15 @@ def apart(run: History, twin: History) -> dict[str, float]:
     return found
 
 
-def _wholes(run: History) -> Iterator[_Wholes]:
+def _replica_digests(run: History) -> Iterator[_ReplicaDigests]:
     """What is cut, and what is alike."""
     cut, alike = defaultdict(list), defaultdict(list)
     for slot, told in run.weighed.items():
         replica, _, tp = slot.split(".")
         cut[f"replica {replica[1:]}"].append((told.cut_values, told.cut))
         alike[f"what TP slot {tp[1:]} of replica {replica[1:]} has whole"].append((told.alike_values, told.alike))
-    for wholes in (cut, alike):
-        yield {name: _added(parts) for name, parts in wholes.items() if any(many for many, _ in parts)}
+    for replica_digests in (cut, alike):
+        yield {name: _added(parts) for name, parts in replica_digests.items() if any(many for many, _ in parts)}
 
 
 def _added(parts: Sequence[tuple[int, list[float]]]) -> tuple[int, list[float]]:

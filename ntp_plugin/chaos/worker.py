@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from ntp_plugin.chaos.strikes import Pending, Strike
+from ntp_plugin.chaos.faults import OrderedFault, Pending
 from ntp_plugin.launch.script import after_import, run
-from ntp_plugin.recovery.moments import ALL_DONE, Weight, Weights
-from ntp_plugin.telemetry import Struck, Teller, Weighed
+from ntp_plugin.recovery.fault_points import ALL_DONE, Weight, Weights
+from ntp_plugin.telemetry import FaultInjected, Teller, Weighed
 from ntp_plugin.testing import harm
 
 _ADAPTERS = {
-    "megatron.training.arguments": "ntp_plugin.megatron.live.moments",
-    "deepspeed": "ntp_plugin.deepspeed.moments",
+    "megatron.training.arguments": "ntp_plugin.megatron.live.fault_points",
+    "deepspeed": "ntp_plugin.deepspeed.fault_points",
 }
 
 
@@ -42,50 +42,52 @@ class Victim:
         self._slot, self._weights = slot, weights
         self._teller = Teller(os.environ.get("NTP_EVENTS"), slot)
 
-    def reached(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
+    def reached(self, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
         """Do what is ordered for here and now; and say in the end what it has come to."""
-        if moment == ALL_DONE:
+        if fault_point == ALL_DONE:
             self._teller.tell(weighed(self._weights()))
             return
-        if moment in self._slow:
-            self._slow[moment].wait()
-        for strike in self._pending.take(self._slot, moment, step, epoch):
+        if fault_point in self._slow:
+            self._slow[fault_point].wait()
+        for fault in self._pending.take(self._slot, fault_point, step, epoch):
             self._teller.tell(
-                Struck(strike=strike.name, what=strike.what, whom=self._slot, moment=moment, step=step or 0)
+                FaultInjected(
+                    fault=fault.name, what=fault.what, whom=self._slot, fault_point=fault_point, step=step or 0
+                )
             )
-            self._strike(strike, moment)
+            self._strike(fault, fault_point)
 
-    def _strike(self, strike: Strike, moment: str) -> None:
+    def _strike(self, fault: OrderedFault, fault_point: str) -> None:
         ways: dict[str, Callable[[], object]] = {
             "kill": harm.kill,
             "stop": harm.stop,
             "segfault": harm.segfault,
             "hang": harm.hang,
             "lock": harm.hold_lock,
-            "exception": functools.partial(_fail, strike.name),
+            "exception": functools.partial(_fail, fault.name),
             "memory": harm.run_out_of_memory,
             "exit": lambda: os._exit(0),
-            "slow": functools.partial(self._slow.__setitem__, moment, _Slowness(strike)),
-            "disk": functools.partial(harm.fill_disk, strike.seconds),
-            "clock": functools.partial(harm.jump_clock, strike.seconds),
-            "weight": functools.partial(self._spoil_weight, strike),
-            "copy": functools.partial(self._spoil_copy, strike),
+            "slow": functools.partial(self._slow.__setitem__, fault_point, _Slowness(fault)),
+            "disk": functools.partial(harm.fill_disk, fault.seconds),
+            "clock": functools.partial(harm.jump_clock, fault.seconds),
+            "weight": functools.partial(self._spoil_weight, fault),
+            "copy": functools.partial(self._spoil_copy, fault),
         }
-        ways[strike.what]()
+        ways[fault.what]()
 
-    def _spoil_weight(self, strike: Strike) -> None:
-        harm.spoil_weight([weight.values for weight in self._weights()], seed=_seed(strike))
+    def _spoil_weight(self, fault: OrderedFault) -> None:
+        harm.spoil_weight([weight.values for weight in self._weights()], seed=_seed(fault))
 
-    def _spoil_copy(self, strike: Strike) -> None:
+    def _spoil_copy(self, fault: OrderedFault) -> None:
         if folder := os.environ.get("NTP_COPIES"):
-            harm.spoil_copy(Path(folder), int(os.environ["RANK"]), seed=_seed(strike))
+            harm.spoil_copy(Path(folder), int(os.environ["RANK"]), seed=_seed(fault))
 
 
 class _Slowness:
     """Of this thread. It computes while it has a processor: where it waits for others it is not slow."""
 
-    def __init__(self, strike: Strike) -> None:
-        self._seconds, self._more = strike.seconds, strike.factor - 1.0
+    def __init__(self, fault: OrderedFault) -> None:
+        self._seconds, self._more = fault.seconds, fault.factor - 1.0
         self._until = time.thread_time()
 
     def wait(self) -> None:
@@ -106,8 +108,8 @@ def weighed(weights: Iterable[Weight]) -> Weighed:
     return Weighed(cut=sums[0], cut_values=values[0], alike=sums[1], alike_values=values[1])
 
 
-def _seed(strike: Strike) -> int:
-    return int.from_bytes(strike.name.encode()[:8], "big")
+def _seed(fault: OrderedFault) -> int:
+    return int.from_bytes(fault.name.encode()[:8], "big")
 
 
 def _fail(name: str) -> None:

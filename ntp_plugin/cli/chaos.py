@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ntp_plugin.chaos.attach import job_of, strike_by, strike_now
+from ntp_plugin.chaos.attach import inject_by, inject_now, job_of
 from ntp_plugin.chaos.campaign import Campaign, Look, run_campaign
 from ntp_plugin.chaos.ending import Wait, ending_in_waits
+from ntp_plugin.chaos.faults import KINDS, OrderedFault
 from ntp_plugin.chaos.page import PageContent, write_page
 from ntp_plugin.chaos.recipe import Recipe, read_recipe
-from ntp_plugin.chaos.strikes import KINDS, Strike
 from ntp_plugin.chaos.verdict import CampaignVerdict
 from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.cli.plan import PIPED_WIDTH
@@ -25,7 +25,7 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.config.schema import read
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.output_folders import require_new, require_usable
-from ntp_plugin.recovery.moments import OF_STEPS, OF_WALKS
+from ntp_plugin.recovery.fault_points import OF_RECOVERIES, OF_STEPS
 from ntp_plugin.telemetry.printable import printable
 
 _EXAMPLE = """\
@@ -44,7 +44,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser = commands.add_parser(
         "chaos",
         help="break a job on purpose, and see what comes of it",
-        description="Run the job of a recipe, break it as the recipe says, and compare it with its undisturbed twin.",
+        description="Run the job of a recipe, break it as the recipe says, and compare it with a reference run.",
         epilog=_EXAMPLE + "\n" + _glossary(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -58,7 +58,9 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         "rest", nargs="*", default=(), metavar="-- WORDS", help="for `ntp run`, instead of those of the recipe"
     )
     parser.add_argument("--job", metavar="FILE", help="break the job of this file instead of the recipe's")
-    parser.add_argument("--twin", metavar="DIR", help="compare with this run, instead of running the job once more")
+    parser.add_argument(
+        "--reference", metavar="DIR", help="compare with this run, instead of running the job once more"
+    )
     parser.add_argument(
         "--out", metavar="DIR", help="where to keep what comes of it (default: build/chaos/RECIPE-TIME)"
     )
@@ -82,8 +84,8 @@ def run(said: Any) -> int:
     recipe = read_recipe(Path(said.recipe), job=None if said.job is None else Path(said.job), run=tuple(said.rest))
     folder = require_new(_folder(said, recipe), "--out")
     with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), ending_in_waits() as wait:
-        twin = None if said.twin is None else Path(said.twin)
-        campaign = run_campaign(recipe, folder, look=_looking, twin=twin, wait=wait)
+        reference = None if said.reference is None else Path(said.reference)
+        campaign = run_campaign(recipe, folder, look=_looking, reference=reference, wait=wait)
         page = write_page(_report(campaign, f"ntp chaos {said.recipe}"), folder)
     return _show(campaign.verdict, page, said, log=campaign.broken.log)
 
@@ -106,7 +108,7 @@ def _report(campaign: Campaign, command: str) -> PageContent:
         title=campaign.recipe.name,
         record=campaign.broken.folder,
         run=campaign.broken.history,
-        twin=None if campaign.twin is None else campaign.twin.history,
+        reference=None if campaign.reference is None else campaign.reference.history,
         verdict=campaign.verdict,
         bound=campaign.recipe.job.bound,
         command=command,
@@ -116,7 +118,7 @@ def _report(campaign: Campaign, command: str) -> PageContent:
 
 @contextlib.contextmanager
 def _looking(name: str) -> Iterator[Look]:
-    titles = {"broken": "the job is going to be broken", "twin": "the same job, left alone"}
+    titles = {"broken": "the job is going to be broken", "reference": "the same job, left alone"}
     with Screen(titles[name]) as screen:
         yield screen.show
 
@@ -131,8 +133,8 @@ def _attach(said: Any, wait: Wait) -> int:
     given = {
         name: value for name in ("what", "slot", "during", "seconds") if (value := getattr(said, name)) is not None
     }
-    strike = read(Strike, {"name": f"attached-{time.time_ns()}", **given}, where="--")
-    print(strike_now(Path(said.rest[0]), strike, wait=wait))
+    fault = read(OrderedFault, {"name": f"attached-{time.time_ns()}", **given}, where="--")
+    print(inject_now(Path(said.rest[0]), fault, wait=wait))
     return 0
 
 
@@ -143,12 +145,12 @@ def _attach_recipe(said: Any, wait: Wait) -> int:
     job_of(run)  # what has no record is refused before anything is made
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), Screen(f"{run} is struck") as screen:
-        history, verdict = strike_by(recipe, run, look=screen.show, wait=wait)
+        history, verdict = inject_by(recipe, run, look=screen.show, wait=wait)
         report = PageContent(
             title=recipe.name,
             record=run,
             run=history,
-            twin=None,
+            reference=None,
             verdict=verdict,
             bound=0.0,
             command=f"ntp chaos attach {run} {path}",
@@ -164,15 +166,15 @@ def _print(verdict: CampaignVerdict, page: Path, log: Path | None) -> None:
     for heading in ("strike", "what", "slot", "when", "noticed after", "next step after", ""):
         table.add_column(heading, header_style="dim")
     for outcome in verdict.outcomes:
-        when = f"step {outcome.step}" + f", {outcome.moment}" * bool(outcome.moment)
+        when = f"step {outcome.step}" + f", {outcome.fault_point}" * bool(outcome.fault_point)
         cells = (
             outcome.name,
             outcome.what,
             outcome.slot,
-            when if outcome.step or outcome.moment else "",
+            when if outcome.step or outcome.fault_point else "",
             _seconds(outcome.detected_s),
             _seconds(outcome.recovered_s),
-            outcome.problem or ("ok" if outcome.struck_at else "never struck"),
+            outcome.problem or ("ok" if outcome.injected_at else "never struck"),
         )
         table.add_row(*(Text(printable(cell)) for cell in cells), style="bright_red" if outcome.problem else "")
     console.print(table)
@@ -188,7 +190,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _glossary() -> str:
-    parts = (("kinds", KINDS), ("moments of a step", OF_STEPS), ("moments of a recovery", OF_WALKS))
+    parts = (("kinds", KINDS), ("moments of a step", OF_STEPS), ("moments of a recovery", OF_RECOVERIES))
     return "\n\n".join(
         f"{title}:\n" + "\n".join(f"  {name:<12} {text}" for name, text in known.items()) for title, known in parts
     )

@@ -23,8 +23,8 @@ from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.cli.plan import PIPED_WIDTH
 from ntp_plugin.cli.run import thresholds_in
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.membership.failure_detector import Thresholds
 from ntp_plugin.output_folders import require_new
-from ntp_plugin.recovery.detector import Thresholds
 
 _OURS = ("--ntp-run-dir", "--ntp-no-record")
 _EXAMPLE = """\

@@ -43,7 +43,7 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
 def _print_summary(plan: RecoveryPlan, console: Console) -> None:
     topology = plan.nominal.topology
     elements = sum(units.elements for units in plan.nominal.units.stages)
-    whole = topology.dp - len(plan.dropped) - len(plan.hurt)
+    whole = topology.dp - len(plan.dropped) - len(plan.degraded)
     layout = f"TP{topology.tp} x PP{topology.pp} x DP{topology.dp} = {topology.size:,} GPUs"
     lines = [
         ("job", f"{layout}, {elements / 1e9:.3g} B parameters"),
@@ -52,7 +52,7 @@ def _print_summary(plan: RecoveryPlan, console: Console) -> None:
     back = sorted(set(plan.lost_before) - set(plan.lost))
     if back:
         lines.append(("back", _name_slots(back)))
-    lines.append(("replicas", f"{whole} whole, {len(plan.hurt)} hurt, {len(plan.dropped)} dropped"))
+    lines.append(("replicas", f"{whole} whole, {len(plan.degraded)} degraded, {len(plan.dropped)} dropped"))
     if plan.dropped:
         lines.append(
             ("dropped", f"{_first(f'r{replica}' for replica in plan.dropped)}; {len(plan.idle)} living slots idle")
@@ -71,7 +71,9 @@ def _name_slots(slots: Sequence[Slot]) -> str:
 
 
 def _groups_table(plan: RecoveryPlan) -> Table:
-    table = _table("Hurt groups", "group", "lost", "width", ">widest slot / best possible", ">memory before", ">after")
+    table = _table(
+        "Degraded groups", "group", "lost", "width", ">widest slot / best possible", ">memory before", ">after"
+    )
     tp = plan.nominal.topology.tp
 
     def row(group: GroupChange) -> list[str]:

@@ -22,12 +22,12 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         allow_abbrev=False,
     )
     add_run(parser)
-    parser.add_argument("--twin", metavar="RUN_DIR", type=Path, help="the same job, undisturbed, to compare with")
+    parser.add_argument("--reference", metavar="RUN_DIR", type=Path, help="the same job, undisturbed, to compare with")
     parser.add_argument(
         "--bound",
         type=number(float, least=0.0),
         default=1e-6,
-        help="how far losses and weights may be from the twin's (default: %(default)s)",
+        help="how far losses and weights may be from the reference run's (default: %(default)s)",
     )
     parser.set_defaults(run=run, parser=parser)
 
@@ -36,15 +36,15 @@ def run(said: Any) -> int:
     """Read, judge and write."""
     folder = said.folder or newest_record()
     told = History.of(read_run(folder))
-    twin = None if said.twin is None else History.of(read_run(said.twin))
+    reference = None if said.reference is None else History.of(read_run(said.reference))
     report = PageContent(
         title=str(folder),
         record=folder,
         run=told,
-        twin=twin,
-        verdict=look_over(told, twin, bound=said.bound),
+        reference=reference,
+        verdict=look_over(told, reference, bound=said.bound),
         bound=said.bound,
-        command=f"ntp report {folder}" + (f" --twin {said.twin}" if said.twin else ""),
+        command=f"ntp report {folder}" + (f" --reference run {said.reference}" if said.reference else ""),
     )
     print(printable(write_page(report, folder)))
     for check in report.verdict.checks:

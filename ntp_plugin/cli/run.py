@@ -10,15 +10,15 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ntp_plugin.chaos.strikes import worker_words
+from ntp_plugin.chaos.faults import worker_words
 from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.kept_copies import DAY_S, dead_run
+from ntp_plugin.launch.recording import RecordingOptions
 from ntp_plugin.launch.run_folder import COPIES, free, left_by_the_dead, shared_memory
-from ntp_plugin.launch.telling import Telling
+from ntp_plugin.membership.failure_detector import Thresholds
 from ntp_plugin.output_folders import require_usable
 from ntp_plugin.private_folders import NotPrivate, require_private
-from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.recovery.script_failure import ON_ERROR
 
 _MOST_WORKERS = 1_000_000
@@ -35,7 +35,7 @@ def run(words: Sequence[str]) -> int:
     keep_s = _seconds("--ntp-copies-keep", said.ntp_copies_keep)
     resume = _resumed(said.ntp_resume) if said.ntp_resume is not None else None
     folder = None if said.ntp_run_dir is None else Path(said.ntp_run_dir)
-    telling = Telling(
+    recording = RecordingOptions(
         folder=folder, record=not said.ntp_no_record, wandb=said.ntp_wandb, prometheus=said.ntp_prometheus
     )
     from ntp_plugin.launch import agent, torchrun_flags  # noqa: PLC0415  (brings torch, which no other command needs)
@@ -49,7 +49,7 @@ def run(words: Sequence[str]) -> int:
         on_error=said.ntp_on_error,
         thresholds=thresholds,
         through=worker_words(folder) if said.ntp_chaos and folder else (),
-        telling=telling,
+        recording=recording,
     )
     flags = torchrun_flags.parse(rest, ours=parser.flags)
     with _held(resume):

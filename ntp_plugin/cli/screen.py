@@ -14,10 +14,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ntp_plugin.telemetry.event_text import in_words
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 from ntp_plugin.telemetry.printable import printable
-from ntp_plugin.telemetry.record import Told
-from ntp_plugin.telemetry.words import in_words
+from ntp_plugin.telemetry.record import RecordedEvent
 
 LOOKS = {
     SlotState.STARTING: ("◌", "dim"),
@@ -55,7 +55,7 @@ class Screen:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, job: JobState, news: Sequence[Told]) -> None:
+    def show(self, job: JobState, news: Sequence[RecordedEvent]) -> None:
         """As it is now, and what has happened since the last time."""
         for line in self._lines(job, news):
             self._news.append(line)
@@ -68,7 +68,7 @@ class Screen:
             grid = "  ".join("".join(LOOKS[state][0] for _, state in row) for row in _rows(job)[:_ROWS])
             print(f"  step {job.step:4}  {_losses(job)}  {grid}", flush=True)
 
-    def _lines(self, job: JobState, news: Sequence[Told]) -> list[str]:
+    def _lines(self, job: JobState, news: Sequence[RecordedEvent]) -> list[str]:
         lines = []
         for told in news:
             words = in_words(told)
@@ -106,8 +106,10 @@ def _grid(job: JobState) -> Table:
     for heading in ("width", "micro-batches"):
         table.add_column(heading, justify="right", header_style="dim")
     rows = _rows(job)
-    hurt_first = sorted(range(len(rows)), key=lambda at: (all(state != SlotState.LOST for _, state in rows[at]), at))
-    for at in sorted(hurt_first[:_ROWS]):
+    degraded_first = sorted(
+        range(len(rows)), key=lambda at: (all(state != SlotState.LOST for _, state in rows[at]), at)
+    )
+    for at in sorted(degraded_first[:_ROWS]):
         replica, stage = divmod(at, job.stages)
         width = job.widths[replica][stage]
         cells = [Text(f"{LOOKS[state][0]} {state}", style=LOOKS[state][1]) for _, state in rows[at]] if few else []

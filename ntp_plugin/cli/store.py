@@ -26,7 +26,7 @@ def run(said: Any) -> int:
     """Serve until a signal comes."""
     if not said.host:
         raise ConfigError("--host is empty", way_out="name an address of this machine")
-    from ntp_plugin.comm.store import serve  # noqa: PLC0415  (brings torch, which no other command needs)
+    from ntp_plugin.membership.store import serve  # noqa: PLC0415  (brings torch, which no other command needs)
 
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)

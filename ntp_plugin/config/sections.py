@@ -134,7 +134,7 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPolicy:
-    """How the global batch is shared out while a replica is hurt."""
+    """How the global batch is shared out while a replica is degraded."""
 
     mode: str = key(
         "strict",
@@ -259,8 +259,8 @@ class TrainingPolicy(Policy):
     )
     gpu_memory_gb: float | None = key(
         None,
-        help="for the job on each GPU: a hurt replica that would need more runs smaller micro-batches (if the loss is"
-        " per token), and one that does not fit so goes on without training",
+        help="for the job on each GPU: a degraded replica that would need more runs smaller micro-batches (if the loss"
+        " is per token), and one that does not fit so goes on without training",
         at_least=0.000001,
     )
     on_sdc: str = key(

@@ -5,7 +5,7 @@
     machine.py      machine code for what is done with every byte
     table.py        what it is told of many values at once, made once for all versions
     sketch.py       numbers for a model by which two runs are told to agree but for rounding
-    pieces.py       which elements of a tensor somebody holds, and what two holders have in common
+    slices.py       which elements of a tensor somebody holds, and what two holders have in common
     layout.py       which pieces a copy has, and where in its bytes: the same from version to version
     manifest.py     what a copy says of itself
     verify.py       whether its values are what was written
@@ -17,7 +17,7 @@
     restore.py      puts a version of the state together from them, in whatever layout
     inventory.py    what becomes of every piece of state
     excerpt.py      one version of a run that lives, for who reads it in peace
-    watch.py        who holds other bits than the others, of what all hold alike
+    replica_digests.py        who holds other bits than the others, of what all hold alike
 
 A *version* is the state after a step, in the layout of an epoch. Its parts are with its *holders*, the slots that
 trained then. Each holder's part is copied *near*, into its own host's memory, and *far*, into that of hosts in other

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ntp_plugin.copies.pieces import TensorSlice, read_piece
+from ntp_plugin.copies.slices import TensorSlice, read_piece
 from ntp_plugin.copies.table import AT_ONCE, Numbers, Table
 
 DTYPES = {

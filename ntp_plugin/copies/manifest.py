@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ntp_plugin.copies.layout import DTYPES, CopyLayout, read_layout
-from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.slices import TensorSlice
 
 type Values = Mapping[str, torch.Tensor]
 """Of a piece, entry by entry."""

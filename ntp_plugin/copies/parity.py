@@ -6,9 +6,9 @@ parity is itself a copy, of one tensor of words that nobody has but it, with a d
 that manifest holds those of all members. So whoever finds a parity can tell what of each of them has to come out of it.
 
 How does it come about? Each member sends its copy as it would send a far one, with the names of those who share. The
-keeper takes some pieces at a time, verifies them, and only then folds them into the parity. It counts those of each
-member that are in. So what breaks off in the middle of a piece has left no trace, and of what is sent again only the
-pieces that are not in yet are folded: none twice. It needs memory for a chunk of each member at a time, and for no
+parity host takes some pieces at a time, verifies them, and only then folds them into the parity. It counts those of
+each member that are in. So what breaks off in the middle of a piece has left no trace, and of what is sent again only
+the pieces that are not in yet are folded: none twice. It needs memory for a chunk of each member at a time, and for no
 copy.
 
 A member that is told that its part arrived can rely on it: pieces of one version are never given up for another try at
@@ -34,8 +34,8 @@ from ntp_plugin.copies import digest
 from ntp_plugin.copies.layout import CopyBatch, in_a_row, places
 from ntp_plugin.copies.machine import machine
 from ntp_plugin.copies.manifest import CopiedSlice, Manifest, Values, Version, salt, views
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.runs import MODULUS
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import PARITY, REBUILT, CopyKey, Store
 from ntp_plugin.copies.verify import wrong_in
 from ntp_plugin.errors import NtpError

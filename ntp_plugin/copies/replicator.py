@@ -33,7 +33,7 @@ from ntp_plugin.copies.layout import CopyLayout, in_a_row, places
 from ntp_plugin.copies.machine import NativeLibrary, machine
 from ntp_plugin.copies.manifest import Manifest, Version, salt
 from ntp_plugin.copies.parity import parity_place
-from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import FAR, NEAR, CopyKey, NoRoom, Store
 from ntp_plugin.copies.wire import CHUNK, Address, Peer, PeerTrouble
 from ntp_plugin.errors import NtpError
@@ -206,12 +206,12 @@ class Replicator:
     # ------------------------------------------------ by the training
 
     def send_to(self, far: Sequence[Address], *, members: Sequence[int] = ()) -> None:
-        """From now on; after a walk. With `members` it goes into the parity that these slots share."""
+        """From now on; after a recovery. With `members` it goes into the parity that these slots share."""
         self._far = far, members
 
     def begin(self, snapshot: Snapshot) -> None:
         """Copy this, which nobody changes until it is `taken`."""
-        self._idle.wait()  # one that was given up in a walk may not have ended yet
+        self._idle.wait()  # one that was given up in a recovery may not have ended yet
         epoch = snapshot.version.epoch
         if self._begun is None or self._begun.epoch != epoch:
             self._kept, self._may_keep, self._far_number = None, True, 0
@@ -269,7 +269,7 @@ class Replicator:
             self._kept = self._begun
 
     def hold(self) -> None:
-        """In a walk: what is under way is copied to its end here, and given up where it goes elsewhere."""
+        """In a recovery: what is under way is copied to its end here, and given up where it goes elsewhere."""
         self._taken.wait()
         self._given_up.set()
         for peer in list(self._peers.values()):

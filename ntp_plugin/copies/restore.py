@@ -24,9 +24,9 @@ import torch
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.manifest import CopiedSlice, Manifest, Version, salt
 from ntp_plugin.copies.parity import WrongParity, is_rebuildable, members_of, rebuild
-from ntp_plugin.copies.pieces import Common, TensorSlice, common, indices
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.copies.runs import MODULUS, Runs
+from ntp_plugin.copies.slices import Common, TensorSlice, common, indices
 from ntp_plugin.copies.store import NEAR, PARITY, REBUILT, CopyKey, NoRoom, Store
 from ntp_plugin.copies.verify import wrong
 from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, WrongCopy, select
@@ -333,7 +333,7 @@ class Restoration:
     # ------------------------------------------------ in the end
 
     def verify(self, parts: Sequence[Part]) -> None:
-        """Raise unless the wholes of what everybody has now are those of the copies; all members together."""
+        """Raise unless the replica digests of what everybody has now are those of the copies; all members together."""
         run = self.sources[0].manifest.run
         mine: dict[tuple[str, str, str], int] = {}
         for part in parts:
@@ -346,23 +346,23 @@ class Restoration:
         now: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         for theirs in told:
             for (tensor, name, whole), number in theirs.items():
-                wholes = now[tensor, name]
-                wholes[whole] = (wholes.get(whole, 0) + number) % MODULUS
-        before = _wholes(self.sources)
-        for (tensor, name), wholes in now.items():
+                replica_digests = now[tensor, name]
+                replica_digests[whole] = (replica_digests.get(whole, 0) + number) % MODULUS
+        before = _replica_digests(self.sources)
+        for (tensor, name), replica_digests in now.items():
             then = before.get((tensor, name), {})
-            if len({*wholes.values(), *then.values()}) > 1:
+            if len({*replica_digests.values(), *then.values()}) > 1:
                 raise StateLost(
                     f"{tensor} ({name}) of {self.version} is not what was copied: "
-                    + ", ".join(f"now {whole or 'in all'} {number:016x}" for whole, number in wholes.items())
+                    + ", ".join(f"now {whole or 'in all'} {number:016x}" for whole, number in replica_digests.items())
                     + "; "
                     + ", ".join(f"then {whole or 'in all'} {number:016x}" for whole, number in then.items()),
                     way_out="restart from the last checkpoint",
                 )
 
 
-def _wholes(sources: Iterable[Source]) -> dict[tuple[str, str], dict[str, int]]:
-    """(tensor, entry) -> whole -> its digest, of those wholes all of whose parts somebody has told."""
+def _replica_digests(sources: Iterable[Source]) -> dict[tuple[str, str], dict[str, int]]:
+    """(tensor, entry) -> whole -> its digest, of those replica digests all of whose parts somebody has told."""
     parts: dict[tuple[str, str], dict[str, dict[tuple[int, int], tuple[int, TensorSlice]]]] = {}
     for source in sources:
         for number, held in enumerate(source.manifest.held):
@@ -370,8 +370,8 @@ def _wholes(sources: Iterable[Source]) -> dict[tuple[str, str], dict[str, int]]:
                 of = parts.setdefault((held.piece.tensor, entry.name), {}).setdefault(held.piece.whole, {})
                 of[source.manifest.slot, number] = entry.digest, held.piece
     found: dict[tuple[str, str], dict[str, int]] = {}
-    for key, wholes in parts.items():
-        for whole, told in wholes.items():
+    for key, replica_digests in parts.items():
+        for whole, told in replica_digests.items():
             pieces = [piece for _, piece in told.values()]
             if sum(piece.size for piece in pieces) == torch.Size(pieces[0].shape).numel():
                 found.setdefault(key, {})[whole] = sum(number for number, _ in told.values()) % MODULUS

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.runs import blocks, odd_numbers
+from ntp_plugin.copies.slices import TensorSlice
 
 SIZE = 256
 _BITS = 8

@@ -29,8 +29,8 @@ from ntp_plugin.copies.handshake import HANDSHAKE_S, Credentials, Gatekeeper, au
 from ntp_plugin.copies.layout import DTYPES, CopyBatch
 from ntp_plugin.copies.manifest import CopiedSlice, Manifest
 from ntp_plugin.copies.parity import ParityStore, Unwanted
-from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.runs import Runs
+from ntp_plugin.copies.slices import indices
 from ntp_plugin.copies.store import FAR, PARITY, CopyKey, NoRoom, Store
 from ntp_plugin.copies.table import AT_ONCE
 from ntp_plugin.copies.verify import Checked, wrong, wrong_in

@@ -16,31 +16,31 @@ that the loop had in hand is stale: its forward is computed, and its backward an
     job.py             this process in a job, from its process group to its end
     settings.py        the `ntp` block of a configuration
     fingerprints.py    what the training of a rank depends on, which all ranks compare
-    refusals.py        what does not work, and is refused at start
+    unsupported.py        what does not work, and is refused at start
     loaders.py         a DataLoader that follows `training/stream.py`, forward and back
-    window.py          what is put around the engine's forward, backward and step; the vote
+    accumulation_window.py          what is put around the engine's forward, backward and step; the vote
     checkpoints.py     what is written and read, through losses and by scripts that come in late
-    turns.py           which turn through the data the job is in, for those
-    counted.py         what the engine has counted, as a window begins
+    data_epochs.py           which turn through the data the job is in, for those
+    engine_counters.py         what the engine has counted, as a window begins
     inventory.py       what becomes of every piece of state that comes from copies
-    cut_layers.py      what AutoTP has cut: in which units, and what of a layer follows the width of its replica
-    cut_vocabulary.py  an output layer, its embedding and the loss, cut without gathering
-    cut_replicas.py    replicas that AutoTP has cut: who holds what, how gradients are summed while somebody is lost
-    whole_replicas.py  replicas that leave whole: of one slot, or of those of a user's mpu
+    autotp_layers.py      what AutoTP has cut: in which units, and what of a layer follows the width of its replica
+    autotp_vocabulary.py  an output layer, its embedding and the loss, cut without gathering
+    autotp_replicas.py    replicas that AutoTP has cut: who holds what, how gradients are summed while somebody is lost
+    full_width_replicas.py  replicas that leave whole: of one slot, or of those of a user's mpu
     half_masters.py    half precision without ZeRO: a parameter's master moves with it
-    whole_state.py     every replica holds everything: compared after a loss, handed to who comes in
+    full_width_state.py     every replica holds everything: compared after a loss, handed to who comes in
     zero_state.py      ZeRO-1 and ZeRO-2: shards, told as pieces, built anew for other members, filled from copies
     flat_shards.py     DeepSpeed's two optimizers that are sharded, told as flat shards
     lane_zero.py       ZeRO-1 and ZeRO-2 of replicas that AutoTP has cut, while somebody is lost: sharded lane by lane
     trainer.py         report, plan, stand on
-    moments.py         where in a step and in a walk something can be made to happen
+    fault_points.py         where in a step and in a recovery something can be made to happen
 
 Exactness. DeepSpeed's gradient is the mean over ranks of the sums of `loss / gradient_accumulation_steps`. It stays
 the mean over the nominal ranks' micro-batches: `gradient_accumulation_steps` stays what it is, the last micro-batch of
 a rank's share is the boundary, and the loss is multiplied by (ranks now) / (nominal ranks), which makes the framework's
 mean over those who are there the mean over the nominal ones. ZeRO-2 reduces in every backward, which ranks with shares
-of different length cannot do together; in a hurt layout it reduces once, as `coalesce_grad_reduction` does. With nobody
-lost nothing of this is in place, and a run has the bits that it has without us.
+of different length cannot do together; in a degraded layout it reduces once, as `coalesce_grad_reduction` does. With
+nobody lost nothing of this is in place, and a run has the bits that it has without us.
 
 Loops. The share of a rank is longer while others are lost, so a loop must not count its own iterations: it goes by the
 loader, or by `engine.global_steps`. The loader is the one that `deepspeed.initialize(training_data=...)` returns, or a

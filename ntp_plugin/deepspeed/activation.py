@@ -14,16 +14,16 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from ntp_plugin.deepspeed.cut_layers import remembered
-from ntp_plugin.deepspeed.cut_vocabulary import remembered_padding
+from ntp_plugin.deepspeed.autotp_layers import remembered
+from ntp_plugin.deepspeed.autotp_vocabulary import remembered_padding
+from ntp_plugin.deepspeed.full_width_replicas import AskedOfGroups
 from ntp_plugin.deepspeed.job import DeepSpeedJob
 from ntp_plugin.deepspeed.loaders import dealt
 from ntp_plugin.deepspeed.settings import read_policy
-from ntp_plugin.deepspeed.whole_replicas import AskedOfGroups
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
-from ntp_plugin.recovery.place import RankContext
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.replacements import Replacement, apply_all
+from ntp_plugin.patching import Replacement, apply_all
+from ntp_plugin.recovery.elastic_rank import ElasticRank
+from ntp_plugin.recovery.rank_context import RankContext
 
 _HALF_AN_HOUR = timedelta(minutes=30)
 _FIRST = "import ntp_plugin.deepspeed before the first torch.distributed.init_process_group"

@@ -12,15 +12,15 @@ left to take, the job ends by that.
 The same holds for the end of the script. What it does after its last step, by the engine or by itself, is done with the
 state of that step. Where a loss takes the state back behind it, nobody takes the step again, and the job ends by that.
 
-Once. Whoever has come through a walk goes through the end of its loop again without having taken a step, and a loop
+Once. Whoever has come through a recovery goes through the end of its loop again without having taken a step, and a loop
 that goes by `engine.global_steps` alone asks after each micro-batch, of which ranks may have different numbers. So what
-was written of a step is not written again under the same name, and newcomers are told of it.
+was written of a step is not written again under the same name, and joining ranks are told of it.
 
-Who comes in late. The script of a newcomer, or of a job that is resumed, goes through the turns that are behind the job
-in no time, past the checkpoints between them. These have been written; only who is resumed may stand where one was not.
-And it reads none: what the others have is newer than any, and the newest there is now is not the one that this job
-began from. The script is given what the job's own `engine.load_checkpoint` has given then, so that it counts its turns
-alike; where there was none, as if there were none. For who resumes the run that is kept beside its copies.
+Who comes in late. The script of a joining rank, or of a job that is resumed, goes through the turns that are behind
+the job in no time, past the checkpoints between them. These have been written; only who is resumed may stand where one
+was not. And it reads none: what the others have is newer than any, and the newest there is now is not the one that
+this job began from. The script is given what the job's own `engine.load_checkpoint` has given then, so that it counts
+its turns alike; where there was none, as if there were none. For who resumes the run that is kept beside its copies.
 """
 
 import functools
@@ -35,11 +35,11 @@ import torch.distributed as dist
 from ntp_plugin.errors import StateLost
 from ntp_plugin.plain_data import decode, encode
 from ntp_plugin.private_folders import require_private
-from ntp_plugin.recovery.loop import Loop
-from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.elastic_rank import ElasticRank
+from ntp_plugin.recovery.voted_sections import Loop
 
 if TYPE_CHECKING:
-    from ntp_plugin.deepspeed.window import Window
+    from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow
 
 _LOG = logging.getLogger(__name__)
 _NONE = None, None
@@ -52,7 +52,7 @@ _SHARDS = "*zero_pp_rank_{}_mp_rank_*_optim_states.pt"
 class EngineCheckpoints:
     """Of one engine."""
 
-    def __init__(self, engine: Any, window: "Window", *, rank: ElasticRank, loop: Loop) -> None:
+    def __init__(self, engine: Any, window: "AccumulationWindow", *, rank: ElasticRank, loop: Loop) -> None:
         self._engine, self._window, self._rank, self._loop = engine, window, rank, loop
         self.catches_up = rank.place.joining
         """Whether the script goes through what the job has behind it, up to its first forward with the others."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.replacements import Replacement
+from ntp_plugin.patching import Replacement
 
 type Groups = list[list[torch.nn.Parameter]]
 

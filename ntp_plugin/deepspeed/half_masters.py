@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
+from ntp_plugin.patching import Replacement
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.replacements import Replacement
 
 type Gradients = Mapping[str, tuple[torch.Tensor, int]]
 """Of this slot's parameters, each with the dim that is cut."""

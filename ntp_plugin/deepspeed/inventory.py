@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ntp_plugin.copies.inventory import EXACT, LEFT, RECOMPUTE, RESET, Item, require_known
-from ntp_plugin.deepspeed.counted import count
+from ntp_plugin.deepspeed.engine_counters import count
 from ntp_plugin.deepspeed.flat_shards import kind_of
 from ntp_plugin.training import optimizers
 

@@ -13,21 +13,21 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.deepspeed import fingerprints
+from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow
 from ntp_plugin.deepspeed.loaders import Loaders
-from ntp_plugin.deepspeed.refusals import refuse_configuration, refuse_engine
 from ntp_plugin.deepspeed.trainer import EngineTrainer
-from ntp_plugin.deepspeed.window import Window
+from ntp_plugin.deepspeed.unsupported import refuse_configuration, refuse_engine
 from ntp_plugin.errors import Refused
+from ntp_plugin.patching import apply_all
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery import exporting, same_settings
 from ntp_plugin.recovery.driver import Driver
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.fingerprint import Fingerprint
-from ntp_plugin.recovery.loop import Loop
-from ntp_plugin.recovery.newcomer import Alone
-from ntp_plugin.recovery.place import RankContext
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.replica_watch import ReplicaWatch
-from ntp_plugin.replacements import apply_all
+from ntp_plugin.recovery.joining import Alone
+from ntp_plugin.recovery.rank_context import RankContext
+from ntp_plugin.recovery.replica_comparison import ReplicaWatch
+from ntp_plugin.recovery.voted_sections import Loop
 from ntp_plugin.telemetry import Ended, Teller
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -62,7 +62,7 @@ class DeepSpeedJob:
         there is no way to go on after a loss, and whoever waits for the lost is let out with an error."""
         self.rank = ElasticRank(RankContext.read(), backend=backend, timeout=timeout)
         self.trainer = EngineTrainer(self.rank)
-        self.loop = Loop(self.rank.groups, UserLoop(), newcomer=self.rank.place.joining)
+        self.loop = Loop(self.rank.groups, UserLoop(), joiner=self.rank.place.joining)
         self.teller: Teller | None = None
         self.engine: Any = None
         self._alone = Alone()
@@ -92,7 +92,7 @@ class DeepSpeedJob:
         record = policy.events or (place.events if place.export is None else None)
         self._policy = policy
         self.engine, self.teller = engine, Teller(record, str(topology.slot_of(place.slot)))
-        self.window = Window(
+        self.window = AccumulationWindow(
             engine,
             policy,
             topology,
@@ -105,7 +105,7 @@ class DeepSpeedJob:
             policy,
             topology,
             rank=self.rank,
-            held_alike=self.trainer.held_alike,
+            replicated_state=self.trainer.replicated_state,
             distrust=self.trainer.distrust,
             teller=self.teller,
         )
@@ -156,7 +156,7 @@ class DeepSpeedJob:
             self.rank.wait_to_be_let_in(self.trainer.together())
 
     def _begin(self) -> None:
-        """The first forward: driven from here on; a newcomer comes in."""
+        """The first forward: driven from here on; a joining rank comes in."""
         assert self.teller is not None, "there is an engine"
         place, topology = self.rank.place, self.trainer.topology
         each = self.engine.gradient_accumulation_steps()

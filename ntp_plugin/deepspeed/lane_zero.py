@@ -1,9 +1,9 @@
 """ZeRO-1 and ZeRO-2 while somebody is lost from replicas that AutoTP has cut: sharded lane by lane.
 
 DeepSpeed cuts its flat buffers evenly over the slots that hold the same; where replicas are of different widths there
-are none that do. So in a hurt layout the object that the script, the engine and the scheduler hold is one of this class
-for as long (`zero_state.py`): what the engine asks of it is the same, and a step is that of `training/sharded_step.py`.
-Gradients are added up in the parameters, and reduced once a step, by ZeRO-2 as well.
+are none that do. So in a degraded layout the object that the script, the engine and the scheduler hold is one of this
+class for as long (`zero_state.py`): what the engine asks of it is the same, and a step is that of
+`reduction/sharded_step.py`. Gradients are added up in the parameters, and reduced once a step, by ZeRO-2 as well.
 
 What DeepSpeed's class has besides is not there: whoever asks for it is told.
 """
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ntp_plugin.deepspeed.flat_shards import Groups
 from ntp_plugin.errors import Refused
-from ntp_plugin.training.sharded_step import ShardedStep
+from ntp_plugin.reduction.sharded_step import ShardedStep
 
 
 class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -96,18 +96,18 @@ class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     @property
     def dp_process_group(self) -> Any:
         """Whose members had the same parts; checkpoints are read and written by it."""
-        raise _not_while_hurt("no slots hold the same")
+        raise _not_while_degraded("no slots hold the same")
 
     def state_dict(self) -> Any:
         """Of shards that DeepSpeed alone could not load."""
-        raise _not_while_hurt("its state cannot be saved")
+        raise _not_while_degraded("its state cannot be saved")
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
         """From a checkpoint."""
-        raise _not_while_hurt("no checkpoint can be loaded")
+        raise _not_while_degraded("no checkpoint can be loaded")
 
 
-def _not_while_hurt(what: str) -> Refused:
+def _not_while_degraded(what: str) -> Refused:
     return Refused(
         f"while a rank is lost the optimizer is sharded lane by lane, and {what}",
         way_out="engine.save_checkpoint and load_checkpoint once all ranks are there",

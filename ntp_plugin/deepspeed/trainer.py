@@ -1,10 +1,10 @@
 """Report, plan, stand on, for a DeepSpeed job.
 
-What the job stands on is its last vote (`recovery/loop.py`). Without ZeRO every replica holds everything: who had not
-applied a step that others have applies it, newcomers are handed the state, and all compare; where replicas leave whole
-nothing else is moved, where AutoTP has cut them what the lost slot held is dealt (`cut_replicas.py`). With ZeRO a
-rank takes its shard with it, so all go back to the newest copies, which may be of the step before: the loop goes
-through that step again. They are put into whatever layout is planned, cut or not.
+What the job stands on is its last vote (`recovery/voted_sections.py`). Without ZeRO every replica holds everything:
+who had not applied a step that others have applies it, joining ranks are handed the state, and all compare; where
+replicas leave whole nothing else is moved, where AutoTP has cut them what the lost slot held is dealt
+(`autotp_replicas.py`). With ZeRO a rank takes its shard with it, so all go back to the newest copies, which may be of
+the step before: the loop goes through that step again. They are put into whatever layout is planned, cut or not.
 """
 
 import dataclasses
@@ -19,25 +19,25 @@ import torch.distributed as dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.utils import groups
 
-from ntp_plugin.comm.agreement import Agreed
-from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.deepspeed.counted import count
-from ntp_plugin.deepspeed.cut_replicas import CutReplicas
+from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow
+from ntp_plugin.deepspeed.autotp_replicas import CutReplicas
+from ntp_plugin.deepspeed.engine_counters import count
+from ntp_plugin.deepspeed.full_width_replicas import FullWidthReplicas
+from ntp_plugin.deepspeed.full_width_state import FullWidthState, hand_over
 from ntp_plugin.deepspeed.inventory import refuse_unknown
-from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
-from ntp_plugin.deepspeed.whole_state import WholeState, hand_over
-from ntp_plugin.deepspeed.window import Window
 from ntp_plugin.deepspeed.zero_state import ZeroState
 from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.membership.agreement import Agreed
+from ntp_plugin.membership.protocol import Report
 from ntp_plugin.planning.topology import SurvivingReplicas, Topology
+from ntp_plugin.recovery.elastic_rank import ElasticRank
+from ntp_plugin.recovery.fault_points import Weight
 from ntp_plugin.recovery.job_copies import JobCopies, WhoTrains
-from ntp_plugin.recovery.loop import Loop
-from ntp_plugin.recovery.moments import Weight
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.replica_watch import HeldAlike
+from ntp_plugin.recovery.replica_comparison import ReplicatedState
+from ntp_plugin.recovery.voted_sections import Loop
+from ntp_plugin.resharding.rebuild import WEIGHT
 from ntp_plugin.telemetry import Recovered, Teller
-from ntp_plugin.training.rebuilding import WEIGHT
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,14 +76,14 @@ class EngineTrainer:
     """A `Trainer`; until there is an engine, for a job that cannot go on after a loss."""
 
     def __init__(self, rank: ElasticRank) -> None:
-        self._rank, self._newcomer = rank, rank.place.joining
+        self._rank, self._joiner = rank, rank.place.joining
         self._engine: Any = None
-        self._window: Window
+        self._window: AccumulationWindow
         self._loop: Loop
         self._teller: Teller
         self.topology: Topology
-        self._replicas: CutReplicas | WholeReplicas
-        self._state: WholeState
+        self._replicas: CutReplicas | FullWidthReplicas
+        self._state: FullWidthState
         """Where there is no ZeRO, and replicas leave whole."""
         self._zero: ZeroState | None = None
         self._how_far: EngineProgress
@@ -97,7 +97,7 @@ class EngineTrainer:
         engine: Any,
         policy: TrainingPolicy,
         *,
-        window: Window,
+        window: AccumulationWindow,
         loop: Loop,
         teller: Teller,
         topology: Topology,
@@ -105,20 +105,20 @@ class EngineTrainer:
         """There is an engine now; all founders come together."""
         self._window, self._loop, self._teller, self.topology = window, loop, teller, topology
         if engine.autotp_size() > 1:
-            self._replicas = CutReplicas(engine, policy, topology, rank=self._rank, newcomer=self._newcomer)
+            self._replicas = CutReplicas(engine, policy, topology, rank=self._rank, joiner=self._joiner)
         else:
-            self._replicas = WholeReplicas(engine, topology, rank=self._rank)
+            self._replicas = FullWidthReplicas(engine, topology, rank=self._rank)
         window.replicas = self._replicas
         if int(engine.zero_optimization_stage()):
             self._zero = ZeroState(engine, self._replicas)
             self._copy(engine, policy, self._zero)
-        elif isinstance(self._replicas, WholeReplicas):
-            self._state = WholeState(engine, self._replicas)
+        elif isinstance(self._replicas, FullWidthReplicas):
+            self._state = FullWidthState(engine, self._replicas)
         self._engine = engine
 
     def together(self) -> Collection[int]:
         """The slots without which this one cannot train."""
-        return self._replicas.others_of_mine if isinstance(self._replicas, WholeReplicas) else ()
+        return self._replicas.others_of_mine if isinstance(self._replicas, FullWidthReplicas) else ()
 
     def _copy(self, engine: Any, policy: TrainingPolicy, zero: ZeroState) -> None:
         if policy.copies.mode == "off":
@@ -139,7 +139,7 @@ class EngineTrainer:
             teller=self._teller,
         )
         self._window.copies = self.copies
-        if not self._newcomer:
+        if not self._joiner:
             self.copies.settle(self._who_trains(tuple(range(self.topology.size))), zero.parts)
 
     def resume(self, folder: Path) -> None:
@@ -160,8 +160,8 @@ class EngineTrainer:
     def _who_trains(self, slots: tuple[int, ...]) -> WhoTrains:
         everybody = [self.topology.slot_of(rank) for rank in range(self.topology.size)]
         there = tuple(everybody[slot] for slot in slots)
-        standing = SurvivingReplicas(topology=self.topology, lost=frozenset(everybody) - set(there), min_tp_width=1)
-        return WhoTrains(trains=there, present=there, lost_nodes=standing.lost_nodes)
+        surviving = SurvivingReplicas(topology=self.topology, lost=frozenset(everybody) - set(there), min_tp_width=1)
+        return WhoTrains(trains=there, present=there, lost_nodes=surviving.lost_nodes)
 
     def weights(self) -> Iterator[Weight]:
         """What this slot has of the model."""
@@ -169,14 +169,14 @@ class EngineTrainer:
         for name, values in self._engine.module.named_parameters():
             yield Weight(piece=replicas.part(name), values=values, is_cut=replicas.is_cut(name))
 
-    def held_alike(self) -> HeldAlike:
+    def replicated_state(self) -> ReplicatedState:
         """What every replica has: with ZeRO the weights alone."""
         replicas = self._replicas
         if isinstance(replicas, CutReplicas):
-            yield from replicas.held_alike()
+            yield from replicas.replicated_state()
             return
         of, stepped = f"r{self.topology.slot_of(self._rank.place.slot).replica}", set[str]()
-        for told in self._state.held_alike(of) if self._zero is None else ():
+        for told in self._state.replicated_state(of) if self._zero is None else ():
             stepped.add(told[0])
             yield told
         for name, values in self._engine.module.named_parameters():
@@ -189,7 +189,7 @@ class EngineTrainer:
         if self.copies is not None:
             self.copies.distrust_since(since)
 
-    # ------------------------------------------------ a walk
+    # ------------------------------------------------ a recovery
 
     def report(self) -> Report:
         """An update is made in place, so there is no way back but to copies."""
@@ -200,7 +200,7 @@ class EngineTrainer:
             held = self.copies.describe()
         elif isinstance(self._replicas, CutReplicas):
             held = self._replicas.held()
-        return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=held)
+        return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, joiner=self._joiner, held=held)
 
     def plan(self, agreed: Agreed) -> str:
         """Who computes what, which follows from the members; and which copies there are."""
@@ -218,22 +218,22 @@ class EngineTrainer:
         told = json.dumps([agreed.view.encode(), repr(agreed.decision), versions, layout])
         return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
-    def stand_on(self, agreed: Agreed) -> None:
+    def resume_from(self, agreed: Agreed) -> None:
         """Roll forward, have the state that all have, and restart the window."""
         loop, slots = self._loop, agreed.view.slots
         if agreed.decision.roll_forward:
             rolls = self._rank.groups.slot in agreed.decision.roll_forward
-            loop.roll_forward(mine=rolls, newcomer=self._newcomer, really=self._zero is None)
+            loop.roll_forward(mine=rolls, joiner=self._joiner, really=self._zero is None)
         loop.begin_again()
         loop.done = agreed.decision.step
         if self._zero is not None:
-            self._replicas.stand_on(agreed)
+            self._replicas.resume_from(agreed)
             self._put_together(self._zero, slots, self._rank.groups.rank_of(self._replicas.who_was_there(agreed)))
         else:
             self._have_all(agreed)
-        if any(report.newcomer for report in agreed.reports.values()):
+        if any(report.joiner for report in agreed.reports.values()):
             self._tell_what_is_saved()
-        self._newcomer = False
+        self._joiner = False
         self._have_engine_know()
         self._tell(agreed)
         self._window.checkpoints.refuse_to_end_behind()
@@ -242,7 +242,7 @@ class EngineTrainer:
         told: list[tuple[int, str] | None] = [None] * dist.get_world_size()
         checkpoints = self._window.checkpoints
         dist.all_gather_object(told, checkpoints.saved)
-        if self._newcomer:
+        if self._joiner:
             checkpoints.saved = next((one for one in told if one is not None), None)
 
     # ------------------------------------------------ without ZeRO
@@ -251,33 +251,34 @@ class EngineTrainer:
         """What the others have, which is compared; and go on, or begin the window again."""
         goes_on = self._window.votes_on == agreed.decision.step
         told: Mapping[str, Any] = {}
-        if any(report.newcomer for report in agreed.reports.values()):
-            told = self._hand_over(knows=not (goes_on or self._newcomer))
-        self._replicas.stand_on(agreed)
-        if isinstance(self._replicas, WholeReplicas):
+        if any(report.joiner for report in agreed.reports.values()):
+            told = self._hand_over(knows=not (goes_on or self._joiner))
+        self._replicas.resume_from(agreed)
+        if isinstance(self._replicas, FullWidthReplicas):
             self._state.compare(agreed.view.slots, agreed.decision.step)
         numbers = self._replicas.numbers
         if goes_on:
             self._window.go_on(numbers)
-        elif self._newcomer:
+        elif self._joiner:
             self._window.restart(told["step"], numbers, told["engine"])
         else:
             self._window.restart(self._window.step, numbers)
 
     def _hand_over(self, *, knows: bool) -> Mapping[str, Any]:
-        """To newcomers, by the first who has the decided step and all that follows it behind it; what they are told."""
+        """To joining ranks, by the first who has the decided step and all that follows it behind it; what they are
+        told."""
         lane = self._replicas.lane_of(self._rank.place.slot)
         mine = {"rank": dist.get_rank(), "lane": lane, "step": self._window.step, "engine": self._window.counted()}
         told: list[Mapping[str, Any] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(told, mine if knows else None)
         givers = {one["lane"]: one for one in reversed(told) if one is not None}
-        if len(givers) < self._replicas.lanes_apart:  # the driver goes on without newcomers then
-            raise RuntimeError("all members are within a step, and nobody can tell a newcomer where the job stands")
+        if len(givers) < self._replicas.lanes_apart:  # the driver goes on without joining ranks then
+            raise RuntimeError("all members are within a step, and nobody can tell a joining rank where the job stands")
         giver: Mapping[str, Any] = givers[lane]
-        if isinstance(self._replicas, WholeReplicas):
-            self._state.hand_over(giver["rank"], newcomer=self._newcomer)
+        if isinstance(self._replicas, FullWidthReplicas):
+            self._state.hand_over(giver["rank"], joiner=self._joiner)
         else:  # the rest is moved in parts
-            hand_over(self._engine.module.buffers(), giver["rank"], newcomer=self._newcomer)
+            hand_over(self._engine.module.buffers(), giver["rank"], joiner=self._joiner)
         return giver
 
     # ------------------------------------------------ with ZeRO
@@ -326,7 +327,7 @@ class EngineTrainer:
                 seconds=seconds,
                 phases=phases,
                 lost=[named[slot] for slot in everybody if slot not in slots],
-                back=[named[slot] for slot, report in sorted(agreed.reports.items()) if report.newcomer],
+                back=[named[slot] for slot, report in sorted(agreed.reports.items()) if report.joiner],
                 widths=self._replicas.widths,
                 micro_batches=[len(shares.get(replica, ())) for replica in range(self.topology.dp)],
             )

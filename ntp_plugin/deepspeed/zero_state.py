@@ -1,8 +1,8 @@
 """ZeRO-1 and ZeRO-2: a rank steps its shard of the flattened parameters, and nobody else holds it.
 
-Told as pieces: the flat shard of a group of parameters is runs of these, with padding that is nobody's. After a change
-of the membership DeepSpeed's own constructor builds the optimizer for those who are there, in the object that the
-script and the scheduler hold; then the shards are filled from copies, and the weights are had from them.
+RecordedEvent as pieces: the flat shard of a group of parameters is runs of these, with padding that is nobody's. After
+a change of the membership DeepSpeed's own constructor builds the optimizer for those who are there, in the object that
+the script and the scheduler hold; then the shards are filled from copies, and the weights are had from them.
 
 Where AutoTP has cut the model a parameter is a part of a tensor, and DeepSpeed shards over the slots that have the same
 part. While somebody is lost there are parts of other sizes, sharded lane by lane: that object is another then
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part
-from ntp_plugin.deepspeed.cut_replicas import CutReplicas
+from ntp_plugin.copies.slices import TensorSlice
+from ntp_plugin.deepspeed.autotp_replicas import CutReplicas
 from ntp_plugin.deepspeed.flat_shards import Groups, kind_of
+from ntp_plugin.deepspeed.full_width_replicas import FullWidthReplicas
 from ntp_plugin.deepspeed.lane_zero import LaneZero
-from ntp_plugin.deepspeed.whole_replicas import WholeReplicas
+from ntp_plugin.reduction.sharded_step import ShardedStep
+from ntp_plugin.reduction.stepped import Stepped, make_room, parts, shards_of_lanes
 from ntp_plugin.training.optimizers import element_wise
-from ntp_plugin.training.sharded_step import ShardedStep
-from ntp_plugin.training.stepped import Stepped, make_room, parts, shards_of_lanes
 
 
 class ZeroState:
     """Of a rank, in a job with ZeRO."""
 
-    def __init__(self, engine: Any, replicas: CutReplicas | WholeReplicas) -> None:
+    def __init__(self, engine: Any, replicas: CutReplicas | FullWidthReplicas) -> None:
         self._engine, self._replicas = engine, replicas
         self._cut = replicas if isinstance(replicas, CutReplicas) else None
         element_wise(engine.basic_optimizer)

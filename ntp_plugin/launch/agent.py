@@ -32,33 +32,33 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.run import run as torchrun
 
-from ntp_plugin.comm.membership import Seat
-from ntp_plugin.comm.restored_keys import RestoredKeys
-from ntp_plugin.comm.running_time import MOST_S, RunningTime
-from ntp_plugin.comm.store import TorchStore, own_address
 from ntp_plugin.errors import Excluded, NotStarted, NtpError, ScriptError, StoreLost
-from ntp_plugin.launch import job_store, signed_rendezvous, tenancy
+from ntp_plugin.launch import host_membership, job_store, signed_rendezvous
 from ntp_plugin.launch.bound import bound
+from ntp_plugin.launch.fork_server import HOW_IS_NOT_KNOWN, ForkServer
+from ntp_plugin.launch.host_membership import Arrival, HostMembership, JobIsDone
 from ntp_plugin.launch.hosts import Hosts
 from ntp_plugin.launch.kept_copies import DAY_S, in_words, new_folder
-from ntp_plugin.launch.nursery import HOW_IS_NOT_KNOWN, Nursery
-from ntp_plugin.launch.probes import Door
 from ntp_plugin.launch.process_end import end
+from ntp_plugin.launch.reachability import RefusingEndpoint
 from ntp_plugin.launch.reaper import Reaper
+from ntp_plugin.launch.recording import RecordingOptions
 from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.launch.script import with_hooks
 from ntp_plugin.launch.script_errors import ScriptErrors
 from ntp_plugin.launch.spares import Spares
 from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.launch.supervisor import ASK_S_PER_HOST, Supervisor
-from ntp_plugin.launch.telling import Telling
-from ntp_plugin.launch.tenancy import Arrival, JobIsDone, Tenancy
 from ntp_plugin.launch.torchrun_flags import store_in_rank_0
-from ntp_plugin.recovery.detector import NOT_NEEDED, RankFailure, Thresholds
-from ntp_plugin.recovery.heartbeat import HeartbeatFile
-from ntp_plugin.recovery.place import corner, first_view, founding_occupant
+from ntp_plugin.membership.failure_detector import NOT_NEEDED, RankFailure, Thresholds
+from ntp_plugin.membership.heartbeat import HeartbeatFile
+from ntp_plugin.membership.protocol import MemberId
+from ntp_plugin.membership.restored_keys import RestoredKeys
+from ntp_plugin.membership.running_time import MOST_S, RunningTime
+from ntp_plugin.membership.store import TorchStore, own_address
+from ntp_plugin.recovery.rank_context import corner, first_view, founding_incarnation
 from ntp_plugin.recovery.script_failure import FOLDER, OnError
-from ntp_plugin.telemetry import Gone, KeyRestored, Stuck
+from ntp_plugin.telemetry import Hung, KeyRestored, RankLost
 
 _PUBLISH_S = 2.0
 """From what the supervisors know to the view that all others read."""
@@ -82,7 +82,7 @@ class RunPolicy:
     """Words of Python's before the script, of a module that runs it: `-m MODULE ARGUMENT`."""
     on_error: OnError = "stop"
     """What an error of a rank's own script is to the job."""
-    telling: Telling = dataclasses.field(default_factory=Telling)
+    recording: RecordingOptions = dataclasses.field(default_factory=RecordingOptions)
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
 
 
@@ -93,11 +93,11 @@ class TolerantAgent(LocalElasticAgent):
     worst_code: ClassVar[int] = 0
     """Of all workers that ended badly: the highest exit code that is ours, else 1."""
 
-    _tenancy: Tenancy
+    _host_membership: HostMembership
     _job: TorchStore
     _supervisor: Supervisor | None = None
     _spares: Spares | None = None
-    _nursery: Nursery | None = None
+    _fork_server: ForkServer | None = None
     _reaper: Reaper | None = None
     _is_ended = False
     """By its supervisors, because of one rank."""
@@ -108,7 +108,8 @@ class TolerantAgent(LocalElasticAgent):
         handler: Any = worker_group.spec.rdzv_handler
         signed_rendezvous.sign(handler, secret=os.environ[job_store.TOKEN])
         self._refuse(worker_group)
-        # torch asks whether machines wait to come in, and would start all workers anew; ours come in by `tenancy`.
+        # torch asks whether machines wait to come in, and would start all workers anew; ours come in by
+        # `host_membership`.
         handler.num_nodes_waiting = lambda: 0
         shared = getattr(handler, "_store", None)
         if isinstance(shared, TCPStore):
@@ -124,7 +125,7 @@ class TolerantAgent(LocalElasticAgent):
             self._send_workers_to_the_store(worker_group)
         else:
             self._open(str(worker_group.master_addr), int(worker_group.master_port or 0), handler.get_run_id())
-        self._tenancy = self._found(worker_group)
+        self._host_membership = self._found(worker_group)
 
     def _arrival(self, worker_group: WorkerGroup) -> Arrival:
         return Arrival(
@@ -135,9 +136,9 @@ class TolerantAgent(LocalElasticAgent):
             said=_say,
         )
 
-    def _found(self, worker_group: WorkerGroup) -> Tenancy:
+    def _found(self, worker_group: WorkerGroup) -> HostMembership:
         first = worker_group.workers[0]
-        return tenancy.found(
+        return host_membership.found(
             self._job,
             host=int(worker_group.group_rank or 0),
             hosts=int(worker_group.group_world_size or 1),
@@ -162,9 +163,9 @@ class TolerantAgent(LocalElasticAgent):
         """Instead of another store, which torch starts on the first host and which would be lost with it."""
         worker_group.master_addr, worker_group.master_port = self._store_address
 
-    def _take_place(self, worker_group: Any, joined: Tenancy) -> None:
+    def _take_place(self, worker_group: Any, joined: HostMembership) -> None:
         """Be a host of a job that runs already: what torch's rendezvous would have said."""
-        self._tenancy, slots = joined, joined.slots
+        self._host_membership, slots = joined, joined.slots
         worker_group.store = self._corner
         worker_group.group_rank, worker_group.group_world_size = joined.host, joined.hosts
         self._send_workers_to_the_store(worker_group)
@@ -180,15 +181,15 @@ class TolerantAgent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        place = self._tenancy
-        self._telling = self.policy.telling.begin(
+        place = self._host_membership
+        self._recording = self.policy.recording.begin(
             os.environ,
             host=place.host,
-            founds=not place.tenant,
+            founds=not place.incarnation,
             agreed=lambda own: self._job.create("run of wandb", own),
             said=_say,
         )
-        os.environ.update(self._telling.told_to_workers)
+        os.environ.update(self._recording.passed_to_workers)
         self._folder = RunFolder("ntp-run-")
         self._copies = new_folder(
             keep_s=self.policy.copies_keep_s,
@@ -203,19 +204,19 @@ class TolerantAgent(LocalElasticAgent):
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
         self._reaper = Reaper("NTP_HEARTBEATS")
-        os.environ["NTP_BEAT_S"] = str(self.policy.thresholds.heart_s)
+        os.environ["NTP_HEARTBEAT_S"] = str(self.policy.thresholds.heartbeat_interval_s)
         os.environ["NTP_HUNG_S"] = str(self.policy.thresholds.hung_s)
         if place.hosts > 1:  # a whole host is missed later than one process is seen to end
             os.environ["NTP_PUBLISH_S"] = str(self.policy.thresholds.host_s + _PUBLISH_S)
-        if place.tenant:
-            os.environ["NTP_TENANT"] = str(place.tenant)
+        if place.incarnation:
+            os.environ["NTP_HOST_INCARNATION"] = str(place.incarnation)
         self._supervisor = Supervisor(
             RestoredKeys(self._job, report=self._told_restored),
             first_view(place.slots),
             self._heartbeats,
             thresholds=self.policy.thresholds,
             told=self._told,
-            told_stuck=self._told_stuck,
+            reported_hung=self._reported_hung,
             hosts=self._hosts() if place.hosts > 1 else None,
             script_errors=self._script_errors(),
             ask_s=place.hosts * ASK_S_PER_HOST,
@@ -228,16 +229,18 @@ class TolerantAgent(LocalElasticAgent):
         self._finished = False
         if worker_group.spec.entrypoint == sys.executable:  # in another Python, or a shell script, we may not be there
             worker_group.spec.args = with_hooks(worker_group.spec.args, through=self.policy.through)
-        self._nursery = Nursery(str(worker_group.spec.entrypoint)) if self.policy.fork else None
-        self._new_worker: Any = _bound_worker if self._nursery is None else self._nursery.worker
+        self._fork_server = ForkServer(str(worker_group.spec.entrypoint)) if self.policy.fork else None
+        self._new_worker: Any = _bound_worker if self._fork_server is None else self._fork_server.worker
         elastic_processes.get_subprocess_handler = self._new_worker  # type: ignore[attr-defined,assignment]
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for worker in worker_group.workers:
-            self._watch(worker.global_rank, worker.local_rank, founding_occupant(worker.global_rank, place.tenant))
+            self._watch(
+                worker.global_rank, worker.local_rank, founding_incarnation(worker.global_rank, place.incarnation)
+            )
         context: Any = self._pcontext
         self._spares = (
             Spares(context.entrypoint, context.args[0], most=self.policy.spares)
-            if self.policy.spares and self._nursery is None  # which is as good as any number of them
+            if self.policy.spares and self._fork_server is None  # which is as good as any number of them
             else None
         )
         if self._spares is not None:
@@ -249,8 +252,8 @@ class TolerantAgent(LocalElasticAgent):
         return StartedBy(
             words=(str(spec.entrypoint), *map(str, spec.args)),
             folder=Path.cwd(),
-            workers=self._tenancy.workers,
-            hosts=self._tenancy.hosts,
+            workers=self._host_membership.workers,
+            hosts=self._host_membership.hosts,
         )
 
     def _script_errors(self) -> ScriptErrors:
@@ -261,21 +264,21 @@ class TolerantAgent(LocalElasticAgent):
             self._job,
             folder,
             on_error=self.policy.on_error if self.policy.export is None else "evict",  # an export has codes of its own
-            host=self._tenancy.host,
-            hosts=self._tenancy.hosts,
+            host=self._host_membership.host,
+            hosts=self._host_membership.hosts,
             said=_say,
         )
         return self._errors
 
     def _hosts(self) -> Hosts:
-        place = self._tenancy
+        place = self._host_membership
         return Hosts(
             self._job,
             host=place.host,
-            tenant=place.tenant,
+            host_incarnation=place.incarnation,
             hosts=place.hosts,
             slots=place.slots,
-            door=Door(own_address(self._store_address)),
+            door=RefusingEndpoint(own_address(self._store_address)),
             thresholds=self.policy.thresholds,
         )
 
@@ -317,11 +320,11 @@ class TolerantAgent(LocalElasticAgent):
     def _is_done(self, codes: Sequence[int], *, store_left: bool) -> bool:
         """Workers that beat say together that the job is over; of others nothing is known but how they ended."""
         assert self._supervisor is not None, "there are workers"
-        if not self._supervisor.has_heard_beats:
+        if not self._supervisor.has_heard_heartbeats:
             return not any(codes)
-        mine = range(self._tenancy.first_slot, self._tenancy.first_slot + self._tenancy.workers)
+        mine = range(self._host_membership.first_slot, self._host_membership.first_slot + self._host_membership.workers)
         were_in = set(self._supervisor.last.slots) & set(mine)
-        well = {0} if self._nursery is None else {0, HOW_IS_NOT_KNOWN}
+        well = {0} if self._fork_server is None else {0, HOW_IS_NOT_KNOWN}
         ended_well = bool(well & set(codes))
         return (self._supervisor.view.over or store_left) and (ended_well or not were_in)
 
@@ -369,9 +372,9 @@ class TolerantAgent(LocalElasticAgent):
         super()._shutdown(*args, **options)
         if self._is_ended:
             self._errors.wait_for_other_hosts(self.policy.thresholds.host_s)
-        if self._nursery is not None:  # until here it is asked how workers have ended
-            self._nursery.close()
-            self._nursery = None
+        if self._fork_server is not None:  # until here it is asked how workers have ended
+            self._fork_server.close()
+            self._fork_server = None
         if self._reaper is not None:
             self._reaper.close()
             self._reaper = None
@@ -379,16 +382,16 @@ class TolerantAgent(LocalElasticAgent):
     def _end_supervision(self) -> None:
         if self._supervisor is None:
             return
-        stuck = time.monotonic() - self._supervisor.answered_at > self.policy.thresholds.host_s
-        self._supervisor.stop(wait=not stuck)
+        hung = time.monotonic() - self._supervisor.answered_at > self.policy.thresholds.host_s
+        self._supervisor.stop(wait=not hung)
         self._supervisor = None
         if self._spares is not None:
             self._spares.close()
-        if not stuck:
+        if not hung:
             self._heartbeats.close()
         self._folder.remove()
         self._end_copies()
-        self._telling.end()
+        self._recording.end()
 
     def _end_copies(self) -> None:
         """Where the job did not end well, they may be all that is left of its last steps."""
@@ -407,34 +410,34 @@ class TolerantAgent(LocalElasticAgent):
         handlers: dict[int, Any] = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
         return handlers
 
-    def _watch(self, slot: int, local_rank: int, occupant: str) -> None:
+    def _watch(self, slot: int, local_rank: int, incarnation: str) -> None:
         assert self._supervisor is not None, "there are workers"
         process = self._handlers()[local_rank].proc
-        self._supervisor.watch(Seat(slot=slot, occupant=occupant), process.pid, process.wait)
+        self._supervisor.watch(MemberId(slot=slot, incarnation=incarnation), process.pid, process.wait)
 
-    def _told(self, seat: Seat, verdict: RankFailure) -> None:
+    def _told(self, member_id: MemberId, verdict: RankFailure) -> None:
         """On the supervisor's thread: one line, and an end for a process that would not notice by itself."""
-        here = self._handlers().get(seat.slot - self._tenancy.first_slot)
+        here = self._handlers().get(member_id.slot - self._host_membership.first_slot)
         pid = here.proc.pid if here is not None else 0
         if verdict.kind == NOT_NEEDED:
-            _say(f"slot {seat.slot} (pid {pid}) is ended: {verdict.reason}")
+            _say(f"slot {member_id.slot} (pid {pid}) is ended: {verdict.reason}")
         else:
-            _say(f"slot {seat.slot} is lost: {verdict.reason}")
-            self._telling.tell(Gone(number=seat.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
+            _say(f"slot {member_id.slot} is lost: {verdict.reason}")
+            self._recording.tell(RankLost(number=member_id.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
         with self._lock:
-            self._lost.add(seat.slot)
+            self._lost.add(member_id.slot)
 
-    def _told_stuck(self, waiting: int) -> None:
+    def _reported_hung(self, waiting: int) -> None:
         seconds = self.policy.thresholds.hung_s
         _say(
             f"all {waiting} ranks have waited for each other for {seconds:g} s, so nobody is taken for lost: they are"
             " in operations that do not match, which end when torch's timeout does (py-spy dump --pid PID shows where)"
         )
-        self._telling.tell(Stuck(waiting=waiting, seconds=seconds))
+        self._recording.tell(Hung(waiting=waiting, seconds=seconds))
 
     def _told_restored(self, key: str, what: str) -> None:
         _say(what)
-        self._telling.tell(KeyRestored(key=key, what=what))
+        self._recording.tell(KeyRestored(key=key, what=what))
 
     def _respawn(self, worker_group: WorkerGroup) -> None:
         with self._lock:
@@ -453,7 +456,7 @@ class TolerantAgent(LocalElasticAgent):
     def _somebody_goes_on(self) -> bool:
         """Whether there is still a job that a new worker could come into."""
         assert self._supervisor is not None, "there are workers"
-        return not self._finished and bool(self._supervisor.view.seats)
+        return not self._finished and bool(self._supervisor.view.member_ids)
 
     def _reaches_all(self) -> bool:
         """Whether a new worker here could connect to the others: where not, it would only hold them up."""
@@ -464,8 +467,8 @@ class TolerantAgent(LocalElasticAgent):
 
     def _start_anew(self, slot: int, local_rank: int) -> None:
         context: Any = self._pcontext
-        occupant = f"{slot}/{self._births}@{self._tenancy.host}.{self._tenancy.tenant}"
-        environment = context.envs[local_rank] | {"NTP_OCCUPANT": occupant}
+        incarnation = f"{slot}/{self._births}@{self._host_membership.host}.{self._host_membership.incarnation}"
+        environment = context.envs[local_rank] | {"NTP_INCARNATION": incarnation}
         stdout, stderr = context.stdouts[local_rank], context.stderrs[local_rank]
         handler: Any = self._spares.take() if self._spares is not None else None
         how = "comes back in a warm spare" if handler is not None else "starts anew"
@@ -481,7 +484,7 @@ class TolerantAgent(LocalElasticAgent):
                 local_rank_id=local_rank,
             )
         context.subprocess_handlers[local_rank] = handler
-        self._watch(slot, local_rank, occupant)
+        self._watch(slot, local_rank, incarnation)
         _say(f"slot {slot} {how} (pid {handler.proc.pid})")
         if self._spares is not None:
             self._spares.fill(self.policy.respawn - self._births)

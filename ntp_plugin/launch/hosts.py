@@ -1,8 +1,8 @@
 """The hosts of a job, as each of them sees the others through the job's store.
 
     beat/N            a counter that host N raises
-    tenant/N/K        who is host N for the K-th time: a machine that takes the place of a lost one is the next tenant
-    door/N/K          where that tenant can be knocked at
+    host_incarnation/N/K        who is host N for the K-th time: a machine that takes the place of a lost one is the
+    next door/N/K          where that host_incarnation can be knocked at
     ended/N/K         all its workers have ended
     round/E/R         the R-th question of epoch E: how does everybody stand?
     standstill/E/R/N  what host N says to it
@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ntp_plugin.comm.membership import View
-from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded
-from ntp_plugin.launch.probes import Address, Door, unreachable
-from ntp_plugin.recovery.detector import Pulse, RankFailure, Standstill, Thresholds, heard, judge, stuck
+from ntp_plugin.launch.reachability import Address, RefusingEndpoint, unreachable
+from ntp_plugin.membership.failure_detector import Pulse, RankFailure, Standstill, Thresholds, heard, hung, judge
+from ntp_plugin.membership.protocol import View
+from ntp_plugin.membership.store import TorchStore
 
 WATCHED = 8
 """A rack that dies with fewer hosts than this in a row is noticed at once by the host before it."""
@@ -53,27 +53,27 @@ class Hosts:
         store: TorchStore,
         *,
         host: int,
-        tenant: int,
+        host_incarnation: int,
         hosts: int,
         slots: int,
-        door: Door,
+        door: RefusingEndpoint,
         thresholds: Thresholds,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self.host, self._tenant, self._thresholds = store, host, tenant, thresholds
+        self._store, self.host, self._host_incarnation, self._thresholds = store, host, host_incarnation, thresholds
         self._slots = {other: range(other * slots // hosts, (other + 1) * slots // hosts) for other in range(hosts)}
         self._door, self._clock = door, clock
         self._pulses: dict[int, Pulse] = {}
         self._counts: dict[int, int] = {}
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._epoch = 0
         self._rounds = 0
         self._round: _Round | None = None
         self._quiet_until = 0.0
-        self.stuck = 0
+        self.hung = 0
         """How many wait for each other, if all do: by the last question that this host has asked."""
         self._leaving = False
-        store.create(f"door/{host}/{tenant}", json.dumps(door.address))
+        store.create(f"door/{host}/{host_incarnation}", json.dumps(door.address))
 
     def close(self) -> None:
         """Nobody can knock here any more."""
@@ -82,14 +82,14 @@ class Hosts:
     # ------------------------------------------------ what the supervisor asks
 
     def tick(self, view: View, still: Standstill | None) -> list[RankFailure]:
-        """Beat, look at the others, and answer or ask; returns who is lost because of its host, or hangs."""
+        """Heartbeat, look at the others, and answer or ask; returns who is lost because of its host, or hangs."""
         now = self._clock()
-        if now - self._beat_at < self._thresholds.host_beat_s:
+        if now - self._heartbeat_at < self._thresholds.host_heartbeat_s:
             return []
-        self._beat_at = now
+        self._heartbeat_at = now
         if not self._leaving:  # else another machine may take the place
             self._store.count(f"beat/{self.host}", 1)
-            if self._store.present([f"tenant/{self.host}/{self._tenant + 1}"]):
+            if self._store.present([f"host_incarnation/{self.host}/{self._host_incarnation + 1}"]):
                 raise Excluded(f"another machine has taken the place of this one as host {self.host}")
         return self._watch(view) or self._take_part(view, still, self._clock())
 
@@ -100,8 +100,8 @@ class Hosts:
     def all_ended(self, view: View) -> bool:
         """All workers of this host have ended; whether those of all hosts in the view have."""
         self._leaving = True
-        self._store.create(f"ended/{self.host}/{self._tenant}", "yes")
-        return all(self._store.present([f"ended/{host}/{self._tenant_of(host)}"]) for host in self._in(view))
+        self._store.create(f"ended/{self.host}/{self._host_incarnation}", "yes")
+        return all(self._store.present([f"ended/{host}/{self._host_incarnation_of(host)}"]) for host in self._in(view))
 
     # ------------------------------------------------ beats
 
@@ -117,8 +117,8 @@ class Hosts:
             if count != self._counts.get(host, 0):
                 pulse = heard(pulse, now=answered_at, moved_at=answered_at)
             self._pulses[host], self._counts[host] = pulse, count
-            silence = asked_at - (pulse.beat_at or pulse.started_at)
-            limit = self._thresholds.host_s if pulse.beat_at else self._thresholds.start_s
+            silence = asked_at - (pulse.heartbeat_at or pulse.started_at)
+            limit = self._thresholds.host_s if pulse.heartbeat_at else self._thresholds.start_s
             if silence > limit:
                 reason = f"no beat of its host {host} in {silence:.1f} s (limit {limit} s)"
                 found += self._verdicts(view, host, reason)
@@ -131,7 +131,7 @@ class Hosts:
 
     def _take_part(self, view: View, still: Standstill | None, now: float) -> list[RankFailure]:
         if view.epoch != self._epoch:
-            self._epoch, self._rounds, self._round, self.stuck = view.epoch, 0, None, 0
+            self._epoch, self._rounds, self._round, self.hung = view.epoch, 0, None, 0
         if self._round is None:
             self._round = self._opened(view, still, now)
             if self._round is None:
@@ -174,23 +174,23 @@ class Hosts:
             if text is None:
                 return None
             told[host] = _standstill(json.loads(text))
-        self.stuck = stuck(told)
+        self.hung = hung(told)
         slots = {host: set(view.slots) & set(self._slots[host]) for host in told}
         return judge(told, slots, self._thresholds)
 
     # ------------------------------------------------ tenants
 
-    def _tenant_of(self, host: int) -> int:
-        tenant = 0
-        while self._store.present([f"tenant/{host}/{tenant + 1}"]):
-            tenant += 1
-        return tenant
+    def _host_incarnation_of(self, host: int) -> int:
+        host_incarnation = 0
+        while self._store.present([f"host_incarnation/{host}/{host_incarnation + 1}"]):
+            host_incarnation += 1
+        return host_incarnation
 
     def _doors(self, view: View) -> dict[int, Address]:
         return {host: self._door_of(host) for host in self._in(view) if host != self.host}
 
     def _door_of(self, host: int) -> Address:
-        address, port = json.loads(self._store.read(f"door/{host}/{self._tenant_of(host)}") or '["", 0]')
+        address, port = json.loads(self._store.read(f"door/{host}/{self._host_incarnation_of(host)}") or '["", 0]')
         return address, port
 
 

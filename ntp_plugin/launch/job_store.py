@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
-from ntp_plugin.comm.store import serve
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.torchrun_flags import most_hosts, rendezvous_configuration
+from ntp_plugin.membership.store import serve
 
 TOKEN = "NTP_TOKEN"
 _SHORTEST = 16

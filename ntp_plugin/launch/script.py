@@ -6,7 +6,7 @@
 
 Nothing is imported for it. The hooks go in when the script has imported the framework, and not at all where it never
 does; what they do is said in the script's arguments (Megatron) or in its configuration (DeepSpeed). Only the rehearsal
-on CPU has to be there before the framework (`megatron/cpu.py`).
+on CPU has to be there before the framework (`megatron/cpu_emulation.py`).
 """
 
 import importlib.util
@@ -119,9 +119,9 @@ def run(words: Sequence[str]) -> None:
 def rehearse_on_cpu() -> None:
     """As `NTP_CPU` says; a spare does it before it imports the framework."""
     if os.environ.get("NTP_CPU"):
-        from ntp_plugin.megatron import cpu  # noqa: PLC0415  (it brings torch)
+        from ntp_plugin.megatron import cpu_emulation  # noqa: PLC0415  (it brings torch)
 
-        cpu.install(cpu.wanted())
+        cpu_emulation.install(cpu_emulation.wanted())
 
 
 def _hook_megatron() -> None:

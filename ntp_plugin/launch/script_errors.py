@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ntp_plugin.comm.membership import Seat
-from ntp_plugin.comm.store import KeyStore
 from ntp_plugin.errors import NotStarted, ScriptError, StoreLost
+from ntp_plugin.membership.protocol import MemberId
+from ntp_plugin.membership.store import KeyStore
 from ntp_plugin.recovery.script_failure import OnError, ScriptFailure, ends_the_job, forget, read_code, read_failure
 
 _KEY = "script error"
@@ -50,12 +50,14 @@ class ScriptErrors:
         number."""
         forget(self._folder, pid)
 
-    def judge(self, seat: Seat, pid: int, *, is_member: bool, beside_a_loss: bool, others_are_done: bool) -> None:
+    def judge(
+        self, member_id: MemberId, pid: int, *, is_member: bool, beside_a_loss: bool, others_are_done: bool
+    ) -> None:
         """What a process that is found lost has reported; raises `ScriptError` where that ends the job."""
         failure = read_failure(self._folder, pid)
         if failure is None:
             return
-        again = self._on_error != "evict" and self._has_failed_before(failure, seat, is_member=is_member)
+        again = self._on_error != "evict" and self._has_failed_before(failure, member_id, is_member=is_member)
         if ends_the_job(
             failure,
             on_error=self._on_error,
@@ -64,11 +66,11 @@ class ScriptErrors:
             beside_a_loss=beside_a_loss,
             others_are_done=others_are_done,
         ):
-            self._said(f"slot {seat.slot} (pid {pid}) failed:\n{failure.traceback.rstrip()}")
+            self._said(f"slot {member_id.slot} (pid {pid}) failed:\n{failure.traceback.rstrip()}")
             self._end_by(
-                self._store.create(_KEY, json.dumps([_REPEATED if again else _ERROR, seat.slot, failure.in_words]))
+                self._store.create(_KEY, json.dumps([_REPEATED if again else _ERROR, member_id.slot, failure.in_words]))
             )
-        self._said(f"slot {seat.slot} failed, and is taken for lost: {failure.in_words}")
+        self._said(f"slot {member_id.slot} failed, and is taken for lost: {failure.in_words}")
 
     def refuse_to_begin(self, slot: int, reason: str) -> None:
         """End the job because a slot is lost that others, who have not begun to train, would wait for without end.
@@ -99,12 +101,12 @@ class ScriptErrors:
                     return
                 time.sleep(_POLL_S)
 
-    def _has_failed_before(self, failure: ScriptFailure, seat: Seat, *, is_member: bool) -> bool:
+    def _has_failed_before(self, failure: ScriptFailure, member_id: MemberId, *, is_member: bool) -> bool:
         """A process that never joined counts for nobody but itself: it leaves no trace."""
         if failure.by_a_fault:
             return False
         digest = hashlib.blake2b(failure.identity.encode(), digest_size=8).hexdigest()
-        key, mine = f"{_KEY}/like/{digest}", f"{seat.slot} {seat.occupant}"
+        key, mine = f"{_KEY}/like/{digest}", f"{member_id.slot} {member_id.incarnation}"
         before = self._store.create(key, mine) if is_member else self._store.read(key)
         return before not in (None, mine)
 

@@ -2,33 +2,33 @@
 
     python -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable --ntp-lost r1.s0.t3 ...
 
-What a hurt layout needs, and nothing else, is put in place of Megatron's functions when the arguments have been
+What a degraded layout needs, and nothing else, is put in place of Megatron's functions when the arguments have been
 parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were not there. The one exception has to
 be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a later run would draw other masks.
 
     __main__.py         starts a script with the flags made known
     activation.py       the flags, what they mean together, and when the hooks go in
-    cpu.py              the rehearsal mode: real Megatron on CPU (NTP_CPU=1)
-    refusals.py         what does not work in a hurt layout, and is refused at start
+    cpu_emulation.py              the rehearsal mode: real Megatron on CPU (NTP_CPU=1)
+    unsupported.py         what does not work in a degraded layout, and is refused at start
     layout.py           PURE: who is lost, which torch rank is which slot, what it holds
     groups.py           Megatron's process groups, without the lost
-    uneven_layers.py    layers of any width from unmodified classes; how each parameter is cut
-    uneven_sequence.py  sequence parallelism where the width does not divide the sequence
+    megatron/layers/uneven_layers.py    layers of any width from unmodified classes; how each parameter is cut
+    megatron/layers/uneven_sequence.py  sequence parallelism where the width does not divide the sequence
     job.py              the plan that all ranks have made alike
     stage_links.py      PURE: who sends which rows between two stages
     pipeline.py         activations between stages of different width
-    buckets.py          Megatron's buckets, reduced in lanes
-    lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
-    lane_groups.py      PURE: which process groups the lanes of a layout need
-    core_groups.py      this rank's way over core slots, in the groups that were made for it
-    lane_optimizer.py   Megatron's optimizer on the shards of lanes
-    shards.py           what the optimizer of this rank steps, and which elements of which tensors that is
-    lane_checkpoints.py what Megatron's distributed optimizer saves, of shards of lanes
+    megatron/reduction/buckets.py          Megatron's buckets, reduced in lanes
+    megatron/reduction/lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
+    megatron/reduction/lane_groups.py      PURE: which process groups the lanes of a layout need
+    megatron/reduction/core_groups.py      this rank's way over core slots, in the groups that were made for it
+    megatron/reduction/lane_optimizer.py   Megatron's optimizer on the shards of lanes
+    megatron/reduction/shards.py           what the optimizer of this rank steps, and which elements of which tensors
+    that is megatron/checkpoint/lane_checkpoints.py what Megatron's distributed optimizer saves, of shards of lanes
     batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
-    checkpoints.py      what a hurt layout saves and loads is what the nominal one does
-    dropout.py          masks that do not depend on the layout, healthy or hurt
+    megatron/checkpoint/checkpoints.py      what a degraded layout saves and loads is what the nominal one does
+    megatron/layers/dropout.py          masks that do not depend on the layout, healthy or degraded
     hooks.py            the table of all hooks, with the reason of each
-    live/               a job under `ntp run` that comes to a hurt layout, and out of it, while it runs
+    live/               a job under `ntp run` that comes to a degraded layout, and out of it, while it runs
 
 The idea. Megatron's arguments go on saying the nominal layout: TP degree, data-parallel size, padded vocabulary,
 global batch. Only three things are told the truth. The process groups are Megatron's own with the lost struck out.

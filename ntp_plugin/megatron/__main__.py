@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from ntp_plugin.errors import ConfigError, NtpError
-from ntp_plugin.megatron import activation, cpu
+from ntp_plugin.megatron import activation, cpu_emulation
 from ntp_plugin.recovery.script_failure import reported
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     try:
         if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
             raise ConfigError("no script to run was named", way_out="python -m ntp_plugin.megatron SCRIPT ARGUMENTS")
-        cpu.install(cpu.wanted())
+        cpu_emulation.install(cpu_emulation.wanted())
         activation.install()
         del sys.argv[0]
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

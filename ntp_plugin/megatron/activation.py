@@ -1,8 +1,8 @@
 """The flags, what they mean together, and when the hooks go in.
 
 Megatron's parser is given the keys of `[ntp]` as `--ntp-...` flags, and `--ntp-config FILE`. They are read when
-Megatron checks its arguments: everything that a layout depends on is known then, and nothing is built. A hurt layout,
-or exact masks, are refused or their hooks are put in place there. The check itself sees the nominal number of
+Megatron checks its arguments: everything that a layout depends on is known then, and nothing is built. A degraded
+layout, or exact masks, are refused or their hooks are put in place there. The check itself sees the nominal number of
 processes, and so do all numbers that it derives: data-parallel size, micro-batches, padded vocabulary.
 """
 
@@ -17,11 +17,11 @@ from ntp_plugin.config import schema
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
-from ntp_plugin.megatron import cpu
+from ntp_plugin.megatron import cpu_emulation
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.refusals import draws_exact_masks, refuse_live, refuse_what_does_not_work
-from ntp_plugin.recovery.place import RankContext
-from ntp_plugin.replacements import Replacement, apply_all
+from ntp_plugin.megatron.unsupported import draws_exact_masks, refuse_live, refuse_what_does_not_work
+from ntp_plugin.patching import Replacement, apply_all
+from ntp_plugin.recovery.rank_context import RankContext
 
 _PREFIX = "ntp-"
 
@@ -44,7 +44,7 @@ def enable() -> None:
         return
     sys.excepthook = in_one_line(sys.excepthook)
     _refuse_too_late()
-    cpu.install(cpu.wanted())
+    cpu_emulation.install(cpu_emulation.wanted())
     install()
     apply_all(ENDS)
     _MegatronHooks.ends = True
@@ -56,7 +56,7 @@ def _refuse_too_late() -> None:
         (dist.is_initialized(), "the process group is made"),
         (_arguments_are_parsed(), "Megatron has parsed its arguments"),
         (bool(holders := _holders_of_pretrain()), f"pretrain is imported already, by {', '.join(holders)}"),
-        (_is_no_longer_for_cpu(), f"Megatron is imported already, and {cpu.VARIABLE} is set"),
+        (_is_no_longer_for_cpu(), f"Megatron is imported already, and {cpu_emulation.VARIABLE} is set"),
     ):
         if found:
             raise Refused(
@@ -81,7 +81,11 @@ def _holders_of_pretrain() -> list[str]:
 
 
 def _is_no_longer_for_cpu() -> bool:
-    return cpu.wanted() != cpu.OFF and not cpu.is_installed() and "megatron.core" in sys.modules
+    return (
+        cpu_emulation.wanted() != cpu_emulation.OFF
+        and not cpu_emulation.is_installed()
+        and "megatron.core" in sys.modules
+    )
 
 
 def _then_end(original: Any) -> Any:
@@ -108,7 +112,7 @@ def _with_flags(original: Any) -> Any:
     @functools.wraps(original)
     def add(parser: Any) -> Any:
         parser = original(parser)
-        group = parser.add_argument_group("ntp", "replicas that are hurt (ntp_plugin)")
+        group = parser.add_argument_group("ntp", "replicas that are degraded (ntp_plugin)")
         group.add_argument("--ntp-config", metavar="FILE", help="a .toml or .json file with an [ntp] block; flags win")
         schema.add_flags(group, TrainingPolicy, prefix=_PREFIX)
         return parser

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.megatron.job import JobPlan
-from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from ntp_plugin.planning.sequence_rows import SequenceRows
 from ntp_plugin.training.samples import ReplicaSamples, places
 

@@ -6,8 +6,8 @@ those of its replicas whose slot is there. Everything that Megatron and the user
 then true of this rank's replica.
 
 The data-parallel size and rank are what they are nominally: they say who consumes which samples. What Megatron sums
-over a data-parallel group would miss the replicas whose slot is lost; the sums that matter are ours (`lane_sync.py`,
-`batch_share.py`).
+over a data-parallel group would miss the replicas whose slot is lost; the sums that matter are ours
+(`megatron/reduction/lane_sync.py`, `batch_share.py`).
 
 A pipeline group has one rank of each stage, so that it says rightly which stage this is and how many there are: it is
 this slot's column (`layout.py`). There are no embedding groups: rows that the first and the last stage share are cut

@@ -1,7 +1,7 @@
 """The table of everything of Megatron's that a job has replaced, with the reason of each.
 
-A job that begins hurt has the most of it. Masks that do not depend on the layout are in place from the start where
-they are asked for, or a run that is hurt later would not be the same. Any other job, or one without `--ntp-enable`,
+A job that begins degraded has the most of it. Masks that do not depend on the layout are in place from the start where
+they are asked for, or a run that is degraded later would not be the same. Any other job, or one without `--ntp-enable`,
 has nothing replaced. Each line is a wish to upstream as well: what it would take for the hook not to be needed stands
 in `patches/README.md`. Where a fork has applied a patch from there, its function is told what is wanted, and the hook
 does not go in.
@@ -12,19 +12,19 @@ from typing import Any
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
-from ntp_plugin.megatron.checkpoints import CheckpointHooks
-from ntp_plugin.megatron.dropout import ExactDropout, Firsts
+from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks
+from ntp_plugin.megatron.checkpoint.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.job import JobPlan
-from ntp_plugin.megatron.lane_checkpoints import in_parameter_shapes
-from ntp_plugin.megatron.lane_optimizer import LaneOptimizer
-from ntp_plugin.megatron.lane_sync import LaneSync
+from ntp_plugin.megatron.layers.dropout import ExactDropout, Firsts
+from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
+from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.pipeline import Pipeline
-from ntp_plugin.megatron.refusals import draws_exact_masks
-from ntp_plugin.megatron.uneven_layers import UnevenLayers
-from ntp_plugin.megatron.uneven_sequence import UnevenSequence
+from ntp_plugin.megatron.reduction.lane_optimizer import LaneOptimizer
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync
+from ntp_plugin.megatron.unsupported import draws_exact_masks
+from ntp_plugin.patching import Offer, Replacement
 from ntp_plugin.planning.sequence_rows import SequenceRows
-from ntp_plugin.replacements import Offer, Replacement
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"

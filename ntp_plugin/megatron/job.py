@@ -1,4 +1,4 @@
-"""What all parts of the adapter know of a job that begins hurt, and the plan that all ranks have made alike.
+"""What all parts of the adapter know of a job that begins degraded, and the plan that all ranks have made alike.
 
 An interleaved schedule takes micro-batches in groups of a fixed size. Replicas share out whole groups then: to planning
 a group is one nominal micro-batch, which is run in as many pieces.

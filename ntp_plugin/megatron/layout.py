@@ -35,7 +35,7 @@ class Layout:
     idle: frozenset[Slot] = frozenset()
 
     @property
-    def hurt(self) -> bool:
+    def degraded(self) -> bool:
         """Whether somebody trains less, or not at all."""
         return bool(self.lost)
 
@@ -66,7 +66,7 @@ class Layout:
         return self.slot in self.idle
 
     @functools.cached_property
-    def standing(self) -> SurvivingReplicas:
+    def surviving(self) -> SurvivingReplicas:
         return SurvivingReplicas(topology=self.topology, lost=self.lost | self.idle, min_tp_width=1)
 
     @property
@@ -77,7 +77,7 @@ class Layout:
     @property
     def pattern(self) -> Pattern:
         """What this rank's group has lost."""
-        return self.standing.pattern(self.slot.replica, self.slot.stage)
+        return self.surviving.pattern(self.slot.replica, self.slot.stage)
 
     @property
     def survivors(self) -> list[int]:
@@ -90,7 +90,7 @@ class Layout:
         return len(self.survivors)
 
     @property
-    def speaks(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """Whether this slot speaks for its group in sums to which all of its slots would add the same."""
         return self.slot.tp == self.survivors[0]
 
@@ -120,7 +120,7 @@ class Layout:
         return tuple(self._in_column(Slot(replica=replica, stage=stage, tp=tp)) for stage in range(self.topology.pp))
 
     def _in_column(self, slot: Slot) -> Slot:
-        pattern = self.standing.pattern(slot.replica, slot.stage)
+        pattern = self.surviving.pattern(slot.replica, slot.stage)
         if slot.tp not in pattern:
             return slot
         survivors = [tp for tp in range(self.topology.tp) if tp not in pattern]
@@ -168,7 +168,7 @@ def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: i
 
 
 def _refuse_gone(layout: Layout) -> None:
-    for (replica, stage), pattern in layout.standing.patterns.items():
+    for (replica, stage), pattern in layout.surviving.patterns.items():
         if len(pattern) == layout.topology.tp:
             raise Refused(
                 f"replica {replica} has no slot in stage {stage}",

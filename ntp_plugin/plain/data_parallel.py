@@ -1,6 +1,6 @@
 """A model and an optimizer that survive the death of ranks; the step is that of `voted_step.py`.
 
-All ranks hold the same state. A newcomer gets it from the first veteran, and after every recovery a digest of it is
+All ranks hold the same state. A joining rank gets it from the first veteran, and after every recovery a digest of it is
 compared before anybody trains on.
 """
 
@@ -10,15 +10,15 @@ import io
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.comm.agreement import Agreed
-from ntp_plugin.comm.membership import Report
-from ntp_plugin.comm.process_groups import ElasticGroups
-from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.errors import StateLost
+from ntp_plugin.groups.process_groups import ElasticGroups
+from ntp_plugin.membership.agreement import Agreed
+from ntp_plugin.membership.protocol import Report
 from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
 from ntp_plugin.planning.batch_split import NominalBatch, even_shares
-from ntp_plugin.recovery.replica_watch import HeldAlike
-from ntp_plugin.training.rebuilding import WEIGHT
+from ntp_plugin.recovery.replica_comparison import ReplicatedState
+from ntp_plugin.resharding.rebuild import WEIGHT
 
 _EVEN = 1_000_000
 """Before anything is measured every rank is taken for equally fast."""
@@ -37,7 +37,7 @@ class DataParallel(VotedStep):
         ranks: int,
         per_rank: int,
         micro_batch: int = 1,
-        newcomer: bool = False,
+        joiner: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -46,7 +46,7 @@ class DataParallel(VotedStep):
             groups=groups,
             micro_batches=ranks * per_rank,
             micro_batch=micro_batch,
-            newcomer=newcomer,
+            joiner=joiner,
         )
         self._batch = NominalBatch(
             replicas=ranks, per_replica=per_rank, micro_batch=micro_batch, stages=1, healthy_ns=_EVEN
@@ -81,21 +81,21 @@ class DataParallel(VotedStep):
 
     def report(self) -> Report:
         """An update is made in place, so there is no way back."""
-        return Report(applied=self.applied, oldest=self.applied, prepared=self._prepared, newcomer=self._newcomer)
+        return Report(applied=self.applied, oldest=self.applied, prepared=self._prepared, joiner=self._joiner)
 
     def plan(self, agreed: Agreed) -> str:
         """All that is to be decided is who computes what, which follows from the members."""
         return hashlib.blake2b(repr((agreed.view, agreed.decision)).encode(), digest_size=16).hexdigest()
 
-    def stand_on(self, agreed: Agreed) -> None:
-        """Roll forward, hand the state to newcomers, and compare it."""
+    def resume_from(self, agreed: Agreed) -> None:
+        """Roll forward, hand the state to joining ranks, and compare it."""
         if self._groups.slot in agreed.decision.roll_forward:
             self._apply()
         self._members, self._prepared = agreed.view.slots, False
-        veterans = [slot for slot, report in agreed.reports.items() if not report.newcomer]
+        veterans = [slot for slot, report in agreed.reports.items() if not report.joiner]
         if len(veterans) < len(agreed.reports):
             self._hand_over(self._groups.rank_of(min(veterans)))
-        self.applied, self._newcomer = agreed.decision.step, False
+        self.applied, self._joiner = agreed.decision.step, False
         self._compare_state()
 
     def _hand_over(self, giver: int) -> None:
@@ -104,7 +104,7 @@ class DataParallel(VotedStep):
         if dist.get_rank() == giver:
             torch.save((self.model.state_dict(), self.optimizer.state_dict()), state[0])
         dist.broadcast_object_list(state, src=giver)
-        if self._newcomer:
+        if self._joiner:
             state[0].seek(0)
             model, optimizer = torch.load(state[0], weights_only=True)
             self.model.load_state_dict(model)
@@ -121,7 +121,7 @@ class DataParallel(VotedStep):
                 way_out="restart from the last checkpoint",
             )
 
-    def held_alike(self) -> HeldAlike:
+    def replicated_state(self) -> ReplicatedState:
         """Every parameter and what the optimizer keeps in its shape, of which each rank has all."""
         of = f"r{self._groups.slot}"
         for name, parameter in self.model.named_parameters():

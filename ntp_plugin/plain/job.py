@@ -34,9 +34,9 @@ from ntp_plugin.plain.tensor_parallel import TensorParallel
 from ntp_plugin.plain.voted_step import LossOfSamples, Samples
 from ntp_plugin.recovery import same_settings
 from ntp_plugin.recovery.driver import Driver
-from ntp_plugin.recovery.place import RankContext
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.replica_watch import ReplicaWatch
+from ntp_plugin.recovery.elastic_rank import ElasticRank
+from ntp_plugin.recovery.rank_context import RankContext
+from ntp_plugin.recovery.replica_comparison import ReplicaWatch
 from ntp_plugin.telemetry import Teller
 
 
@@ -152,7 +152,7 @@ def elastic_job(
             ranks=rank.place.slots,
             per_rank=per_rank,
             micro_batch=micro_batch,
-            newcomer=rank.place.joining,
+            joiner=rank.place.joining,
         )
 
     settings = {"per_rank": per_rank, "micro_batch": micro_batch}
@@ -231,7 +231,7 @@ def tensor_parallel_job(
             per_replica=per_replica,
             micro_batch=micro_batch,
             min_width=min_width,
-            newcomer=rank.place.joining,
+            joiner=rank.place.joining,
         )
 
     settings = {"tp": tp, "per_replica": per_replica, "micro_batch": micro_batch, "min_width": min_width}
@@ -276,7 +276,7 @@ def _watch(
         policy,
         topology,
         rank=rank,
-        held_alike=trainer.held_alike,
+        replicated_state=trainer.replicated_state,
         distrust=lambda _: None,  # no copies are made
         teller=Teller(None, str(topology.slot_of(rank.place.slot))),
     )

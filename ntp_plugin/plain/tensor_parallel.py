@@ -6,9 +6,9 @@ gets fewer micro-batches, by its width. A replica without slots is dropped, and 
 back gets exactly its own again. All of it is decided by `planning/`, from the reports of the members alone.
 
 The step is that of `voted_step.py`: cut parameters are summed lane by lane, replicated ones over all
-(`training/gradient_lanes.py`). Every slot of a replica computes the same samples, and one of them counts their losses.
+(`reduction/gradient_lanes.py`). Every slot of a replica computes the same samples, and one of them counts their losses.
 
-The walk can be interrupted anywhere: see `training/relayout.py` for what holds the state together then.
+The recovery can be interrupted anywhere: see `resharding/reshard.py` for what holds the state together then.
 """
 
 import math
@@ -17,23 +17,23 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.comm.agreement import Agreed
-from ntp_plugin.comm.membership import Report
-from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Policy, State
-from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.errors import Refused
+from ntp_plugin.groups.process_groups import ElasticGroups
+from ntp_plugin.membership.agreement import Agreed
+from ntp_plugin.membership.protocol import Report
 from ntp_plugin.plain.parallel_layers import TensorParallelGroup, describe
 from ntp_plugin.plain.voted_step import LossOfSamples, VotedStep, samples_of
 from ntp_plugin.planning.recovery_plan import Nominal
 from ntp_plugin.planning.topology import Topology
-from ntp_plugin.recovery.replica_watch import HeldAlike
-from ntp_plugin.training.cuts import global_ranges, local_shape
-from ntp_plugin.training.direct_lanes import DirectLanes, speaks
-from ntp_plugin.training.gradient_lanes import GradientLane, GradientLanes
-from ntp_plugin.training.relayout import relayout
-from ntp_plugin.training.relayout_plan import HeldVersions, plan_relayout
-from ntp_plugin.training.sharded_state import ShardedState
+from ntp_plugin.recovery.replica_comparison import ReplicatedState
+from ntp_plugin.reduction.direct_lanes import DirectLanes, is_replica_leader
+from ntp_plugin.reduction.gradient_lanes import GradientLane, GradientLanes
+from ntp_plugin.resharding.cuts import global_ranges, local_shape
+from ntp_plugin.resharding.reshard import relayout
+from ntp_plugin.resharding.reshard_plan import AvailableVersions, plan_relayout
+from ntp_plugin.resharding.sharded_state import ShardedState
 
 
 class TensorParallel(VotedStep):
@@ -51,7 +51,7 @@ class TensorParallel(VotedStep):
         per_replica: int,
         micro_batch: int = 1,
         min_width: int = 1,
-        newcomer: bool = False,
+        joiner: bool = False,
     ) -> None:
         """`per_replica` micro-batches are what every replica computes while nobody is lost."""
         super().__init__(
@@ -61,7 +61,7 @@ class TensorParallel(VotedStep):
             groups=groups,
             micro_batches=ranks // within.degree * per_replica,
             micro_batch=micro_batch,
-            newcomer=newcomer,
+            joiner=joiner,
         )
         self._within = within
         parameters = dict(model.named_parameters())
@@ -74,15 +74,15 @@ class TensorParallel(VotedStep):
             min_width=min_width,
         )
         self.slot = self._nominal.topology.slot_of(groups.slot)
-        self.state = ShardedState(parameters, optimizer, newcomer=newcomer)
+        self.state = ShardedState(parameters, optimizer, joiner=joiner)
         self.state.refuse_what_cannot_be_cut()
         (self._plan,) = plan_relayout(self._nominal, {rank: self._founding() for rank in range(ranks)}, 0)
         self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
         self._lanes: list[GradientLane] = []
         self._lanes_of = -1
 
-    def _founding(self) -> HeldVersions:
-        return HeldVersions(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})
+    def _founding(self) -> AvailableVersions:
+        return AvailableVersions(versions=(0,) * len(self.state.parameters), built=(), lost={0: ()})
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ class TensorParallel(VotedStep):
     @property
     def counts(self) -> bool:
         """Whether this slot speaks for its replica in sums to which all of its slots would add the same."""
-        return speaks(self._plan, self.slot)
+        return is_replica_leader(self._plan, self.slot)
 
     def _reduce(self, total: torch.Tensor) -> float:
         gradients = {}
@@ -149,7 +149,7 @@ class TensorParallel(VotedStep):
         self._lanes, self._within.handle = made.gradients, made.within
         self._lanes_of = self._groups.epoch
 
-    def held_alike(self) -> HeldAlike:
+    def replicated_state(self) -> ReplicatedState:
         """What every replica has. What is not cut is compared with the same slot's in other replicas."""
         training = self.slot in self._plan.training
         for move in self._plan.moves if training else ():
@@ -173,22 +173,22 @@ class TensorParallel(VotedStep):
         """An update is made in place, so there is no way back."""
         held = self.state.held(self._lost).encode()
         return Report(
-            applied=self.applied, oldest=self.applied, prepared=self._prepared, newcomer=self._newcomer, held=held
+            applied=self.applied, oldest=self.applied, prepared=self._prepared, joiner=self._joiner, held=held
         )
 
     def plan(self, agreed: Agreed) -> str:
         """Who holds what, computes what and sends what, from what everybody reported."""
-        held = {rank: HeldVersions.decode(report.held) for rank, report in agreed.reports.items()}
+        held = {rank: AvailableVersions.decode(report.held) for rank, report in agreed.reports.items()}
         (self._next,) = plan_relayout(self._nominal, held, agreed.view.epoch)
         return self._next.digest
 
-    def stand_on(self, agreed: Agreed) -> None:
+    def resume_from(self, agreed: Agreed) -> None:
         """Roll forward, move what changes hands, and compare everything."""
         if self._groups.slot in agreed.decision.roll_forward:
             self._apply()
         self._prepared, self._plan, self._lost = False, self._next, self._next.lost
         relayout([self._plan], self.state, self._groups, step=agreed.decision.step)
-        self.applied, self._newcomer = agreed.decision.step, False
+        self.applied, self._joiner = agreed.decision.step, False
 
 
 def _nominal(

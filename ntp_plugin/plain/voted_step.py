@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.comm.process_groups import ElasticGroups
+from ntp_plugin.groups.process_groups import ElasticGroups
 from ntp_plugin.planning.batch_split import Share
-from ntp_plugin.recovery.replica_watch import HeldAlike
+from ntp_plugin.recovery.replica_comparison import ReplicatedState
 
 type Samples = Sequence[int]
 type LossOfSamples = Callable[[int, Samples], torch.Tensor]
@@ -33,7 +33,7 @@ class VotedStep(abc.ABC):
         groups: ElasticGroups,
         micro_batches: int,
         micro_batch: int,
-        newcomer: bool,
+        joiner: bool,
     ) -> None:
         self.model, self.optimizer, self._loss_of = model, optimizer, loss_of
         self._groups = groups
@@ -41,7 +41,7 @@ class VotedStep(abc.ABC):
         self.applied = 0
         self.not_finite: Callable[[], None] = _nothing
         """Called by all ranks together where the loss of a step is not finite, before anything is applied."""
-        self._prepared, self._newcomer = False, newcomer
+        self._prepared, self._joiner = False, joiner
         self.loss = math.nan
         """The mean loss of the newest step whose gradients this rank has reduced."""
 
@@ -60,7 +60,7 @@ class VotedStep(abc.ABC):
         """The samples of a step that this rank computes, by their numbers in the global batch."""
 
     @abc.abstractmethod
-    def held_alike(self) -> HeldAlike:
+    def replicated_state(self) -> ReplicatedState:
         """What every replica has, with this rank's part of it."""
 
     @abc.abstractmethod

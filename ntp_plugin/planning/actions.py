@@ -1,6 +1,6 @@
 """What to do about a loss: the choice, and the whole table that it was chosen from.
 
-    reduce tp        the hurt replica goes on narrower
+    reduce tp        the degraded replica goes on narrower
     drop replica     it does not go on; its batch goes to the others
     swap a spare in  a spare that is ready takes the place of what is lost
     wait for a spare the job stands still until one is ready
@@ -201,14 +201,14 @@ def _refusal(action: str, forecast: Forecast | None, situation: Situation, polic
 
 
 def _too_narrow(situation: Situation, policy: ActionPolicy) -> str:
-    standing = SurvivingReplicas(topology=situation.topology, lost=situation.lost, min_tp_width=policy.min_tp_width)
-    hurt = {slot.replica for slot in situation.lost}
-    return f"narrower than min_tp_width = {policy.min_tp_width}" if standing.dropped >= hurt else ""
+    surviving = SurvivingReplicas(topology=situation.topology, lost=situation.lost, min_tp_width=policy.min_tp_width)
+    degraded = {slot.replica for slot in situation.lost}
+    return f"narrower than min_tp_width = {policy.min_tp_width}" if surviving.dropped >= degraded else ""
 
 
 def _none_left(situation: Situation, _policy: ActionPolicy) -> str:
-    hurt = {slot.replica for slot in situation.lost}
-    return "" if len(hurt) < situation.topology.dp else "no replica would be left"
+    degraded = {slot.replica for slot in situation.lost}
+    return "" if len(degraded) < situation.topology.dp else "no replica would be left"
 
 
 def _none_ready(situation: Situation, _policy: ActionPolicy) -> str:

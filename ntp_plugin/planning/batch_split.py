@@ -12,7 +12,7 @@ exceeds it is dealt to the others. Modes:
              whole layout's; what is left out is queued again
     carry    as trim, but what was left out is owed: at most epsilon at any time. It is repaid where there is room,
              and all of it in one longer step once leaving out (what still may be) no longer shortens the step
-    shrink   no replica takes more than nominal, and a hurt one only what it can do in a healthy replica's time
+    shrink   no replica takes more than nominal, and a degraded one only what it can do in a healthy replica's time
 
 A replica whose micro-batches must be smaller (memory) runs each nominal one in `pieces`. A replica may get zero
 micro-batches; it still joins every collective.

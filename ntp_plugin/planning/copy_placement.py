@@ -80,7 +80,7 @@ def place_copies(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, 
     return placement
 
 
-def keepers(topology: Topology, hosts: Iterable[int], slot: Slot, present: Collection[Slot]) -> list[Slot]:
+def parity_hosts(topology: Topology, hosts: Iterable[int], slot: Slot, present: Collection[Slot]) -> list[Slot]:
     """The slots that keep what these hosts have of a slot's shards: on each the one in its place, if it is present,
     else the next one there."""
     found = []

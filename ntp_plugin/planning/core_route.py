@@ -28,11 +28,11 @@ class Hop:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Seating:
+class CoreAssignment:
     """Where the cores stand in the groups of one pattern (`seats[c]` is a TP slot), and what must hop to them."""
 
     pattern: Pattern
-    seats: tuple[int, ...]
+    tp_slots: tuple[int, ...]
     hops: tuple[Hop, ...]
 
 
@@ -43,27 +43,27 @@ class CoreRoute:
     stage: int
     reference: Pattern
     cores: tuple[tuple[tuple[str, Spans], ...], ...]
-    seatings: tuple[Seating, ...]
+    assignments: tuple[CoreAssignment, ...]
 
-    def seating(self, pattern: Pattern) -> Seating:
+    def assignment(self, pattern: Pattern) -> CoreAssignment:
         """Of the groups with this pattern."""
-        return next(seating for seating in self.seatings if seating.pattern == pattern)
+        return next(assignment for assignment in self.assignments if assignment.pattern == pattern)
 
-    def members(self, core: int, standing: SurvivingReplicas) -> list[Slot]:
+    def members(self, core: int, surviving: SurvivingReplicas) -> list[Slot]:
         """The slots that are core number `core`, one for each replica that goes on, ascending."""
         return [
             Slot(
                 replica=replica,
                 stage=self.stage,
-                tp=self.seating(standing.pattern(replica, self.stage)).seats[core],
+                tp=self.assignment(surviving.pattern(replica, self.stage)).tp_slots[core],
             )
-            for replica in standing.replicas
+            for replica in surviving.replicas
         ]
 
 
-def plan_core_route(standing: SurvivingReplicas, units: StageUnits, stage: int) -> CoreRoute:
+def plan_core_route(surviving: SurvivingReplicas, units: StageUnits, stage: int) -> CoreRoute:
     """Cores as the narrowest group of the stage holds its units; the first such pattern where several are."""
-    tp, patterns = standing.topology.tp, stage_patterns(standing, stage)
+    tp, patterns = surviving.topology.tp, stage_patterns(surviving, stage)
     reference = min(patterns, key=lambda pattern: (-len(pattern), pattern))
     home = [slot for slot in range(tp) if slot not in reference]
     layouts = {family.name: lay_out(family, tp, reference) for family in units.families}
@@ -71,22 +71,22 @@ def plan_core_route(standing: SurvivingReplicas, units: StageUnits, stage: int) 
         stage=stage,
         reference=reference,
         cores=tuple(tuple((name, layout.holdings[slot]) for name, layout in layouts.items()) for slot in home),
-        seatings=tuple(_seat_cores(pattern, reference, home, units, tp) for pattern in patterns),
+        assignments=tuple(_assign_cores(pattern, reference, home, units, tp) for pattern in patterns),
     )
 
 
-def _seat_cores(pattern: Pattern, reference: Pattern, home: list[int], units: StageUnits, tp: int) -> Seating:
+def _assign_cores(pattern: Pattern, reference: Pattern, home: list[int], units: StageUnits, tp: int) -> CoreAssignment:
     """A core keeps its slot number where that slot lives; the others take the free living slots in order."""
     free = [slot for slot in range(tp) if slot not in pattern and slot not in home]
-    seats = tuple(slot if slot not in pattern else free.pop(0) for slot in home)
-    seat_of = dict(zip(home, seats, strict=True))
+    tp_slots = tuple(slot if slot not in pattern else free.pop(0) for slot in home)
+    slot_of_core = dict(zip(home, tp_slots, strict=True))
     moving: defaultdict[tuple[int, int, str], list[sp.Span]] = defaultdict(list)
     for family in units.families:
         for span, (holder, core) in overlay([lay_out(family, tp, pattern), lay_out(family, tp, reference)]):
-            if holder != seat_of[core]:
-                moving[holder, seat_of[core], family.name].append(span)
+            if holder != slot_of_core[core]:
+                moving[holder, slot_of_core[core], family.name].append(span)
     hops = tuple(
         Hop(source=source, target=target, family=family, units=sp.joined(spans))
         for (source, target, family), spans in sorted(moving.items())
     )
-    return Seating(pattern=pattern, seats=seats, hops=hops)
+    return CoreAssignment(pattern=pattern, tp_slots=tp_slots, hops=hops)

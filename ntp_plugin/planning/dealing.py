@@ -3,7 +3,7 @@
 Holders stand in a ring: the slots of a group, the replicas of a lane. Each holds some numbers: units, optimizer
 elements, samples. Each survivor keeps what it holds, as far as its room goes. What is left without a holder is cut
 into even runs, one for each of the other places in the ring from the next one on, and a run that finds its place
-lost or full walks on round the ring until it finds room.
+lost or full recoveries on round the ring until it finds room.
 
 So a single loss spreads evenly and in runs as long as possible; a second loss leaves nearly all of the first deal
 in place, whatever the order of the two; and nothing but who is lost decides, so that every survivor computes the
@@ -42,11 +42,11 @@ def deal(held: Sequence[Spans], *, room: Mapping[int, int], extra: int = 0) -> D
         if orphaned:
             orphans.append((holder, orphaned))
     walking = [
-        (place, table.seat(place, run))
+        (place, table.tp_slot(place, run))
         for holder, orphaned in orphans
         for place, run in _around(holder, orphaned, len(held))
     ]
-    left = [table.walk(place, run, len(held)) for place, run in walking]
+    left = [table.recovery(place, run, len(held)) for place, run in walking]
     return Deal(
         kept=kept,
         dealt={holder: sp.union(*runs) for holder, runs in table.dealt.items()},
@@ -77,19 +77,19 @@ class _Table:
         self._total -= taken
         return taken
 
-    def seat(self, place: int, run: Spans) -> Spans:
+    def tp_slot(self, place: int, run: Spans) -> Spans:
         """Deal the run to the holder at a place; returns what found no room there."""
         seated, rest = sp.split_at(run, self.admit(place, sp.size(run)))
         if seated:
             self.dealt[place].append(seated)
         return rest
 
-    def walk(self, place: int, run: Spans, ring: int) -> Spans:
+    def recovery(self, place: int, run: Spans, ring: int) -> Spans:
         """Deal the run to the holders after a place, as each has room; returns what found none anywhere."""
         for step in range(1, ring):
             if not run or not self._total:
                 break
-            run = self.seat((place + step) % ring, run)
+            run = self.tp_slot((place + step) % ring, run)
         return run
 
 

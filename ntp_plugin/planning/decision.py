@@ -1,12 +1,12 @@
 """What a job that runs does about a loss: the chooser of `actions.py`, told what such a job can do.
 
-It can go on narrower, go on without the replicas that are hurt, or end, to be started again whole. It never stands
+It can go on narrower, go on without the replicas that are degraded, or end, to be started again whole. It never stands
 still for a spare: one that is on its way comes in by itself when it is there, and who goes on meanwhile loses nothing
 by it. A restart is offered where the user has said how long it takes; then it is worth it where what is left is slow
 enough, and long enough so.
 
 Steps are told as parts of a whole job's step, by the plan, so that all survivors choose alike. That narrower replicas
-are forbidden is no choice of the moment: whoever is hurt stands idle then, from the first loss on.
+are forbidden is no choice of the moment: whoever is degraded stands idle then, from the first loss on.
 """
 
 import dataclasses

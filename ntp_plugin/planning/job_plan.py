@@ -35,7 +35,7 @@ def plan(job: Job) -> RecoveryPlan:
         ...         lose=("r1.s0.t2",),
         ...     )
         ... )
-        >>> found.hurt, found.dropped
+        >>> found.degraded, found.dropped
         ((1,), ())
         >>> found.batch.computed, found.batch.total
         (64, 64)

@@ -30,11 +30,12 @@ class Lane:
     detours: tuple[tuple[int, int], ...]
     units: UnitsByFamily
 
-    def members(self, standing: SurvivingReplicas) -> list[Slot]:
+    def members(self, surviving: SurvivingReplicas) -> list[Slot]:
         """One slot for each replica that goes on, ascending."""
         elsewhere = dict(self.detours)
         return [
-            Slot(replica=replica, stage=self.stage, tp=elsewhere.get(replica, self.tp)) for replica in standing.replicas
+            Slot(replica=replica, stage=self.stage, tp=elsewhere.get(replica, self.tp))
+            for replica in surviving.replicas
         ]
 
 
@@ -56,16 +57,16 @@ class StageLanes:
         return result
 
 
-def stage_patterns(standing: SurvivingReplicas, stage: int) -> tuple[Pattern, ...]:
+def stage_patterns(surviving: SurvivingReplicas, stage: int) -> tuple[Pattern, ...]:
     """The patterns of the stage among replicas that go on, whole first; never empty."""
-    hurt = standing.patterns_of_stage(stage)
-    any_whole = sum(len(replicas) for replicas in hurt.values()) < len(standing.replicas)
-    return ((WHOLE,) if any_whole else ()) + tuple(hurt)
+    degraded = surviving.patterns_of_stage(stage)
+    any_whole = sum(len(replicas) for replicas in degraded.values()) < len(surviving.replicas)
+    return ((WHOLE,) if any_whole else ()) + tuple(degraded)
 
 
-def plan_lanes(standing: SurvivingReplicas, units: StageUnits, stage: int) -> StageLanes:
+def plan_lanes(surviving: SurvivingReplicas, units: StageUnits, stage: int) -> StageLanes:
     """The lanes of one stage."""
-    tp, patterns, hurt = standing.topology.tp, stage_patterns(standing, stage), standing.patterns_of_stage(stage)
+    tp, patterns, degraded = surviving.topology.tp, stage_patterns(surviving, stage), surviving.patterns_of_stage(stage)
     found: defaultdict[tuple[int, ...], dict[str, list[sp.Span]]] = defaultdict(dict)
     for family in units.families:
         for span, owners in overlay([lay_out(family, tp, pattern) for pattern in patterns]):
@@ -74,7 +75,7 @@ def plan_lanes(standing: SurvivingReplicas, units: StageUnits, stage: int) -> St
         Lane(
             stage=stage,
             tp=owners[0],
-            detours=_detours(owners, patterns, hurt),
+            detours=_detours(owners, patterns, degraded),
             units=tuple((name, sp.joined(spans)) for name, spans in found[owners].items()),
         )
         for owners in sorted(found)
@@ -83,7 +84,7 @@ def plan_lanes(standing: SurvivingReplicas, units: StageUnits, stage: int) -> St
 
 
 def plan_shared_lanes(
-    standing: SurvivingReplicas, units: ModelUnits, family: str
+    surviving: SurvivingReplicas, units: ModelUnits, family: str
 ) -> list[tuple[tuple[Slot, ...], Spans]]:
     """The lanes of a family that several stages have the same values of: one owner in each replica and stage.
 
@@ -92,9 +93,11 @@ def plan_shared_lanes(
     found = [(stage, part) for stage, said in enumerate(units.stages) for part in said.families if part.name == family]
     if len(found) < 2:
         return []
-    groups = [(replica, stage, part) for stage, part in found for replica in standing.replicas]
+    groups = [(replica, stage, part) for stage, part in found for replica in surviving.replicas]
     lanes: defaultdict[tuple[Slot, ...], list[sp.Span]] = defaultdict(list)
-    layouts = [lay_out(part, standing.topology.tp, standing.pattern(replica, stage)) for replica, stage, part in groups]
+    layouts = [
+        lay_out(part, surviving.topology.tp, surviving.pattern(replica, stage)) for replica, stage, part in groups
+    ]
     for span, owners in overlay(layouts):
         members = (Slot(replica=r, stage=stage, tp=tp) for (r, stage, _), tp in zip(groups, owners, strict=True))
         lanes[tuple(members)].append(span)
@@ -102,14 +105,14 @@ def plan_shared_lanes(
 
 
 def _detours(
-    owners: tuple[int, ...], patterns: Sequence[Pattern], hurt: Mapping[Pattern, tuple[int, ...]]
+    owners: tuple[int, ...], patterns: Sequence[Pattern], degraded: Mapping[Pattern, tuple[int, ...]]
 ) -> tuple[tuple[int, int], ...]:
     return tuple(
         sorted(
             (replica, owner)
             for owner, pattern in zip(owners, patterns, strict=True)
             if owner != owners[0]
-            for replica in hurt[pattern]
+            for replica in degraded[pattern]
         )
     )
 

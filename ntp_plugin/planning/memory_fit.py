@@ -155,7 +155,7 @@ def fit(
 
 def fit_groups(
     training: Training,
-    standing: SurvivingReplicas,
+    surviving: SurvivingReplicas,
     *,
     limit: float,
     min_tp_width: int = 1,
@@ -166,22 +166,22 @@ def fit_groups(
     Whole groups are affected too: a sharded optimizer has fewer sharers once a replica is dropped.
     """
     found: dict[tuple[int, Pattern], Rung] = {}
-    for stage in range(standing.topology.pp):
-        hurt = standing.patterns_of_stage(stage)
-        for pattern in (WHOLE, *hurt):
+    for stage in range(surviving.topology.pp):
+        degraded = surviving.patterns_of_stage(stage)
+        for pattern in (WHOLE, *degraded):
             tried = fit(
                 training,
                 stage,
-                standing.topology.tp,
+                surviving.topology.tp,
                 pattern,
                 limit=limit,
-                replicas=len(standing.replicas),
-                packing=bool(hurt),
+                replicas=len(surviving.replicas),
+                packing=bool(degraded),
                 min_tp_width=min_tp_width,
                 rungs=rungs,
             )
             if tried[-1].bytes > limit:
-                raise Refused(_why(stage, standing.topology.tp, pattern, tried, limit), way_out=_WAY_OUT)
+                raise Refused(_why(stage, surviving.topology.tp, pattern, tried, limit), way_out=_WAY_OUT)
             found[stage, pattern] = tried[-1]
     return found
 

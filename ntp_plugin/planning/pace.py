@@ -25,5 +25,5 @@ def stage_work(units: StageUnits, tp: int, pattern: Pattern) -> int:
 def micro_batch_ns(units: ModelUnits, tp: int, patterns: tuple[Pattern, ...], healthy_ns: int = HEALTHY_NS) -> int:
     """The time of one micro-batch in a replica whose stages have these patterns, against a whole replica's."""
     whole = max(stage_work(stage, tp, WHOLE) for stage in units.stages)
-    hurt = max(stage_work(stage, tp, pattern) for stage, pattern in zip(units.stages, patterns, strict=True))
-    return round(Fraction(hurt, whole) * healthy_ns)
+    degraded = max(stage_work(stage, tp, pattern) for stage, pattern in zip(units.stages, patterns, strict=True))
+    return round(Fraction(degraded, whole) * healthy_ns)

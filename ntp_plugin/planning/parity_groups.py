@@ -6,12 +6,13 @@ with it, a group has lost one member, which the others and the parity give back,
 
 Nominally. The slots that have the same place on hosts of the same place in their domain form a ring over the domains.
 The ring of place q is cut into groups of g from domain q on, and the host after a group keeps its parity; for the last
-group, which may be smaller, that is the first of the ring. So the keepers rotate from place to place, and each host
-keeps as many parities as any other, give or take one in each turn.
+group, which may be smaller, that is the first of the ring. So the parity hosts rotate from place to place, and each
+host keeps as many parities as any other, give or take one in each turn.
 
-After losses. Members stay together; one whose host is lost leaves its group. A parity whose keeper is lost is dealt to
-the host outside of its members' domains that has been dealt the fewest, of equals to the next round the ring. Where all
-hosts that are left are in the members' domains the last of them form a group of their own, kept by one of the first.
+After losses. Members stay together; one whose host is lost leaves its group. A parity whose parity host is lost is
+dealt to the host outside of its members' domains that has been dealt the fewest, of equals to the next round the ring.
+Where all hosts that are left are in the members' domains the last of them form a group of their own, kept by one of
+the first.
 
 Only what differs from the nominal rule is written down, so the work grows with the losses alone.
 """
@@ -31,11 +32,11 @@ class ParityGroup:
     """Slots that share a parity, and the host that keeps it."""
 
     members: tuple[Slot, ...]
-    keeper: int
+    parity_host: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Turn:
+class ParityTurn:
     """A nominal group: the `number`th of the ring of this place on a host and place of a host in its domain."""
 
     place: int
@@ -51,7 +52,7 @@ class ParityGroups:
     reach: int
     sharers: int
     lost: frozenset[int]
-    resettled: Mapping[Turn, tuple[ParityGroup, ...]]
+    resettled: Mapping[ParityTurn, tuple[ParityGroup, ...]]
 
     @property
     def domains(self) -> int:
@@ -62,12 +63,12 @@ class ParityGroups:
         node = self.topology.node_of(slot)
         place = self.topology.rank_of(slot) % self.topology.gpus_per_node
         number = (node // self.reach - place) % self.domains // self.sharers
-        turn = Turn(place=place, host=node % self.reach, number=number)
+        turn = ParityTurn(place=place, host=node % self.reach, number=number)
         if turn in self.resettled:
             return next((group for group in self.resettled[turn] if slot in group.members), None)
-        return ParityGroup(members=tuple(self.members(turn)), keeper=self.keeper(turn))
+        return ParityGroup(members=tuple(self.members(turn)), parity_host=self.parity_host(turn))
 
-    def members(self, turn: Turn) -> Iterator[Slot]:
+    def members(self, turn: ParityTurn) -> Iterator[Slot]:
         """Those whose hosts are left."""
         for step in range(turn.number * self.sharers, min((turn.number + 1) * self.sharers, self.domains)):
             node = (turn.place + step) % self.domains * self.reach + turn.host
@@ -75,7 +76,7 @@ class ParityGroups:
             if node < self.topology.nodes and rank < self.topology.size and node not in self.lost:
                 yield self.topology.slot_of(rank)
 
-    def keeper(self, turn: Turn) -> int:
+    def parity_host(self, turn: ParityTurn) -> int:
         """Nominally."""
         step = min((turn.number + 1) * self.sharers, self.domains)
         hosts = self.hosts_of((turn.place + step) % self.domains)
@@ -87,7 +88,7 @@ class ParityGroups:
 
 def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, ...]) -> ParityGroups:
     """The groups after these hosts were lost; refuses a cluster with too few failure domains."""
-    resettled: dict[Turn, tuple[ParityGroup, ...]] = {}
+    resettled: dict[ParityTurn, tuple[ParityGroup, ...]] = {}
     parities = ParityGroups(
         topology=topology,
         reach=domain_size(topology, policy.far),
@@ -105,14 +106,14 @@ def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int
             way_out=", or ".join(ways_out),
         )
     dealt = Counter[int]()
-    for turn in _turns_without_keeper(parities):
-        groups = tuple(_settled(tuple(parities.members(turn)), parities, parities.keeper(turn), dealt))
-        dealt.update(group.keeper for group in groups)
+    for turn in _turns_without_parity_host(parities):
+        groups = tuple(_settled(tuple(parities.members(turn)), parities, parities.parity_host(turn), dealt))
+        dealt.update(group.parity_host for group in groups)
         resettled[turn] = groups
     return parities
 
 
-def _turns_without_keeper(parities: ParityGroups) -> Iterator[Turn]:
+def _turns_without_parity_host(parities: ParityGroups) -> Iterator[ParityTurn]:
     """In the order of the hosts that are lost."""
     for lost in sorted(parities.lost):
         domain = lost // parities.reach
@@ -122,7 +123,7 @@ def _turns_without_keeper(parities: ParityGroups) -> Iterator[Turn]:
             if step % parities.sharers and step != parities.domains:
                 continue
             for host in range(hosts.index(lost), parities.reach, len(hosts)):
-                turn = Turn(place=place, host=host, number=-(-step // parities.sharers) - 1)
+                turn = ParityTurn(place=place, host=host, number=-(-step // parities.sharers) - 1)
                 if any(parities.members(turn)):
                     yield turn
 
@@ -134,13 +135,13 @@ def _settled(
     nodes, reach, node_of = parities.topology.nodes, parities.reach, parities.topology.node_of
     for size in range(len(members), 0, -1):
         domains = {node_of(slot) // reach for slot in members[:size]}
-        keeper = lightest_host(
+        parity_host = lightest_host(
             nominal,
             nodes,
             dealt,
             lambda host, domains=domains: host not in parities.lost and host // reach not in domains,  # type: ignore[misc]
         )
-        if keeper is not None:
-            yield ParityGroup(members=members[:size], keeper=keeper)
+        if parity_host is not None:
+            yield ParityGroup(members=members[:size], parity_host=parity_host)
             yield from _settled(members[size:], parities, nominal, dealt)
             return

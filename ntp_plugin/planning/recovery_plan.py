@@ -99,7 +99,7 @@ class Nominal:
             activation=self.guard.activation,
         )
 
-    def standing(self, lost: frozenset[Slot]) -> SurvivingReplicas:
+    def surviving(self, lost: frozenset[Slot]) -> SurvivingReplicas:
         return SurvivingReplicas(topology=self.topology, lost=lost, min_tp_width=self.policy.min_tp_width)
 
 
@@ -122,7 +122,7 @@ class RecoveryPlan:
     Attributes:
         lost_before: The slots that were lost before.
         lost: The slots that are lost now.
-        hurt: The replicas that go on narrower.
+        degraded: The replicas that go on narrower.
         dropped: The replicas that do not go on.
         idle: The living slots of dropped replicas.
         groups: The stages of replicas that go on, whose pattern or state changes.
@@ -133,7 +133,7 @@ class RecoveryPlan:
     lost_before: tuple[Slot, ...]
     lost: tuple[Slot, ...]
     empty: tuple[Slot, ...]
-    hurt: tuple[int, ...]
+    degraded: tuple[int, ...]
     dropped: tuple[int, ...]
     idle: tuple[Slot, ...]
     groups: tuple[GroupChange, ...]
@@ -165,7 +165,7 @@ def plan_recovery(
     `measured` gives the pace of replicas that were timed in the new layout; the others' follows from their widths.
     """
     units, policy = nominal.units, nominal.policy
-    before, after = nominal.standing(lost_before), nominal.standing(lost)
+    before, after = nominal.surviving(lost_before), nominal.surviving(lost)
     after.require_a_replica()
     before.require_a_replica()
     groups = _group_changes(nominal, before, after)
@@ -185,7 +185,7 @@ def plan_recovery(
         lost_before=tuple(sorted(lost_before)),
         lost=tuple(sorted(lost)),
         empty=tuple(sorted(empty)),
-        hurt=tuple(sorted(after.hurt_replicas)),
+        degraded=tuple(sorted(after.degraded_replicas)),
         dropped=tuple(sorted(after.dropped)),
         idle=tuple(after.idle()),
         groups=groups,
@@ -210,29 +210,29 @@ def plan_recovery(
 
 
 def _copies(
-    nominal: Nominal, standing: SurvivingReplicas
+    nominal: Nominal, surviving: SurvivingReplicas
 ) -> tuple[Placement | ParityGroups, tuple[Resettled, ...] | tuple[ParityGroup, ...]]:
     """Where copies are, or parities of them, and which are elsewhere than nominally."""
     topology, policy = nominal.topology, nominal.policy.copies
     if policy.sharers:
-        parities = share_parities(topology, policy, standing.lost_nodes)
+        parities = share_parities(topology, policy, surviving.lost_nodes)
         groups = (group for turn in sorted(parities.resettled) for group in parities.resettled[turn])
         return parities, tuple(groups)
-    placement = place_copies(topology, policy, standing.lost_nodes)
+    placement = place_copies(topology, policy, surviving.lost_nodes)
     return placement, tuple(placement.resettled[key] for key in sorted(placement.resettled))
 
 
 def replica_paces(
-    nominal: Nominal, standing: SurvivingReplicas, measured: Mapping[int, ReplicaPace], pieces: Mapping[int, int]
+    nominal: Nominal, surviving: SurvivingReplicas, measured: Mapping[int, ReplicaPace], pieces: Mapping[int, int]
 ) -> dict[int, ReplicaPace]:
     """The pace of every replica that goes on: as measured, else by its widest slots; some run `pieces`."""
     topology = nominal.topology
     whole = ReplicaPace(ns=HEALTHY_NS, pieces=nominal.pieces)
-    paces = dict.fromkeys(standing.replicas, whole)
-    for replica in standing.hurt_replicas:
-        patterns = tuple(standing.pattern(replica, stage) for stage in range(topology.pp))
+    paces = dict.fromkeys(surviving.replicas, whole)
+    for replica in surviving.degraded_replicas:
+        patterns = tuple(surviving.pattern(replica, stage) for stage in range(topology.pp))
         paces[replica] = ReplicaPace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), pieces=nominal.pieces)
-    paces |= {replica: measured[replica] for replica in standing.replicas if replica in measured}
+    paces |= {replica: measured[replica] for replica in surviving.replicas if replica in measured}
     return {replica: pace.cut(pieces.get(replica, 1)) for replica, pace in paces.items()}
 
 
@@ -274,14 +274,14 @@ def _group_changes(nominal: Nominal, before: SurvivingReplicas, after: Surviving
     )
 
 
-def _memory(nominal: Nominal, standing: SurvivingReplicas, stage: int, pattern: Pattern) -> MemoryUse:
+def _memory(nominal: Nominal, surviving: SurvivingReplicas, stage: int, pattern: Pattern) -> MemoryUse:
     return memory_use(
         nominal.units.stages[stage],
         nominal.topology.tp,
         pattern,
         nominal.state,
-        replicas=len(standing.replicas),
-        packing=bool(standing.patterns_of_stage(stage)),
+        replicas=len(surviving.replicas),
+        packing=bool(surviving.patterns_of_stage(stage)),
     )
 
 
@@ -293,7 +293,7 @@ def within_memory(nominal: Nominal) -> Nominal:
     if nominal.guard is None:
         return nominal
     training, limit = nominal.training, nominal.guard.limit
-    fit_groups(training, nominal.standing(frozenset()), limit=limit, rungs=(AS_IS,))
+    fit_groups(training, nominal.surviving(frozenset()), limit=limit, rungs=(AS_IS,))
     width = narrowest(
         training,
         nominal.topology,
@@ -304,17 +304,17 @@ def within_memory(nominal: Nominal) -> Nominal:
     return dataclasses.replace(nominal, policy=dataclasses.replace(nominal.policy, min_tp_width=width))
 
 
-def _pieces(nominal: Nominal, standing: SurvivingReplicas) -> Mapping[int, int]:
+def _pieces(nominal: Nominal, surviving: SurvivingReplicas) -> Mapping[int, int]:
     """Replica -> in how many pieces it runs a micro-batch, so that all its stages fit; refuses what fits in none."""
     guard = nominal.guard
     if guard is None:
         return {}
     stages = range(nominal.topology.pp)
-    rungs = fit_groups(nominal.training, standing, limit=guard.limit, rungs=guard.rungs)
+    rungs = fit_groups(nominal.training, surviving, limit=guard.limit, rungs=guard.rungs)
     whole = max(rungs[stage, WHOLE].pieces for stage in stages)
-    return dict.fromkeys(standing.replicas, whole) | {
-        replica: max(rungs[stage, standing.pattern(replica, stage)].pieces for stage in stages)
-        for replica in standing.hurt_replicas
+    return dict.fromkeys(surviving.replicas, whole) | {
+        replica: max(rungs[stage, surviving.pattern(replica, stage)].pieces for stage in stages)
+        for replica in surviving.degraded_replicas
     }
 
 

@@ -7,8 +7,8 @@ The cost of a route is what its busiest rank pays for one reduction of a stage's
 A ring all-reduce among k ranks sends 2 (k - 1) / k of the buffer. Collectives are counted per bucket, Megatron's
 bucket size being max(40 M, 1 M x replicas) parameters. Both routes reduce the same elements; `direct` sends nothing in
 the domain, `via_core` has one collective per core, and one each for the ways there and back. Replicated gradients are
-summed once more, over all ranks of the stage, on either route. A stage in which no group is hurt keeps the framework's
-own path.
+summed once more, over all ranks of the stage, on either route. A stage in which no group is degraded keeps the
+framework's own path.
 """
 
 import dataclasses
@@ -50,14 +50,14 @@ class StageRoute:
 
 
 def plan_route(
-    standing: SurvivingReplicas, units: StageUnits, stage: int, *, wanted: str, gradient_bytes: int, hardware: Hardware
+    surviving: SurvivingReplicas, units: StageUnits, stage: int, *, wanted: str, gradient_bytes: int, hardware: Hardware
 ) -> StageRoute:
     """The lanes of a stage and the cheaper route (`wanted="auto"`) or the wanted one."""
-    lanes = plan_lanes(standing, units, stage)
-    price = _Price(stage=stage, standing=standing, units=units, gradient_bytes=gradient_bytes, hardware=hardware)
+    lanes = plan_lanes(surviving, units, stage)
+    price = _Price(stage=stage, surviving=surviving, units=units, gradient_bytes=gradient_bytes, hardware=hardware)
     direct = price.direct(lanes)
-    hurt = bool(standing.patterns_of_stage(stage))
-    cores = plan_core_route(standing, units, stage) if hurt else None
+    degraded = bool(surviving.patterns_of_stage(stage))
+    cores = plan_core_route(surviving, units, stage) if degraded else None
     core_cost = price.via_core(cores) if cores else None
     route = FRAMEWORK
     if core_cost:
@@ -77,7 +77,7 @@ def plan_route(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Price:
     stage: int
-    standing: SurvivingReplicas
+    surviving: SurvivingReplicas
     units: StageUnits
     gradient_bytes: int
     hardware: Hardware
@@ -86,20 +86,20 @@ class _Price:
         return self._cost(self._busiest(lanes), 0, busiest_lane_count(lanes), len(lanes.lanes))
 
     def least(self, lanes: StageLanes) -> int:
-        return _ring(self._busiest(lanes) + self._replicated, len(self.standing.replicas))
+        return _ring(self._busiest(lanes) + self._replicated, len(self.surviving.replicas))
 
     def via_core(self, cores: CoreRoute) -> RouteCost:
         busiest_core = max(self._bytes(core) for core in cores.cores)
         domain = 0
-        for seating in cores.seatings:
+        for assignment in cores.assignments:
             sent, received = Counter[int](), Counter[int]()
-            for hop in seating.hops:
+            for hop in assignment.hops:
                 size = self._bytes(((hop.family, hop.units),))
                 sent[hop.source] += size
                 received[hop.target] += size
             # Out and back: each slot sends what it lends, and returns what it was lent.
             domain = max([domain, *(sent[slot] + received[slot] for slot in sent | received)])
-        lends = any(seating.hops for seating in cores.seatings)
+        lends = any(assignment.hops for assignment in cores.assignments)
         return self._cost(busiest_core, domain, 1 + 2 * lends, len(cores.cores))
 
     @property
@@ -122,14 +122,16 @@ class _Price:
     @property
     def _ranks(self) -> int:
         """All that stand in this stage."""
-        topology = self.standing.topology
-        return sum(topology.tp - len(self.standing.pattern(replica, self.stage)) for replica in self.standing.replicas)
+        topology = self.surviving.topology
+        return sum(
+            topology.tp - len(self.surviving.pattern(replica, self.stage)) for replica in self.surviving.replicas
+        )
 
     def _cost(self, busiest: int, domain: int, lanes_of_rank: int, communicators: int) -> RouteCost:
-        per_bucket = max(40_000_000, 1_000_000 * self.standing.topology.dp)
-        buckets = -(-self.units.elements // self.standing.topology.tp // per_bucket)
+        per_bucket = max(40_000_000, 1_000_000 * self.surviving.topology.dp)
+        buckets = -(-self.units.elements // self.surviving.topology.tp // per_bucket)
         hardware = self.hardware
-        nic = _ring(busiest, len(self.standing.replicas)) + _ring(self._replicated, self._ranks)
+        nic = _ring(busiest, len(self.surviving.replicas)) + _ring(self._replicated, self._ranks)
         collectives = lanes_of_rank * buckets + bool(self._replicated)
         seconds = nic / (hardware.nic_gb_per_s * 1e9) + domain / (hardware.domain_gb_per_s * 1e9)
         return RouteCost(

@@ -133,8 +133,8 @@ class SurvivingReplicas:
         return frozenset(replica for (replica, _), pattern in self.patterns.items() if len(pattern) > narrowest)
 
     @functools.cached_property
-    def hurt(self) -> Mapping[tuple[int, int], Pattern]:
-        """The patterns of the hurt groups of replicas that go on."""
+    def degraded(self) -> Mapping[tuple[int, int], Pattern]:
+        """The patterns of the degraded groups of replicas that go on."""
         return {group: pattern for group, pattern in self.patterns.items() if group[0] not in self.dropped}
 
     @functools.cached_property
@@ -143,8 +143,8 @@ class SurvivingReplicas:
         return tuple(replica for replica in range(self.topology.dp) if replica not in self.dropped)
 
     @functools.cached_property
-    def hurt_replicas(self) -> frozenset[int]:
-        return frozenset(replica for replica, _ in self.hurt)
+    def degraded_replicas(self) -> frozenset[int]:
+        return frozenset(replica for replica, _ in self.degraded)
 
     @functools.cached_property
     def lost_nodes(self) -> tuple[int, ...]:
@@ -156,13 +156,13 @@ class SurvivingReplicas:
         return self.patterns.get((replica, stage), WHOLE)
 
     def patterns_of_stage(self, stage: int) -> Mapping[Pattern, tuple[int, ...]]:
-        """The patterns of the hurt groups of a stage that go on, each with its replicas, ascending."""
-        return self._hurt_by_stage.get(stage, {})
+        """The patterns of the degraded groups of a stage that go on, each with its replicas, ascending."""
+        return self._degraded_by_stage.get(stage, {})
 
     @functools.cached_property
-    def _hurt_by_stage(self) -> Mapping[int, Mapping[Pattern, tuple[int, ...]]]:
+    def _degraded_by_stage(self) -> Mapping[int, Mapping[Pattern, tuple[int, ...]]]:
         stages: defaultdict[int, defaultdict[Pattern, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for (replica, stage), pattern in sorted(self.hurt.items()):
+        for (replica, stage), pattern in sorted(self.degraded.items()):
             stages[stage][pattern].append(replica)
         return {
             stage: {pattern: tuple(replicas) for pattern, replicas in sorted(patterns.items())}

@@ -134,13 +134,13 @@ def plan_block_deals(change: Change) -> tuple[BlockDeal, ...]:
     return tuple(deals)
 
 
-def _slots_of(standing: SurvivingReplicas, replicas: frozenset[int], units: ModelUnits) -> Iterator[tuple[Slot, int]]:
+def _slots_of(surviving: SurvivingReplicas, replicas: frozenset[int], units: ModelUnits) -> Iterator[tuple[Slot, int]]:
     """The living slots of these replicas, each with the parameters that it holds."""
     for replica in sorted(replicas):
         for stage, stage_units in enumerate(units.stages):
-            pattern = standing.pattern(replica, stage)
-            living = [slot for slot in standing.topology.group(replica, stage) if slot.tp not in pattern]
-            yield from zip(living, slot_elements(stage_units, standing.topology.tp, pattern), strict=True)
+            pattern = surviving.pattern(replica, stage)
+            living = [slot for slot in surviving.topology.group(replica, stage) if slot.tp not in pattern]
+            yield from zip(living, slot_elements(stage_units, surviving.topology.tp, pattern), strict=True)
 
 
 def optimizer_blocks(elements: int, replicas: int, dropped: frozenset[int]) -> Deal:
@@ -298,7 +298,7 @@ def _parity_host(parities: ParityGroups, of: Slot, after: SurvivingReplicas) -> 
     group, node_of = parities.group_of(of), after.topology.node_of
     if group is None or any(node_of(slot) in after.lost_nodes for slot in group.members if slot != of):
         return []
-    return [group.keeper]
+    return [group.parity_host]
 
 
 def _reader(after: SurvivingReplicas, node: int, of: Slot) -> Slot | None:

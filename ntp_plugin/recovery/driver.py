@@ -1,8 +1,8 @@
-"""The walk: signal, break out, agree, plan, regroup, move, verify, go on.
+"""The recovery: signal, break out, agree, plan, regroup, move, verify, go on.
 
 A watcher thread looks for a newer epoch and breaks the main thread out of whatever collective it is in; it changes
-nothing else. The main thread walks. A second loss anywhere in the walk brings a newer view, and the walk starts again
-from the agreement.
+nothing else. The main thread recoveries. A second loss anywhere in the recovery brings a newer view, and the recovery
+starts again from the agreement.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.agreement import Agreed, Agreement
-from ntp_plugin.comm.membership import Report, View
-from ntp_plugin.comm.process_groups import ElasticGroups
-from ntp_plugin.comm.running_time import RunningTime
-from ntp_plugin.comm.standing import CollectiveWait
 from ntp_plugin.errors import PeerLost, Refused
-from ntp_plugin.recovery.bell import Bell
+from ntp_plugin.groups.process_groups import ElasticGroups
+from ntp_plugin.membership import protocol
+from ntp_plugin.membership.agreement import Agreed, Agreement
+from ntp_plugin.membership.protocol import Report, View
+from ntp_plugin.membership.running_time import RunningTime
+from ntp_plugin.membership.wait_progress import CollectiveWait
+from ntp_plugin.membership.wakeup import WakeUp
 from ntp_plugin.recovery.trainer import LeavesOut, Trainer
 
 _LOG = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ class Driver:
         agreement: Agreement,
         newest_epoch: Callable[[], int],
         looks: Callable[[], int],
-        bell: Bell,
+        wakeup: WakeUp,
         groups: ElasticGroups,
         trainer: Trainer,
         patience: Patience | None = None,
     ) -> None:
         """`newest_epoch` and `looks` tell what the host's supervisor has found, and how often it has looked."""
         self._agreement = agreement
-        self._newest_epoch, self._looks, self._bell = newest_epoch, looks, bell
+        self._newest_epoch, self._looks, self._wakeup = newest_epoch, looks, wakeup
         self._groups = groups
         self._trainer = trainer
         self._patience = patience or Patience()
@@ -73,15 +73,15 @@ class Driver:
         self._watcher = threading.Thread(target=self._watch, name="ntp-watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; a newcomer joins first thing."""
+        """Begin to watch; a joining rank joins first thing."""
         self._watcher.start()
-        if self._agreement.member.phase is not membership.Phase.RUNNING:
-            self._walk()
+        if self._agreement.member.phase is not protocol.Phase.RUNNING:
+            self._recovery()
 
     def stop(self) -> None:
         """End the watcher."""
         self._stopping.set()
-        self._bell.wake()
+        self._wakeup.wake()
         self._watcher.join()
 
     def carry_through[Result](self, step: Callable[[], Result]) -> Result:
@@ -91,11 +91,11 @@ class Driver:
                 self._groups.check()
                 return step()
             except PeerLost:
-                self._walk()
+                self._recovery()
             except RuntimeError:
                 if not self._a_loss_follows():
                     raise
-                self._walk()
+                self._recovery()
 
     def let_go[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
         """Run something that may be left out; None where a loss has interrupted it."""
@@ -115,8 +115,8 @@ class Driver:
         waits in a collective, where a script that still saves a model would seem to hang."""
 
         def attempt() -> None:
-            with self._waiting() as standing:
-                all_have_come = self._agreement.everybody_has_come(standing.poll)
+            with self._waiting() as collective_wait:
+                all_have_come = self._agreement.everybody_has_come(collective_wait.poll)
             if not all_have_come:
                 raise PeerLost("the membership changes before all have come to the end")
             work()
@@ -130,11 +130,11 @@ class Driver:
         """Wait until all members are done, through whatever losses: who just ends is missed by the others, and lost."""
         self._is_at_the_end = True
         while not self._everybody_is_done():
-            self._walk()
+            self._recovery()
 
     def _everybody_is_done(self) -> bool:
-        with self._waiting() as standing:
-            return self._agreement.everybody_is_done(standing.poll)
+        with self._waiting() as collective_wait:
+            return self._agreement.everybody_is_done(collective_wait.poll)
 
     def _waiting(self) -> contextlib.AbstractContextManager[CollectiveWait]:
         """A wait for others, in which they may take longer where this member has nothing else left to do."""
@@ -143,18 +143,18 @@ class Driver:
 
     @property
     def heading_for(self) -> int:
-        """The epoch that a walk leads to; without one, that of now."""
+        """The epoch that a recovery leads to; without one, that of now."""
         return self._agreement.member.view.epoch
 
     def walked(self) -> tuple[float, dict[str, float]]:
-        """As the trainer ends its part of a walk: the seconds of all of it, and how they were spent."""
-        assert self._walking_since is not None, "the trainer is called in a walk"
+        """As the trainer ends its part of a recovery: the seconds of all of it, and how they were spent."""
+        assert self._walking_since is not None, "the trainer is called in a recovery"
         seconds = time.monotonic() - self._walking_since
         return seconds, {**self._phases, "move": seconds - sum(self._phases.values())}
 
-    # ------------------------------------------------ the walk
+    # ------------------------------------------------ the recovery
 
-    def _walk(self) -> None:
+    def _recovery(self) -> None:
         failures = 0
         self._walking_since, self._phases = time.monotonic(), dict.fromkeys(("agree", "regroup"), 0.0)
         while True:
@@ -167,7 +167,7 @@ class Driver:
                     continue
                 with self._timed("regroup"):
                     self._regroup(agreed)
-                self._trainer.stand_on(agreed)
+                self._trainer.resume_from(agreed)
                 return
             except PeerLost:
                 continue
@@ -210,29 +210,29 @@ class Driver:
 
     def _try_again(self, agreed: Agreed, failures: int) -> bool:
         """After an edit that failed while nobody was lost, or groups for the epoch that did not come about in time:
-        without newcomers, who may be what it failed by."""
-        reports, came = agreed.reports, agreed.view.newcomers
-        newcomers = [slot for slot, report in reports.items() if report.newcomer or slot in came]
-        if failures > self._patience.regroup_again or len(newcomers) == len(agreed.reports):
+        without joining ranks, who may be what it failed by."""
+        reports, came = agreed.reports, agreed.view.joiners
+        joiners = [slot for slot, report in reports.items() if report.joiner or slot in came]
+        if failures > self._patience.regroup_again or len(joiners) == len(agreed.reports):
             return False
-        if newcomers:
-            _LOG.warning("connecting failed, and goes on without the newcomers: slots %s", newcomers)
-        self._agreement.go_on_without(newcomers)
+        if joiners:
+            _LOG.warning("connecting failed, and goes on without the joining ranks: slots %s", joiners)
+        self._agreement.go_on_without(joiners)
         return True
 
     def _some_are_put_out(self, agreed: Agreed) -> bool:
-        """Newcomers that did not make the groups that the others have with them: a job must not die of these."""
+        """Joiners that did not make the groups that the others have with them: a job must not die of these."""
         unmatched = self._groups.unmatched({slot: report.offer for slot, report in agreed.reports.items()})
         if not unmatched:
             return False
         told = "; ".join(f"slot {slot} lacks {', '.join(names)}" for slot, names in sorted(unmatched.items()))
-        if not unmatched.keys() <= set(agreed.view.newcomers):
+        if not unmatched.keys() <= set(agreed.view.joiners):
             raise Refused(
                 f"this process made groups that others have not made: {told}",
                 way_out="make the same groups in the same order in every process before it starts to train, and"
                 " destroy those that are made later",
             )
-        _LOG.warning("a newcomer did not make all groups, and is left out: %s", told)
+        _LOG.warning("a joining rank did not make all groups, and is left out: %s", told)
         self._agreement.go_on_without(unmatched)
         return True
 
@@ -241,7 +241,7 @@ class Driver:
     def _watch(self) -> None:
         while not self._stopping.is_set():
             self._groups.break_out(self._newest_epoch())  # before any wait: it may have been told when nobody heard
-            self._bell.wait()
+            self._wakeup.wait()
 
     def _a_loss_follows(self) -> bool:
         """Whether an error is followed by a newer view: connections break a moment before their loss is published.
@@ -253,11 +253,11 @@ class Driver:
 
     def _a_newer_view_comes(self) -> bool:
         supervised, supervised_s, looks = RunningTime(), 0.0, self._looks()
-        with self._groups.waiting() as standing:
+        with self._groups.waiting() as collective_wait:
             while supervised_s < self._patience.publish_s:
                 if self._agreement.newer_view_exists():
                     return True
-                standing.poll()
+                collective_wait.poll()
                 time.sleep(self._patience.look_s)
                 if self._looks() != looks:
                     looks, supervised_s = self._looks(), supervised.seconds()

@@ -4,8 +4,8 @@ When. A snapshot begins where a step is over, and is through some time in the ne
 is told with the vote. So a loss costs the step in flight and the one before it, where the lost rank's copy of that was
 not through; with `copies.lag_steps` as many more.
 
-What. Pieces of what the optimizer of a rank steps (`training/stepped.py`), and with them what the adapter has `Carried`
-along: how far the job had come.
+What. Pieces of what the optimizer of a rank steps (`reduction/stepped.py`), and with them what the adapter has
+`Carried` along: how far the job had come.
 
 Going back. The state that is put together may be of an earlier step than the one the job has come to. The steps that
 are missing are taken again, each framework in its way.
@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ntp_plugin import telemetry
-from ntp_plugin.comm.store import own_address
 from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.copies import restore
 from ntp_plugin.copies.manifest import Version
@@ -32,11 +31,12 @@ from ntp_plugin.copies.restore import Restoration
 from ntp_plugin.copies.store import Store
 from ntp_plugin.copies.wire import Address, Peer, Server
 from ntp_plugin.errors import StateLost
-from ntp_plugin.planning.copy_placement import keepers, place_copies
+from ntp_plugin.membership.store import own_address
+from ntp_plugin.planning.copy_placement import parity_hosts, place_copies
 from ntp_plugin.planning.parity_groups import share_parities
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.private_folders import require_private
-from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.telemetry import CopyTrouble, Teller
 
 _LOG = logging.getLogger(__name__)
@@ -131,22 +131,22 @@ class JobCopies:
         self._parts, self._epoch = parts, self._rank.groups.epoch
         self._holders = tuple(sorted(map(self._topology.rank_of, who.trains)))
         present: dict[int, Address] = dict(_tell_all((self._slot, self._server.address)))
-        keepers, members = self._keepers(who) if self._slot in self._holders else ([], [])
-        self._replicator.send_to([present[slot] for slot in keepers], members=members)
+        parity_hosts, members = self._parity_hosts(who) if self._slot in self._holders else ([], [])
+        self._replicator.send_to([present[slot] for slot in parity_hosts], members=members)
         self._may_begin, self._last = True, None
 
-    def _keepers(self, who: WhoTrains) -> tuple[list[int], list[int]]:
+    def _parity_hosts(self, who: WhoTrains) -> tuple[list[int], list[int]]:
         """The slots that keep what is far of this one's, and where that is a parity, those that share it."""
         if self.are_near_only:
             return [], []
         mine, members = self._topology.slot_of(self._slot), list[int]()
         if self._policy.sharers:
             group = share_parities(self._topology, self._policy, who.lost_nodes).group_of(mine)
-            hosts = [] if group is None else [group.keeper]
+            hosts = [] if group is None else [group.parity_host]
             members = [] if group is None else sorted(map(self._topology.rank_of, {*group.members} & {*who.trains}))
         else:
             hosts = place_copies(self._topology, self._policy, who.lost_nodes).holders(self._host)
-        found = keepers(self._topology, hosts, mine, who.present)
+        found = parity_hosts(self._topology, hosts, mine, who.present)
         return [self._topology.rank_of(slot) for slot in found], members if len(members) > 1 else []
 
     def begin(self) -> None:
@@ -213,7 +213,7 @@ class JobCopies:
         _LOG.warning("copies: %s", what)
         self._teller.tell(CopyTrouble(what=what))
 
-    # ------------------------------------------------ in a walk
+    # ------------------------------------------------ in a recovery
 
     def describe(self) -> str:
         """Which copies this host has, for the report; what is being copied is copied to its end first."""

@@ -4,7 +4,7 @@ Founders exchange digests only; where these differ, the two ranks that can say w
 rank raises `Refused` with the names. A founder of the first replica leaves its words in the job's store before that, so
 a rank that has come through the comparison knows that they are there. A joining rank reads them, and is refused by
 itself. Members need not believe that it did: it asks to be admitted under the digest of its settings
-(`admission.py`), and they look for their own digest only.
+(`membership/admission.py`), and they look for their own digest only.
 """
 
 import os
@@ -21,8 +21,8 @@ import ntp_plugin
 from ntp_plugin.errors import Refused
 from ntp_plugin.recovery import fingerprint as fp
 from ntp_plugin.recovery.data_identity import digest_of_file
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.fingerprint import Fingerprint
-from ntp_plugin.recovery.rank import ElasticRank
 
 _WORD = "fingerprint/{}"
 DATA = "data"
@@ -113,7 +113,7 @@ def _require_same_as_job(rank: ElasticRank, mine: Fingerprint) -> None:
         found += fp.differences(section, words, fp.decode(left))
     if found:
         raise Refused(
-            f"slot {rank.place.slot} ({rank.place.occupant}) is not admitted, because its training would differ from"
+            f"slot {rank.place.slot} ({rank.place.incarnation}) is not admitted, because its training would differ from"
             f" that of the job (there): {fp.in_short(found)}",
             way_out="start it by the command, environment, data and versions of the job, which goes on without it",
         )

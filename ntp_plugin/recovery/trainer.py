@@ -3,15 +3,15 @@
 The driver knows epochs, members and groups; the trainer knows steps, state and batches. The trainer keeps three
 promises. Before it enters the vote on a step it holds the reduced gradients (`prepared`), and until the vote it has
 applied nothing; on a device it asks `groups.confirm()` before both. What it reports is true at that moment, and does
-not change until `stand_on`. `stand_on` leaves it either on the decided step, with the state that every other member
-has, or with an exception.
+not change until `resume_from`. `resume_from` leaves it either on the decided step, with the state that every other
+member has, or with an exception.
 """
 
 from collections.abc import Collection
 from typing import Protocol
 
-from ntp_plugin.comm.agreement import Agreed
-from ntp_plugin.comm.membership import Report
+from ntp_plugin.membership.agreement import Agreed
+from ntp_plugin.membership.protocol import Report
 
 
 class LeavesOut(Exception):
@@ -32,5 +32,5 @@ class Trainer(Protocol):
     def plan(self, agreed: Agreed) -> str:
         """Decide what this member will do in the new view; returns a digest that is equal on all members."""
 
-    def stand_on(self, agreed: Agreed) -> None:
+    def resume_from(self, agreed: Agreed) -> None:
         """Carry the plan out in the new groups: move state, verify it, stand on the decided step."""

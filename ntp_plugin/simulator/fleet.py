@@ -1,11 +1,11 @@
 """What a cluster yields with given losses: throughput against a whole one, and the part of the batch that is computed.
 
 A *group* is one stage of one replica, `tp` GPUs of one scale-up domain; groups are numbered as Megatron's ranks are,
-(stage, replica). In a packed fleet hurt groups are put together into as few replicas as possible, as the NTP paper has
-its scheduler do at a restart; else each stays in its own replica, as in a live job.
+(stage, replica). In a packed fleet degraded groups are put together into as few replicas as possible, as the NTP paper
+has its scheduler do at a restart; else each stays in its own replica, as in a live job.
 
-Batch modes: `shrink` (a hurt replica takes what it can do in a whole one's time), `strict` (every sample, shared out
-anew: the step gets longer), `fixed` (every sample in the nominal time, or the job pauses).
+Batch modes: `shrink` (a degraded replica takes what it can do in a whole one's time), `strict` (every sample, shared
+out anew: the step gets longer), `fixed` (every sample in the nominal time, or the job pauses).
 """
 
 import collections
@@ -83,33 +83,33 @@ class Fleet:
         self, lost: Mapping[int, int], dropped: Collection[int] = (), *, mode: str, boosted: bool = False
     ) -> Running:
         """With so many slots lost in some groups, and some groups dropped though they could go on."""
-        hurt, gone = self.replicas(lost, dropped)
-        whole = self.dp - gone - sum(hurt.values())
-        if not whole and not hurt:
+        degraded, gone = self.replicas(lost, dropped)
+        whole = self.dp - gone - sum(degraded.values())
+        if not whole and not degraded:
             return PAUSED
-        most = max((max(losses) for losses in hurt), default=0)
+        most = max((max(losses) for losses in degraded), default=0)
         if mode == STRICT:
             crowd: collections.Counter[ReplicaPace] = collections.Counter()
-            for losses, count in hurt.items():
+            for losses, count in degraded.items():
                 crowd[self.pace(losses, boosted=boosted)] += count
             if whole:
                 crowd[self.pace(self._whole)] += whole
             return self._running(1.0, shortest_step_ns(crowd, self.total, self.pp), most, self.dp - gone)
         done = whole * self.micro_batches
-        done += sum(count * self.capacity(losses, boosted=boosted) for losses, count in hurt.items())
+        done += sum(count * self.capacity(losses, boosted=boosted) for losses, count in degraded.items())
         if not done or (mode == FIXED and done < self.total):
             return PAUSED
         return self._running(done / self.total, self.nominal_ns, most, self.dp - gone)
 
     def replicas(self, lost: Mapping[int, int], dropped: Collection[int] = ()) -> tuple[Mapping[Losses, int], int]:
-        """The losses of hurt replicas with how many are hurt so, and how many replicas are dropped."""
-        hurt, gone = collections.Counter[Losses](), 0
+        """The losses of degraded replicas with how many are degraded so, and how many replicas are dropped."""
+        degraded, gone = collections.Counter[Losses](), 0
         for losses in self._by_replica(self._damage(lost, dropped)):
             if DROPPED in losses:
                 gone += 1
             else:
-                hurt[losses] += 1
-        return hurt, gone
+                degraded[losses] += 1
+        return degraded, gone
 
     def _damage(self, lost: Mapping[int, int], dropped: Collection[int]) -> dict[int, int]:
         damage = {group: count if count <= self.most_lost else DROPPED for group, count in lost.items() if count}

@@ -1,7 +1,7 @@
 """The ways in which an action can be carried out, domain by domain.
 
-What is best for one hurt domain depends on the others: the first narrower replica slows the reduction of all, the
-second hardly more, and with a batch that is kept a second hurt replica often costs nothing. So an action is offered
+What is best for one degraded domain depends on the others: the first narrower replica slows the reduction of all, the
+second hardly more, and with a batch that is kept a second degraded replica often costs nothing. So an action is offered
 with the others as they are, and with all alike; whoever asks takes the better one.
 """
 
@@ -14,7 +14,7 @@ type Handling = Mapping[int, str]
 
 
 def options(action: str, number: int, others: Sequence[int], ready: int) -> list[Handling]:
-    """For the domain of that number; `others` are hurt too, the worst first, and `ready` spares are there."""
+    """For the domain of that number; `others` are degraded too, the worst first, and `ready` spares are there."""
     rest = [other for other in others if other != number]
     return _once(_all(action, number, rest, ready))
 

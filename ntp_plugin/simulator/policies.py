@@ -2,15 +2,15 @@
 
 A policy, and what is done about a domain that has lost GPUs:
 
-    dp-drop     the hurt replica does not go on
+    dp-drop     the degraded replica does not go on
     ntp         it goes on narrower, in the run's batch mode
     ntp-strict  the same, and every sample is computed: the step gets longer
-    ntp-pw      the same, and what is left of a hurt domain takes more power, up to the machine's cap
+    ntp-pw      the same, and what is left of a degraded domain takes more power, up to the machine's cap
     ... +hot    a spare domain that is ready takes its place, as long as there is one
     ... +cold   the same with spares that are started then; until one is ready the job goes on as without
     ... +spares both
     wait        the same, but the job stands still while a spare is started; without one it goes on narrower
-    restart     from the last checkpoint, without the hurt replica; who is repaired comes back at the next restart
+    restart     from the last checkpoint, without the degraded replica; who is repaired comes back at the next restart
     chooser     whatever `planning/actions.py` chooses, loss by loss
 """
 

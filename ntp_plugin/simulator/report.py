@@ -82,7 +82,7 @@ def simulate(scenario: Scenario) -> Iterator[SimulationReport]:
 def _assumptions(scenario: Scenario, faults: tuple[DomainFailure, ...]) -> Iterator[str]:
     asked, failures = scenario.asked, scenario.asked.failures
     if asked.packed:
-        yield "hurt domains are packed into as few replicas as possible at every change"
+        yield "degraded domains are packed into as few replicas as possible at every change"
     if asked.even:
         yield "work divides evenly over any width, as if attention heads could be cut"
     if failures.trace is not None:

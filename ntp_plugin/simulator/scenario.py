@@ -80,8 +80,8 @@ class Simulation:
         help=f"what is compared: {', '.join(POLICIES)}",
         metavar="POLICY",
     )
-    mode: str = key(SHRINK, help="what becomes of the batch while somebody is hurt", choices=MODES)
-    packed: bool = key(False, help="hurt domains are put into as few replicas as possible, as a restart could")
+    mode: str = key(SHRINK, help="what becomes of the batch while somebody is degraded", choices=MODES)
+    packed: bool = key(False, help="degraded domains are put into as few replicas as possible, as a restart could")
     even: bool = key(
         False, help="work divides evenly over any width, as if heads could be cut (the NTP paper's premise)"
     )

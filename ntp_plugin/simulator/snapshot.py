@@ -78,19 +78,19 @@ def _throughput(fleet: Fleet, policy: DomainPolicy, mode: str, lost: Mapping[int
 def spares_needed(fleet: Fleet, policy: DomainPolicy, faults: Sequence[DomainFailure], *, horizon_s: float) -> int:
     """The fewest spare domains with which the batch is whole in the nominal time, at every moment of a run.
 
-    A spare domain takes the place of a hurt one, or `pp` of them are one more replica, whichever takes fewer. Needs a
-    packed fleet with one group to a domain.
+    A spare domain takes the place of a degraded one, or `pp` of them are one more replica, whichever takes fewer.
+    Needs a packed fleet with one group to a domain.
     """
     most, seen = 0, set[tuple[int, ...]]()
-    for lost in _hurt_over_time(fleet, faults, horizon_s):
+    for lost in _degraded_over_time(fleet, faults, horizon_s):
         if lost not in seen:
             seen.add(lost)
             most = max(most, _spares_for(fleet, policy, lost))
     return most
 
 
-def _hurt_over_time(fleet: Fleet, faults: Sequence[DomainFailure], horizon_s: float) -> list[tuple[int, ...]]:
-    """The losses of all hurt groups after every start of a fault, worst first."""
+def _degraded_over_time(fleet: Fleet, faults: Sequence[DomainFailure], horizon_s: float) -> list[tuple[int, ...]]:
+    """The losses of all degraded groups after every start of a fault, worst first."""
     changes = sorted(
         [(fault.start_s, 1, number) for number, fault in enumerate(faults)]
         + [(fault.end_s, 0, number) for number, fault in enumerate(faults)]
@@ -119,7 +119,7 @@ def _spares_for(fleet: Fleet, policy: DomainPolicy, lost: tuple[int, ...]) -> in
         if extra >= best:
             break
         low, high = 0, best - extra
-        while low < high:  # the fewest hurt domains to replace beside so many more replicas
+        while low < high:  # the fewest degraded domains to replace beside so many more replicas
             middle = (low + high) // 2
             if _is_enough(fleet, policy, lost[middle:], more):
                 high = middle
@@ -131,8 +131,8 @@ def _spares_for(fleet: Fleet, policy: DomainPolicy, lost: tuple[int, ...]) -> in
 
 
 def _is_enough(fleet: Fleet, policy: DomainPolicy, lost: tuple[int, ...], more: int) -> bool:
-    hurt, gone = fleet.replicas(dict(enumerate(lost)))
-    whole = fleet.dp + more - gone - sum(hurt.values())
+    degraded, gone = fleet.replicas(dict(enumerate(lost)))
+    whole = fleet.dp + more - gone - sum(degraded.values())
     done = whole * fleet.micro_batches
-    done += sum(count * fleet.capacity(losses, boosted=policy.boosted) for losses, count in hurt.items())
+    done += sum(count * fleet.capacity(losses, boosted=policy.boosted) for losses, count in degraded.items())
     return done >= fleet.total

@@ -63,7 +63,7 @@ class StepModel:
         return UnevenPace(ns=max(stages), fill_ns=sum(stages) + (len(stages) - 1) * self.hand_over_ns())
 
     def stage_ns(self, stage: int, lost: int, *, boosted: bool = False) -> int:
-        """One micro-batch in one stage, forward and backward; `boosted`: a hurt group takes the most power."""
+        """One micro-batch in one stage, forward and backward; `boosted`: a degraded group takes the most power."""
         model, machine = self.model, self.machine
         tokens = model.seq * self.batch.micro_batch
         speed = machine.tflops * 1e12 * machine.matmul_efficiency * (machine.boosted_speed if boosted and lost else 1)

@@ -27,7 +27,7 @@ from ntp_plugin.simulator.policies import DomainPolicy
 from ntp_plugin.simulator.setting import Course, SimulationSetting
 
 MOST_RECONSIDERED = 4
-"""Hurt domains that a chooser looks at again when something is back: the work stays linear in the faults."""
+"""Degraded domains that a chooser looks at again when something is back: the work stays linear in the faults."""
 
 
 def follow(setting: SimulationSetting, policy: DomainPolicy, faults: Sequence[DomainFailure]) -> Course:
@@ -70,7 +70,7 @@ class _Job:
         self._mode = policy.mode or setting.mode
         self._hot = setting.hot if policy.hot else 0
         self._cold = setting.cold if policy.cold else 0
-        self._hurt: dict[int, _Domain] = {}
+        self._degraded: dict[int, _Domain] = {}
         self._back: set[int] = set()
         """Repaired, and not in the job before the next restart."""
         self._now = self._up_at = self._saved_at = 0.0
@@ -126,7 +126,7 @@ class _Job:
     # ------------------------------------------------ events
 
     def _lose(self, fault: DomainFailure) -> None:
-        domain = self._hurt.setdefault(fault.domain, _Domain())
+        domain = self._degraded.setdefault(fault.domain, _Domain())
         before = set(domain.lost)
         domain.open.append(fault)
         domain.count(self._tp)
@@ -142,19 +142,19 @@ class _Job:
             self._plan(self._now + self._setting.costs.cold_s, self._spare_is_ready)
 
     def _return(self, fault: DomainFailure) -> None:
-        domain = self._hurt[fault.domain]
+        domain = self._degraded[fault.domain]
         domain.open.remove(fault)
         domain.count(self._tp)
         if domain.action == SWAP_SPARE:
             if not domain.open:  # the spare keeps its place, and it is the spare now
-                del self._hurt[fault.domain]
+                del self._degraded[fault.domain]
                 self._spare_is_ready()
             return
         if self._policy.action == RESTART:
             self._back |= set() if domain.open else {fault.domain}
             return
         if not domain.open:
-            del self._hurt[fault.domain]
+            del self._degraded[fault.domain]
         if domain.action != DROP_REPLICA or not domain.open:
             self._pause(self._recover_s(1))
         if self._policy.chooses:
@@ -174,16 +174,18 @@ class _Job:
         for _ in range(MOST_RECONSIDERED):
             waiting = self._in_the_job()
             if not self._hot:
-                waiting = [number for number in waiting if self._could_go_on(self._hurt[number])]
-            waiting.sort(key=lambda number: (self._goes_on(number), -self._repair_s(self._hurt[number])))
-            found = [self._choose(number, current=self._hurt[number].action) for number in waiting[:MOST_RECONSIDERED]]
+                waiting = [number for number in waiting if self._could_go_on(self._degraded[number])]
+            waiting.sort(key=lambda number: (self._goes_on(number), -self._repair_s(self._degraded[number])))
+            found = [
+                self._choose(number, current=self._degraded[number].action) for number in waiting[:MOST_RECONSIDERED]
+            ]
             best = max(found, key=lambda one: one.gain_s, default=None)
             if best is None or not best.gain_s:
                 return
             self._carry_out(best.action, best.handling)
 
     def _goes_on(self, number: int) -> bool:
-        return self._hurt[number].worst <= self._fleet.most_lost
+        return self._degraded[number].worst <= self._fleet.most_lost
 
     def _could_go_on(self, domain: _Domain) -> bool:
         return domain.action == DROP_REPLICA and domain.worst <= self._fleet.most_lost
@@ -203,7 +205,7 @@ class _Job:
         self._pause(self._transition_s(action, handling))
         if action == RESTART:
             for number in self._back:
-                del self._hurt[number]
+                del self._degraded[number]
             self._back.clear()
             self._saved_at = self._up_at
         if action == WAIT_FOR_SPARE:
@@ -215,8 +217,8 @@ class _Job:
 
     def _apply(self, handling: Handling) -> None:
         for number, what in handling.items():
-            self._hurt[number].action = what
-        self._most_used = max(self._most_used, sum(domain.action == SWAP_SPARE for domain in self._hurt.values()))
+            self._degraded[number].action = what
+        self._most_used = max(self._most_used, sum(domain.action == SWAP_SPARE for domain in self._degraded.values()))
 
     def _transition_s(self, action: str, handling: Handling) -> float:
         costs = self._setting.costs
@@ -224,7 +226,7 @@ class _Job:
             return costs.swap_s + self._fleet.nominal_step_s / 2
         if action == RESTART:
             return costs.restart_s + max(0.0, self._now - self._saved_at) % costs.checkpoint_s
-        narrower = [self._hurt[number].worst for number, what in handling.items() if what == REDUCE_TP]
+        narrower = [self._degraded[number].worst for number, what in handling.items() if what == REDUCE_TP]
         return self._recover_s(max(narrower, default=0))
 
     def _recover_s(self, lost: int) -> float:
@@ -248,7 +250,7 @@ class _Job:
             nominal_step_s=self._fleet.nominal_step_s,
             forecasts=dict(self._forecasts(offered, current)),
             spare_s=0.0 if self._hot else setting.costs.cold_s if self._cold else None,
-            repair_s=self._repair_s(self._hurt[number]),
+            repair_s=self._repair_s(self._degraded[number]),
             failures_per_gpu_s=setting.failures_per_gpu_s,
         )
         choice = choose(situation, setting.allowed, current=current)
@@ -261,7 +263,7 @@ class _Job:
         others = [other for other in self._in_the_job() if other != number]
         found = {}
         for action in (REDUCE_TP, DROP_REPLICA):
-            changed = [other for other in others if self._hurt[other].action != action]
+            changed = [other for other in others if self._degraded[other].action != action]
             found[action] = self._best(options(action, number, changed, 0))
         found[RESTART] = found[DROP_REPLICA]
         if self._hot:
@@ -287,7 +289,7 @@ class _Job:
         return due if due > 0 else self._now - min(fault.start_s for fault in domain.open)
 
     def _slots(self, number: int) -> Iterator[Slot]:
-        for inside, count in self._hurt[number].lost.items():
+        for inside, count in self._degraded[number].lost.items():
             stage, replica = divmod(number * self._setting.groups_per_domain + inside, self._fleet.dp)
             for tp in range(count):
                 yield Slot(replica=replica, stage=stage, tp=tp)
@@ -295,16 +297,16 @@ class _Job:
     # ------------------------------------------------ how it stands
 
     def _in_the_job(self) -> list[int]:
-        """Hurt domains in whose place there is no spare, the worst first."""
-        found = [n for n, d in self._hurt.items() if d.action not in (SWAP_SPARE, "") and n not in self._back]
-        return sorted(found, key=lambda number: (-self._hurt[number].worst, number))
+        """Degraded domains in whose place there is no spare, the worst first."""
+        found = [n for n, d in self._degraded.items() if d.action not in (SWAP_SPARE, "") and n not in self._back]
+        return sorted(found, key=lambda number: (-self._degraded[number].worst, number))
 
     def _look(self, handling: Handling) -> Running:
         """How the job would run with some domains handled so, and all others as they are."""
         per_domain = self._setting.groups_per_domain
         lost: dict[int, int] = {}
         dropped: list[int] = []
-        for number, domain in self._hurt.items():
+        for number, domain in self._degraded.items():
             action = handling.get(number, domain.action)
             if action == SWAP_SPARE:
                 continue

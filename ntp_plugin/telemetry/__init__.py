@@ -3,7 +3,7 @@
     events.py          what can happen
     record.py          the record: a file of events, written by every process, and read while it grows
     job_state.py       what a job looks like by its events: who is there, how wide, how far
-    words.py           events in words
+    event_text.py           events in words
     printable.py       text that somebody else wrote, as it may be shown in a terminal
     whereabouts.py     on which machine a process is, and whether it is there
     relay.py           a process that follows the record, for the sinks
@@ -17,7 +17,7 @@ hold up the training, and nothing of it dies with a rank:
 
 Under `ntp run` there always is a record, unless it was told to keep none.
 
-Public are `read_run`, `Follower`, `Told` and the events; who writes a record is the plugin's own matter.
+Public are `read_run`, `Follower`, `RecordedEvent` and the events; who writes a record is the plugin's own matter.
 """
 
 from ntp_plugin.telemetry.events import (
@@ -31,15 +31,15 @@ from ntp_plugin.telemetry.events import (
     Ended,
     Event,
     Exported,
-    Gone,
+    FaultInjected,
+    Hung,
     KeyRestored,
+    RankLost,
     Recovered,
     Restored,
-    Struck,
-    Stuck,
     Weighed,
 )
-from ntp_plugin.telemetry.record import Follower, Told, read_run
+from ntp_plugin.telemetry.record import Follower, RecordedEvent, read_run
 from ntp_plugin.telemetry.record import Teller as Teller
 from ntp_plugin.telemetry.record import events_file as events_file
 
@@ -54,14 +54,14 @@ __all__ = [
     "Ended",
     "Event",
     "Exported",
+    "FaultInjected",
     "Follower",
-    "Gone",
+    "Hung",
     "KeyRestored",
+    "RankLost",
+    "RecordedEvent",
     "Recovered",
     "Restored",
-    "Struck",
-    "Stuck",
-    "Told",
     "Weighed",
     "read_run",
 ]

@@ -6,12 +6,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Began:
-    """A process is about to take its first step, from the start of the job or as a newcomer."""
+    """A process is about to take its first step, from the start of the job or as a joining rank."""
 
     number: int
     """Of its slot, as supervisors know it."""
     pid: int
-    newcomer: bool
+    joiner: bool
     replicas: int
     stages: int
     tp: int
@@ -59,7 +59,7 @@ class Recovered:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Gone:
+class RankLost:
     """A host's supervisor has found a process of it lost, and the others are told."""
 
     number: int
@@ -72,7 +72,7 @@ class Gone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stuck:
+class Hung:
     """All wait for each other, so that nobody can be left out."""
 
     waiting: int
@@ -100,15 +100,15 @@ class Chosen:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Struck:
+class FaultInjected:
     """Somebody breaks the job on purpose, here and now."""
 
-    strike: str
+    fault: str
     """Its name in the campaign."""
     what: str
     whom: str
     """The slot, or what else is struck."""
-    moment: str
+    fault_point: str
     """Empty where it comes from outside."""
     step: int
     """The one in flight; 0 where that is not known."""
@@ -189,8 +189,8 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Weighed:
-    """The weights that this process ends with, in numbers by which two runs are compared (`copies/sketch.py`). Told
-    where the job is rehearsed."""
+    """The weights that this process ends with, in numbers by which two runs are compared (`copies/sketch.py`).
+    RecordedEvent where the job is rehearsed."""
 
     cut: list[float]
     """Of the part that it has of tensors that its replica has cut."""
@@ -210,11 +210,11 @@ type Event = (
     Began
     | Committed
     | Recovered
-    | Gone
-    | Stuck
+    | RankLost
+    | Hung
     | KeyRestored
     | Chosen
-    | Struck
+    | FaultInjected
     | Copied
     | Restored
     | CopyTrouble

@@ -9,8 +9,8 @@ import enum
 import math
 from collections.abc import Iterable
 
-from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, Corrupted, Ended, Gone, Recovered, Stuck
-from ntp_plugin.telemetry.record import Told
+from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, Corrupted, Ended, Hung, RankLost, Recovered
+from ntp_plugin.telemetry.record import RecordedEvent
 
 _MOST_SLOTS = 1 << 20
 """More than any job has: nobody is to wait for the list of as many as a spoilt line says."""
@@ -67,7 +67,7 @@ class JobState:
     """Slot's number -> the newest process that has begun there."""
     _lost_pids: dict[int, int] = dataclasses.field(default_factory=dict)
     """Slot's number -> the newest process that was lost there; 0 where that is not known."""
-    _stuck_in: int = -1
+    _hung_in: int = -1
     """The epoch in which all waited for each other."""
 
     @property
@@ -81,7 +81,7 @@ class JobState:
         passed = self.heard_at - self.began_at
         return min(1.0, self.useful_s / passed) if passed > 0 else 1.0
 
-    def hear(self, told: Told) -> bool:
+    def hear(self, told: RecordedEvent) -> bool:
         """One event; whether it says something that nobody else had said before."""
         self.heard_at, news = max(self.heard_at, told.at), True
         match told.event:
@@ -91,10 +91,10 @@ class JobState:
                 news = self._committed(told.event)
             case Recovered():
                 news = self._recovered(told.event)
-            case Gone():
+            case RankLost():
                 news = self._gone(told.event)
-            case Stuck():
-                news, self._stuck_in = self._stuck_in != self.epoch, self.epoch
+            case Hung():
+                news, self._hung_in = self._hung_in != self.epoch, self.epoch
             case Copied():
                 if told.slot in self.slots:
                     self.copied_bytes[told.slot] = told.event.size
@@ -112,7 +112,7 @@ class JobState:
                 news, self.ended = not self.ended, True
         return news
 
-    def _began(self, told: Told, began: Began) -> bool:
+    def _began(self, told: RecordedEvent, began: Began) -> bool:
         first, slots = not self.slots, self.slots or _starting(began)
         if told.slot not in slots or (not first and _layout(began) != (self.replicas, self.stages, self.tp)):
             return False
@@ -124,11 +124,11 @@ class JobState:
         self.pids[told.slot], self.numbers[told.slot] = began.pid, began.number
         self.machines[told.slot] = began.machine
         self._begun_pids[began.number] = began.pid
-        if not began.newcomer:
+        if not began.joiner:
             self.slots[told.slot] = SlotState.ALIVE
         return first
 
-    def _gone(self, gone: Gone) -> bool:
+    def _gone(self, gone: RankLost) -> bool:
         """Its own host tells which process it was; the other hosts, where they tell of it too, do not know."""
         before = self._lost_pids.get(gone.number)
         self._lost_pids[gone.number] = gone.pid or self._begun_pids.get(gone.number, 0)

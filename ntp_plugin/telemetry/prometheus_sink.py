@@ -3,9 +3,9 @@
 import importlib
 from typing import Any
 
-from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Gone, KeyRestored, Stuck
+from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Hung, KeyRestored, RankLost
 from ntp_plugin.telemetry.job_state import JobState, SlotState
-from ntp_plugin.telemetry.record import Told
+from ntp_plugin.telemetry.record import RecordedEvent
 
 
 class PrometheusSink:
@@ -39,9 +39,9 @@ class PrometheusSink:
         host, port = self._server.server_address[:2]
         return f"http://{host}:{port}/metrics"
 
-    def hear(self, told: Told, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
+    def hear(self, told: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
         """What the job is like now."""
-        if news and isinstance(told.event, Gone | Corrupted | CopyTrouble | KeyRestored | Stuck):
+        if news and isinstance(told.event, RankLost | Corrupted | CopyTrouble | KeyRestored | Hung):
             self._troubles.labels(type(told.event).__name__).inc()
         for gauge, value in (
             (self._step, job.step),

@@ -29,7 +29,7 @@ _MOST_BYTES = 2 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class RecordedEvent:
     """An entry of the record."""
 
     at: float
@@ -40,7 +40,7 @@ class Told:
     """What happened; its class says of which kind it is."""
 
 
-def read_run(folder: Path) -> list[Told]:
+def read_run(folder: Path) -> list[RecordedEvent]:
     """Read the record of a run in which training has begun.
 
     Lines that are no events are passed over; a warning in the log says how many.
@@ -137,7 +137,7 @@ class Follower:
         """File -> how far it is read, for whoever reads on in this one's place."""
         return {path.name: read for path, read in self._read.items()}
 
-    def news(self, *, until: Mapping[str, int] | None = None) -> list[Told]:
+    def news(self, *, until: Mapping[str, int] | None = None) -> list[RecordedEvent]:
         """Read the entries that were added since the last call; a line that is not whole yet is left for the next one.
 
         Args:
@@ -147,7 +147,7 @@ class Follower:
         ends = {path: None if until is None else until.get(path.name, 0) for path in files}
         return [told for path in files if path.exists() for told in self._news_of(path, ends[path])]
 
-    def _news_of(self, path: Path, end: int | None) -> list[Told]:
+    def _news_of(self, path: Path, end: int | None) -> list[RecordedEvent]:
         begin = self._read.get(path, 0)
         with path.open("rb") as file:
             file.seek(begin)
@@ -158,7 +158,7 @@ class Follower:
         return [one for one in told if one is not None]
 
 
-def _told(line: bytes) -> Told | None:
+def _told(line: bytes) -> RecordedEvent | None:
     try:
         read = json.loads(line)
         at, slot, kind = read.pop("at"), read.pop("slot"), KINDS[read.pop("event")]
@@ -166,7 +166,7 @@ def _told(line: bytes) -> Told | None:
         event = kind(**read)
         if not (_is_own(at, float) and isinstance(slot, str) and _fits(event, hints)):
             return None
-        return Told(at=float(at), slot=slot, event=event)
+        return RecordedEvent(at=float(at), slot=slot, event=event)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.prometheus_sink import PrometheusSink
-from ntp_plugin.telemetry.record import Follower, Told
+from ntp_plugin.telemetry.record import Follower, RecordedEvent
 from ntp_plugin.telemetry.wandb_sink import WandbSink
 
 EVERY_S = 0.5
@@ -34,7 +34,7 @@ EVERY_S = 0.5
 class Sink(Protocol):
     """Whoever wants to hear of a job."""
 
-    def hear(self, told: Told, job: JobState, *, news: bool, again: bool) -> None:
+    def hear(self, told: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:
         """One event, and what the job is like after it. `news`: nobody else had said the same before. `again`: another
         relay has handed it over already."""
 
@@ -60,7 +60,7 @@ class Relay:
         if news and self._all_hear:
             _write_position(self._come_to, self._follower.position)
 
-    def _hand_over(self, news: Sequence[Told], *, again: bool) -> None:
+    def _hand_over(self, news: Sequence[RecordedEvent], *, again: bool) -> None:
         for told in news:
             new = self._job.hear(told)
             for sink in tuple(self._sinks):

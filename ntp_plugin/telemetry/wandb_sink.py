@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ntp_plugin.telemetry.event_text import in_words
 from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, CopyTrouble, Corrupted, Recovered, Restored
 from ntp_plugin.telemetry.job_state import JobState
-from ntp_plugin.telemetry.record import Told
-from ntp_plugin.telemetry.words import in_words
+from ntp_plugin.telemetry.record import RecordedEvent
 
 _REST_S = 600
 """Between two alerts of what every slot may tell, in each step."""
 _COLUMNS = ("at", "step", "epoch", "event", "what")
 
 
-def told_to_workers(environment: Mapping[str, str], agreed: Callable[[str], str]) -> dict[str, str]:
+def passed_to_workers(environment: Mapping[str, str], agreed: Callable[[str], str]) -> dict[str, str]:
     """What has every `wandb.init` of this job write into one run, on all hosts the one that is `agreed` on; the user's
     own choice of one stands."""
     run = environment.get("WANDB_RUN_ID") or agreed(f"ntp-{secrets.token_hex(4)}")
@@ -55,7 +55,7 @@ class WandbSink:
         self._run.define_metric("ntp/*", step_metric="ntp/step")
         self._said(f"wandb: {self._run.url or f'offline, in {self._run.dir}; wandb sync sends it'}")
 
-    def hear(self, told: Told, job: JobState, *, news: bool, again: bool) -> None:
+    def hear(self, told: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:
         """Numbers of what is new, an alert and a row of the table for what somebody should hear of. What the run has
         already is for the table alone, which is told whole at the end."""
         if not news:
@@ -95,7 +95,7 @@ def _config(job: JobState) -> dict[str, Any]:
     return {**layout, "settings": job.settings, "versions": job.versions}
 
 
-def _numbers(told: Told, job: JobState) -> dict[str, float]:
+def _numbers(told: RecordedEvent, job: JobState) -> dict[str, float]:
     match told.event:
         case Committed():
             layout = {f"ntp/width/r{number}": min(stages) for number, stages in enumerate(job.widths)}
@@ -114,5 +114,5 @@ def _numbers(told: Told, job: JobState) -> dict[str, float]:
     return {}
 
 
-def _level(wandb: Any, told: Told) -> Any:
+def _level(wandb: Any, told: RecordedEvent) -> Any:
     return wandb.AlertLevel.ERROR if isinstance(told.event, Corrupted) else wandb.AlertLevel.WARN

@@ -3,7 +3,7 @@
 ranks.py      real processes with a real store, and a supervisor that publishes deaths
 faults.py     what can happen to a rank, and when
 harm.py       what a process can do to itself
-twin.py       whether a job that lost ranks trained what its undisturbed twin trained
+reference.py       whether a job that lost ranks trained what its undisturbed reference run trained
 stateless.py  a trainer with nothing to train
 machines.py   several machines in one, with wires that can be cut
 leaks.py      what a rehearsal must not leave behind
@@ -37,7 +37,7 @@ __all__ = [
 if TYPE_CHECKING:
     from ntp_plugin.testing.faults import Fault, fail, freeze, hang, hold_lock, kill, leave, segfault, slow
     from ntp_plugin.testing.ranks import Rank, Ranks
-    from ntp_plugin.testing.twin import Trained, assert_every_sample_once, assert_same_training
+    from ntp_plugin.testing.reference import Trained, assert_every_sample_once, assert_same_training
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -54,6 +54,6 @@ else:
                 "slow",
             ),
             "ntp_plugin.testing.ranks": ("Rank", "Ranks"),
-            "ntp_plugin.testing.twin": ("Trained", "assert_every_sample_once", "assert_same_training"),
+            "ntp_plugin.testing.reference": ("Trained", "assert_every_sample_once", "assert_same_training"),
         },
     )

@@ -28,7 +28,7 @@ class Fault:
     """What happens to a rank, and when; the functions of this module make it."""
 
     slot: int
-    moment: str
+    fault_point: str
     step: int | None = None
     epoch: int | None = None
     by: Callable[[], object] | None
@@ -38,15 +38,15 @@ class Fault:
     may_miss: bool = False
     """It is no error when it never strikes."""
 
-    def is_for(self, slot: int, moment: str, step: int | None, epoch: int | None) -> bool:
+    def is_for(self, slot: int, fault_point: str, step: int | None, epoch: int | None) -> bool:
         """Whether it strikes this slot here."""
-        if (self.slot, self.moment, self.epoch) != (slot, moment, epoch):
+        if (self.slot, self.fault_point, self.epoch) != (slot, fault_point, epoch):
             return False
         if self.lasting and self.step is not None and step is not None:
             return step >= self.step
         return self.step == step
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Let it happen; most never return."""
         if self.by is not None:
             self.by()
@@ -55,7 +55,7 @@ class Fault:
 
     def __str__(self) -> str:
         at = f"step {self.step}" if self.epoch is None else f"epoch {self.epoch}"
-        return f"slot {self.slot} during {self.moment!r} of {at}"
+        return f"slot {self.slot} during {self.fault_point!r} of {at}"
 
 
 def kill(slot: int, **when: Unpack[When]) -> Fault:
@@ -96,13 +96,15 @@ def fail(slot: int, error: Exception, **when: Unpack[When]) -> Fault:
 def slow(slot: int, seconds: float, *, during: str, from_step: int = 1) -> Fault:
     """It takes `seconds` longer, in `from_step` and every step after it."""
     by = functools.partial(time.sleep, seconds)
-    return Fault(slot=slot, moment=during, step=from_step, by=by, lasting=True)
+    return Fault(slot=slot, fault_point=during, step=from_step, by=by, lasting=True)
 
 
 def _fault(slot: int, by: Callable[[], object] | None, when: When) -> Fault:
     step, epoch = when.get("step"), when.get("epoch")
     assert (step is None) != (epoch is None), "a moment is of a step, or of the recovery that leads to an epoch"
-    return Fault(slot=slot, moment=when["during"], step=step, epoch=epoch, by=by, may_miss=when.get("may_miss", False))
+    return Fault(
+        slot=slot, fault_point=when["during"], step=step, epoch=epoch, by=by, may_miss=when.get("may_miss", False)
+    )
 
 
 def _raise(error: Exception) -> None:

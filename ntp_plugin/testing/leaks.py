@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from ntp_plugin.comm.process_groups import ElasticGroups
-from ntp_plugin.comm.sockets import SocketId, open_sockets
+from ntp_plugin.groups.process_groups import ElasticGroups
+from ntp_plugin.groups.sockets import SocketId, open_sockets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,14 +29,14 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from ntp_plugin.comm.membership import Seat, View
-from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.run_folder import RunFolder
 from ntp_plugin.launch.supervisor import Supervisor
-from ntp_plugin.recovery.detector import RankFailure, Thresholds
-from ntp_plugin.recovery.heartbeat import HeartbeatFile
-from ntp_plugin.recovery.place import RankContext, corner, first_view
+from ntp_plugin.membership.failure_detector import RankFailure, Thresholds
+from ntp_plugin.membership.heartbeat import HeartbeatFile
+from ntp_plugin.membership.protocol import MemberId, View
+from ntp_plugin.membership.store import TorchStore
+from ntp_plugin.recovery.rank_context import RankContext, corner, first_view
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.leaks import ProcessResources, end_what_they_started, left_behind
 
@@ -44,7 +44,7 @@ __all__ = ["Fault", "Rank", "Ranks"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
-_PRELOADED = ("ntp_plugin.testing.ranks", "ntp_plugin.recovery.rank", "torch._dynamo")
+_PRELOADED = ("ntp_plugin.testing.ranks", "ntp_plugin.recovery.elastic_rank", "torch._dynamo")
 _CORNER, _TOKEN = corner("rehearsal"), "rehearsal"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 PATIENCE_S = 600.0
@@ -57,35 +57,35 @@ class Rank:
     """What a process that plays a rank is given. `Ranks` makes it."""
 
     first: View
-    seat: Seat
+    member_id: MemberId
     port: int
     faults: tuple[Fault, ...]
     folder: str
-    beat_s: float
+    heartbeat_s: float
     hung_s: float
 
     @property
     def slot(self) -> int:
-        return self.seat.slot
+        return self.member_id.slot
 
     @property
     def joining(self) -> bool:
-        return self.seat not in self.first.seats
+        return self.member_id not in self.first.member_ids
 
     @property
     def place(self) -> RankContext:
         return RankContext(
             slot=self.slot,
-            slots=len(self.first.seats),
-            occupant=self.seat.occupant,
+            slots=len(self.first.member_ids),
+            incarnation=self.member_id.incarnation,
             store_host="127.0.0.1",
             store_port=self.port,
             corner=_CORNER,
             token=_TOKEN,
             heartbeats=Path(self.folder) / "heartbeats",
-            beat_s=self.beat_s,
+            heartbeat_s=self.heartbeat_s,
             hung_s=self.hung_s,
-            per_host=len(self.first.seats),
+            per_host=len(self.first.member_ids),
             copies=Path(self.folder) / "copies",
         )
 
@@ -109,9 +109,9 @@ class Rank:
             "TORCHELASTIC_RUN_ID": Path(place.corner).name,
             "NTP_TOKEN": place.token,
             "NTP_HEARTBEATS": str(place.heartbeats),
-            "NTP_BEAT_S": str(place.beat_s),
+            "NTP_HEARTBEAT_S": str(place.heartbeat_s),
             "NTP_HUNG_S": str(place.hung_s),
-            "NTP_OCCUPANT": self.seat.occupant,
+            "NTP_INCARNATION": self.member_id.incarnation,
         }
 
     def write(self, rows: Sequence[Any]) -> None:
@@ -123,7 +123,7 @@ class Rank:
         with (Path(self.folder) / "record").open("ab", buffering=0) as record:
             record.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
-    def reached(self, moment: str, step: int | None = None, *, epoch: int | None = None) -> None:
+    def reached(self, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
         """Say where this rank is. A fault that is planned for it here happens now.
 
         Args:
@@ -132,17 +132,17 @@ class Rank:
             epoch: Inside a recovery, the epoch that it leads to.
         """
         for index, fault in enumerate(self.faults):
-            if (fault.epoch is not None or not self.joining) and fault.is_for(self.slot, moment, step, epoch):
-                with (Path(self.folder) / "struck").open("ab", buffering=0) as struck:
-                    struck.write(b"%d\n" % index)
-                fault.strike()
+            if (fault.epoch is not None or not self.joining) and fault.is_for(self.slot, fault_point, step, epoch):
+                with (Path(self.folder) / "struck").open("ab", buffering=0) as injected:
+                    injected.write(b"%d\n" % index)
+                fault.inject()
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _RunningRank:
     process: Any
     results: connection.Connection
-    seat: Seat
+    member_id: MemberId
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def exit_code(self) -> int:
@@ -171,7 +171,7 @@ class Ranks:
         play: Callable[[Rank], Any],
         *,
         faults: Sequence[Fault] = (),
-        moments: Collection[str] | None = None,
+        fault_points: Collection[str] | None = None,
         thresholds: Thresholds | None = None,
     ) -> None:
         """Prepare the ranks; the `with` statement starts them.
@@ -187,7 +187,7 @@ class Ranks:
         Raises:
             ConfigError: A fault is for a rank or a moment that there is not.
         """
-        _refuse_impossible(faults, count, moments)
+        _refuse_impossible(faults, count, fault_points)
         _CONTEXT.set_forkserver_preload([*_PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))])
         self._before = ProcessResources.look()
         self._server = TCPStore("127.0.0.1", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
@@ -197,7 +197,7 @@ class Ranks:
         self._own_folder = RunFolder("ntp-ranks-")
         self._folder = self._own_folder.path
         self._heartbeats = HeartbeatFile(self._folder / "heartbeats", count)
-        self.stuck: list[int] = []
+        self.hung: list[int] = []
         """How many waited for each other, whenever all did."""
         self._supervisor = Supervisor(
             TorchStore(client, corner=_CORNER, token=_TOKEN),
@@ -205,7 +205,7 @@ class Ranks:
             self._heartbeats,
             thresholds=self._thresholds,
             told=self._told,
-            told_stuck=self.stuck.append,
+            reported_hung=self.hung.append,
         )
         self._running: dict[int, _RunningRank] = {}
         self._former: list[_RunningRank] = []
@@ -218,8 +218,8 @@ class Ranks:
         """What the ranks wrote down, once all are ended."""
 
     def __enter__(self) -> "Ranks":
-        for seat in self.first.seats:
-            self._start(seat)
+        for member_id in self.first.member_ids:
+            self._start(member_id)
         self._supervisor.start()
         return self
 
@@ -234,8 +234,8 @@ class Ranks:
             running.results.close()
         record = self._folder / "record"
         self.rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-        struck = self._folder / "struck"
-        indices = {int(line) for line in struck.read_text().splitlines()} if struck.exists() else set()
+        injected = self._folder / "struck"
+        indices = {int(line) for line in injected.read_text().splitlines()} if injected.exists() else set()
         self._heartbeats.close()
         self._own_folder.remove()
         del self._supervisor, self._server  # their connections close with them
@@ -243,7 +243,7 @@ class Ranks:
         found = left_behind(self._before, started, self._folder)
         end_what_they_started(started)
         if kind is None:
-            forgotten = [running.seat.slot for running in left]
+            forgotten = [running.member_id.slot for running in left]
             assert not forgotten, f"slots {forgotten} were still running at the end"
             missed = [str(fault) for i, fault in enumerate(self._faults) if i not in indices and not fault.may_miss]
             assert not missed, f"planned, and never struck: {'; '.join(missed)}"
@@ -269,7 +269,7 @@ class Ranks:
         """Start a new process for a slot; it joins by itself. A frozen one that had the slot stays as it is."""
         self._births += 1
         self.deaths.pop(slot, None)
-        self._start(Seat(slot=slot, occupant=f"{slot}/{self._births}"))
+        self._start(MemberId(slot=slot, incarnation=f"{slot}/{self._births}"))
 
     def wait_for_death(self, slot: int, timeout_s: float = PATIENCE_S) -> float:
         """Wait until the newest process of a slot is seen to have ended. Returns when that was."""
@@ -324,35 +324,35 @@ class Ranks:
 
     # ------------------------------------------------ supervision
 
-    def _start(self, seat: Seat) -> None:
+    def _start(self, member_id: MemberId) -> None:
         receiving, sending = _CONTEXT.Pipe(duplex=False)
         rank = Rank(
             first=self.first,
-            seat=seat,
+            member_id=member_id,
             port=self._server.port,
             faults=self._faults,
             folder=str(self._folder),
-            beat_s=self._thresholds.heart_s,
+            heartbeat_s=self._thresholds.heartbeat_interval_s,
             hung_s=self._thresholds.hung_s,
         )
-        process = _CONTEXT.Process(target=_run, args=(self._play, rank, sending), name=f"rank{seat.slot}")
+        process = _CONTEXT.Process(target=_run, args=(self._play, rank, sending), name=f"rank{member_id.slot}")
         process.start()
         assert process.pid is not None
         sending.close()
-        old = self._running.get(seat.slot)
+        old = self._running.get(member_id.slot)
         if old is not None:
             self._former.append(old)
-        running = self._running[seat.slot] = _RunningRank(process=process, results=receiving, seat=seat)
-        self._supervisor.watch(seat, process.pid, running.exit_code)
+        running = self._running[member_id.slot] = _RunningRank(process=process, results=receiving, member_id=member_id)
+        self._supervisor.watch(member_id, process.pid, running.exit_code)
 
-    def _told(self, seat: Seat, verdict: RankFailure) -> None:
+    def _told(self, member_id: MemberId, verdict: RankFailure) -> None:
         if verdict.kind in ("hung", "silent"):  # it would never find out by itself that it is out
             for running in (*self._running.values(), *self._former):
-                if running.seat == seat:
+                if running.member_id == member_id:
                     with contextlib.suppress(ProcessLookupError):  # or it has just ended
                         os.kill(running.process.pid, signal.SIGKILL)
-        self.verdicts[seat.slot] = verdict
-        self.deaths[seat.slot] = time.monotonic()
+        self.verdicts[member_id.slot] = verdict
+        self.deaths[member_id.slot] = time.monotonic()
 
     def _signal(self, slot: int, number: signal.Signals) -> float:
         now = time.monotonic()
@@ -360,12 +360,12 @@ class Ranks:
         return now
 
 
-def _refuse_impossible(faults: Sequence[Fault], count: int, moments: Collection[str] | None) -> None:
+def _refuse_impossible(faults: Sequence[Fault], count: int, fault_points: Collection[str] | None) -> None:
     for fault in faults:
         if fault.slot not in range(count):
             raise ConfigError(f"{fault}: there are {count} slots, from 0 on")
-        if moments is not None and fault.moment not in moments:
-            raise ConfigError(f"{fault}: there is no such moment", way_out=f"one of {', '.join(moments)}")
+        if fault_points is not None and fault.fault_point not in fault_points:
+            raise ConfigError(f"{fault}: there is no such moment", way_out=f"one of {', '.join(fault_points)}")
 
 
 def _end_with_the_fork_server() -> None:
@@ -389,7 +389,9 @@ def _run(play: Callable[[Rank], Any], rank: Rank, results: connection.Connection
     try:
         outcome: Any = play(rank)
     except BaseException as error:  # the parent raises it
-        error.add_note(f"in {rank.seat.occupant}:\n{traceback.format_exc()}")  # which does not go over by itself
+        error.add_note(
+            f"in {rank.member_id.incarnation}:\n{traceback.format_exc()}"
+        )  # which does not go over by itself
         outcome = error
     results.send_bytes(pickle.dumps(outcome))  # whole: torch would share tensors with a process that ends
     results.close()

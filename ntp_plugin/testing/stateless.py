@@ -1,7 +1,7 @@
 """A trainer with nothing to train: what remains is the recovery itself."""
 
-from ntp_plugin.comm.agreement import Agreed
-from ntp_plugin.comm.membership import Report
+from ntp_plugin.membership.agreement import Agreed
+from ntp_plugin.membership.protocol import Report
 
 
 class Stateless:
@@ -13,5 +13,5 @@ class Stateless:
     def plan(self, agreed: Agreed) -> str:
         return str(agreed.view.epoch)
 
-    def stand_on(self, agreed: Agreed) -> None:
+    def resume_from(self, agreed: Agreed) -> None:
         assert agreed.view.slots

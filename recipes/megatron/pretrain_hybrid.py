@@ -7,8 +7,8 @@ Two replicas of TP 4, and one slot of the second is not there: 7 processes, on C
       --ntp-enable --ntp-lost r1.s0.t3
 
 In the pattern `*` is an attention layer and `-` an MLP; what else Megatron knows (Mamba, experts) is refused while a
-replica is hurt. You see Megatron's own log. Start 8 processes without the last three words, and the losses are the same
-but for the last digits.
+replica is degraded. You see Megatron's own log. Start 8 processes without the last three words, and the losses are the
+same but for the last digits.
 """
 
 import dataclasses

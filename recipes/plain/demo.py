@@ -46,19 +46,19 @@ def last_loss(log: Path) -> float:
 def main() -> None:
     """Both runs, and what came of them."""
     folder = Path(tempfile.mkdtemp(prefix="ntp-demo-"))
-    calm, hurt = folder / "calm", folder / "hurt"
+    calm, degraded = folder / "calm", folder / "degraded"
     print(f"1. {STEPS} steps undisturbed: 2 replicas of 2 slots ({calm})", flush=True)
     start(calm, pause_s=0.0).wait()
-    print(f"2. the same, and slot 1 is killed by SIGKILL ({hurt})", flush=True)
-    job = start(hurt, "--ntp-spares=1", pause_s=PAUSE_S)
-    victim = int(wait_for(hurt, r"slot 1 is pid (\d+)", job)[1])
-    wait_for(hurt, r"slot 0: step 1,", job)
+    print(f"2. the same, and slot 1 is killed by SIGKILL ({degraded})", flush=True)
+    job = start(degraded, "--ntp-spares=1", pause_s=PAUSE_S)
+    victim = int(wait_for(degraded, r"slot 1 is pid (\d+)", job)[1])
+    wait_for(degraded, r"slot 0: step 1,", job)
     os.kill(victim, signal.SIGKILL)
     job.wait()
-    for line in hurt.read_text().splitlines():
+    for line in degraded.read_text().splitlines():
         if line.startswith(("ntp run:", "slot 0:")):
             print(f"   {line}")
-    undisturbed, survived = last_loss(calm), last_loss(hurt)
+    undisturbed, survived = last_loss(calm), last_loss(degraded)
     print(f"loss after {STEPS} steps: {undisturbed:.12f} undisturbed, {survived:.12f} with the kill")
     sys.exit(0 if abs(undisturbed - survived) <= 1e-10 * undisturbed else "they differ by more than rounding")
 

@@ -15,7 +15,7 @@ from ntp_plugin.testing.ranks import Ranks
 from tests.deepspeed.halves import HALVES
 
 STAGES = [0, 1, 2]
-MOMENTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "between"]
+FAULT_POINTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "between"]
 
 
 @pytest.mark.short
@@ -24,11 +24,11 @@ def test_nobody_is_lost(stage):
     """Bit for bit as without us."""
     job = Job(stage=stage)
     outcomes, rows = run(job)
-    twin = undisturbed(job)
+    reference = undisturbed(job)
     for slot, seen in outcomes.items():
-        weights, others = seen.weights, twin[slot].weights
+        weights, others = seen.weights, reference[slot].weights
         assert all(weights[name].tobytes() == others[name].tobytes() for name in others)
-        assert (seen.losses, seen.norms) == (twin[slot].losses, twin[slot].norms)
+        assert (seen.losses, seen.norms) == (reference[slot].losses, reference[slot].norms)
     assert used_once(rows, job)
 
 
@@ -39,30 +39,30 @@ IN_FLOAT32 = Job(stage=1, dtype="bfloat16", more=(("data_types", {"grad_accum_dt
 @pytest.mark.short
 def test_nobody_is_lost_where_gradients_are_added_up_in_float32():
     outcomes, rows = run(IN_FLOAT32)
-    twin = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0]
+    reference = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0]
     for slot, seen in outcomes.items():
-        weights, others = seen.weights, twin[slot].weights
+        weights, others = seen.weights, reference[slot].weights
         assert all(weights[name].tobytes() == others[name].tobytes() for name in others)
-        assert (seen.losses, seen.norms) == (twin[slot].losses, twin[slot].norms)
+        assert (seen.losses, seen.norms) == (reference[slot].losses, reference[slot].norms)
     assert used_once(rows, IN_FLOAT32)
 
 
 LOSSES = [
-    (stage, slot, moment)
+    (stage, slot, fault_point)
     for stage in STAGES
     for slot in (0, 1, 3)
-    for moment in (*MOMENTS, *(["gather"] if stage else []))  # without ZeRO nothing is gathered
+    for fault_point in (*FAULT_POINTS, *(["gather"] if stage else []))  # without ZeRO nothing is gathered
 ]
 SHORT = [(0, 1, "reduce"), (1, 0, "vote"), (1, 3, "gather"), (2, 1, "applied")]
 
 
 @pytest.mark.parametrize(
-    ("stage", "slot", "moment"),
+    ("stage", "slot", "fault_point"),
     [pytest.param(*loss, marks=[pytest.mark.short] * (loss in SHORT)) for loss in LOSSES],
 )
-def test_a_rank_is_killed(stage, slot, moment):
+def test_a_rank_is_killed(stage, slot, fault_point):
     job = Job(stage=stage)
-    outcomes, rows = run(job, faults=[kill(slot, during=moment, step=6)])
+    outcomes, rows = run(job, faults=[kill(slot, during=fault_point, step=6)])
     assert sorted(outcomes) == [other for other in range(4) if other != slot]
     assert_same_training(outcomes, rows, job)
 
@@ -95,11 +95,11 @@ def test_one_after_the_other_until_one_is_left(stage):
     assert_same_training(outcomes, rows, job)
 
 
-@pytest.mark.parametrize("moment", ["report", "plan", "regroup", "stand on", "stood"])
+@pytest.mark.parametrize("fault_point", ["report", "plan", "regroup", "resume", "resumed"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_second_one_in_the_recovery(stage, moment):
+def test_a_second_one_in_the_recovery(stage, fault_point):
     job = Job(stage=stage)
-    outcomes, rows = run(job, faults=[kill(0, during="reduce", step=5), kill(2, during=moment, epoch=1)])
+    outcomes, rows = run(job, faults=[kill(0, during="reduce", step=5), kill(2, during=fault_point, epoch=1)])
     assert sorted(outcomes) == [1, 3]
     assert_same_training(outcomes, rows, job)
 
@@ -108,16 +108,16 @@ HEARD = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("acc
 
 
 @pytest.mark.parametrize(
-    ("stage", "moment", "micro_batch"),
+    ("stage", "fault_point", "micro_batch"),
     [
         pytest.param(stage, *where, marks=[pytest.mark.short] * (stage == 1 and where == ("backward", 1)))
         for stage in STAGES
         for where in HEARD
     ],
 )
-def test_the_others_hear_of_it_in_code_of_their_own(stage, moment, micro_batch):
+def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, micro_batch):
     """Where the loss finds them at the next thing that they do with the engine, and not in a collective."""
-    job = Job(stage=stage, hear_at=(moment, 6, micro_batch))
+    job = Job(stage=stage, hear_at=(fault_point, 6, micro_batch))
     outcomes, rows = run(job, faults=[kill(2, during="forward", step=6)])
     assert sorted(outcomes) == [0, 1, 3]
     assert_same_training(outcomes, rows, job)
@@ -194,9 +194,9 @@ def test_what_a_loop_may_not_call(calls):
 def test_masks_do_not_depend_on_who_computes(stage):
     exact = Job(stage=stage, dropout=0.2, ntp=(("dropout", "exact"),))
     outcomes, _ = run(exact, faults=[kill(1, during="backward", step=6)], back={1: 12})
-    twin, _ = run(exact)
+    reference, _ = run(exact)
     for seen in outcomes.values():
-        assert of_weights(seen, twin[0].weights) <= BOUNDS["float64"]
+        assert of_weights(seen, reference[0].weights) <= BOUNDS["float64"]
 
 
 def test_masks_of_the_framework_do():
@@ -249,7 +249,8 @@ def test_who_comes_back_goes_past_the_checkpoints_that_were_written(stage):
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short)])
 def test_a_loop_that_saves_by_the_number_of_steps_alone(tmp_path, stage):
-    """It asks after each micro-batch, of which the hurt have different numbers, and again where somebody comes in."""
+    """It asks after each micro-batch, of which the degraded have different numbers, and again where somebody comes
+    in."""
     job = Job(stage=stage, saves_each=4, folder=str(tmp_path))
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 13})
     assert sorted(outcomes) == [0, 1, 2, 3]
@@ -279,12 +280,12 @@ def begun(tmp_path_factory):
 def test_who_comes_back_into_a_job_that_began_from_a_checkpoint(begun, tmp_path, stage):
     """There is a newer one by then, and its script must not begin its turns from that."""
     outcomes, _ = run(begun(stage, tmp_path / "mine"), faults=[kill(2, during="backward", step=10)], back={2: 7})
-    twin = run(dataclasses.replace(begun(stage, tmp_path / "twin"), enabled=False))[0][0]
+    reference = run(dataclasses.replace(begun(stage, tmp_path / "reference"), enabled=False))[0][0]
     assert sorted(outcomes) == [0, 1, 2, 3]
-    assert twin.steps == 20
+    assert reference.steps == 20
     for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
-        assert of_weights(seen, twin.weights) <= BOUNDS["float64"]
+        assert (seen.steps, seen.samples, seen.rates) == (reference.steps, reference.samples, reference.rates)
+        assert of_weights(seen, reference.weights) <= BOUNDS["float64"]
 
 
 def test_a_job_that_is_resumed_reads_no_checkpoint(begun, tmp_path):
@@ -292,12 +293,12 @@ def test_a_job_that_is_resumed_reads_no_checkpoint(begun, tmp_path):
     (tmp_path / "dead").mkdir(mode=0o700)  # as the folder of a run is
     job = dataclasses.replace(begun(1, tmp_path / "mine"), copies=str(tmp_path / "dead"))
     run(job, faults=[kill(slot, during="backward", step=18) for slot in range(4)], leaving=range(4))
-    twin = run(dataclasses.replace(begun(1, tmp_path / "twin"), enabled=False))[0][0]
+    reference = run(dataclasses.replace(begun(1, tmp_path / "reference"), enabled=False))[0][0]
     outcomes, rows = run(dataclasses.replace(job, copies="", resumes=str(tmp_path / "dead")))
     assert min(row[1] for row in rows if row[0] == "micro") in (17, 18)
     for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
-        assert of_weights(seen, twin.weights) <= BOUNDS["float64"]
+        assert (seen.steps, seen.samples, seen.rates) == (reference.steps, reference.samples, reference.rates)
+        assert of_weights(seen, reference.weights) <= BOUNDS["float64"]
 
 
 def test_a_job_that_died_in_its_last_checkpoint_writes_it_when_it_is_resumed(tmp_path):
@@ -379,12 +380,12 @@ def test_in_half_precision(stage, dtype):
 
 def comes_back_in_half_precision(job):
     alone = dataclasses.replace(job, enabled=False)
-    twin = run(alone)[0][0]
+    reference = run(alone)[0][0]
     two = run(dataclasses.replace(alone, ranks=2, each=2 * job.each))[0][0]
     outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14})
     for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
-        assert of_weights(seen, twin.weights) <= 4 * of_weights(two, twin.weights)
+        assert (seen.steps, seen.samples, seen.rates) == (reference.steps, reference.samples, reference.rates)
+        assert of_weights(seen, reference.weights) <= 4 * of_weights(two, reference.weights)
     assert used_once(rows, job)
 
 
@@ -394,13 +395,13 @@ def test_where_gradients_are_added_up_in_float32():
 
 def test_a_second_one_in_the_recovery_where_gradients_are_added_up_in_float32():
     """And then both come back."""
-    faults = [kill(0, during="reduce", step=5), kill(2, during="stand on", epoch=1)]
+    faults = [kill(0, during="reduce", step=5), kill(2, during="resume", epoch=1)]
     outcomes, rows = run(IN_FLOAT32, faults=faults, back={0: 10, 2: 14})
-    twin = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0][0]
+    reference = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0][0]
     assert {seen.members for seen in outcomes.values()} == {4}
     for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin.steps, twin.samples, twin.rates)
-        assert seen.weights.keys() == twin.weights.keys()
+        assert (seen.steps, seen.samples, seen.rates) == (reference.steps, reference.samples, reference.rates)
+        assert seen.weights.keys() == reference.weights.keys()
     first, *others = outcomes.values()
     for seen in others:
         assert all(seen.weights[name].tobytes() == first.weights[name].tobytes() for name in first.weights)

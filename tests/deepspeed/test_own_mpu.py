@@ -13,7 +13,18 @@ from tests.deepspeed.halves import HALVES
 TWO = Job(ranks=4, tp=2, mpu=True)
 SHARDED = dataclasses.replace(TWO, stage=1)
 STAGES = [0, 1, 2]
-MOMENTS = ["forward", "within", "backward", "gradient", "accumulated", "reduce", "vote", "apply", "applied", "between"]
+FAULT_POINTS = [
+    "forward",
+    "within",
+    "backward",
+    "gradient",
+    "accumulated",
+    "reduce",
+    "vote",
+    "apply",
+    "applied",
+    "between",
+]
 
 
 @pytest.mark.short
@@ -22,29 +33,29 @@ def test_nobody_is_lost(stage):
     """Bit for bit as without us."""
     job = dataclasses.replace(TWO, stage=stage)
     outcomes, rows = run(job)
-    twin = undisturbed(job)
+    reference = undisturbed(job)
     for slot, seen in outcomes.items():
-        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in twin[slot].weights.items())
-        assert (seen.losses, seen.norms) == (twin[slot].losses, twin[slot].norms)
+        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in reference[slot].weights.items())
+        assert (seen.losses, seen.norms) == (reference[slot].losses, reference[slot].norms)
     assert used_once(rows, job)
 
 
 LOSSES = [
-    (stage, slot, moment)
+    (stage, slot, fault_point)
     for stage in STAGES
     for slot in (0, 1, 3)
-    for moment in (*MOMENTS, *(["gather"] if stage else []))
+    for fault_point in (*FAULT_POINTS, *(["gather"] if stage else []))
 ]
 SHORT = [(0, 3, "within"), (0, 0, "reduce"), (1, 1, "gradient"), (2, 3, "applied")]
 
 
 @pytest.mark.parametrize(
-    ("stage", "slot", "moment"),
+    ("stage", "slot", "fault_point"),
     [pytest.param(*loss, marks=[pytest.mark.short] * (loss in SHORT)) for loss in LOSSES],
 )
-def test_a_slot_is_killed(stage, slot, moment):
+def test_a_slot_is_killed(stage, slot, fault_point):
     job, mate = dataclasses.replace(TWO, stage=stage), slot ^ 1
-    outcomes, rows = run(job, faults=[kill(slot, during=moment, step=6)], leaving=[slot, mate])
+    outcomes, rows = run(job, faults=[kill(slot, during=fault_point, step=6)], leaving=[slot, mate])
     assert sorted(outcomes) == [other for other in range(4) if other not in (slot, mate)]
     assert_same_training(outcomes, rows, job)
 
@@ -66,12 +77,12 @@ def test_both_slots_at_once(stage):
     assert_same_training(outcomes, rows, job)
 
 
-@pytest.mark.parametrize("moment", ["report", "regroup", "stand on", "stood"])
+@pytest.mark.parametrize("fault_point", ["report", "regroup", "resume", "resumed"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_second_one_in_the_recovery(stage, moment):
+def test_a_second_one_in_the_recovery(stage, fault_point):
     """Of three replicas; the first loss makes an epoch of its own before the others go on without its replica."""
     job = Job(ranks=6, tp=2, mpu=True, stage=stage)
-    faults = [kill(0, during="reduce", step=5), kill(5, during=moment, epoch=1 if moment == "report" else 2)]
+    faults = [kill(0, during="reduce", step=5), kill(5, during=fault_point, epoch=1 if fault_point == "report" else 2)]
     outcomes, rows = run(job, faults=faults, leaving=[0, 1, 4, 5])
     assert sorted(outcomes) == [2, 3]
     assert_same_training(outcomes, rows, job)
@@ -84,9 +95,11 @@ def test_of_three_slots():
     assert_same_training(outcomes, rows, job)
 
 
-@pytest.mark.parametrize(("moment", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)])
-def test_the_others_hear_of_it_in_code_of_their_own(moment, number):
-    job = dataclasses.replace(TWO, hear_at=(moment, 6, number))
+@pytest.mark.parametrize(
+    ("fault_point", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)]
+)
+def test_the_others_hear_of_it_in_code_of_their_own(fault_point, number):
+    job = dataclasses.replace(TWO, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)], leaving=[2, 3])
     assert_same_training(outcomes, rows, job)
 
@@ -134,14 +147,14 @@ def test_in_half_precision(stage, dtype):
     scaled = (("fp16", {"enabled": True, "initial_scale_power": 10}),) if dtype == "float16" else ()
     job = dataclasses.replace(TWO, stage=stage, dtype=dtype, more=scaled)
     alone = dataclasses.replace(job, enabled=False)
-    twin = run(alone)[0]
-    whole = together(twin, job)
+    reference = run(alone)[0]
+    whole = together(reference, job)
     one = run(dataclasses.replace(alone, ranks=2, each=2 * job.each))[0]
     rounding = max(of_weights(seen, whole) for seen in one.values())
     outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14, 0: 14})
     assert rounding > 0
     for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin[0].steps, twin[0].samples, twin[0].rates)
+        assert (seen.steps, seen.samples, seen.rates) == (reference[0].steps, reference[0].samples, reference[0].rates)
         assert of_weights(seen, whole) <= 4 * rounding
     assert used_once(rows, job)
 

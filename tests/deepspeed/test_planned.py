@@ -1,5 +1,5 @@
-"""A run that is hurt in the middle of a step is, bit for bit, one that had lost the rank before that step began: of the
-step in flight nothing is left over.
+"""A run that is degraded in the middle of a step is, bit for bit, one that had lost the rank before that step began:
+of the step in flight nothing is left over.
 
 With ZeRO the step from which the others go on is what the newest copies are of, so it is looked up in the run."""
 
@@ -18,7 +18,7 @@ JOBS = {
     **{f"mpu, zero {stage}": Job(tp=2, mpu=True, stage=stage, **STEPS) for stage in (0, 1)},
     "mpu, bf16 in float32": Job(tp=2, mpu=True, stage=1, **{**STEPS, "dtype": "bfloat16"}, more=IN_FLOAT32),
 }
-MOMENTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied"]
+FAULT_POINTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied"]
 SHORT = [("zero 1, bf16 in float32", "applied"), ("autotp, zero 1", "reduce")]
 LOST, STEP = 2, 6
 
@@ -29,7 +29,7 @@ def without(name, **fault):
     return run(job, faults=[kill(LOST, **fault)], leaving=[LOST + 1] if job.mpu else [])
 
 
-def first_hurt_step(rows):
+def first_degraded_step(rows):
     """That counts."""
     return min(row[1] for row in rows if row[0] == "micro" and row[2])
 
@@ -49,28 +49,28 @@ def planned(name, first):
         if (name, first) in _PLANNED:
             break
         outcomes, rows = without(name, during="between", step=step)
-        _PLANNED.setdefault((name, first_hurt_step(rows)), bits(outcomes))
+        _PLANNED.setdefault((name, first_degraded_step(rows)), bits(outcomes))
     return _PLANNED[name, first]
 
 
 @pytest.mark.parametrize(
-    ("name", "moment"),
+    ("name", "fault_point"),
     [
-        pytest.param(name, moment, marks=[pytest.mark.short] * ((name, moment) in SHORT))
+        pytest.param(name, fault_point, marks=[pytest.mark.short] * ((name, fault_point) in SHORT))
         for name in JOBS
-        for moment in MOMENTS
+        for fault_point in FAULT_POINTS
     ],
 )
-def test_a_loss_within_a_step(name, moment):
-    outcomes, rows = without(name, during=moment, step=STEP)
-    assert bits(outcomes) == planned(name, first_hurt_step(rows))
+def test_a_loss_within_a_step(name, fault_point):
+    outcomes, rows = without(name, during=fault_point, step=STEP)
+    assert bits(outcomes) == planned(name, first_degraded_step(rows))
 
 
 def test_the_step_makes_a_difference():
     """What is compared tells one run from another."""
     runs = [without("zero 0", during="between", step=step) for step in (4, 7)]
     (early, first), (late, last) = runs
-    assert first_hurt_step(first) != first_hurt_step(last)
+    assert first_degraded_step(first) != first_degraded_step(last)
     assert bits(early) != bits(late)
 
 
@@ -78,9 +78,9 @@ class LeavesGradients(Play):
     """Of the step in flight, where the window restarts."""
 
     def _play(self, rank):
-        from ntp_plugin.deepspeed.window import Window  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
+        from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
 
-        unwound = Window._unwound
+        unwound = AccumulationWindow._unwound
 
         def leave(window):
             held = {one: one.grad for one in window._engine.module.parameters()}
@@ -88,11 +88,11 @@ class LeavesGradients(Play):
             for one, gradient in held.items():
                 one.grad = gradient
 
-        Window._unwound = leave
+        AccumulationWindow._unwound = leave
         return super()._play(rank)
 
 
 def test_what_is_left_over_is_noticed():
     faults = [kill(LOST, during="accumulated", step=STEP)]
     outcomes, rows = run(JOBS["zero 0"], faults=faults, play=LeavesGradients)
-    assert bits(outcomes) != planned("zero 0", first_hurt_step(rows))
+    assert bits(outcomes) != planned("zero 0", first_degraded_step(rows))

@@ -21,14 +21,14 @@ class Deviating(Play):
     """One process that is started otherwise: with other keys, another data set, or other variables."""
 
     who: str = ""
-    """Its occupant."""
+    """Its incarnation."""
     keys: tuple[tuple[str, object], ...] = ()
     shifted: int = 0
     """Its samples are those of other numbers, of a data set as long."""
     variables: tuple[tuple[str, str], ...] = ()
 
     def _play(self, rank):
-        if rank.seat.occupant != self.who:
+        if rank.member_id.incarnation != self.who:
             return super()._play(rank)
         os.environ |= dict(self.variables)
         if self.shifted:

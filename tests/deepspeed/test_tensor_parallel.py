@@ -19,31 +19,42 @@ from ntp_plugin.testing.faults import kill
 from tests.deepspeed.halves import NEEDS_FLOAT16
 
 TWO = Job(ranks=4, tp=2)
-MOMENTS = ["forward", "within", "backward", "gradient", "accumulated", "reduce", "vote", "apply", "applied", "between"]
+FAULT_POINTS = [
+    "forward",
+    "within",
+    "backward",
+    "gradient",
+    "accumulated",
+    "reduce",
+    "vote",
+    "apply",
+    "applied",
+    "between",
+]
 
 
 @pytest.mark.short
 def test_nobody_is_lost():
     """Bit for bit as without us."""
     outcomes, rows = run(TWO)
-    twin = undisturbed(TWO)
+    reference = undisturbed(TWO)
     for slot, seen in outcomes.items():
-        assert seen.places == twin[slot].places
-        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in twin[slot].weights.items())
-        assert seen.losses == twin[slot].losses
+        assert seen.places == reference[slot].places
+        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in reference[slot].weights.items())
+        assert seen.losses == reference[slot].losses
     assert used_once(rows, TWO)
 
 
 @pytest.mark.parametrize(
-    ("moment", "slot"),
+    ("fault_point", "slot"),
     [
-        pytest.param(moment, slot, marks=[pytest.mark.short] * ((moment, slot) == ("within", 1)))
-        for moment in MOMENTS
+        pytest.param(fault_point, slot, marks=[pytest.mark.short] * ((fault_point, slot) == ("within", 1)))
+        for fault_point in FAULT_POINTS
         for slot in (0, 1, 3)
     ],
 )
-def test_a_slot_is_killed(moment, slot):
-    outcomes, rows = run(TWO, faults=[kill(slot, during=moment, step=6)])
+def test_a_slot_is_killed(fault_point, slot):
+    outcomes, rows = run(TWO, faults=[kill(slot, during=fault_point, step=6)])
     assert sorted(outcomes) == [other for other in range(4) if other != slot]
     assert_same_training(outcomes, rows, TWO)
 
@@ -85,16 +96,18 @@ def test_a_slot_comes_back(slot, step):
     assert_same_training(outcomes, rows, TWO)
 
 
-@pytest.mark.parametrize("moment", ["report", "plan", "regroup", "stand on", "stood"])
-def test_a_second_one_in_the_recovery(moment):
-    outcomes, rows = run(TWO, faults=[kill(0, during="reduce", step=5), kill(3, during=moment, epoch=1)])
+@pytest.mark.parametrize("fault_point", ["report", "plan", "regroup", "resume", "resumed"])
+def test_a_second_one_in_the_recovery(fault_point):
+    outcomes, rows = run(TWO, faults=[kill(0, during="reduce", step=5), kill(3, during=fault_point, epoch=1)])
     assert sorted(outcomes) == [1, 2]
     assert_same_training(outcomes, rows, TWO)
 
 
-@pytest.mark.parametrize(("moment", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)])
-def test_the_others_hear_of_it_in_code_of_their_own(moment, number):
-    job = Job(ranks=4, tp=2, hear_at=(moment, 6, number))
+@pytest.mark.parametrize(
+    ("fault_point", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)]
+)
+def test_the_others_hear_of_it_in_code_of_their_own(fault_point, number):
+    job = Job(ranks=4, tp=2, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)])
     assert_same_training(outcomes, rows, job)
 
@@ -148,14 +161,14 @@ def test_in_half_precision(dtype, lost, back):
     first slot. No further from AutoTP alone than four times what AutoTP with half as many replicas is."""
     job = Job(ranks=4, tp=2, dtype=dtype, more=SCALED if dtype == "float16" else ())
     alone = dataclasses.replace(job, enabled=False)
-    twin = run(alone)[0]
-    whole = together(twin, job)
+    reference = run(alone)[0]
+    whole = together(reference, job)
     half = dataclasses.replace(alone, ranks=2, each=2 * job.each)
     rounding = max(of_weights(seen, whole) for seen in run(half)[0].values())
     faults = [kill(slot, during="reduce", step=6 + 2 * place) for place, slot in enumerate(lost)]
     outcomes, rows = run(job, faults=faults, back=back)
     for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin[0].steps, twin[0].samples, twin[0].rates)
+        assert (seen.steps, seen.samples, seen.rates) == (reference[0].steps, reference[0].samples, reference[0].rates)
         assert of_weights(seen, whole) <= 4 * rounding
     assert used_once(rows, job)
 

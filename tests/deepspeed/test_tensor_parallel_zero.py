@@ -24,15 +24,15 @@ def test_nobody_is_lost(stage):
     """Bit for bit as without us."""
     job = two(stage)
     outcomes, rows = run(job)
-    twin = undisturbed(job)
+    reference = undisturbed(job)
     for slot, seen in outcomes.items():
-        assert (seen.places, seen.kept) == (twin[slot].places, twin[slot].kept)
-        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in twin[slot].weights.items())
-        assert (seen.losses, seen.norms) == (twin[slot].losses, twin[slot].norms)
+        assert (seen.places, seen.kept) == (reference[slot].places, reference[slot].kept)
+        assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in reference[slot].weights.items())
+        assert (seen.losses, seen.norms) == (reference[slot].losses, reference[slot].norms)
     assert used_once(rows, job)
 
 
-MOMENTS = [
+FAULT_POINTS = [
     *("forward", "within", "backward", "gradient", "accumulated"),
     *("reduce", "vote", "apply", "applied", "gather", "between"),
 ]
@@ -40,17 +40,17 @@ SHORT = {(1, "vote", 1)}
 
 
 @pytest.mark.parametrize(
-    ("stage", "moment", "slot"),
+    ("stage", "fault_point", "slot"),
     [
-        pytest.param(stage, moment, slot, marks=[pytest.mark.short] * ((stage, moment, slot) in SHORT))
+        pytest.param(stage, fault_point, slot, marks=[pytest.mark.short] * ((stage, fault_point, slot) in SHORT))
         for stage in STAGES
-        for moment in MOMENTS
+        for fault_point in FAULT_POINTS
         for slot in ((0, 1, 3) if stage == 1 else (2,))
     ],
 )
-def test_a_slot_is_killed(stage, moment, slot):
+def test_a_slot_is_killed(stage, fault_point, slot):
     job = two(stage)
-    outcomes, rows = run(job, faults=[kill(slot, during=moment, step=6)])
+    outcomes, rows = run(job, faults=[kill(slot, during=fault_point, step=6)])
     assert sorted(outcomes) == [other for other in range(4) if other != slot]
     assert_same_training(outcomes, rows, job)
 
@@ -65,11 +65,11 @@ def test_replicas_of_other_widths(stage, ranks, tp, lost):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("slot", "moment"), [(0, "vote"), (1, "within"), (3, "gather"), (2, "applied")])
-def test_one_replica_alone(stage, slot, moment):
+@pytest.mark.parametrize(("slot", "fault_point"), [(0, "vote"), (1, "within"), (3, "gather"), (2, "applied")])
+def test_one_replica_alone(stage, slot, fault_point):
     """Everything that the lost slot had is in copies alone."""
     job = Job(ranks=4, tp=4, stage=stage)
-    outcomes, rows = run(job, faults=[kill(slot, during=moment, step=6)])
+    outcomes, rows = run(job, faults=[kill(slot, during=fault_point, step=6)])
     assert sorted(outcomes) == [other for other in range(4) if other != slot]
     assert_same_training(outcomes, rows, job)
 
@@ -101,8 +101,10 @@ def test_a_whole_replica_is_lost(stage, slots):
 def test_one_after_the_other_until_one_is_left(stage, last):
     """Also where both that had the same part are gone: without ZeRO nobody would have it."""
     job, lost = two(stage), [0, 5 - last, 1]
-    moments = [("vote", 4), ("within", 9), ("applied", 13)]
-    faults = [kill(slot, during=moment, step=step) for slot, (moment, step) in zip(lost, moments, strict=True)]
+    fault_points = [("vote", 4), ("within", 9), ("applied", 13)]
+    faults = [
+        kill(slot, during=fault_point, step=step) for slot, (fault_point, step) in zip(lost, fault_points, strict=True)
+    ]
     outcomes, rows = run(job, faults=faults)
     assert sorted(outcomes) == [last]
     assert_same_training(outcomes, rows, job)
@@ -125,7 +127,7 @@ def test_a_slot_comes_back(stage, slot, step):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_comes_back_while_another_is_lost(stage):
-    """It comes into a hurt layout, and its own replica is whole."""
+    """It comes into a degraded layout, and its own replica is whole."""
     job = two(stage)
     faults = [kill(1, during="vote", step=4), kill(2, during="gradient", step=7)]
     outcomes, rows = run(job, faults=faults, back={1: 12})
@@ -134,22 +136,22 @@ def test_one_comes_back_while_another_is_lost(stage):
 
 
 @pytest.mark.parametrize(
-    ("stage", "moment"),
-    [*((1, moment) for moment in ("report", "plan", "regroup", "stand on", "stood")), (2, "stand on")],
+    ("stage", "fault_point"),
+    [*((1, fault_point) for fault_point in ("report", "plan", "regroup", "resume", "resumed")), (2, "resume")],
 )
-def test_a_second_one_in_the_recovery(stage, moment):
+def test_a_second_one_in_the_recovery(stage, fault_point):
     job = two(stage)
-    outcomes, rows = run(job, faults=[kill(0, during="reduce", step=5), kill(3, during=moment, epoch=1)])
+    outcomes, rows = run(job, faults=[kill(0, during="reduce", step=5), kill(3, during=fault_point, epoch=1)])
     assert sorted(outcomes) == [1, 2]
     assert_same_training(outcomes, rows, job)
 
 
 @pytest.mark.parametrize(
-    ("stage", "moment", "number"),
+    ("stage", "fault_point", "number"),
     [(1, "forward", 0), (1, "forward", 1), (1, "backward", 1), (1, "accumulated", 2), (2, "backward", 1)],
 )
-def test_the_others_hear_of_it_in_code_of_their_own(stage, moment, number):
-    job = two(stage, hear_at=(moment, 6, number))
+def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, number):
+    job = two(stage, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)])
     assert_same_training(outcomes, rows, job)
 
@@ -190,12 +192,12 @@ def test_in_half_precision(stage, dtype):
     """With masters in float32. No further from AutoTP alone than four times what DeepSpeed without it is."""
     job = two(stage, dtype=dtype, more=SCALED if dtype == "float16" else ())
     alone = dataclasses.replace(job, enabled=False)
-    twin = run(alone)[0]
-    whole = together(twin, job)
+    reference = run(alone)[0]
+    whole = together(reference, job)
     uncut = run(dataclasses.replace(alone, ranks=2, tp=1, pair=True))[0][0]
     outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)], back={1: 14})
     for seen in outcomes.values():
-        assert (seen.steps, seen.samples, seen.rates) == (twin[0].steps, twin[0].samples, twin[0].rates)
+        assert (seen.steps, seen.samples, seen.rates) == (reference[0].steps, reference[0].samples, reference[0].rates)
         assert of_weights(seen, whole) <= 4 * of_weights(uncut, whole)
     assert used_once(rows, job)
 

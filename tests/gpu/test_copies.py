@@ -5,9 +5,9 @@ import torch
 
 from ntp_plugin.copies.digest import digests
 from ntp_plugin.copies.manifest import Version, views
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.runs import runs_of
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import NEAR, CopyKey, Store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

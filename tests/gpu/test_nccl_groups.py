@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.testing.ranks import Ranks
 from ntp_plugin.testing.stateless import Stateless
 

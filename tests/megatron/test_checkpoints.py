@@ -1,4 +1,5 @@
-"""What a hurt job saves, a job of any other layout goes on from as if nobody had been lost; and the other way round.
+"""What a degraded job saves, a job of any other layout goes on from as if nobody had been lost; and the other way
+round.
 
 The reference is Megatron without us that trains all steps in one go.
 """
@@ -11,9 +12,19 @@ import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, FIRST_HURT, HYBRID, LAST_HURT, MODELS, OLD, hurt, reference, uniform
+from benchmarks.parity.layouts import (
+    BASE,
+    FIRST_DEGRADED,
+    HYBRID,
+    LAST_DEGRADED,
+    MODELS,
+    OLD,
+    degraded,
+    reference,
+    uniform,
+)
 from benchmarks.parity.live import live
-from benchmarks.parity.saved import HALF, joined, largest_difference, loading, saving, wholes_in
+from benchmarks.parity.saved import HALF, joined, largest_difference, loading, replica_digests_in, saving
 from ntp_plugin.errors import Refused
 from ntp_plugin.testing.faults import kill
 
@@ -49,58 +60,58 @@ def assert_same_training(outcomes, expected, bound=FLOAT64):
 
 def nominal(model, layout, **options):
     """The layout with nobody lost, and without the plugin."""
-    return dataclasses.replace(hurt(model, layout, **options), lost=())
+    return dataclasses.replace(degraded(model, layout, **options), lost=())
 
 
 @pytest.mark.short
-def test_a_nominal_job_goes_on_from_what_a_hurt_one_saved(first_half):
+def test_a_nominal_job_goes_on_from_what_a_degraded_one_saved(first_half):
     """Adam counts its steps in a number that all parameters share: one that began again would be far off."""
-    outcomes = whole_run(first_half, hurt(BASE, "TP2+TP1"), nominal(BASE, "TP2+TP1"))
+    outcomes = whole_run(first_half, degraded(BASE, "TP2+TP1"), nominal(BASE, "TP2+TP1"))
     assert_same_training(outcomes, uniform(BASE))
 
 
-def test_a_hurt_job_goes_on_from_what_a_nominal_one_saved(first_half):
-    outcomes = whole_run(first_half, nominal(BASE, "TP2+TP1"), hurt(BASE, "TP2+TP1"))
+def test_a_degraded_job_goes_on_from_what_a_nominal_one_saved(first_half):
+    outcomes = whole_run(first_half, nominal(BASE, "TP2+TP1"), degraded(BASE, "TP2+TP1"))
     assert_same_training(outcomes, uniform(BASE))
 
 
-def test_a_hurt_job_goes_on_from_what_another_hurt_one_saved(first_half):
+def test_a_degraded_job_goes_on_from_what_another_degraded_one_saved(first_half):
     """Four slots that hold several ranges of one tensor each; other replicas, other slots, other widths."""
-    outcomes = whole_run(first_half, hurt(BASE, "TP4+TP3"), hurt(BASE, "TP3+TP3"))
+    outcomes = whole_run(first_half, degraded(BASE, "TP4+TP3"), degraded(BASE, "TP3+TP3"))
     assert_same_training(outcomes, uniform(BASE))
 
 
 @pytest.mark.parametrize("shared_out", [True, False])
-def test_a_checkpoint_of_a_hurt_job_is_that_of_a_whole_one(first_half, shared_out):
+def test_a_checkpoint_of_a_degraded_job_is_that_of_a_whole_one(first_half, shared_out):
     """Tensor for tensor, of the optimizer as well, whether the replicas share the writing out or one does it all."""
-    job = hurt(BASE, "TP4+TP3", more="" if shared_out else "--no-ckpt-fully-parallel-save")
+    job = degraded(BASE, "TP4+TP3", more="" if shared_out else "--no-ckpt-fully-parallel-save")
     _, mine = first_half(job)
     _, theirs = first_half(uniform(BASE, tp=2))
-    assert any("exp_avg_sq" in name for name in wholes_in(theirs))
-    assert largest_difference(wholes_in(mine), wholes_in(theirs)) <= FLOAT64
+    assert any("exp_avg_sq" in name for name in replica_digests_in(theirs))
+    assert largest_difference(replica_digests_in(mine), replica_digests_in(theirs)) <= FLOAT64
 
 
 @pytest.mark.parametrize("model", [OLD, HYBRID, "qk-layernorm"])
 def test_models(first_half, model):
-    outcomes = whole_run(first_half, hurt(model, "TP2+TP1"), nominal(model, "TP2+TP1"))
+    outcomes = whole_run(first_half, degraded(model, "TP2+TP1"), nominal(model, "TP2+TP1"))
     assert_same_training(outcomes, uniform(model))
 
 
 def test_a_tied_embedding_in_two_stages_of_different_width(first_half):
-    outcomes = whole_run(first_half, hurt(TIED, FIRST_HURT), nominal(TIED, FIRST_HURT))
-    assert_same_training(outcomes, reference(TIED, FIRST_HURT))
-    back = whole_run(first_half, nominal(TIED, FIRST_HURT), hurt(TIED, FIRST_HURT))
-    assert_same_training(back, reference(TIED, FIRST_HURT))
+    outcomes = whole_run(first_half, degraded(TIED, FIRST_DEGRADED), nominal(TIED, FIRST_DEGRADED))
+    assert_same_training(outcomes, reference(TIED, FIRST_DEGRADED))
+    back = whole_run(first_half, nominal(TIED, FIRST_DEGRADED), degraded(TIED, FIRST_DEGRADED))
+    assert_same_training(back, reference(TIED, FIRST_DEGRADED))
 
 
 def test_bf16_with_its_float32_copies(first_half):
-    outcomes = whole_run(first_half, hurt(BASE, "TP2+TP1", **BF16), nominal(BASE, "TP2+TP1", **BF16))
+    outcomes = whole_run(first_half, degraded(BASE, "TP2+TP1", **BF16), nominal(BASE, "TP2+TP1", **BF16))
     worst, bounds = largest_differences(outcomes, run(uniform(BASE, **BF16))), bounds_of(BASE, "bfloat16")
     assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
 
 
 def test_each_rank_reads_for_itself_where_replicas_would_share_the_reading(first_half):
-    outcomes = whole_run(first_half, hurt(BASE, "TP2+TP1"), hurt(BASE, "TP2+TP1"), "--ckpt-fully-parallel-load")
+    outcomes = whole_run(first_half, degraded(BASE, "TP2+TP1"), degraded(BASE, "TP2+TP1"), "--ckpt-fully-parallel-load")
     assert_same_training(outcomes, uniform(BASE))
 
 
@@ -109,34 +120,34 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 
 @pytest.mark.parametrize("route", ["direct", "via_core"])
 def test_a_sharded_optimizer(first_half, route):
-    """Nominal -> hurt, and hurt -> otherwise hurt. Megatron itself cannot load one with torch's Adam, so that what a
-    hurt job saves is compared with what a nominal one does, tensor for tensor."""
-    here, there = (hurt(BASE, layout, more=SHARDED, route=route) for layout in ("TP4+TP3", "TP3+TP3"))
+    """Nominal -> degraded, and degraded -> otherwise degraded. Megatron itself cannot load one with torch's Adam, so
+    that what a degraded job saves is compared with what a nominal one does, tensor for tensor."""
+    here, there = (degraded(BASE, layout, more=SHARDED, route=route) for layout in ("TP4+TP3", "TP3+TP3"))
     whole = nominal(BASE, "TP4+TP3", more=SHARDED)
     for first, second in ((whole, here), (here, there)):
         assert_same_training(whole_run(first_half, first, second), uniform(BASE))
-    mine, theirs = (wholes_in(first_half(job)[1]) for job in (here, whole))
+    mine, theirs = (replica_digests_in(first_half(job)[1]) for job in (here, whole))
     assert any("exp_avg_sq" in name for name in theirs)
     assert largest_difference(mine, theirs) <= FLOAT64
 
 
 def test_a_sharded_optimizer_of_an_embedding_in_two_stages(first_half):
     """Its rows are held once for both stages."""
-    first, second = (hurt(TIED, layout, more=SHARDED) for layout in (FIRST_HURT, LAST_HURT))
-    assert_same_training(whole_run(first_half, first, second), reference(TIED, FIRST_HURT))
+    first, second = (degraded(TIED, layout, more=SHARDED) for layout in (FIRST_DEGRADED, LAST_DEGRADED))
+    assert_same_training(whole_run(first_half, first, second), reference(TIED, FIRST_DEGRADED))
 
 
 def test_a_sharded_optimizer_in_buckets_of_another_layout_is_refused(first_half):
     buckets = SHARDED.replace("--dist-ckpt-optim-fully-reshardable", "")
     with pytest.raises(Refused, match="--dist-ckpt-optim-fully-reshardable"):
-        whole_run(first_half, nominal(BASE, "TP2+TP1", more=buckets), hurt(BASE, "TP2+TP1", more=buckets))
+        whole_run(first_half, nominal(BASE, "TP2+TP1", more=buckets), degraded(BASE, "TP2+TP1", more=buckets))
 
 
 def test_two_units_that_change_places_in_what_is_written_are_noticed(first_half):
-    spoilt = hurt(BASE, "TP2+TP1", spoil="units_swapped_in_a_checkpoint")
+    spoilt = degraded(BASE, "TP2+TP1", spoil="units_swapped_in_a_checkpoint")
     _, mine = first_half(spoilt)
     _, theirs = first_half(uniform(BASE, tp=2))
-    assert largest_difference(wholes_in(mine), wholes_in(theirs)) > 1e-3
+    assert largest_difference(replica_digests_in(mine), replica_digests_in(theirs)) > 1e-3
     outcomes = whole_run(first_half, spoilt, nominal(BASE, "TP2+TP1"))
     assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > 1e-3
 
@@ -148,7 +159,7 @@ def test_a_live_job_saves_after_a_loss(tmp_path, more):
     assert {slot: one.width for slot, one in lived.items()} == {0: 2, 1: 2, 2: 1}
     first = {slot: one.seen for slot, one in lived.items()}
     assert all(len(seen.norms) == HALF for seen in first.values())
-    goes_on = hurt if more else nominal  # Megatron itself cannot load a sharded optimizer with torch's Adam
+    goes_on = degraded if more else nominal  # Megatron itself cannot load a sharded optimizer with torch's Adam
     second = run(with_arguments(goes_on(BASE, "TP2+TP1", more=more), loading(tmp_path)))
     assert_same_training(joined(first, second), uniform(BASE))
 
@@ -166,25 +177,28 @@ def every_step(tmp_path_factory):
     return saved
 
 
-MOMENTS = ["step", "forward", "backward", "reduce", "reduced", "vote", "apply", "applied", "between"]
+FAULT_POINTS = ["step", "forward", "backward", "reduce", "reduced", "vote", "apply", "applied", "between"]
 
 
 @pytest.mark.parametrize("slot", range(4))
 @pytest.mark.parametrize(
-    ("more", "moment"),
-    [*(("", moment) for moment in MOMENTS), *((SHARDED, moment) for moment in (*MOMENTS, "gather"))],
+    ("more", "fault_point"),
+    [
+        *(("", fault_point) for fault_point in FAULT_POINTS),
+        *((SHARDED, fault_point) for fault_point in (*FAULT_POINTS, "gather")),
+    ],
 )
-def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step, more, moment, slot):
-    """Which step is the first that the hurt job took, whether for the first time or again, is seen by who drew samples
-    in the new epoch; the planned run begins from a checkpoint of the step before that one."""
+def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step, more, fault_point, slot):
+    """Which step is the first that the degraded job took, whether for the first time or again, is seen by who drew
+    samples in the new epoch; the planned run begins from a checkpoint of the step before that one."""
     lost, two = ("r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1")[slot], {"tp": 2, "dp": 2}
     folder = every_step(nominal(BASE, two, more=more))
     job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=more)
-    lived, rows = live(job, faults=[kill(slot, during=moment, step=HALF)])
+    lived, rows = live(job, faults=[kill(slot, during=fault_point, step=HALF)])
     first = min(step for what, step, epoch, _ in rows if what == "drawn" and epoch)
     assert first in ((HALF, HALF + 1) if not more else (HALF - 1, HALF, HALF + 1))
     asked = f"{loading(folder)} --ckpt-step {first - 1}"
-    planned = run(with_arguments(hurt(BASE, {**two, "lost": (lost,)}, more=more), asked))
+    planned = run(with_arguments(degraded(BASE, {**two, "lost": (lost,)}, more=more), asked))
     alike = STEPS - HALF  # steps up to there may have been told of before the loss
     assert len(lived) == len(planned) == 3
     for expected, (_, one) in zip(planned.values(), sorted(lived.items()), strict=True):

@@ -8,16 +8,16 @@ import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, OLD, hurt, uniform
+from benchmarks.parity.layouts import BASE, MODELS, OLD, degraded, uniform
 from benchmarks.parity.live import Play, as_if_always_there, live
 from ntp_plugin.errors import Excluded, Refused, StateLost
-from ntp_plugin.recovery.moments import MOMENTS
+from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.telemetry import Committed, Copied, CopyTrouble, Follower, Restored
 from ntp_plugin.testing.faults import freeze, kill
 from ntp_plugin.testing.ranks import Ranks
 from tests.megatron.test_live import (
+    IN_A_RECOVERY,
     IN_A_STEP,
-    IN_A_WALK,
     OVERLAP,
     SHARDED,
     assert_every_sample_once,
@@ -68,21 +68,21 @@ def test_nobody_is_lost(events):
     assert len(copied) >= len(steps) / 2, "a copy may take longer than a step here, and never two"
 
 
-@pytest.mark.parametrize("moment", [*IN_A_STEP, "gather"])
+@pytest.mark.parametrize("fault_point", [*IN_A_STEP, "gather"])
 @pytest.mark.parametrize("slot", range(4))
-def test_any_slot_dies_at_any_moment(slot, moment, events):
-    lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"), faults=[kill(slot, during=moment, step=5)])
+def test_any_slot_dies_at_any_fault_point(slot, fault_point, events):
+    lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"), faults=[kill(slot, during=fault_point, step=5)])
     assert sorted(lived) == [other for other in range(4) if other != slot]
     assert_same_training(lived)
     assert_every_sample_once(rows)
     assert_little_was_lost(events)
 
 
-@pytest.mark.parametrize("moment", IN_A_WALK)
-def test_another_dies_in_the_recovery(moment, events):
+@pytest.mark.parametrize("fault_point", IN_A_RECOVERY)
+def test_another_dies_in_the_recovery(fault_point, events):
     lived, rows = live(
         job(f"{OVERLAP} --ntp-events={events}", tp=4),
-        faults=[kill(7, during="backward", step=5), kill(1, during=moment, epoch=1)],
+        faults=[kill(7, during="backward", step=5), kill(1, during=fault_point, epoch=1)],
     )
     assert widths(lived) == dict.fromkeys((0, 2, 3, 4, 5, 6), 3)
     assert_same_training(lived)
@@ -134,10 +134,10 @@ def test_the_same_slot_is_lost_in_all_replicas():
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("moment", ["backward", "applied"])
-def test_a_host_is_lost(moment, events):
+@pytest.mark.parametrize("fault_point", ["backward", "applied"])
+def test_a_host_is_lost(fault_point, events):
     """Two hosts of two ranks: the shared memory of the second goes with it, and the first has copies of it."""
-    faults = [kill(slot, during=moment, step=5) for slot in (2, 3)]
+    faults = [kill(slot, during=fault_point, step=5) for slot in (2, 3)]
     lived, rows = live(job(f"{OVERLAP} --ntp-events={events}", per_host=2), faults=faults)
     assert widths(lived) == {0: 2, 1: 2}
     assert_same_training(lived)
@@ -156,11 +156,11 @@ def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
     assert any("does not arrive" in event.what for event in told(events, CopyTrouble))
 
 
-def test_a_keeper_that_stands_still_is_gone_on_without(events):
+def test_a_parity_host_that_stands_still_is_gone_on_without(events):
     """It is stopped and not dead, so nothing hangs up on those who are sending it their copies."""
     told_of = job(f"{OVERLAP} --ntp-events={events}", per_host=2)
     have_megatron_imported()
-    with Ranks(4, Play(told_of), faults=[freeze(2, during="backward", step=5)], moments=MOMENTS) as ranks:
+    with Ranks(4, Play(told_of), faults=[freeze(2, during="backward", step=5)], fault_points=FAULT_POINTS) as ranks:
         lived = ranks.wait(but=[2])
         assert ranks.verdicts[2].kind == "frozen"
         ranks.thaw(2)
@@ -181,10 +181,10 @@ def test_a_host_is_lost_of_which_others_have_no_copy():
 PARITIES = f"{OVERLAP} --ntp-copies-mode xor:2"
 
 
-@pytest.mark.parametrize("moment", [pytest.param("backward", marks=pytest.mark.short), "applied"])
-def test_a_host_is_lost_whose_far_copies_are_shares_of_parities(moment, events):
+@pytest.mark.parametrize("fault_point", [pytest.param("backward", marks=pytest.mark.short), "applied"])
+def test_a_host_is_lost_whose_far_copies_are_shares_of_parities(fault_point, events):
     """Three hosts of two ranks. Of each rank of the second the first or the third keeps a parity, and nobody a copy."""
-    faults = [kill(slot, during=moment, step=5) for slot in (2, 3)]
+    faults = [kill(slot, during=fault_point, step=5) for slot in (2, 3)]
     lived, rows = live(job(f"{PARITIES} --ntp-events={events}", dp=3, per_host=2), faults=faults)
     assert widths(lived) == dict.fromkeys((0, 1, 4, 5), 2)
     assert_same_training(lived)
@@ -256,21 +256,21 @@ def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
     assert_every_sample_once(rows)
 
 
-@pytest.mark.parametrize("moment", [*IN_A_STEP, "exchange", "gather"])
+@pytest.mark.parametrize("fault_point", [*IN_A_STEP, "exchange", "gather"])
 @pytest.mark.parametrize("slot", [0, 3, 6])
-def test_stages(slot, moment, events):
+def test_stages(slot, fault_point, events):
     """One of each replica in the first stage, and one in the last."""
-    lived, _ = live(job(f"{OVERLAP} --ntp-events={events}", pp=2), faults=[kill(slot, during=moment, step=5)])
+    lived, _ = live(job(f"{OVERLAP} --ntp-events={events}", pp=2), faults=[kill(slot, during=fault_point, step=5)])
     assert len(lived) == 7
     assert_same_training(lived, run(uniform(BASE, tp=2, pp=2)))
     assert_little_was_lost(events)
 
 
-@pytest.mark.parametrize("moment", ["forward", "exchange", "applied", "gather"])
-def test_the_stage_in_the_middle(moment, events):
+@pytest.mark.parametrize("fault_point", ["forward", "exchange", "applied", "gather"])
+def test_the_stage_in_the_middle(fault_point, events):
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}
     more = f"{OVERLAP} --ntp-events={events}"
-    lived, _ = live(job(more, dp=2, **pipeline), faults=[kill(7, during=moment, step=5)])
+    lived, _ = live(job(more, dp=2, **pipeline), faults=[kill(7, during=fault_point, step=5)])
     assert len(lived) == 11
     assert_same_training(lived, run(uniform(BASE, **pipeline)))
     assert_little_was_lost(events)
@@ -292,13 +292,13 @@ def test_in_the_last_gather():
 
 
 @pytest.mark.parametrize(
-    ("moment", "section"), [("applied", 4), ("gather", 5), ("applied", 5), ("forward", 6), ("backward", 7)]
+    ("fault_point", "section"), [("applied", 4), ("gather", 5), ("applied", 5), ("forward", 6), ("backward", 7)]
 )
-def test_beside_evaluations(moment, section):
+def test_beside_evaluations(fault_point, section):
     """In the fifth section parameters are gathered that the next step would have gathered as it goes, and the sixth is
     the first evaluation: a loss in either has a step taken again before it is begun again."""
     more = f"{OVERLAP} --eval-interval 4 --eval-iters 2"
-    lived, _ = live(job(more), faults=[kill(3, during=moment, step=section)])
+    lived, _ = live(job(more), faults=[kill(3, during=fault_point, step=section)])
     whole = run(uniform(BASE, more="--eval-interval 4 --eval-iters 2"))
     assert_same_training(lived, whole)
     for one in lived.values():
@@ -324,7 +324,7 @@ def test_copies_may_lag(events):
     assert steps == [0, 4, 8], steps
 
 
-def test_keepers_that_are_slow(events):
+def test_parity_hosts_that_are_slow(events):
     """A copy would take minutes. Each slot tells that once, and no step or end waits for it."""
     lived, rows = live(job(f"{OVERLAP} --ntp-copies-gb-per-s 0.000001 --ntp-events={events}", per_host=2))
     without, _ = live(job(f"{OVERLAP} --ntp-copies-mode off", per_host=2))
@@ -371,8 +371,8 @@ def test_state_that_nobody_knows_is_refused():
 
 
 def test_is_bit_for_bit_a_run_that_was_planned_so():
-    """A loss before anything is applied: then every step is one of the hurt layout."""
-    planned = run(hurt(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}, more=OVERLAP))
+    """A loss before anything is applied: then every step is one of the degraded layout."""
+    planned = run(degraded(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}, more=OVERLAP))
     lived, _ = live(job(), faults=[kill(3, during="step", step=1)])
     for slot, one in lived.items():
         assert (one.seen.losses, one.seen.norms) == (planned[slot].losses, planned[slot].norms)

@@ -1,4 +1,4 @@
-"""With `--ntp-dropout exact` a hurt run drops what the uniform one drops.
+"""With `--ntp-dropout exact` a degraded run drops what the uniform one drops.
 
 The reference is one whole replica of TP 4 with exact masks and nobody lost. That these are good masks,
 tests/unit/test_dropout.py shows.
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.numerics import BOUNDS
 from benchmarks.parity.job import STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, OPTIONS, SEQUENCE, hurt, uniform
+from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, OPTIONS, SEQUENCE, degraded, uniform
 from ntp_plugin.errors import Refused
 
 FLOAT64 = BOUNDS["float64"]
@@ -25,7 +25,7 @@ def worst(outcomes, reference):
 
 @pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3", "TP2+TP1"])
 def test_the_same_training(layout):
-    assert worst(run(hurt(DROPOUT, layout)), run(uniform(DROPOUT))) <= FLOAT64
+    assert worst(run(degraded(DROPOUT, layout)), run(uniform(DROPOUT))) <= FLOAT64
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def test_the_same_training(layout):
     ],
 )
 def test_options_that_must_make_no_difference(option, layout):
-    assert worst(run(hurt(DROPOUT, layout, more=option)), run(uniform(DROPOUT))) <= FLOAT64
+    assert worst(run(degraded(DROPOUT, layout, more=option)), run(uniform(DROPOUT))) <= FLOAT64
 
 
 def test_micro_batches_of_two_samples_draw_what_each_sample_draws_alone():
     eight = f"--global-batch-size 8 {PER_TOKEN}"
-    outcomes = run(hurt(DROPOUT, "TP4+TP3", more=f"{eight} --micro-batch-size 2"))
+    outcomes = run(degraded(DROPOUT, "TP4+TP3", more=f"{eight} --micro-batch-size 2"))
     assert worst(outcomes, run(uniform(DROPOUT, more=eight))) <= FLOAT64
 
 
@@ -68,7 +68,7 @@ def test_something_is_dropped():
 
 
 def test_masks_of_the_slots_own_generator_are_another_training():
-    assert worst(run(hurt(DROPOUT, "TP4+TP3", spoil="masks_of_the_slot")), run(uniform(DROPOUT))) > 1e-2
+    assert worst(run(degraded(DROPOUT, "TP4+TP3", spoil="masks_of_the_slot")), run(uniform(DROPOUT))) > 1e-2
 
 
 def test_in_a_healthy_layout_the_frameworks_masks_stay():
@@ -78,6 +78,6 @@ def test_in_a_healthy_layout_the_frameworks_masks_stay():
 
 
 @pytest.mark.short
-def test_the_frameworks_masks_are_refused_in_a_hurt_one():
+def test_the_frameworks_masks_are_refused_in_a_degraded_one():
     with pytest.raises(Refused, match=r"--hidden-dropout 0.1 would draw other masks.*Way out: --ntp-dropout exact"):
-        run(hurt(BASE, "TP2+TP1", more=DROPS))
+        run(degraded(BASE, "TP2+TP1", more=DROPS))

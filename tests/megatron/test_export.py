@@ -14,7 +14,7 @@ import pytest
 from benchmarks.numerics import BOUNDS
 from benchmarks.parity.job import Job
 from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.parity.saved import largest_difference, wholes_in
+from benchmarks.parity.saved import largest_difference, replica_digests_in
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.telemetry import Committed, CopyTrouble, Exported, Follower, Recovered
@@ -113,7 +113,7 @@ def assert_same_state(saved, folder, more=SHARDED):
     intervals = f"--save-interval {step} --exit-interval {step + 1}"
     without_us(folder, sharded, f"{more} --save {folder}/undisturbed {intervals}")
     mine, theirs, later = (
-        wholes_in(where, when)
+        replica_digests_in(where, when)
         for where, when in ((saved, step), (folder / "undisturbed", step), (folder / "undisturbed", step + 1))
     )
     assert any("exp_avg_sq" in name for name in mine)

@@ -8,7 +8,7 @@ import pytest
 
 PROBE = """
 import json, random
-from ntp_plugin.megatron import cpu
+from ntp_plugin.megatron import cpu_emulation
 cpu.install(cpu.wanted())
 import numpy as np, torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

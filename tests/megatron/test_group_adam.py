@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, hurt, uniform
+from benchmarks.parity.layouts import BASE, MODELS, degraded, uniform
 from benchmarks.parity.live import as_if_always_there, live
 from benchmarks.parity.saved import joined, loading, saving
 from ntp_plugin.testing.faults import kill
@@ -78,7 +78,7 @@ SAVED = f"{OVERLAP} --dist-ckpt-optim-fully-reshardable"
 def test_what_one_layout_saves_another_goes_on_from(layouts, tmp_path):
     """None: nobody lost, and Megatron without us."""
     first, second = (
-        hurt(BASE, layout, more=SAVED, group_adam=True) if layout else job(SAVED, tp=4, enabled=False)
+        degraded(BASE, layout, more=SAVED, group_adam=True) if layout else job(SAVED, tp=4, enabled=False)
         for layout in layouts
     )
     seen = run(with_arguments(first, saving(tmp_path)))

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
 from benchmarks.parity.job import RECIPES, STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, DROPOUT, HYBRID, MODELS, SEQUENCE, hurt, uniform
+from benchmarks.parity.layouts import BASE, DROPOUT, HYBRID, MODELS, SEQUENCE, degraded, uniform
 from benchmarks.parity.live import as_if_always_there, live
-from benchmarks.parity.saved import largest_difference, wholes_in
+from benchmarks.parity.saved import largest_difference, replica_digests_in
 from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, StateLost
 from ntp_plugin.telemetry import Began, Chosen, Committed, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
@@ -24,7 +24,7 @@ KINDS = pytest.mark.parametrize("kind", ["", OVERLAP], ids=["plain", "sharded"])
 """What a lost rank held comes from the live state of others, or from copies: `test_copies.py` is of the latter."""
 IN_A_STEP = ["step", "forward", "backward", "reduce", "reduced", "vote", "apply", "applied", "between"]
 PIPELINE = {"tp": 2, "pp": 2, "dp": 2}
-IN_A_WALK = ["report", "plan", "regroup", "stand on", "moved", "built", "made", "stood"]
+IN_A_RECOVERY = ["report", "plan", "regroup", "resume", "moved", "built", "made", "resumed"]
 
 
 def job(**options):
@@ -57,10 +57,11 @@ def test_nobody_is_lost():
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param(moment, marks=[pytest.mark.short] * (moment == "backward")) for moment in IN_A_STEP]
+    "fault_point",
+    [pytest.param(fault_point, marks=[pytest.mark.short] * (fault_point == "backward")) for fault_point in IN_A_STEP],
 )
-def test_a_rank_dies(moment):
-    lived, rows = live(job(), faults=[kill(3, during=moment, step=5)])
+def test_a_rank_dies(fault_point):
+    lived, rows = live(job(), faults=[kill(3, during=fault_point, step=5)])
     assert widths(lived) == {0: 2, 1: 2, 2: 1}
     assert_same_training(lived)
     assert_every_sample_once(rows)
@@ -72,11 +73,11 @@ def test_the_learning_rate_of_a_rank_that_has_scheduled_is_not_set_back_by_one_t
     assert_same_training(lived)
 
 
-@pytest.mark.parametrize("moment", IN_A_STEP)
+@pytest.mark.parametrize("fault_point", IN_A_STEP)
 @pytest.mark.parametrize("slot", [0, 1, 2])
-def test_any_slot_may_be_the_one(slot, moment):
+def test_any_slot_may_be_the_one(slot, fault_point):
     """The first of a TP group is the one that reads samples; rank 0 prints, and the last rank tells the loss."""
-    lived, rows = live(job(), faults=[kill(slot, during=moment, step=5)])
+    lived, rows = live(job(), faults=[kill(slot, during=fault_point, step=5)])
     assert sorted(lived) == [other for other in range(4) if other != slot]
     assert_same_training(lived)
     assert_every_sample_once(rows)
@@ -89,10 +90,10 @@ def test_before_the_first_step(kind):
     assert_every_sample_once(rows)
 
 
-@pytest.mark.parametrize("moment", IN_A_WALK)
-def test_another_dies_in_the_recovery(moment):
+@pytest.mark.parametrize("fault_point", IN_A_RECOVERY)
+def test_another_dies_in_the_recovery(fault_point):
     """TP4 + TP4: one of the first replica dies while the others recover from a loss in the second."""
-    lived, rows = live(job(tp=4), faults=[kill(7, during="backward", step=5), kill(1, during=moment, epoch=1)])
+    lived, rows = live(job(tp=4), faults=[kill(7, during="backward", step=5), kill(1, during=fault_point, epoch=1)])
     assert widths(lived) == dict.fromkeys((0, 2, 3, 4, 5, 6), 3)
     assert_same_training(lived)
     assert_every_sample_once(rows)
@@ -198,22 +199,22 @@ def test_who_has_come_back_lives_through_the_next_loss_and_return():
 
 
 @pytest.mark.parametrize(
-    ("slot", "moment"),
+    ("slot", "fault_point"),
     [
         pytest.param(
             slot,
-            moment,
-            marks=[pytest.mark.short] * (who == "who came back" and "arriv" in moment),
-            id=f"{who}-{moment}",
+            fault_point,
+            marks=[pytest.mark.short] * (who == "who came back" and "arriv" in fault_point),
+            id=f"{who}-{fault_point}",
         )
         for slot, who in {0: "0", 2: "2", 3: "who came back", 5: "of a third"}.items()
-        for moment in ("moved", "made", "stood", "arriving", "arrived")
+        for fault_point in ("moved", "made", "resumed", "arriving", "arrived")
     ],
 )
-def test_a_loss_while_what_an_optimizer_keeps_comes_to_who_has_come_back(slot, moment):
+def test_a_loss_while_what_an_optimizer_keeps_comes_to_who_has_come_back(slot, fault_point):
     """It has weights, and trains, and is lost; or one that sends to it, or another. Who is left comes to the same."""
     size = 2 if slot < 4 else 3
-    faults = [kill(3, during="backward", step=5), kill(slot, during=moment, epoch=2)]
+    faults = [kill(3, during="backward", step=5), kill(slot, during=fault_point, epoch=2)]
     lived, rows = live(job(dp=size), faults=faults, back={3: 10})
     assert len(lived) == 2 * size - 1
     assert_same_training(lived)
@@ -237,31 +238,31 @@ def test_what_arrives_wrong_behind_the_weights_is_noticed_by_its_digest():
 
 
 @pytest.mark.parametrize(
-    ("model", "moment"),
+    ("model", "fault_point"),
     [
-        *((BASE, moment) for moment in (*IN_A_STEP, "exchange")),
-        *(("tied embeddings", moment) for moment in ("forward", "backward", "vote", "apply")),
+        *((BASE, fault_point) for fault_point in (*IN_A_STEP, "exchange")),
+        *(("tied embeddings", fault_point) for fault_point in ("forward", "backward", "vote", "apply")),
     ],
 )
 @pytest.mark.parametrize("slot", [0, 7])
-def test_a_stage_is_hurt(slot, model, moment):
+def test_a_stage_is_degraded(slot, model, fault_point):
     """The first or the last; while others wait to receive from it, or to send."""
     reference = run(uniform(model, tp=2, pp=2))
-    lived, _ = live(job(model=MODELS[model], **PIPELINE), faults=[kill(slot, during=moment, step=5)])
+    lived, _ = live(job(model=MODELS[model], **PIPELINE), faults=[kill(slot, during=fault_point, step=5)])
     assert len(lived) == 7
     assert_same_training(lived, reference)
 
 
-@pytest.mark.parametrize("moment", [*IN_A_STEP, "exchange"])
-def test_the_stage_in_the_middle_is_hurt(moment):
+@pytest.mark.parametrize("fault_point", [*IN_A_STEP, "exchange"])
+def test_the_stage_in_the_middle_is_degraded(fault_point):
     """Of twelve ranks the one whose neighbours on both sides wait for it."""
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}
-    lived, _ = live(job(dp=2, **pipeline), faults=[kill(7, during=moment, step=5)])
+    lived, _ = live(job(dp=2, **pipeline), faults=[kill(7, during=fault_point, step=5)])
     assert len(lived) == 11
     assert_same_training(lived, run(uniform(BASE, **pipeline)))
 
 
-def test_a_stage_of_a_hybrid_model_is_hurt_and_whole_again():
+def test_a_stage_of_a_hybrid_model_is_degraded_and_whole_again():
     """Attention and MLP layers, of which no stage has both in the same number."""
     model = {"model": MODELS[HYBRID].replace("*--*", "*-|-*"), "tp": 2, "pp": 2}
     lived, _ = live(job(dp=2, **model), faults=[kill(5, during="backward", step=5)], back={5: 10})
@@ -277,7 +278,7 @@ def test_a_rank_comes_back_into_its_stage(kind):
 
 
 @KINDS
-def test_two_stages_of_a_replica_are_hurt_one_after_the_other_in_an_interleaved_pipeline(kind):
+def test_two_stages_of_a_replica_are_degraded_one_after_the_other_in_an_interleaved_pipeline(kind):
     interleaved = {**PIPELINE, "chunks": 2, "batch": 8}
     reference = run(uniform(BASE, tp=2, pp=2, chunks=2, batch=8))
     faults = [kill(0, during="backward", step=4), kill(5, during="forward", step=9)]
@@ -304,12 +305,12 @@ def test_with(more, kind):
     assert_every_sample_once(rows)
 
 
-@pytest.mark.parametrize("moment", ["forward", "vote", "applied"])
-def test_in_an_evaluation(moment):
+@pytest.mark.parametrize("fault_point", ["forward", "vote", "applied"])
+def test_in_an_evaluation(fault_point):
     """Each fifth section is one; it is done again as a whole, and its samples are read again."""
     more = "--eval-interval 4 --eval-iters 2"
     whole = run(uniform(BASE, more=more))
-    lived, _ = live(job(more=more), faults=[kill(3, during=moment, step=5)])
+    lived, _ = live(job(more=more), faults=[kill(3, during=fault_point, step=5)])
     assert_same_training(lived, whole)
     last = [one.seen.evaluated[-1] for one in lived.values()]
     assert last == pytest.approx([whole[0].evaluated[-1]] * 3, rel=1e-12)
@@ -317,15 +318,15 @@ def test_in_an_evaluation(moment):
 
 @KINDS
 @pytest.mark.parametrize(
-    ("moment", "section"),
+    ("fault_point", "section"),
     [pytest.param("save", 6, marks=pytest.mark.short), ("written", 6), ("vote", 6), ("applied", 6), ("forward", 7)],
 )
-def test_in_a_checkpoint(moment, section, kind, tmp_path):
+def test_in_a_checkpoint(fault_point, section, kind, tmp_path):
     """After five steps the sixth section saves, and the last too; both checkpoints are those of a whole job. What a
     sharded optimizer has in them is cut as its ranks are, and is read in `test_checkpoints.py`."""
     more = f"{kind} --save {{}} --save-interval 5 --dist-ckpt-format torch_dist"
     whole = uniform(BASE, tp=2, more=more.format(tmp_path / "whole"))
-    lived, _ = live(job(more=more.format(tmp_path / "mine")), faults=[kill(3, during=moment, step=section)])
+    lived, _ = live(job(more=more.format(tmp_path / "mine")), faults=[kill(3, during=fault_point, step=section)])
     assert_same_training(lived, run(whole))
     for step in (5, 10, STEPS):
         mine, theirs = (weights_in(tmp_path / name, step, kind) for name in ("mine", "whole"))
@@ -333,7 +334,7 @@ def test_in_a_checkpoint(moment, section, kind, tmp_path):
 
 
 def weights_in(folder, step, kind):
-    found = wholes_in(folder, step)
+    found = replica_digests_in(folder, step)
     return {name: whole for name, whole in found.items() if not (kind and name.startswith("optimizer"))}
 
 
@@ -347,7 +348,7 @@ def test_who_has_first_saved_with_some_saves_with_all(tmp_path):
     assert widths(lived) == {0: 1, 1: 1, 2: 1}
     assert_same_training(lived, run(whole))
     for step in (4, 6, STEPS):
-        mine, theirs = (wholes_in(tmp_path / name, step) for name in ("mine", "whole"))
+        mine, theirs = (replica_digests_in(tmp_path / name, step) for name in ("mine", "whole"))
         assert largest_difference(mine, theirs) <= BOUNDS["float64"]
 
 
@@ -363,8 +364,8 @@ def test_a_checkpoint_while_a_replica_stands_idle(slot, kind, tmp_path):
     trained = {number: one for number, one in lived.items() if one.width == 2}
     assert_same_training(trained, run(whole))
     for step in (5, 10):
-        wholes = [weights_in(tmp_path / name, step, kind) for name in ("mine", "whole")]
-        assert largest_difference(*wholes) <= BOUNDS["float64"]
+        replica_digests = [weights_in(tmp_path / name, step, kind) for name in ("mine", "whole")]
+        assert largest_difference(*replica_digests) <= BOUNDS["float64"]
 
 
 @KINDS
@@ -416,8 +417,8 @@ def test_what_is_left_of_a_broken_step_is_collected_in_another(by, right):
 
 
 def test_is_bit_for_bit_a_run_that_was_planned_so():
-    """A loss before anything is applied: then every step is one of the hurt layout."""
-    planned = run(hurt(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}))
+    """A loss before anything is applied: then every step is one of the degraded layout."""
+    planned = run(degraded(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}))
     lived, _ = live(job(), faults=[kill(3, during="step", step=1)])
     for slot, one in lived.items():
         assert (one.seen.losses, one.seen.norms) == (planned[slot].losses, planned[slot].norms)
@@ -440,11 +441,11 @@ def test_tokens_of_a_file(tmp_path):
 
 
 @KINDS
-@pytest.mark.parametrize(("moment", "section"), [("vote", 6), ("applied", 6), ("forward", 7), ("save", 10)])
-def test_where_all_are_asked_after_each_step_whether_to_go_on(moment, section, kind, tmp_path):
+@pytest.mark.parametrize(("fault_point", "section"), [("vote", 6), ("applied", 6), ("forward", 7), ("save", 10)])
+def test_where_all_are_asked_after_each_step_whether_to_go_on(fault_point, section, kind, tmp_path):
     """Each second section asks; the tenth, after five steps, saves before it does."""
     more = f"{kind} --exit-duration-in-mins 60 --exit-signal-handler --save {tmp_path} --save-interval 5"
-    lived, _ = live(job(more=more), faults=[kill(3, during=moment, step=section)])
+    lived, _ = live(job(more=more), faults=[kill(3, during=fault_point, step=section)])
     assert_same_training(lived)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_{step:07d}" for step in (5, 10, 15, 20)]
 

@@ -3,14 +3,14 @@
 import pytest
 
 from benchmarks.parity.job import run
-from benchmarks.parity.layouts import BASE, OLD, OPTIONS, hurt
+from benchmarks.parity.layouts import BASE, OLD, OPTIONS, degraded
 
 WITHIN = 0.05
 
 
 def differences(layout, feature=BASE, more=""):
     """What is planned for the fullest slot of each group, over what its fullest rank holds, less 1."""
-    outcomes = list(run(hurt(feature, layout, more=more, dtype="float32")).values())
+    outcomes = list(run(degraded(feature, layout, more=more, dtype="float32")).values())
     found = {}
     for replica in {seen.replica for seen in outcomes}:
         group = [seen for seen in outcomes if seen.replica == replica]

@@ -1,10 +1,10 @@
-"""Models, and features together, on hurt replicas: each against the uniform run."""
+"""Models, and features together, on degraded replicas: each against the uniform run."""
 
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of, compared
 from benchmarks.parity.job import run
-from benchmarks.parity.layouts import BASE, HYBRID, TOGETHER, hurt
+from benchmarks.parity.layouts import BASE, HYBRID, TOGETHER, degraded
 from ntp_plugin.errors import Refused
 
 
@@ -31,4 +31,4 @@ def test_bf16_with_plain_ddp_within_four_times_its_noise_floor():
 
 def test_a_layer_that_the_script_has_frozen_is_refused_by_its_name():
     with pytest.raises(Refused, match=r"mlp\.linear_fc1\.weight is frozen.*Way out: ."):
-        run(hurt(BASE, "TP2+TP1", spoil="layer_frozen"))
+        run(degraded(BASE, "TP2+TP1", spoil="layer_frozen"))

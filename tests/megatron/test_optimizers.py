@@ -1,10 +1,10 @@
-"""Optimizers on hurt replicas: whole, and sharded over lanes."""
+"""Optimizers on degraded replicas: whole, and sharded over lanes."""
 
 import pytest
 
 from benchmarks.numerics import BOUNDS, compared
 from benchmarks.parity.job import run
-from benchmarks.parity.layouts import BASE, OPTIONS, hurt
+from benchmarks.parity.layouts import BASE, OPTIONS, degraded
 from ntp_plugin.errors import Refused
 
 
@@ -26,4 +26,4 @@ def test_float64(feature, layout):
 def test_an_optimizer_that_nobody_knows_is_refused_by_its_name(option):
     """Megatron takes what it finds: here a subclass stands where torch's own is."""
     with pytest.raises(Refused, match=r"optimizer .*Preconditioned is not known to be element-wise.*Way out: use SGD"):
-        run(hurt(BASE, "TP2+TP1", more=option, spoil="optimizer_replaced"))
+        run(degraded(BASE, "TP2+TP1", more=option, spoil="optimizer_replaced"))

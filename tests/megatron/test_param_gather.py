@@ -1,10 +1,10 @@
-"""`--overlap-param-gather` on hurt replicas: parameters are on their way while the forward begins."""
+"""`--overlap-param-gather` on degraded replicas: parameters are on their way while the forward begins."""
 
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of, compared
 from benchmarks.parity.job import STEPS, largest_differences, run
-from benchmarks.parity.layouts import BASE, OPTIONS, hurt, uniform
+from benchmarks.parity.layouts import BASE, OPTIONS, degraded, uniform
 
 GATHER = OPTIONS["parameter gather overlap"]
 EVALUATED = "--eval-iters 1 --eval-interval 5"
@@ -13,7 +13,7 @@ BOUND = BOUNDS["float64"]
 
 @pytest.mark.parametrize("layout", [pytest.param("TP4+TP3", marks=pytest.mark.short), "TP3+TP3"])
 def test_gathers_are_under_way_while_the_forward_goes_on(layout):
-    outcomes = run(hurt(BASE, layout, more=GATHER))
+    outcomes = run(degraded(BASE, layout, more=GATHER))
     worst = largest_differences(outcomes, run(uniform(BASE)))
     assert max(worst.values()) <= BOUND, worst
     for seen in outcomes.values():
@@ -22,13 +22,13 @@ def test_gathers_are_under_way_while_the_forward_goes_on(layout):
 
 def test_without_the_flag_nothing_is_under_way():
     """A negative control of what is counted."""
-    outcomes = run(hurt(BASE, "TP4+TP3", more=OPTIONS["distributed optimizer, overlap"]))
+    outcomes = run(degraded(BASE, "TP4+TP3", more=OPTIONS["distributed optimizer, overlap"]))
     assert {seen.gathered_ahead for seen in outcomes.values()} == {0}
 
 
 def test_evaluation_sees_the_parameters_of_its_step():
     """It has no hooks to wait with: Megatron has all parameters in place before it."""
-    outcomes = run(hurt(BASE, "TP4+TP3", more=f"{GATHER} {EVALUATED}"))
+    outcomes = run(degraded(BASE, "TP4+TP3", more=f"{GATHER} {EVALUATED}"))
     reference = run(uniform(BASE, more=EVALUATED))
     worst = largest_differences(outcomes, reference)
     assert max(worst.values()) <= BOUND, worst
@@ -40,7 +40,7 @@ def test_evaluation_sees_the_parameters_of_its_step():
 def test_a_replica_without_micro_batches_runs_no_forward_and_joins_every_gather():
     small = "--global-batch-size 2 --calculate-per-token-loss"
     layout = {"lost": ("r1.s0.t0,r1.s0.t1,r1.s0.t3",), "tp": 4, "dp": 2}
-    outcomes = run(hurt(BASE, layout, more=f"{small} {GATHER}"))
+    outcomes = run(degraded(BASE, layout, more=f"{small} {GATHER}"))
     worst = largest_differences(outcomes, run(uniform(BASE, more=small)))
     assert max(worst.values()) <= BOUND, worst
     assert [seen.gathered_ahead > 0 for _, seen in sorted(outcomes.items())] == [True] * 4 + [False]
@@ -52,5 +52,5 @@ def test_bf16_within_four_times_its_noise_floor():
 
 
 def test_the_comparison_notices_a_forward_that_does_not_wait():
-    outcomes = run(hurt(BASE, "TP4+TP3", more=GATHER, spoil="parameters_not_awaited"))
+    outcomes = run(degraded(BASE, "TP4+TP3", more=GATHER, spoil="parameters_not_awaited"))
     assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > BOUND

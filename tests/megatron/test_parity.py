@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, CONTROLS, TIMES_THE_FLOOR, USUAL_EPS, bounds_of, compared, noticed
-from benchmarks.parity.job import STEPS, Job, largest_differences, run, wholes
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, hurt, uniform
+from benchmarks.parity.job import STEPS, Job, largest_differences, replica_digests, run
+from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, degraded, uniform
 
 FLOAT64, FLOAT32 = BOUNDS["float64"], BOUNDS["float32"]
 
@@ -39,14 +39,14 @@ def assert_one_mind(outcomes, reference):
     ],
 )
 def test_float64(model, layout):
-    outcomes = run(hurt(model, layout))
+    outcomes = run(degraded(model, layout))
     assert_same_training(outcomes, run(uniform(model)), FLOAT64)
     assert_one_mind(outcomes, run(uniform(model)))
 
 
 @pytest.mark.parametrize("layout", ["TP4+TP3", "TP3+TP3"])
 def test_float32(layout):
-    assert_same_training(run(hurt(BASE, layout, dtype="float32")), run(uniform(BASE, dtype="float32")), FLOAT32)
+    assert_same_training(run(degraded(BASE, layout, dtype="float32")), run(uniform(BASE, dtype="float32")), FLOAT32)
 
 
 def test_float32_with_biases_no_more_than_four_times_the_noise_floor():
@@ -65,7 +65,7 @@ def test_float32_with_biases_no_more_than_four_times_the_noise_floor():
     ],
 )
 def test_options_that_must_make_no_difference(option, layout):
-    outcomes = run(hurt(BASE, layout, more=OPTIONS[option]))
+    outcomes = run(degraded(BASE, layout, more=OPTIONS[option]))
     assert_same_training(outcomes, run(uniform(BASE)), FLOAT64)
     for seen in outcomes.values():
         assert (seen.overlapped >= 3 * (STEPS - 1)) == ("overlap" in option), (
@@ -92,7 +92,7 @@ def test_tokens_are_counted_over_the_global_batch():
     """Samples have different numbers of tokens that count, so that a mean of means is another number."""
     per_token = "--calculate-per-token-loss"
     reference = run(uniform(BASE, more=per_token))
-    assert_same_training(run(hurt(BASE, "TP4+TP3", more=per_token)), reference, FLOAT64)
+    assert_same_training(run(degraded(BASE, "TP4+TP3", more=per_token)), reference, FLOAT64)
     assert reference[0].norms != run(uniform(BASE))[0].norms
 
 
@@ -101,12 +101,12 @@ def test_at_adams_usual_epsilon_no_more_than_four_times_the_noise_floor():
     settings = {"dtype": "float32", "eps": USUAL_EPS}
     reference = run(uniform(BASE, **settings))
     floor = largest_differences(run(uniform(BASE, tp=2, **settings)), reference)
-    worst = largest_differences(run(hurt(BASE, "TP4+TP3", **settings)), reference)
+    worst = largest_differences(run(degraded(BASE, "TP4+TP3", **settings)), reference)
     assert all(worst[key] <= TIMES_THE_FLOOR * floor[key] for key in worst), (worst, floor)
 
 
-def test_a_planned_hurt_run_is_the_same_bits_when_repeated():
-    job = hurt(BASE, "TP4+TP3")
+def test_a_planned_degraded_run_is_the_same_bits_when_repeated():
+    job = degraded(BASE, "TP4+TP3")
     again = dataclasses.replace(job, more="--log-interval 1")
     assert_same_training(run(again), run(job), 0.0)
 
@@ -125,4 +125,4 @@ def test_a_healthy_layout_is_megatrons_own_path():
     assert {rank: seen.collectives for rank, seen in on.items()} == {
         rank: seen.collectives for rank, seen in off.items()
     }
-    assert wholes(on).keys() == {0, 1}
+    assert replica_digests(on).keys() == {0, 1}

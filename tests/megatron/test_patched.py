@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parity.job import Play, have_megatron_imported, largest_differences, run
-from benchmarks.parity.layouts import BASE, hurt
+from benchmarks.parity.layouts import BASE, degraded
 from ntp_plugin.testing.ranks import Ranks
 from tests.unit.test_patches import ALL, apply, installed
 
-JOB = hurt(BASE, "TP4+TP3")
+JOB = degraded(BASE, "TP4+TP3")
 REPOSITORY = Path(__file__).parents[2]
 
 

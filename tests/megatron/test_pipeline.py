@@ -1,4 +1,4 @@
-"""Replicas in pipeline stages, of which some stages are hurt, train as one whole replica in as many stages does.
+"""Replicas in pipeline stages, of which some stages are degraded, train as one whole replica in as many stages does.
 
 The reference is Megatron without us: one replica that computes the whole batch.
 """
@@ -11,18 +11,18 @@ from benchmarks.numerics import BOUNDS, compared
 from benchmarks.parity.job import STEPS, largest_differences, run, told
 from benchmarks.parity.layouts import (
     BASE,
-    BOTH_REPLICAS_HURT,
-    FIRST_HURT,
+    BOTH_REPLICAS_DEGRADED,
+    FIRST_DEGRADED,
     HYBRID,
     INTERLEAVED,
-    LAST_HURT,
-    MIDDLE_HURT,
+    LAST_DEGRADED,
+    MIDDLE_DEGRADED,
     OLD,
     OPTIONS,
     PIPELINES,
     SEGMENTS,
     SEQUENCE,
-    hurt,
+    degraded,
     reference,
 )
 from ntp_plugin.errors import Refused
@@ -34,7 +34,7 @@ FLOAT64, FLOAT32 = BOUNDS["float64"], BOUNDS["float32"]
 def test_float64(layout):
     worst = compared(BASE, layout)
     assert max(worst.values()) <= FLOAT64, worst
-    assert_one_mind(run(hurt(BASE, layout)), run(reference(BASE, layout)))
+    assert_one_mind(run(degraded(BASE, layout)), run(reference(BASE, layout)))
 
 
 def assert_one_mind(outcomes, expected):
@@ -47,7 +47,7 @@ def assert_one_mind(outcomes, expected):
         assert (seen.rates, seen.consumed) == (expected[0].rates, expected[0].consumed)
 
 
-@pytest.mark.parametrize("layout", [FIRST_HURT, BOTH_REPLICAS_HURT])
+@pytest.mark.parametrize("layout", [FIRST_DEGRADED, BOTH_REPLICAS_DEGRADED])
 def test_float32(layout):
     worst = compared(BASE, layout, dtype="float32")
     assert max(worst.values()) <= FLOAT32, worst
@@ -56,10 +56,10 @@ def test_float32(layout):
 @pytest.mark.parametrize(
     ("option", "layout"),
     [
-        ("distributed optimizer", FIRST_HURT),
-        ("distributed optimizer, overlap", LAST_HURT),
-        ("distributed optimizer, overlap", BOTH_REPLICAS_HURT),
-        ("recompute", FIRST_HURT),
+        ("distributed optimizer", FIRST_DEGRADED),
+        ("distributed optimizer, overlap", LAST_DEGRADED),
+        ("distributed optimizer, overlap", BOTH_REPLICAS_DEGRADED),
+        ("recompute", FIRST_DEGRADED),
         ("recompute", INTERLEAVED),
         pytest.param("distributed optimizer, overlap", INTERLEAVED, marks=pytest.mark.short),
     ],
@@ -67,7 +67,7 @@ def test_float32(layout):
 def test_options_that_must_make_no_difference(option, layout):
     worst = compared(option, layout)
     assert max(worst.values()) <= FLOAT64, worst
-    outcomes = run(hurt(BASE, layout, more=OPTIONS[option]))
+    outcomes = run(degraded(BASE, layout, more=OPTIONS[option]))
     most = max(seen.overlapped for seen in outcomes.values())
     assert (most >= 2 * (STEPS - 1)) == ("overlap" in option), "several buckets, while the backward goes on"
 
@@ -75,18 +75,18 @@ def test_options_that_must_make_no_difference(option, layout):
 @pytest.mark.parametrize(
     ("feature", "layout"),
     [
-        ("per-token loss", FIRST_HURT),
-        ("per-token loss", LAST_HURT),
-        ("qk-layernorm", BOTH_REPLICAS_HURT),
-        ("biases, layernorm", LAST_HURT),
-        pytest.param(SEQUENCE, BOTH_REPLICAS_HURT, marks=pytest.mark.short),
-        (f"{SEQUENCE}: {OLD}", BOTH_REPLICAS_HURT),
+        ("per-token loss", FIRST_DEGRADED),
+        ("per-token loss", LAST_DEGRADED),
+        ("qk-layernorm", BOTH_REPLICAS_DEGRADED),
+        ("biases, layernorm", LAST_DEGRADED),
+        pytest.param(SEQUENCE, BOTH_REPLICAS_DEGRADED, marks=pytest.mark.short),
+        (f"{SEQUENCE}: {OLD}", BOTH_REPLICAS_DEGRADED),
         (SEQUENCE, INTERLEAVED),
-        pytest.param(HYBRID, FIRST_HURT, marks=pytest.mark.short),
-        (HYBRID, MIDDLE_HURT),
-        (f"{HYBRID}; distributed optimizer", BOTH_REPLICAS_HURT),
+        pytest.param(HYBRID, FIRST_DEGRADED, marks=pytest.mark.short),
+        (HYBRID, MIDDLE_DEGRADED),
+        (f"{HYBRID}; distributed optimizer", BOTH_REPLICAS_DEGRADED),
         (SEGMENTS, INTERLEAVED),
-        (SEGMENTS, MIDDLE_HURT),
+        (SEGMENTS, MIDDLE_DEGRADED),
     ],
 )
 def test_features(feature, layout):
@@ -97,22 +97,24 @@ def test_features(feature, layout):
 @pytest.mark.parametrize(
     ("feature", "layout", "more"),
     [
-        pytest.param("tied embeddings", FIRST_HURT, "", marks=pytest.mark.short),
-        ("tied embeddings", LAST_HURT, OPTIONS["distributed optimizer, overlap"]),
-        ("tied embeddings", BOTH_REPLICAS_HURT, ""),
-        ("tied embeddings", MIDDLE_HURT, OPTIONS["distributed optimizer"]),
+        pytest.param("tied embeddings", FIRST_DEGRADED, "", marks=pytest.mark.short),
+        ("tied embeddings", LAST_DEGRADED, OPTIONS["distributed optimizer, overlap"]),
+        ("tied embeddings", BOTH_REPLICAS_DEGRADED, ""),
+        ("tied embeddings", MIDDLE_DEGRADED, OPTIONS["distributed optimizer"]),
         ("tied embeddings", INTERLEAVED, OPTIONS["distributed optimizer, overlap"]),
-        (OLD, FIRST_HURT, ""),
+        (OLD, FIRST_DEGRADED, ""),
     ],
 )
 def test_an_embedding_that_is_in_the_first_and_the_last_stage(feature, layout, more):
-    worst = largest_differences(run(hurt(feature, layout, more=more)), run(reference(feature, layout)))
+    worst = largest_differences(run(degraded(feature, layout, more=more)), run(reference(feature, layout)))
     assert max(worst.values()) <= FLOAT64, worst
 
 
 def test_a_replica_without_micro_batches_joins_every_sum():
     settings = {"batch": 2, "more": "--calculate-per-token-loss"}
-    worst = largest_differences(run(hurt(BASE, LAST_HURT, **settings)), run(reference(BASE, LAST_HURT, **settings)))
+    worst = largest_differences(
+        run(degraded(BASE, LAST_DEGRADED, **settings)), run(reference(BASE, LAST_DEGRADED, **settings))
+    )
     assert max(worst.values()) <= FLOAT64, worst
 
 
@@ -120,4 +122,4 @@ def test_a_replica_without_micro_batches_joins_every_sum():
 def test_groups_of_micro_batches_that_cannot_be_shared_out_are_refused():
     """Two replicas of 3 micro-batches, which an interleaved schedule takes by twos."""
     with pytest.raises(Refused, match=r"a replica has 3 micro-batches.*groups of 2.*multiple of 4"):
-        run(dataclasses.replace(hurt(BASE, INTERLEAVED), batch=6))
+        run(dataclasses.replace(degraded(BASE, INTERLEAVED), batch=6))

@@ -54,9 +54,9 @@ def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_bac
     assert code == 0, said
 
     history = History.of(Follower(record).news())
-    (struck,) = history.struck
-    assert (struck.event.whom, struck.event.moment) == (OWNER, "backward")
-    back = [said for said in history.began if said.slot == OWNER and said.event.newcomer]
+    (injected,) = history.injected
+    assert (injected.event.whom, injected.event.fault_point) == (OWNER, "backward")
+    back = [said for said in history.began if said.slot == OWNER and said.event.joiner]
     assert back, "the owner of the run has come back in time"
     assert sorted(history.commits) == list(range(1, 61))
 
@@ -81,8 +81,8 @@ def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
     assert code == 0, said
     began = [one.event for one in Follower(record).news() if isinstance(one.event, Began) and one.slot == "r0.s0.t0"]
     assert f"pid {began[0].pid}" in capsys.readouterr().out
-    (struck,) = History.of(Follower(record).news()).struck
-    assert (struck.event.what, struck.event.whom) == ("sigkill", "r0.s0.t0")
+    (injected,) = History.of(Follower(record).news()).injected
+    assert (injected.event.what, injected.event.whom) == ("sigkill", "r0.s0.t0")
     assert main(["chaos", "attach", str(record), "--what", "sigkill", "--slot", "r1.s0.t0"]) == 2
     assert "no worker of ntp run" in capsys.readouterr().err
 
@@ -96,6 +96,6 @@ def test_a_recipe_strikes_a_job_that_runs(tmp_path):
     assert main(["chaos", "attach", str(tmp_path / "run"), recipe, "--out", str(out)]) == 0
     code, said = running.end()
     assert code == 0, said
-    (strike,) = json.loads((out / "verdict.json").read_text())["strikes"]
-    assert (strike["what"], strike["moment"], strike["problem"]) == ("kill", "backward", "")
-    assert strike["step"] > 20
+    (fault,) = json.loads((out / "verdict.json").read_text())["strikes"]
+    assert (fault["what"], fault["moment"], fault["problem"]) == ("kill", "backward", "")
+    assert fault["step"] > 20

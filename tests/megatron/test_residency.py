@@ -27,7 +27,7 @@ def test_generators_and_the_cursor_of_the_data_after_a_recovery_and_a_return(mod
 
 
 @pytest.mark.parametrize("kind", ["", SHARDED], ids=["plain", "sharded"])
-def test_generators_and_the_cursor_of_the_data_in_a_hurt_layout(kind):
+def test_generators_and_the_cursor_of_the_data_in_a_degraded_layout(kind):
     trained = job(more=kind)
     calm, _ = live(trained)
     lived, _ = live(trained, faults=[kill(3, during="vote", step=5)])

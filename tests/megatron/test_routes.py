@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BOUNDS
-from benchmarks.parity.job import STEPS, largest_differences, run, wholes
-from benchmarks.parity.layouts import BASE, OLD, OPTIONS, hurt, uniform
+from benchmarks.parity.job import STEPS, largest_differences, replica_digests, run
+from benchmarks.parity.layouts import BASE, OLD, OPTIONS, degraded, uniform
 from ntp_plugin.errors import StateLost
 
 FLOAT64 = BOUNDS["float64"]
@@ -14,7 +14,7 @@ FOUR = ["TP4+TP3", "TP4+TP2", "TP3+TP3", "TP4+TP4+TP3"]
 
 
 def routed(layout, route="via_core", model=BASE, **settings):
-    return run(hurt(model, layout, route=route, **settings))
+    return run(degraded(model, layout, route=route, **settings))
 
 
 def assert_same_training(outcomes, bound=FLOAT64, model=BASE, **settings):
@@ -22,7 +22,7 @@ def assert_same_training(outcomes, bound=FLOAT64, model=BASE, **settings):
     assert max(worst.values()) <= bound, worst
 
 
-def crossings(outcomes):
+def core_exchanges(outcomes):
     """How often each rank lent, or got back."""
     return [seen.collectives["all_to_all_single"] for seen in outcomes.values()]
 
@@ -32,7 +32,7 @@ def crossings(outcomes):
 def test_float64(layout, route):
     outcomes = routed(layout, route)
     assert_same_training(outcomes)
-    assert any(crossings(outcomes)) == (route == "via_core")
+    assert any(core_exchanges(outcomes)) == (route == "via_core")
 
 
 def test_float32():
@@ -59,19 +59,19 @@ def test_options_that_must_make_no_difference(option, layout):
 
 
 def test_the_same_bits_when_repeated():
-    again = dataclasses.replace(hurt(BASE, "TP4+TP3", route="via_core"), more="--log-interval 1")
+    again = dataclasses.replace(degraded(BASE, "TP4+TP3", route="via_core"), more="--log-interval 1")
     first = routed("TP4+TP3")
     assert max(largest_differences(run(again), first).values()) == 0.0
-    one, *others = wholes(first).values()
+    one, *others = replica_digests(first).values()
     for other in others:
         assert all((one[name] == other[name]).all() for name in one)
 
 
 def test_auto_takes_the_cheaper_by_the_plan():
     """Of a model as small as this only collectives count: three lanes cost as much as a lane and the ways to it."""
-    four_lanes = dataclasses.replace(hurt(BASE, "TP4+TP3", route="auto"), lost=("r1.s0.t0,r1.s0.t1,r1.s0.t3",))
-    assert not any(crossings(routed("TP4+TP3", "auto")))
-    assert any(crossings(run(four_lanes)))
+    four_lanes = dataclasses.replace(degraded(BASE, "TP4+TP3", route="auto"), lost=("r1.s0.t0,r1.s0.t1,r1.s0.t3",))
+    assert not any(core_exchanges(routed("TP4+TP3", "auto")))
+    assert any(core_exchanges(run(four_lanes)))
     assert_same_training(run(four_lanes))
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.parity.job import RECIPES, have_megatron_imported
 from benchmarks.parity.live import Play
 from ntp_plugin.errors import Refused
-from ntp_plugin.recovery.moments import MOMENTS
+from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Ranks
 from tests.megatron.test_live import assert_same_training, job
@@ -25,13 +25,13 @@ class Deviating(Play):
     """One process that is started otherwise: with other words, variables, or another version of the plugin."""
 
     who: str = ""
-    """Its occupant."""
+    """Its incarnation."""
     words: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     version: str = ""
 
     def _play(self, rank):
-        if rank.seat.occupant == self.who:
+        if rank.member_id.incarnation == self.who:
             import ntp_plugin  # noqa: PLC0415
 
             os.environ |= dict(self.variables)
@@ -59,7 +59,7 @@ WAYS = [
 def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(way, named):
     have_megatron_imported()
     play = Deviating(job(), who="3/1", **way)
-    with Ranks(4, play, faults=[kill(3, during="backward", step=5)], moments=MOMENTS) as ranks:
+    with Ranks(4, play, faults=[kill(3, during="backward", step=5)], fault_points=FAULT_POINTS) as ranks:
         ranks.wait_for_death(3, LONG_S)
         ranks.start_again(3)
         with pytest.raises(Refused, match=named) as refused:
@@ -73,7 +73,7 @@ def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(
 def test_founders_that_train_otherwise_end_the_job_before_its_first_step(way, named):
     have_megatron_imported()
     match = rf"rank 2 \(here\) and rank 0 \(there\): {named}"
-    with Ranks(4, Deviating(job(), who="2/0", **way), moments=MOMENTS) as ranks:
+    with Ranks(4, Deviating(job(), who="2/0", **way), fault_points=FAULT_POINTS) as ranks:
         assert_all_are_refused(ranks, 4, match)
 
 
@@ -95,7 +95,7 @@ def test_another_data_set_on_one_rank_ends_the_job_before_its_first_step(corpora
     have_megatron_imported()
     play = Deviating(job(more=f"--data-path {one}"), who="2/0", words=("--data-path", other))
     match = r"rank 2 \(here\) and rank 0 \(there\): part 1\.bin \(data_path\) is \d+ bytes, "
-    with Ranks(4, play, moments=MOMENTS) as ranks:
+    with Ranks(4, play, fault_points=FAULT_POINTS) as ranks:
         assert_all_are_refused(ranks, 4, match)
 
 
@@ -106,5 +106,5 @@ def test_the_same_data_set_may_lie_in_another_folder(corpora, tmp_path):
         shutil.copy(corpora[0] + ending, moved / f"tokens{ending}")
     have_megatron_imported()
     play = Deviating(job(more=f"--data-path {corpora[0]}"), who="2/0", words=("--data-path", str(moved / "tokens")))
-    with Ranks(4, play, moments=MOMENTS) as ranks:
+    with Ranks(4, play, fault_points=FAULT_POINTS) as ranks:
         assert len(ranks.wait(LONG_S)) == 4

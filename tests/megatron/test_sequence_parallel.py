@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.numerics import BOUNDS, compared
 from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, OLD, OPTIONS, SEQUENCE, hurt, uniform
+from benchmarks.parity.layouts import BASE, LAYOUTS, OLD, OPTIONS, SEQUENCE, degraded, uniform
 from ntp_plugin.errors import Refused
-from ntp_plugin.megatron.uneven_sequence import UnevenSequence
+from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.planning.sequence_rows import SequenceRows
 from ntp_plugin.testing.ranks import Ranks
 
@@ -44,7 +44,7 @@ def test_with_what_else_a_model_or_a_job_has(feature, layout):
 
 
 def test_sums_are_over_several_buckets_while_the_backward_goes_on():
-    outcomes = run(hurt(BASE, "TP3+TP3", more=OPTIONS[f"{SEQUENCE}, distributed optimizer, overlap"]))
+    outcomes = run(degraded(BASE, "TP3+TP3", more=OPTIONS[f"{SEQUENCE}, distributed optimizer, overlap"]))
     assert all(seen.overlapped > 3 for seen in outcomes.values())
 
 
@@ -58,9 +58,9 @@ def test_megatron_itself_trains_the_same_with_it():
 
 def cut_and_whole(rank):
     """For sequences of many lengths: how far what is computed in slots is from what is computed whole; rows stored."""
-    from ntp_plugin.megatron import cpu  # noqa: PLC0415  (only ranks know Megatron)
+    from ntp_plugin.megatron import cpu_emulation  # noqa: PLC0415  (only ranks know Megatron)
 
-    cpu.install(cpu.FLOAT64)
+    cpu_emulation.install(cpu_emulation.FLOAT64)
     from megatron.core import parallel_state  # noqa: PLC0415
     from megatron.core.tensor_parallel import layers, mappings  # noqa: PLC0415
 
@@ -90,8 +90,8 @@ def one_length(length, place):
 
     torch.manual_seed(length)
     values = torch.randn(length, 2, 4), torch.randn(4), torch.randn(4), torch.randn(6, 4), torch.randn(4, 6)
-    wholes, mine = ([value.clone().requires_grad_() for value in values] for _ in range(2))
-    tokens, scale, shift, column, row = wholes
+    replica_digests, mine = ([value.clone().requires_grad_() for value in values] for _ in range(2))
+    tokens, scale, shift, column, row = replica_digests
     wanted = torch.tanh((tokens + shift) * scale @ column.t()) @ row.t() + shift
     (2 * wanted.square().sum()).backward()
 
@@ -116,8 +116,8 @@ def one_length(length, place):
         torch.distributed.all_reduce(known_in_parts.grad)
 
     pairs = [(alike, wanted), (shared, wanted)]
-    pairs += [(one.grad, other.grad) for one, other in zip(mine[:3], wholes[:3], strict=True)]
-    pairs += [(column.grad[part], wholes[3].grad[part]), (row.grad[:, part], wholes[4].grad[:, part])]
+    pairs += [(one.grad, other.grad) for one, other in zip(mine[:3], replica_digests[:3], strict=True)]
+    pairs += [(column.grad[part], replica_digests[3].grad[part]), (row.grad[:, part], replica_digests[4].grad[:, part])]
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs), held.shape[0]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 PROBE = """
 import gc, types
-from ntp_plugin.megatron import cpu
+from ntp_plugin.megatron import cpu_emulation
 cpu.install(cpu.wanted())
 from megatron.core.distributed import DistributedDataParallel
 from ntp_plugin.megatron.live.unsynced import Unsynced

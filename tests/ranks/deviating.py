@@ -10,7 +10,7 @@ import sys
 import ntp_plugin
 
 slot, when, *ways = os.environ["DEVIANT"].replace(":", " ").split()
-if (os.environ["RANK"], when) == (slot, "joining" if os.environ.get("NTP_OCCUPANT") else "founding"):
+if (os.environ["RANK"], when) == (slot, "joining" if os.environ.get("NTP_INCARNATION") else "founding"):
     for way in ways:
         name, is_pair, value = way.partition("=")
         if name == "version":

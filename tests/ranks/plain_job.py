@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.plain.data_parallel import DataParallel
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.testing.twin import Trained
+from ntp_plugin.recovery.elastic_rank import ElasticRank
+from ntp_plugin.testing.reference import Trained
 
 STEPS, PER_RANK = 20, 4
 _HOOK = 0x7E57
@@ -25,11 +25,11 @@ IN_A_RECOVERY = [
     "address",
     "after address",
     "after regroup",
-    "stand on",
+    "resume",
     "after stand on",
 ]
 IN_A_HELPER = ["address", "after address"]
-MOMENTS = [*IN_A_STEP, "after backward", *IN_A_COLLECTIVE, *IN_A_RECOVERY]
+FAULT_POINTS = [*IN_A_STEP, "after backward", *IN_A_COLLECTIVE, *IN_A_RECOVERY]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,20 +54,20 @@ def loss_of(model):
 def play(rank, steps=STEPS, hold_at=()):
     """Train; `rank.reached` is told of every moment at which a test may strike.
 
-    After each step in `hold_at` the ranks wait until all slots are members again: newcomers surely get in there.
+    After each step in `hold_at` the ranks wait until all slots are members again: joining ranks surely get in there.
     """
-    torch.manual_seed(0 if not rank.joining else 99)  # a newcomer's own weights must not matter
+    torch.manual_seed(0 if not rank.joining else 99)  # a joining rank's own weights must not matter
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
-    size = len(rank.first.seats)
+    size = len(rank.first.member_ids)
     elastic = ElasticRank(rank.place)
     groups = elastic.groups
     job = DataParallel(
-        model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=PER_RANK, newcomer=rank.joining
+        model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=PER_RANK, joiner=rank.joining
     )
     driver = elastic.drive(job)
     attempts = record_samples(job, groups, rank)
-    strike(job, driver, rank)
+    fault(job, driver, rank)
     elastic.start()
     losses, done_at = {}, {}
     while job.applied < steps:
@@ -89,13 +89,13 @@ def play(rank, steps=STEPS, hold_at=()):
     return outcome
 
 
-def record_samples(job, groups, rank, speaks=lambda: True):
+def record_samples(job, groups, rank, is_replica_leader=lambda: True):
     """Write down which samples go into which reduction, where a kill cannot take it back; one rank per replica."""
     attempts, reduce = {}, job._reduce
 
     def recorded(total):
         step = job.applied + 1
-        rank.write([[step, groups.epoch, sample] for sample in job.my_samples() if speaks()])
+        rank.write([[step, groups.epoch, sample] for sample in job.my_samples() if is_replica_leader()])
         result = reduce(total)
         attempts[step] = groups.epoch
         return result
@@ -104,20 +104,25 @@ def record_samples(job, groups, rank, speaks=lambda: True):
     return attempts
 
 
-def strike(job, driver, rank):
+def fault(job, driver, rank):
     """Tell the rank of moments inside a step, and inside the recovery that leads to an epoch."""
-    for name, moment in (("_accumulate", "backward"), ("_reduce", "reduce"), ("_vote", "vote"), ("_apply", "apply")):
-        setattr(job, name, _told(getattr(job, name), moment, rank, lambda: {"step": job.applied + 1}))
-    walk = (
+    for name, fault_point in (
+        ("_accumulate", "backward"),
+        ("_reduce", "reduce"),
+        ("_vote", "vote"),
+        ("_apply", "apply"),
+    ):
+        setattr(job, name, _told(getattr(job, name), fault_point, rank, lambda: {"step": job.applied + 1}))
+    recovery = (
         (driver, "_report", "report"),
         (job, "plan", "plan"),
         (driver, "_regroup", "regroup"),
         (driver._groups._meeting, "set", "address"),
-        (job, "stand_on", "stand on"),
+        (job, "resume_from", "resume"),
     )
-    for owner, name, moment in walk:
+    for owner, name, fault_point in recovery:
         epoch = lambda: {"epoch": driver._agreement.member.view.epoch}  # noqa: E731
-        setattr(owner, name, _told(getattr(owner, name), moment, rank, epoch))
+        setattr(owner, name, _told(getattr(owner, name), fault_point, rank, epoch))
     dist.group.WORLD.register_post_hook(_HOOK, lambda started: _tell_of_collective(started, rank, job))
 
 
@@ -127,12 +132,12 @@ def _tell_of_collective(started, rank, job):
         rank.reached("all_reduce", job.applied + 1)
 
 
-def _told(function, moment, rank, number):
+def _told(function, fault_point, rank, number):
     def told(*args):
         at = number()
-        rank.reached(moment, **at)
+        rank.reached(fault_point, **at)
         result = function(*args)
-        rank.reached(f"after {moment}", **at)
+        rank.reached(f"after {fault_point}", **at)
         return result
 
     return told

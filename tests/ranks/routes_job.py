@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from benchmarks.routed import Routed, connect, small_nominal
 from ntp_plugin.planning.topology import parse_slots
-from ntp_plugin.training.core_lanes import CoreShards, CoreSums
-from ntp_plugin.training.gradient_lanes import GradientLanes, only
+from ntp_plugin.reduction.core_lanes import CoreShards, CoreSums
+from ntp_plugin.reduction.gradient_lanes import GradientLanes, only
 
 RATE = 0.5
 """Of the plain descent that the sharded optimizer does."""
@@ -40,12 +40,12 @@ def everything(routed):
     names = [tensor.name for tensor in routed.tensors]
     buckets = [names[:2], names[2:]]
     direct = [functools.partial(GradientLanes, only(routed.lanes, names)) for names in buckets]
-    via_core = [CoreSums(routed.crossing.only(names)).begin for names in buckets]
+    via_core = [CoreSums(routed.core_exchange.only(names)).begin for names in buckets]
     found = {
         "direct": sums(routed, buckets, direct),
         "via_core": sums(routed, buckets, via_core),
         "repeated": sums(routed, buckets, via_core),
-        "sharded": weights(routed, buckets, [CoreShards(routed.crossing.only(names)) for names in buckets]),
+        "sharded": weights(routed, buckets, [CoreShards(routed.core_exchange.only(names)) for names in buckets]),
     }
     return Ended(
         replica=routed.slot.replica,

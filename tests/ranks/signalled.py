@@ -4,7 +4,7 @@
     SIGUSR2   it hangs where it is
 
 The slots that QUICK names do not pause between steps, so that they nearly always wait for the others. A process that
-joins never comes to its script where STUCK is set. RECIPE and GO_ON are those of `paused.py`.
+joins never comes to its script where HUNG is set. RECIPE and GO_ON are those of `paused.py`.
 """
 
 import os
@@ -34,7 +34,7 @@ def hang_in_a_wait(number, frame):
 signal.signal(signal.SIGUSR1, hang_in_a_wait)
 signal.signal(signal.SIGALRM, hang_in_a_wait)
 signal.signal(signal.SIGUSR2, hang)
-if os.environ.get("STUCK") and os.environ.get("NTP_OCCUPANT"):
+if os.environ.get("HUNG") and os.environ.get("NTP_INCARNATION"):
     hang()
 if SLOT in os.environ.get("QUICK", "").split(","):
     Path(os.environ["GO_ON"] + SLOT).touch()

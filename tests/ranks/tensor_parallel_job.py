@@ -5,14 +5,14 @@ import time
 
 import torch
 
-from ntp_plugin.comm.gloo_backend import GlooBackend
+from ntp_plugin.groups.gloo_backend import GlooBackend
 from ntp_plugin.plain.parallel_layers import TensorParallelGroup, TensorParallelMLP
 from ntp_plugin.plain.tensor_parallel import TensorParallel
 from ntp_plugin.planning import spans as sp
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.training import relayout_plan
-from ntp_plugin.training.cuts import local_ranges
-from tests.ranks.plain_job import loss_of, record_samples, strike
+from ntp_plugin.recovery.elastic_rank import ElasticRank
+from ntp_plugin.resharding import reshard_plan
+from ntp_plugin.resharding.cuts import local_ranges
+from tests.ranks.plain_job import fault, loss_of, record_samples
 
 STEPS, PER_REPLICA, HIDDEN = 12, 6, 12
 
@@ -32,16 +32,16 @@ class Outcome:
 def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
     """Train; `rank.reached` is told of every moment at which a test may strike.
 
-    After each step in `hold_at` the ranks wait until all slots are members again: newcomers surely get in there.
+    After each step in `hold_at` the ranks wait until all slots are members again: joining ranks surely get in there.
     """
-    relayout_plan.LEAST = 0  # so that a move takes several batches
-    torch.manual_seed(0 if not rank.joining else 99)  # a newcomer's own weights must not matter
+    reshard_plan.LEAST = 0  # so that a move takes several batches
+    torch.manual_seed(0 if not rank.joining else 99)  # a joining rank's own weights must not matter
     torch.set_default_dtype(torch.float64)
     within = TensorParallelGroup(rank.slot % tp, tp)
     model = TensorParallelMLP(8, 6, HIDDEN, 1, within)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
     parameters = list(model.parameters())
-    size = len(rank.first.seats)
+    size = len(rank.first.member_ids)
     elastic = ElasticRank(rank.place)
     job = TensorParallel(
         model,
@@ -52,13 +52,13 @@ def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
         ranks=size,
         per_replica=PER_REPLICA,
         min_width=min_width,
-        newcomer=rank.joining,
+        joiner=rank.joining,
     )
     driver = elastic.drive(job)
-    attempts = record_samples(job, elastic.groups, rank, speaks=lambda: job.counts)
-    strike(job, driver, rank)
-    strike_tensors(job, rank)
-    strike_lanes(elastic.groups, rank)
+    attempts = record_samples(job, elastic.groups, rank, is_replica_leader=lambda: job.counts)
+    fault(job, driver, rank)
+    damage_tensors(job, rank)
+    damage_lanes(elastic.groups, rank)
     elastic.start()
     losses = {}
     while job.applied < steps:
@@ -82,7 +82,7 @@ def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
     return outcome
 
 
-def strike_tensors(job, rank):
+def damage_tensors(job, rank):
     """Tell the rank of moments inside the first re-layout: its k-th tensor is built, compared, or switched to."""
     state, count, switched = job.state, 0, 0
     build, switch = state.build, state._switch
@@ -103,7 +103,7 @@ def strike_tensors(job, rank):
     state.build, state._switch = told_build, told_switch
 
 
-def strike_lanes(groups, rank):
+def damage_lanes(groups, rank):
     """Tell the rank of the moments before and after its first lane of an epoch is connected."""
     make, edit = groups.make_lanes, GlooBackend.edit
     connected = 0

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntp_plugin.comm.agreement import Agreement
-from ntp_plugin.comm.gathering import FAN
-from ntp_plugin.comm.membership import Report, Seat, View, view_key, without
-from ntp_plugin.comm.standing import CollectiveWait
-from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded, PlansDiffer, StateLost
+from ntp_plugin.membership.agreement import Agreement
+from ntp_plugin.membership.gathering import FAN
+from ntp_plugin.membership.protocol import MemberId, Report, View, view_key, without
+from ntp_plugin.membership.store import TorchStore
+from ntp_plugin.membership.wait_progress import CollectiveWait
 
 RUNS = itertools.count()
 PATIENCE_S = 20.0
@@ -41,7 +41,9 @@ class Stage:
         self.dead: set[int] = set()
         self.expected: tuple[int, ...] | None = None
         """Members go on until these are in; None: until they have agreed once."""
-        self.first = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"first{slot}") for slot in range(slots)))
+        self.first = View(
+            epoch=0, member_ids=tuple(MemberId(slot=slot, incarnation=f"first{slot}") for slot in range(slots))
+        )
 
     def play(
         self, slot, *, dies="", doubts=frozenset(), joins=False, digest="the plan", applied=5, timeout_s=PATIENCE_S
@@ -51,7 +53,7 @@ class Stage:
 
         def report(view):
             self.die(slot, dies == "report")
-            return Report(applied=applied, oldest=applied, newcomer=joins)
+            return Report(applied=applied, oldest=applied, joiner=joins)
 
         def plan(agreed):
             self.die(slot, dies == "plan")
@@ -61,9 +63,11 @@ class Stage:
             return frozenset(self.dead - {slot}) | doubts
 
         if joins:
-            agreement = Agreement.joining(store, self.first, Seat(slot=slot, occupant=f"next{slot}"), fan=self.fan)
+            agreement = Agreement.joining(
+                store, self.first, MemberId(slot=slot, incarnation=f"next{slot}"), fan=self.fan
+            )
         else:
-            agreement = Agreement.founding(store, self.first, self.first.seats[slot], fan=self.fan)
+            agreement = Agreement.founding(store, self.first, self.first.member_ids[slot], fan=self.fan)
             self.die(slot, dies == "before")
         while True:
             agreed = agreement.run(lost=lost, report=report, plan=plan, waiting=CollectiveWait, timeout_s=timeout_s)
@@ -103,17 +107,17 @@ def test_survivors_agree_whichever_members_die_in_whichever_phases(connections, 
     assert len({results[slot].decision for slot in survivors}) == 1
 
 
-def test_a_newcomer_takes_a_dead_slot_and_stands_where_the_others_stand(connections):
+def test_a_joiner_takes_a_dead_slot_and_stands_where_the_others_stand(connections):
     stage = Stage(connections, 3)
     stage.dead.add(1)
     shrunk = stage.all_play({0: {}, 2: {}})
     assert shrunk[0].view.slots == (0, 2)
     stage.dead.clear()
-    stage.expected = (0, 1, 2)  # the newcomer may come after the others have looked
+    stage.expected = (0, 1, 2)  # the joining rank may come after the others have looked
     grown = stage.all_play({0: {}, 1: {"joins": True, "applied": 0}, 2: {}})
     assert {agreed.view.slots for agreed in grown.values()} == {(0, 1, 2)}
     assert grown[1].decision.step == 5
-    assert grown[1].view.newcomers == (1,)
+    assert grown[1].view.joiners == (1,)
 
 
 def test_a_member_that_was_wrongly_suspected_is_fenced(connections):
@@ -124,7 +128,7 @@ def test_a_member_that_was_wrongly_suspected_is_fenced(connections):
     assert results[0].view == results[1].view
 
 
-def test_two_newcomers_at_once_are_both_in(connections):
+def test_two_joiners_at_once_are_both_in(connections):
     stage = Stage(connections, 4)
     stage.dead |= {2, 3}
     stage.all_play({0: {}, 1: {}})
@@ -143,7 +147,7 @@ def test_different_plans_stop_everybody(connections):
     assert "different plans: slot 1 another plan; all others the plan" in str(results[0])
 
 
-def test_newcomers_alone_say_that_no_state_is_left(connections):
+def test_joining_ranks_alone_say_that_no_state_is_left(connections):
     stage = Stage(connections, 1)
     results = stage.all_play({0: {"joins": True, "applied": 0}})
     assert isinstance(results[0], StateLost)
@@ -165,7 +169,11 @@ def test_members_that_nobody_suspects_are_evicted_at_the_time_limit(connections,
 def two_members(connections):
     stage = Stage(connections, 2)
     stores = [TorchStore(connections[1][slot], corner=f"run{stage.run}", token="a token") for slot in range(3)]
-    return stage, stores, [Agreement.founding(stores[slot], stage.first, stage.first.seats[slot]) for slot in range(2)]
+    return (
+        stage,
+        stores,
+        [Agreement.founding(stores[slot], stage.first, stage.first.member_ids[slot]) for slot in range(2)],
+    )
 
 
 def test_the_job_is_over_for_all_at_once(two_members):
@@ -178,7 +186,7 @@ def test_the_job_is_over_for_all_at_once(two_members):
         assert pool.submit(members[1].everybody_is_done).result()
         assert waiting.result()
     with pytest.raises(Excluded, match=r"slot 1 \(1/1\) comes too late: the job was over with epoch 1"):
-        Agreement.joining(stores[2], stage.first, Seat(slot=1, occupant="1/1"))
+        Agreement.joining(stores[2], stage.first, MemberId(slot=1, incarnation="1/1"))
 
 
 def test_a_loss_and_the_end_of_the_job_are_never_both(two_members):
@@ -190,9 +198,9 @@ def test_a_loss_and_the_end_of_the_job_are_never_both(two_members):
 
 
 def test_a_job_whose_members_were_all_lost_is_not_over(two_members):
-    """A newcomer there has to say that no state is left, and not that all is well."""
+    """A joining rank there has to say that no state is left, and not that all is well."""
     stage, stores, _ = two_members
     view = without(stage.first, [0, 1])
     stores[2].create(view_key(1), view.encode())
-    assert not view.seats
-    assert Agreement.joining(stores[2], stage.first, Seat(slot=1, occupant="1/1")).member.view.slots == (1,)
+    assert not view.member_ids
+    assert Agreement.joining(stores[2], stage.first, MemberId(slot=1, incarnation="1/1")).member.view.slots == (1,)

@@ -22,15 +22,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.agreement import Agreed, Agreement, publish_lost
-from ntp_plugin.comm.gathering import FAN, Write
-from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View, the_end
-from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.errors import Excluded
-from ntp_plugin.recovery.place import first_view
+from ntp_plugin.membership import protocol
+from ntp_plugin.membership.agreement import Agreed, Agreement, publish_lost
+from ntp_plugin.membership.gathering import FAN, Write
+from ntp_plugin.membership.protocol import Member, MemberId, Phase, Report, View, the_end
+from ntp_plugin.membership.store import TorchStore
+from ntp_plugin.recovery.rank_context import first_view
 from tests.unit.membership_model import Violation, vote_on
-from tests.unit.test_membership import ask_for_the_most, report_like_others_do, run_in_a_stale_view
+from tests.unit.test_membership_protocol import ask_for_the_most, report_like_others_do, run_in_a_stale_view
 
 RUNS = itertools.count()
 MOST_PROCESSES, LAST_STEP = 6, 3
@@ -50,14 +50,14 @@ def connections():
 class Process:
     """A member with its training state, as far as agreement depends on it; `late` is a write that is still to come."""
 
-    def __init__(self, store, member, *, newcomer=False):
-        self.store, self.member, self.newcomer = store, member, newcomer
+    def __init__(self, store, member, *, joiner=False):
+        self.store, self.member, self.joiner = store, member, joiner
         self.applied, self.prepared, self.plan, self.late = 0, False, None, None
         self.alive, self.frozen, self.left = True, False, False
 
     @property
-    def seat(self):
-        return self.member.seat
+    def member_id(self):
+        return self.member.member_id
 
     @property
     def acts(self):
@@ -65,11 +65,11 @@ class Process:
 
     def report(self):
         step = self.applied
-        return Report(applied=step, oldest=step, prepared=self.prepared, vote=vote_on(step), newcomer=self.newcomer)
+        return Report(applied=step, oldest=step, prepared=self.prepared, vote=vote_on(step), joiner=self.joiner)
 
 
 class Racing(TorchStore):
-    """Lets others get in between a newcomer's look and its first write."""
+    """Lets others get in between a joining rank's look and its first write."""
 
     def __init__(self, connection, meanwhile, **of):
         super().__init__(connection, **of)
@@ -96,16 +96,16 @@ class AgreementMachine(RuleBasedStateMachine):
         self.checker = self.connect(MOST_PROCESSES)
         self.supervising = self.connect(MOST_PROCESSES + 1)
         self.processes = []
-        for index, seat in enumerate(self.first.seats):
-            member = Member(seat=seat, view=self.first, phase=Phase.RUNNING)
+        for index, member_id in enumerate(self.first.member_ids):
+            member = Member(member_id=member_id, view=self.first, phase=Phase.RUNNING)
             self.processes.append(Process(self.connect(index), member))
         self.train(range(moves))
 
     def connect(self, index, kind=TorchStore, *more):
         return kind(self.clients[index], *more, corner=self.corner, token="a token")
 
-    def publish_lost(self, seat):
-        publish_lost(self.supervising, self.first, [seat])
+    def publish_lost(self, member_id):
+        publish_lost(self.supervising, self.first, [member_id])
 
     def pick(self, index, *, acting=False):
         among = [process for process in self.processes if process.acts] if acting else self.processes
@@ -118,7 +118,11 @@ class AgreementMachine(RuleBasedStateMachine):
     def step(self, index, times, doubted, late):
         """Some steps in the agreement, with a suspicion, false or not; or up to a write, which stays behind."""
         process = self.pick(index, acting=True)
-        lost = frozenset() if doubted is None else frozenset({self.pick(doubted).seat.slot}) - {process.seat.slot}
+        lost = (
+            frozenset()
+            if doubted is None
+            else frozenset({self.pick(doubted).member_id.slot}) - {process.member_id.slot}
+        )
         for _ in range(times):
             self.advance(process, lost, late=late)
             if process.late is not None:
@@ -132,7 +136,7 @@ class AgreementMachine(RuleBasedStateMachine):
         if before.phase is Phase.PLANNING and process.plan is None and not self.make_plan(process):
             return
         digest = None if process.plan is None else repr(process.plan.decision)
-        process.member, process.late = membership.advance(
+        process.member, process.late = protocol.advance(
             before, process.store.read, lost=lost, report=process.report(), digest=digest, fan=self.fan
         )
         if process.member.view.epoch > before.view.epoch:
@@ -154,18 +158,18 @@ class AgreementMachine(RuleBasedStateMachine):
         kind, epoch, *_ = write.key.split("/")
         since = int(epoch) - (kind == "view")
         self.one_view_for_each_epoch()
-        if process.seat not in self.views[since].seats:
-            raise Violation(f"{process.seat} wrote {write.key} without being in epoch {since}")
+        if process.member_id not in self.views[since].member_ids:
+            raise Violation(f"{process.member_id} wrote {write.key} without being in epoch {since}")
 
     def make_plan(self, process):
-        """Whether there is one: newcomers alone end, and say why."""
+        """Whether there is one: joining ranks alone end, and say why."""
         view = process.member.view
-        reports = membership.read_reports(view, process.store.read, self.fan)
-        process.alive = any(not report.newcomer for report in reports.values())
+        reports = protocol.read_reports(view, process.store.read, self.fan)
+        process.alive = any(not report.joiner for report in reports.values())
         try:
             if process.alive:
-                process.plan = Agreed(view=view, reports=reports, decision=membership.decide(reports))
-        except membership.StateLost as error:
+                process.plan = Agreed(view=view, reports=reports, decision=protocol.decide(reports))
+        except protocol.StateLost as error:
             raise Violation(str(error)) from None
         return process.alive
 
@@ -173,17 +177,17 @@ class AgreementMachine(RuleBasedStateMachine):
         view, agreed, plan = process.member.view, process.plan, process.plan.decision
         if self.agreed.setdefault(view.epoch, agreed) != agreed:
             raise Violation(f"epoch {view.epoch} knows {self.agreed[view.epoch]} and {agreed}")
-        told = {self.checker.read(membership.entries_of(view).own_key(slot)) for slot in view.slots}
+        told = {self.checker.read(protocol.entries_of(view).own_key(slot)) for slot in view.slots}
         if told != {repr(plan)}:
             raise Violation(f"the members of epoch {view.epoch} made different plans: {told}")
-        if not process.newcomer and not process.applied <= plan.step <= process.applied + process.prepared:
-            raise Violation(f"slot {process.seat.slot} is at {process.applied} and cannot stand on {plan.step}")
-        survivors = [p for p in self.processes if p.alive and not p.newcomer and p.seat in view.seats]
+        if not process.joiner and not process.applied <= plan.step <= process.applied + process.prepared:
+            raise Violation(f"slot {process.member_id.slot} is at {process.applied} and cannot stand on {plan.step}")
+        survivors = [p for p in self.processes if p.alive and not p.joiner and p.member_id in view.member_ids]
         if any(p.applied > plan.step for p in survivors):
             raise Violation(f"epoch {view.epoch} goes back to step {plan.step}, and a survivor has applied more")
         if plan.vote != vote_on(plan.step):
             raise Violation(f"the vote on step {plan.step} is told wrongly")
-        process.applied, process.prepared, process.newcomer, process.plan = plan.step, False, False, None
+        process.applied, process.prepared, process.joiner, process.plan = plan.step, False, False, None
 
     @precondition(lambda self: any(process.acts for process in self.processes))
     @rule(order=st.lists(ANYBODY, min_size=1, max_size=12))
@@ -194,7 +198,7 @@ class AgreementMachine(RuleBasedStateMachine):
             view, step = process.member.view, process.applied + 1
             if process.member.phase is not Phase.RUNNING or step > LAST_STEP:
                 continue
-            here, mine = (view.epoch, step), process.seat.slot
+            here, mine = (view.epoch, step), process.member_id.slot
             if not process.prepared:
                 self.sent.add(("gradients", *here, mine))
                 if all(("gradients", *here, slot) in self.sent for slot in view.slots):
@@ -217,11 +221,15 @@ class AgreementMachine(RuleBasedStateMachine):
         return process.acts and running and process.applied == LAST_STEP
 
     def take_leave(self, process):
-        over, write = membership.finish(process.member, process.store.read, self.fan)
+        over, write = protocol.finish(process.member, process.store.read, self.fan)
         if write is not None:
             process.store.create(write.key, write.value)
         if over:
-            missed = [p.seat for p in self.processes if p.seat in process.member.view.seats and p.applied < LAST_STEP]
+            missed = [
+                p.member_id
+                for p in self.processes
+                if p.member_id in process.member.view.member_ids and p.applied < LAST_STEP
+            ]
             if missed:
                 raise Violation(f"the job is over, and {missed} had not applied the last step")
             process.left, process.alive = True, False
@@ -237,13 +245,13 @@ class AgreementMachine(RuleBasedStateMachine):
         process = self.pick(index)
         process.alive = False
         if published:
-            self.publish_lost(process.seat)
+            self.publish_lost(process.member_id)
 
     @rule(index=ANYBODY)
     def publish(self, index):
         """A supervisor tells of a loss: of a dead or a frozen process, or of one that it is wrong about."""
         if sum(process.acts for process in self.processes) > 2 or not self.pick(index).acts:
-            self.publish_lost(self.pick(index).seat)
+            self.publish_lost(self.pick(index).member_id)
 
     @precondition(lambda self: sum(process.acts for process in self.processes) > 1)
     @rule(index=ANYBODY)
@@ -261,18 +269,18 @@ class AgreementMachine(RuleBasedStateMachine):
     def join(self, index, raced):
         """A new process for a slot whose old one is dead, or out; somebody else's loss may come in between."""
         old = self.pick(index)
-        rivals = [p for p in self.processes if p.seat.slot == old.seat.slot and p is not old]
-        if any(p.alive and p.seat in self.newest().seats for p in (old, *rivals)):
+        rivals = [p for p in self.processes if p.member_id.slot == old.member_id.slot and p is not old]
+        if any(p.alive and p.member_id in self.newest().member_ids for p in (old, *rivals)):
             return
-        seat = Seat(slot=old.seat.slot, occupant=f"{old.seat.slot}/{len(self.processes)}")
-        meanwhile = None if raced is None else lambda: self.publish_lost(self.pick(raced).seat)
+        member_id = MemberId(slot=old.member_id.slot, incarnation=f"{old.member_id.slot}/{len(self.processes)}")
+        meanwhile = None if raced is None else lambda: self.publish_lost(self.pick(raced).member_id)
         store = self.connect(len(self.processes), Racing, meanwhile)
         if self.newest().over:
             with pytest.raises(Excluded, match="comes too late"):
-                Agreement.joining(store, self.first, seat)
+                Agreement.joining(store, self.first, member_id)
             return
-        member = Agreement.joining(store, self.first, seat).member
-        self.processes.append(Process(store, member, newcomer=True))
+        member = Agreement.joining(store, self.first, member_id).member
+        self.processes.append(Process(store, member, joiner=True))
 
     # ------------------------------------------------ what must hold
 
@@ -287,7 +295,7 @@ class AgreementMachine(RuleBasedStateMachine):
             self.members_of_an_epoch_are_of_one_mind()
 
     def one_view_for_each_epoch(self):
-        while (text := self.checker.read(membership.view_key(len(self.views)))) is not None:
+        while (text := self.checker.read(protocol.view_key(len(self.views)))) is not None:
             epoch, view = len(self.views), View.decode(text)
             if view.epoch != epoch:
                 raise Violation(f"the view of epoch {view.epoch} stands at {epoch}")
@@ -298,7 +306,7 @@ class AgreementMachine(RuleBasedStateMachine):
             view = process.member.view
             if process.alive and self.views[view.epoch] != view:
                 raise Violation(
-                    f"{process.seat} takes epoch {view.epoch} for {view}, which is {self.views[view.epoch]}"
+                    f"{process.member_id} takes epoch {view.epoch} for {view}, which is {self.views[view.epoch]}"
                 )
             running = [
                 p.applied
@@ -318,7 +326,7 @@ class AgreementMachine(RuleBasedStateMachine):
                 else:
                     self.advance(process)
                 if not process.alive and not process.left:
-                    self.publish_lost(process.seat)
+                    self.publish_lost(process.member_id)
             if before == self.all_that_changes():
                 return
 
@@ -332,17 +340,15 @@ class AgreementMachine(RuleBasedStateMachine):
         for process in self.processes:
             process.frozen = False
             if not process.alive and not process.left:
-                self.publish_lost(process.seat)
+                self.publish_lost(process.member_id)
         self.come_to_rest()
         going_on = [process for process in self.processes if process.acts]
         self.holds()
-        beyond = [
-            epoch for epoch in range(1, 4) if self.checker.present([membership.view_key(len(self.views) + epoch)])
-        ]
+        beyond = [epoch for epoch in range(1, 4) if self.checker.present([protocol.view_key(len(self.views) + epoch)])]
         if beyond:
             raise Violation(f"a view was made beyond the gap after epoch {len(self.views) - 1}")
         for epoch, view in list(self.views.items())[1:]:
-            if View.decode(self.checker.read(membership.view_key(epoch))) != view:
+            if View.decode(self.checker.read(protocol.view_key(epoch))) != view:
                 raise Violation(f"the view of epoch {epoch} has changed")
         resting = {(process.member.view, process.member.phase) for process in going_on}
         if self.newest().over and going_on:
@@ -376,17 +382,17 @@ def end_alone(sound):
     def broken(member, read, fan):
         over, write = sound(member, read, fan)
         if over is None and write is None:
-            write = Write(key=membership.view_key(member.view.epoch + 1), value=the_end(member.view).encode())
+            write = Write(key=protocol.view_key(member.view.epoch + 1), value=the_end(member.view).encode())
         return over, write
 
     return "finish", broken
 
 
 PLANTED = [
-    (membership, end_alone),
-    (membership, report_like_others_do),
-    (membership, ask_for_the_most),
-    (membership, run_in_a_stale_view),
+    (protocol, end_alone),
+    (protocol, report_like_others_do),
+    (protocol, ask_for_the_most),
+    (protocol, run_in_a_stale_view),
     (TorchStore, overwrite),
 ]
 

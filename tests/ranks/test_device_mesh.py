@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ntp_plugin.errors import Refused
-from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.testing.ranks import Ranks
 from ntp_plugin.testing.stateless import Stateless
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.plain.data_parallel import DataParallel
-from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Ranks
 from tests.ranks.plain_job import loss_of, play
@@ -23,10 +23,10 @@ def train_for_ever(rank):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    size = len(rank.first.seats)
+    size = len(rank.first.member_ids)
     elastic = ElasticRank(rank.place)
     groups = elastic.groups
-    job = DataParallel(model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=1, newcomer=rank.joining)
+    job = DataParallel(model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=1, joiner=rank.joining)
     driver = elastic.drive(job)
     elastic.start()
     told = -1

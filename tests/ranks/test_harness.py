@@ -15,7 +15,7 @@ import pytest
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Ranks
-from tests.ranks.plain_job import MOMENTS
+from tests.ranks.plain_job import FAULT_POINTS
 
 
 def play_nothing(rank):
@@ -52,7 +52,7 @@ def have_ranks_play():
 )
 def test_a_fault_that_cannot_strike_is_refused(fault, message):
     with pytest.raises(ConfigError, match=message):
-        Ranks(2, play_nothing, faults=[fault], moments=MOMENTS)
+        Ranks(2, play_nothing, faults=[fault], fault_points=FAULT_POINTS)
 
 
 def test_a_fault_that_never_struck_is_told():

@@ -148,7 +148,7 @@ def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
         hosts.cut(1, 2)
         job.agents[1].wait_for("is lost: no beat of its host")
         hosts.heal(1, 2)
-        job.agents[2].wait_for("is lost: the others went on without it")
+        job.agents[2].wait_for("the others went on without it")  # a worker or its supervisor finds it first
         job.go_on()
         code, said = job.agents[1].end()
         assert code == 0, said

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Ranks
 

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.errors import Refused
+from ntp_plugin.groups.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
 
 
 def play(rank, environment):
-    """What a newcomer does before it is regrouped: it makes its groups, and offers."""
+    """What a joining rank does before it is regrouped: it makes its groups, and offers."""
     os.environ.update(environment)
     groups = ElasticGroups(0, joining=True)
     groups.attach()

@@ -11,7 +11,7 @@ import os, signal, time, torch
 from ntp_plugin.plain.job import elastic_job
 
 torch.manual_seed(0)
-rank, is_founder = int(os.environ["RANK"]), "NTP_OCCUPANT" not in os.environ
+rank, is_founder = int(os.environ["RANK"]), "NTP_INCARNATION" not in os.environ
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ntp_plugin.comm import operations
-from ntp_plugin.comm.operations import POINT_TO_POINT, Operations, kind_of_device, methods
+from ntp_plugin.groups import operations
+from ntp_plugin.groups.operations import POINT_TO_POINT, Operations, kind_of_device, methods
 from ntp_plugin.testing.ranks import Ranks
 
 HOOK = 0x7E58

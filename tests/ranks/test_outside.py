@@ -73,7 +73,7 @@ def test_a_joining_process_that_is_stopped_is_lost_like_a_member(tmp_path, undis
 
 
 def test_a_job_that_is_over_does_not_wait_for_a_process_that_never_joined(tmp_path, undisturbed):
-    running = job(tmp_path, "--ntp-respawn=1", STUCK="1")
+    running = job(tmp_path, "--ntp-respawn=1", HUNG="1")
     os.kill(pids_of(running)[1], signal.SIGKILL)
     joining = int(running.wait_for(r"slot 1 starts anew \(pid (\d+)\)")[1])
     running.wait_for("slot 1 hangs")
@@ -101,7 +101,7 @@ def test_while_the_supervisor_is_stopped_nobody_takes_a_loss_for_an_error(tmp_pa
 
 
 def test_a_supervisor_that_was_stopped_for_long_does_not_take_its_store_for_lost(tmp_path, undisturbed):
-    running = job(tmp_path, "--ntp-thresholds=host_beat_s=0.1,host_s=0.5,store_s=1", hung_s=30)
+    running = job(tmp_path, "--ntp-thresholds=host_heartbeat_s=0.1,host_s=0.5,store_s=1", hung_s=30)
     pids_of(running)
     for _ in range(3):
         running.process.send_signal(signal.SIGSTOP)

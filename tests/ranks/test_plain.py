@@ -5,31 +5,40 @@ import functools
 import pytest
 
 from ntp_plugin.errors import Excluded
+from ntp_plugin.membership.failure_detector import Thresholds
 from ntp_plugin.plain.data_parallel import DataParallel
-from ntp_plugin.recovery.detector import Thresholds
 from ntp_plugin.testing.faults import fail, freeze, hang, hold_lock, kill, leave, segfault, slow
 from ntp_plugin.testing.ranks import Ranks
-from ntp_plugin.testing.twin import assert_every_sample_once, assert_same_training
+from ntp_plugin.testing.reference import assert_every_sample_once, assert_same_training
 from tests.patience import HUNG_S
-from tests.ranks.plain_job import IN_A_COLLECTIVE, IN_A_HELPER, IN_A_RECOVERY, IN_A_STEP, MOMENTS, PER_RANK, STEPS, play
+from tests.ranks.plain_job import (
+    FAULT_POINTS,
+    IN_A_COLLECTIVE,
+    IN_A_HELPER,
+    IN_A_RECOVERY,
+    IN_A_STEP,
+    PER_RANK,
+    STEPS,
+    play,
+)
 
 
 @functools.cache
-def twin(ranks):
+def reference(ranks):
     """The same job without a fault."""
     with Ranks(ranks, play) as running:
         return running.wait()
 
 
 def assert_nothing_but_who_computes(outcomes, rows, ranks):
-    assert_same_training(outcomes, twin(ranks)[0], rtol=1e-12)
+    assert_same_training(outcomes, reference(ranks)[0], rtol=1e-12)
     assert_every_sample_once(outcomes.values(), rows, steps=STEPS, batch=PER_RANK * ranks)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("moment", [*IN_A_STEP, *IN_A_COLLECTIVE])
-def test_a_killed_rank_changes_nothing_but_who_computes(moment, victim):
-    with Ranks(4, play, faults=[kill(victim, during=moment, step=7)]) as ranks:
+@pytest.mark.parametrize("fault_point", [*IN_A_STEP, *IN_A_COLLECTIVE])
+def test_a_killed_rank_changes_nothing_but_who_computes(fault_point, victim):
+    with Ranks(4, play, faults=[kill(victim, during=fault_point, step=7)]) as ranks:
         outcomes = ranks.wait()
     assert outcomes.keys() == set(range(4)) - {victim}
     assert {outcome.members for outcome in outcomes.values()} == {tuple(sorted(outcomes))}
@@ -71,7 +80,7 @@ def test_an_edit_that_hangs_in_one_rank_is_left_behind_and_tried_again_with_that
 def test_a_third_death_in_every_phase_of_the_second_recovery(second, third):
     """The epoch says which recovery is meant: each death but the first strikes in the recovery from the one before."""
     faults = [kill(1, during="reduce", step=7), kill(3, during=second, epoch=1), kill(0, during=third, epoch=2)]
-    with Ranks(4, play, faults=faults, moments=MOMENTS) as ranks:
+    with Ranks(4, play, faults=faults, fault_points=FAULT_POINTS) as ranks:
         outcomes = ranks.wait()
     assert {slot: outcome.members for slot, outcome in outcomes.items()} == {2: (2,)}
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
@@ -112,10 +121,10 @@ def test_a_frozen_rank_is_left_behind_and_fenced_when_it_thaws():
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
-@pytest.mark.parametrize("moment", ["between", "backward", "after vote"])
-def test_a_hung_rank_with_a_beating_heart_is_left_behind(moment):
+@pytest.mark.parametrize("fault_point", ["between", "backward", "after vote"])
+def test_a_hung_rank_with_a_beating_heart_is_left_behind(fault_point):
     """The others wait in a collective for it; a job with two replicas would wait for ever."""
-    fault = hang(1, during=moment, step=7)
+    fault = hang(1, during=fault_point, step=7)
     with Ranks(2, play, faults=[fault], thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         outcomes = ranks.wait()
     assert outcomes.keys() == {0}
@@ -123,12 +132,12 @@ def test_a_hung_rank_with_a_beating_heart_is_left_behind(moment):
     assert_nothing_but_who_computes(outcomes, ranks.rows, 2)
 
 
-def test_the_twin_notices_a_wrong_gradient():
+def test_the_reference_notices_a_wrong_gradient():
     """A negative control: one rank forgets a sample, and weights no longer agree."""
     with Ranks(4, play_forgetful) as ranks:
         outcomes = ranks.wait()
     with pytest.raises(AssertionError, match="weight 0 of slot 0"):
-        assert_same_training(outcomes, twin(4)[0], rtol=1e-12)
+        assert_same_training(outcomes, reference(4)[0], rtol=1e-12)
     with pytest.raises(AssertionError, match="step 1 of 16 samples used"):
         assert_every_sample_once(outcomes.values(), ranks.rows, steps=STEPS, batch=PER_RANK * 4)
 
@@ -146,9 +155,9 @@ def play_forgetful(rank):
 # ---------------------------------------------------------------- other ways to be lost
 
 
-def struck(fault, ranks=3, **options):
+def injected(fault, ranks=3, **options):
     """Outcomes, rows and the verdict on the struck slot of a job with one fault."""
-    with Ranks(ranks, play, faults=[fault], moments=MOMENTS, **options) as running:
+    with Ranks(ranks, play, faults=[fault], fault_points=FAULT_POINTS, **options) as running:
         outcomes = running.wait(but=[fault.slot])
     assert_nothing_but_who_computes(outcomes, running.rows, ranks)
     return outcomes, running.verdicts.get(fault.slot)
@@ -165,13 +174,13 @@ def struck(fault, ranks=3, **options):
     ids=str,
 )
 def test_a_rank_that_ends_before_the_job_is_lost_whatever_its_code(fault, reason):
-    outcomes, verdict = struck(fault)
+    outcomes, verdict = injected(fault)
     assert outcomes.keys() == {0, 2}
     assert (verdict.kind, verdict.reason) == ("ended", reason)
 
 
 def test_a_rank_that_holds_the_python_lock_is_silent():
-    outcomes, verdict = struck(hold_lock(1, during="backward", step=7))
+    outcomes, verdict = injected(hold_lock(1, during="backward", step=7))
     assert outcomes.keys() == {0, 2}
     assert verdict.kind == "silent"
 
@@ -179,7 +188,7 @@ def test_a_rank_that_holds_the_python_lock_is_silent():
 def test_a_slow_rank_is_waited_for():
     """It stands still for ten times as long as a stopped one may, in every step of the second half."""
     slowly = slow(1, 0.3, during="backward", from_step=STEPS // 2)
-    with Ranks(3, play, faults=[slowly], moments=MOMENTS, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
+    with Ranks(3, play, faults=[slowly], fault_points=FAULT_POINTS, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         outcomes = ranks.wait()
     assert outcomes.keys() == {0, 1, 2}
     assert not ranks.verdicts
@@ -190,7 +199,7 @@ def test_a_slow_rank_is_waited_for():
 
 @pytest.mark.parametrize("error", [ValueError("a bad sample"), RuntimeError("out of memory")], ids=repr)
 def test_the_error_of_a_rank_is_its_own_and_the_others_go_on(error):
-    with Ranks(3, play, faults=[fail(1, error, during="backward", step=7)], moments=MOMENTS) as ranks:
+    with Ranks(3, play, faults=[fail(1, error, during="backward", step=7)], fault_points=FAULT_POINTS) as ranks:
         outcomes = ranks.wait(but=[1])
         with pytest.raises(type(error), match=str(error)):
             ranks.wait(but=[0, 2])
@@ -201,5 +210,5 @@ def test_the_error_of_a_rank_is_its_own_and_the_others_go_on(error):
 
 def test_a_death_while_others_have_nothing_left_to_do():
     """Whoever was done first is still there to report."""
-    outcomes, _ = struck(kill(1, during="after vote", step=STEPS))
+    outcomes, _ = injected(kill(1, during="after vote", step=STEPS))
     assert outcomes.keys() == {0, 2}

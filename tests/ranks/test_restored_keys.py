@@ -7,12 +7,12 @@ import time
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ntp_plugin.comm.agreement import Agreement, publish_lost
-from ntp_plugin.comm.membership import newest_view, view_key
-from ntp_plugin.comm.restored_keys import RestoredKeys
-from ntp_plugin.comm.store import serve
 from ntp_plugin.errors import StoreLost
-from ntp_plugin.recovery.place import first_view
+from ntp_plugin.membership.agreement import Agreement, publish_lost
+from ntp_plugin.membership.protocol import newest_view, view_key
+from ntp_plugin.membership.restored_keys import RestoredKeys
+from ntp_plugin.membership.store import serve
+from ntp_plugin.recovery.rank_context import first_view
 from ntp_plugin.telemetry import Follower, KeyRestored
 from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
 from tests.ranks.test_store_token import CORNER, connection, store
@@ -51,7 +51,7 @@ def stranger(server):
 def views_of(process, epochs):
     view = first_view(epochs + 1)
     for epoch in range(epochs):
-        view = publish_lost(process.keys, view, [view.seats[-1]])
+        view = publish_lost(process.keys, view, [view.member_ids[-1]])
         assert view.epoch == epoch + 1
     return view
 
@@ -74,7 +74,7 @@ def test_who_waits_for_the_next_view_writes_all_views_again_that_it_knows(proces
             assert stranger.delete_key(view_key(epoch))
         else:
             stranger.set(view_key(epoch), "a stranger's")
-    rank = Agreement.founding(store(server), first_view(4), first_view(4).seats[0])
+    rank = Agreement.founding(store(server), first_view(4), first_view(4).member_ids[0])
     assert not rank.newer_view_exists()
     process.wait(view_key(4))
     assert rank.newer_view_exists()

@@ -77,19 +77,19 @@ def test_all_replicas_have_the_same_bits_and_so_has_a_repeated_run(shape, number
             assert values.tobytes() == routed.values["repeated"][name].tobytes()
 
 
-def to_the_wrong_core(seat, slot):
+def to_the_wrong_core(core_slices, slot):
     """The first slot of replica 0 that lends to two cores exchanges what is as long in both."""
-    lent = [place for place, slices in enumerate(seat.out) if slices and place != seat.place]
+    lent = [place for place, slices in enumerate(core_slices.out) if slices and place != core_slices.place]
     if slot.replica or len(lent) < 2:
-        return seat
+        return core_slices
     one, other = lent[:2]
-    out = [list(slices) for slices in seat.out]
+    out = [list(slices) for slices in core_slices.out]
     at = {piece.name: number for number, piece in enumerate(out[other])}
     for number, piece in enumerate(out[one]):
-        twin = at.get(piece.name)
-        if twin is not None and size(out[other][twin]) == size(piece):
-            out[one][number], out[other][twin] = out[other][twin], piece
-    return dataclasses.replace(seat, out=tuple(map(tuple, out)))
+        reference = at.get(piece.name)
+        if reference is not None and size(out[other][reference]) == size(piece):
+            out[one][number], out[other][reference] = out[other][reference], piece
+    return dataclasses.replace(core_slices, out=tuple(map(tuple, out)))
 
 
 def size(piece):

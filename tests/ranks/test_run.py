@@ -145,13 +145,13 @@ def commands_with(word):
     return [words for words in found if word.encode() in words]
 
 
-@pytest.mark.parametrize("moment", ["as it is started", "as it trains"])
-def test_a_campaign_that_is_ended_ends_its_job(tmp_path, moment):
+@pytest.mark.parametrize("fault_point", ["as it is started", "as it trains"])
+def test_a_campaign_that_is_ended_ends_its_job(tmp_path, fault_point):
     recipe, broken = tmp_path / "recipe.toml", tmp_path / "out/broken"
     words = ["--standalone", "--nproc-per-node=2", str(RECIPES / "train.py")]
     recipe.write_text(f"[job]\nrun = {words}\n[[fault]]\nwhat = 'kill'\nslot = 'r0.s0.t0'\nat_step = 100000\n")
     campaign = Command([*NTP, "chaos", recipe, "--out", tmp_path / "out"], tmp_path / "log", STEPS="100000")
-    if moment == "as it trains":
+    if fault_point == "as it trains":
         wait_until(lambda: (broken / "log.txt").exists() and "slot 1 is pid" in (broken / "log.txt").read_text(), str)
     wait_until(broken.exists, lambda: campaign.said)
     campaign.process.send_signal(signal.SIGTERM)
@@ -187,12 +187,12 @@ def test_a_job_whose_workers_all_fail_has_failed(tmp_path, how_workers_come):
     assert re.search("slot [01] was lost before all others had begun to train|no worker ended well", said)
 
 
-def test_a_lost_nursery_takes_nobody_with_it_and_there_is_another_when_it_is_needed(tmp_path):
+def test_a_lost_fork_server_takes_nobody_with_it_and_there_is_another_when_it_is_needed(tmp_path):
     running = paused_job(tmp_path, "--ntp-fork", "--nproc-per-node=3", "--ntp-respawn=1")
     pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
-    nursery = {parent_of(pid) for pid in pids}
-    assert len(nursery) == 1
-    os.kill(nursery.pop(), signal.SIGKILL)
+    fork_server = {parent_of(pid) for pid in pids}
+    assert len(fork_server) == 1
+    os.kill(fork_server.pop(), signal.SIGKILL)
     os.kill(pids[1], signal.SIGKILL)
     code, said = end_with_back(running, 1)
     assert code == 0, said
@@ -200,7 +200,7 @@ def test_a_lost_nursery_takes_nobody_with_it_and_there_is_another_when_it_is_nee
     assert "members (0, 1, 2)" in said
 
 
-def test_what_a_nursery_cannot_import_is_said_before_a_worker_starts(tmp_path):
+def test_what_a_fork_server_cannot_import_is_said_before_a_worker_starts(tmp_path):
     code, said = job(tmp_path, "--ntp-fork", "--nproc-per-node=2", NTP_PRELOAD="no.such.module").end()
     assert code == 2, said
     assert "No module named 'no'" in said

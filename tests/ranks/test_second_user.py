@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ntp_plugin.comm.membership import View
+from ntp_plugin.membership.protocol import View
 from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
 from tests.ranks.test_store_fuzz import children
 
@@ -71,7 +71,7 @@ def rings():
 def forges(run, port):
     """It has the port and the name of the run, which it has not found out by itself."""
     theirs = PrefixStore(f"ntp/{run}", TCPStore("127.0.0.1", port, None, False))
-    theirs.set("view/1", View(epoch=1, seats=(), over=True).encode())
+    theirs.set("view/1", View(epoch=1, member_ids=(), over=True).encode())
     theirs.set("done/0/0", "done")
     theirs.set("token", "another")
 

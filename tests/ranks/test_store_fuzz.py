@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import PrefixStore
 
-from ntp_plugin.comm.store import TorchStore, serve
+from ntp_plugin.membership.store import TorchStore, serve
 from tests.patience import PATIENCE_S, until
 from tests.ranks.command import NTP, PAUSED, RECIPES, Command
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from ntp_plugin.comm.membership import View
-from ntp_plugin.comm.store import TorchStore, serve
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.membership.protocol import View
+from ntp_plugin.membership.store import TorchStore, serve
 from tests.ranks.command import NTP, RECIPES, Command, last_line
 
 CORNER = "ntp/a job"
@@ -32,7 +32,7 @@ def store(server, *, corner=CORNER, token="its token"):
 def strangers_words(server):
     """As somebody may write who knows all but the token; the last two are what the job has signed for another key,
     and what another job of the same token has signed."""
-    raw, value = PrefixStore(CORNER, connection(server)), View(epoch=1, seats=()).encode()
+    raw, value = PrefixStore(CORNER, connection(server)), View(epoch=1, member_ids=()).encode()
     store(server).create("view/2", value)
     store(server, corner="ntp/another").create("view/1", value)
     other = PrefixStore("ntp/another", connection(server)).get("view/1")
@@ -90,7 +90,7 @@ def test_a_stranger_who_says_that_the_job_is_over_is_not_heard(tmp_path):
     told = dict(pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair)
     stranger = TCPStore("127.0.0.1", int(told["MASTER_PORT"]), None, False)
     corner = PrefixStore(f"ntp/{told['TORCHELASTIC_RUN_ID']}", stranger)
-    corner.set("view/1", View(epoch=1, seats=(), over=True).encode())
+    corner.set("view/1", View(epoch=1, member_ids=(), over=True).encode())
     corner.set("done/0/0", "done")
     corner.set("word/units", json.dumps("a stranger's"))
     code, said = job.end()

@@ -7,15 +7,16 @@ import torch
 
 from ntp_plugin.errors import StateLost
 from ntp_plugin.planning import spans as sp
+from ntp_plugin.reduction import gradient_lanes
+from ntp_plugin.resharding import rebuild
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Ranks
-from ntp_plugin.training import gradient_lanes, rebuilding
 from tests.ranks.plain_job import IN_A_RECOVERY, IN_A_STEP
 from tests.ranks.tensor_parallel_job import HIDDEN, PER_REPLICA, STEPS, play
 
 
 @functools.cache
-def twin(ranks, tp):
+def reference_run(ranks, tp):
     """The same job without a fault."""
     with Ranks(ranks, functools.partial(play, tp=tp)) as running:
         return running.wait()
@@ -23,8 +24,8 @@ def twin(ranks, tp):
 
 def assert_same_training(outcomes, ranks=4, tp=2):
     """Losses and all state agree with the twin up to the changed order of sums; equal units are equal bit for bit."""
-    expected = {unit: values for outcome in twin(ranks, tp).values() for unit, values in outcome.units.items()}
-    reference, seen = twin(ranks, tp)[0], {}
+    expected = {unit: values for outcome in reference_run(ranks, tp).values() for unit, values in outcome.units.items()}
+    reference, seen = reference_run(ranks, tp)[0], {}
     for outcome in outcomes.values():
         for unit, values in outcome.units.items():
             assert torch.equal(values, seen.setdefault(unit, values)), f"{unit} differs between replicas"
@@ -67,9 +68,9 @@ def lose(*faults, ranks=4, tp=2, **options):
     return outcomes
 
 
-@pytest.mark.parametrize(("moment", "victim"), list(zip(IN_A_STEP, [0, 1, 2, 3, 3, 2, 1, 0], strict=True)))
-def test_a_lost_slot_changes_nothing_but_who_computes(moment, victim):
-    outcomes = lose(kill(victim, during=moment, step=5))
+@pytest.mark.parametrize(("fault_point", "victim"), list(zip(IN_A_STEP, [0, 1, 2, 3, 3, 2, 1, 0], strict=True)))
+def test_a_lost_slot_changes_nothing_but_who_computes(fault_point, victim):
+    outcomes = lose(kill(victim, during=fault_point, step=5))
     assert outcomes.keys() == set(range(4)) - {victim}
 
 
@@ -80,10 +81,10 @@ def test_a_second_death_in_every_phase_of_the_recovery(phase):
     assert outcomes.keys() == {0, 3}
 
 
-@pytest.mark.parametrize(("moment", "number"), [("build", 1), ("switch", 3), ("after switch", 3), ("build", 6)])
-def test_a_second_death_in_the_middle_of_the_move(moment, number):
+@pytest.mark.parametrize(("fault_point", "number"), [("build", 1), ("switch", 3), ("after switch", 3), ("build", 6)])
+def test_a_second_death_in_the_middle_of_the_move(fault_point, number):
     """The first tensors are in the new layout then, and the others in the old; number 3 is the first that is cut."""
-    outcomes = lose(kill(1, during="reduce", step=5), kill(2, during=moment, step=number))
+    outcomes = lose(kill(1, during="reduce", step=5), kill(2, during=fault_point, step=number))
     assert outcomes.keys() == {0, 3}
 
 
@@ -118,8 +119,8 @@ def test_who_comes_back_gets_exactly_its_own_again(slots):
     assert_same_training(outcomes)
     assert_every_sample_once(outcomes, ranks.rows)
     for slot, outcome in outcomes.items():
-        assert outcome.holdings == twin(4, 2)[slot].holdings
-        assert outcome.shapes == twin(4, 2)[slot].shapes
+        assert outcome.holdings == reference_run(4, 2)[slot].holdings
+        assert outcome.shapes == reference_run(4, 2)[slot].shapes
 
 
 def test_a_narrow_replica_stands_idle_until_its_slot_comes_back():
@@ -134,7 +135,7 @@ def test_a_narrow_replica_stands_idle_until_its_slot_comes_back():
 
 def test_the_last_holder_of_a_unit_is_lost():
     """Slots 1 and 3 hold the same units; 3 dies before it has handed over those of 1, and nobody has them."""
-    faults = [kill(1, during="reduce", step=5), kill(3, during="stand on", epoch=1)]
+    faults = [kill(1, during="reduce", step=5), kill(3, during="resume", epoch=1)]
     said = r"state of r0\.s0\.t1 is held by no living slot.*units 6 to \d+ of hidden \(column\.weight.*last checkpoint"
     with pytest.raises(StateLost, match=said), Ranks(4, play, faults=faults) as ranks:
         ranks.wait()
@@ -166,10 +167,10 @@ def test_swapped_units_are_found_before_anybody_trains_on_them():
 
 
 def play_swapped(rank):
-    sound = rebuilding._put
+    sound = rebuild._put
 
     def swapped(tensor, part, held, wanted, values):
         sound(tensor, part, held, wanted, values.flip(tensor.dim) if rank.slot == 0 else values)
 
-    rebuilding._put = swapped
+    rebuild._put = swapped
     return play(rank)

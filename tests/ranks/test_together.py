@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.errors import Excluded
-from ntp_plugin.recovery.rank import ElasticRank
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.trainer import LeavesOut
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Ranks
@@ -19,16 +19,16 @@ class InPairs(Stateless):
         there = set(agreed.view.slots)
         single = [slot for slot in there if slot ^ 1 not in there]
         if single:
-            came = all(agreed.reports[slot].newcomer for slot in single)
+            came = all(agreed.reports[slot].joiner for slot in single)
             raise LeavesOut(single, why="half a pair", awaits=came)
         return super().plan(agreed)
 
 
 class Coming(InPairs):
-    """A newcomer."""
+    """A joining rank."""
 
     def report(self):
-        return super().report().__class__(applied=0, oldest=0, newcomer=True)
+        return super().report().__class__(applied=0, oldest=0, joiner=True)
 
 
 def go_on_in_pairs(rank):

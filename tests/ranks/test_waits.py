@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from ntp_plugin.comm import process_groups, waits
-from ntp_plugin.comm.operations import POINT_TO_POINT
-from ntp_plugin.comm.process_groups import ElasticGroups
 from ntp_plugin.errors import PeerLost
+from ntp_plugin.groups import process_groups, waits
+from ntp_plugin.groups.operations import POINT_TO_POINT
+from ntp_plugin.groups.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Ranks
 from tests.patience import PATIENCE_S
 

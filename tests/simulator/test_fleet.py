@@ -48,11 +48,11 @@ def test_a_step_is_its_parts():
 def test_the_reduction_sends_what_the_plan_says_its_busiest_rank_sends():
     asked = scenario()
     fleet, topology = asked.fleet, asked.topology
-    standing = SurvivingReplicas(topology=topology, lost=frozenset({Slot(replica=3, stage=1, tp=2)}), min_tp_width=1)
+    surviving = SurvivingReplicas(topology=topology, lost=frozenset({Slot(replica=3, stage=1, tp=2)}), min_tp_width=1)
     units = fleet.model.units.stages[1]
     from ntp_plugin.config.sections import Hardware  # noqa: PLC0415
 
-    route = plan_route(standing, units, 1, wanted="direct", gradient_bytes=4, hardware=Hardware())
+    route = plan_route(surviving, units, 1, wanted="direct", gradient_bytes=4, hardware=Hardware())
     elements = max(slot_elements(units, 8, (2,)))
     sent = 2 * 7 / 8 * elements * 4
     assert route.direct_cost.nic_bytes == pytest.approx(sent, rel=0.01)
@@ -108,7 +108,7 @@ def test_the_modes_of_the_batch():
     assert fleet.running({}, mode=FIXED).throughput == pytest.approx(1)
 
 
-def test_packed_domains_hurt_fewer_replicas():
+def test_packed_domains_degrade_fewer_replicas():
     apart, packed = scenario().fleet, scenario(packed=True).fleet
     lost = {0: 1, 9: 1}  # stage 0 of replica 0, stage 1 of replica 1
     assert apart.replicas(lost) == ({(1, 0): 1, (0, 1): 1}, 0)
@@ -122,7 +122,7 @@ def test_below_the_minimum_width_a_replica_is_dropped():
     assert fleet.replicas({3: 1})[1] == 0
 
 
-def test_power_helps_the_hurt_alone():
+def test_power_helps_the_degraded_alone():
     fleet = scenario().fleet
     assert fleet.pace((1, 0), boosted=True).ns < fleet.pace((1, 0)).ns
     assert fleet.pace((0, 0), boosted=True) == fleet.pace((0, 0))

@@ -50,13 +50,13 @@ def test_activations_are_those_of_the_published_formula():
     assert full == 12 * 2 * (2048 * 4 * 2048 // 4) * 2 + layer
 
 
-def test_the_hurt_group_holds_more():
+def test_the_degraded_group_holds_more():
     for count in range(3):
         wider, narrower = (activation_bytes(TRAINING, 0, 4, tuple(range(n))) for n in (count, count + 1))
         assert narrower > wider
     # Of 16 heads three slots hold six at most, where a quarter was four: attention's part is half as large again.
-    hurt = activation_bytes(TRAINING, 0, 4, (0,))
-    assert 1.33 < hurt / activation_bytes(TRAINING, 0, 4, ()) < 1.5
+    degraded = activation_bytes(TRAINING, 0, 4, (0,))
+    assert 1.33 < degraded / activation_bytes(TRAINING, 0, 4, ()) < 1.5
 
 
 def test_the_ladder_goes_as_far_as_it_must():
@@ -87,22 +87,22 @@ def test_fewer_slots_never_hold_less_by_our_units():
 
 
 def test_every_affected_group_is_looked_at_before_anything_is_done():
-    standing = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=1)
-    roomy = fit_groups(TRAINING, standing, limit=80e9)
+    surviving = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=1)
+    roomy = fit_groups(TRAINING, surviving, limit=80e9)
     assert set(roomy) == {(0, ()), (1, ()), (1, (2,))}
     assert {rung.name for rung in roomy.values()} == {AS_IS}
-    hurt = roomy[1, (2,)].bytes
-    tight = fit_groups(TRAINING, standing, limit=hurt - 1)
+    degraded = roomy[1, (2,)].bytes
+    tight = fit_groups(TRAINING, surviving, limit=degraded - 1)
     assert tight[1, (2,)].name == SMALLER
     with pytest.raises(Refused, match=r"stage 0 at TP width 4 does not fit into 1 GB per GPU: as is .* GB"):
-        fit_groups(TRAINING, standing, limit=1e9)
+        fit_groups(TRAINING, surviving, limit=1e9)
 
 
 def test_a_dropped_replica_leaves_fewer_to_share_the_optimizer():
     sharded = dataclasses.replace(TRAINING, state=State(distributed_optimizer=True))
     nobody = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset(), min_tp_width=4)
     one = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=4)
-    before, after = (fit_groups(sharded, standing, limit=80e9)[0, ()].bytes for standing in (nobody, one))
+    before, after = (fit_groups(sharded, surviving, limit=80e9)[0, ()].bytes for surviving in (nobody, one))
     use = memory_use(sharded.units.stages[0], 4, (), sharded.state, replicas=3, packing=False)
     assert after - before == pytest.approx(use.optimizer / 2, rel=1e-6)
 
@@ -135,7 +135,7 @@ def test_activations_without_sequence_parallelism_and_in_float32():
 
 
 def test_a_guard_that_looks_at_whole_groups_alone_is_noticed(monkeypatch):
-    """A negative control: the test above fails where hurt patterns are left out."""
+    """A negative control: the test above fails where degraded patterns are left out."""
     monkeypatch.setattr(SurvivingReplicas, "patterns_of_stage", lambda *_: {})
     with pytest.raises(AssertionError):
         test_every_affected_group_is_looked_at_before_anything_is_done()

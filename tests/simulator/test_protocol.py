@@ -2,9 +2,8 @@
 
 import pytest
 
-from ntp_plugin.comm import membership
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.recovery import detector
+from ntp_plugin.membership import failure_detector, protocol
 from ntp_plugin.simulator.protocol.job import VirtualJob
 from ntp_plugin.simulator.protocol.laws import Violation
 from ntp_plugin.simulator.protocol.rules import LIVE, PLANTED, rules_of
@@ -33,8 +32,8 @@ def test_a_planted_bug_is_found_and_its_seed_shows_it_again(planted):
 
 
 def test_what_is_searched_is_the_live_code():
-    assert (LIVE.advance, LIVE.finish, LIVE.decide) == (membership.advance, membership.finish, membership.decide)
-    assert (LIVE.gone, LIVE.judge) == (detector.gone, detector.judge)
+    assert (LIVE.advance, LIVE.finish, LIVE.decide) == (protocol.advance, protocol.finish, protocol.decide)
+    assert (LIVE.gone, LIVE.judge) == (failure_detector.gone, failure_detector.judge)
 
 
 def test_a_seed_is_a_run():

@@ -133,8 +133,8 @@ def test_spares_that_keep_a_batch_whole():
         name: spares_needed(asked.fleet, policy_of(name), many, horizon_s=asked.horizon_s)
         for name in ("dp-drop", "ntp", "ntp-pw")
     }
-    # 20 hurt domains fill 3 replicas that do 7 of 8 micro-batches each: one more replica of 8, or the 20 of them; to
-    # repair it by replacing alone takes all 20, and 4 + 8 of them leave 2 replicas with 2 missing.
+    # 20 degraded domains fill 3 replicas that do 7 of 8 micro-batches each: one more replica of 8, or the 20 of them;
+    # to repair it by replacing alone takes all 20, and 4 + 8 of them leave 2 replicas with 2 missing.
     assert needed == {"dp-drop": 20, "ntp": 8, "ntp-pw": 0}
     ends_before = [fault(1, 2, domain=number) for number in range(5)] + [fault(3, 4, domain=9)]
     assert spares_needed(asked.fleet, policy_of("dp-drop"), ends_before, horizon_s=asked.horizon_s) == 5

@@ -1,7 +1,7 @@
-"""A run and its twin, as their records would have them."""
+"""A run and its reference run, as their records would have them."""
 
 from ntp_plugin.chaos.history import History
-from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Struck, Told, Weighed
+from ntp_plugin.telemetry import Began, Committed, Ended, FaultInjected, RankLost, RecordedEvent, Recovered, Weighed
 
 STEPS, BATCH, VICTIM = 6, 4, "r0.s0.t1"
 PHASES = {"agree": 0.1, "regroup": 0.1, "move": 0.2}
@@ -20,7 +20,7 @@ def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, a
     slots, epoch, found = [f"r{replica}.s0.t{slot}" for replica in range(2) for slot in range(2)], 0, []
 
     def tell(at, slot, event):
-        found.append(Told(at=at, slot=slot, event=event))
+        found.append(RecordedEvent(at=at, slot=slot, event=event))
 
     def recover(at, **change):
         for slot in slots:
@@ -30,14 +30,20 @@ def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, a
         tell(
             0.0,
             slot,
-            Began(pid=100 + number, number=number, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]),
+            Began(pid=100 + number, number=number, joiner=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]),
         )
     for step in range(1, steps + 1):
         if step == killed_in:
             epoch += 1
             slots.remove(VICTIM)
-            tell(step - 0.9, VICTIM, Struck(strike="1", what="kill", whom=VICTIM, moment="backward", step=step))
-            tell(step - 0.8, "host0", Gone(number=1, pid=101, kind="ended", reason="its process ended with code -9"))
+            tell(
+                step - 0.9,
+                VICTIM,
+                FaultInjected(fault="1", what="kill", whom=VICTIM, fault_point="backward", step=step),
+            )
+            tell(
+                step - 0.8, "host0", RankLost(number=1, pid=101, kind="ended", reason="its process ended with code -9")
+            )
             recover(step - 0.4, lost=[VICTIM], back=[], widths=[[1], [2]], micro_batches=[1, 3])
         if step == back_in:
             epoch += 1

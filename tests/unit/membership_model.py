@@ -11,9 +11,9 @@ done, and leaves when all of its view have said so.
 import dataclasses
 from collections import deque
 
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.gathering import FAN
-from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
+from ntp_plugin.membership import protocol
+from ntp_plugin.membership.gathering import FAN
+from ntp_plugin.membership.protocol import Decision, Member, MemberId, Phase, Report, View
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class Process:
     kept: int
     """How many steps back it can return: 0 where an update is made in place."""
     prepared: bool = False
-    newcomer: bool = False
+    joiner: bool = False
     alive: bool = True
     finished: bool = False
     plan: Decision | None = None
@@ -34,7 +34,7 @@ class Process:
             oldest=max(0, self.applied - self.kept),
             prepared=self.prepared,
             vote=vote_on(self.applied),
-            newcomer=self.newcomer,
+            joiner=self.joiner,
         )
 
 
@@ -61,10 +61,11 @@ class Violation(AssertionError):
 
 
 def start(slots, *, kept=0, kills=1, doubts=0, joins=0, fan=FAN):
-    seats = tuple(Seat(slot=slot, occupant=f"first{slot}") for slot in range(slots))
-    view = View(epoch=0, seats=seats)
+    member_ids = tuple(MemberId(slot=slot, incarnation=f"first{slot}") for slot in range(slots))
+    view = View(epoch=0, member_ids=member_ids)
     processes = tuple(
-        Process(member=Member(seat=seat, view=view, phase=Phase.RUNNING), applied=0, kept=kept) for seat in seats
+        Process(member=Member(member_id=member_id, view=view, phase=Phase.RUNNING), applied=0, kept=kept)
+        for member_id in member_ids
     )
     return State(processes=processes, kills=kills, doubts=doubts, joins=joins, fan=fan)
 
@@ -103,11 +104,11 @@ def trace(came_from, state):
 def transitions(state, last_step):
     store = dict(state.store)
     living = [process for process in state.processes if process.alive]
-    dead_or_replaced = {process.member.seat for process in state.processes if not process.alive}
+    dead_or_replaced = {process.member.member_id for process in state.processes if not process.alive}
     for index, process in enumerate(state.processes):
         if not process.alive or process.finished:
             continue
-        slot = process.member.seat.slot
+        slot = process.member.member_id.slot
         if state.kills and len(living) > 1:
             dead = dataclasses.replace(process, alive=False)
             yield f"kill{slot}", replace(state, index, dead, kills=state.kills - 1)
@@ -124,13 +125,13 @@ def transitions(state, last_step):
 
 
 def next_view_is_the_end(member, store):
-    text = store.get(membership.view_key(member.view.epoch + 1))
+    text = store.get(protocol.view_key(member.view.epoch + 1))
     return text is not None and View.decode(text).over
 
 
 def finishing_steps(state, store, index, process):
-    slot = process.member.seat.slot
-    over, write = membership.finish(process.member, store.get, state.fan)
+    slot = process.member.member_id.slot
+    over, write = protocol.finish(process.member, store.get, state.fan)
     if over:
         yield f"leave{slot}", replace(state, index, dataclasses.replace(process, finished=True))
     elif write is not None:
@@ -138,14 +139,21 @@ def finishing_steps(state, store, index, process):
 
 
 def agreement_steps(state, store, index, process, dead):
-    slot, others = process.member.seat.slot, [s for s in process.member.view.seats if s != process.member.seat]
-    gone = frozenset(seat.slot for seat in others if seat in dead)
+    slot, others = (
+        process.member.member_id.slot,
+        [s for s in process.member.view.member_ids if s != process.member.member_id],
+    )
+    gone = frozenset(member_id.slot for member_id in others if member_id in dead)
     doubts = [(f"step{slot}", frozenset(), 0)]
     doubts += [(f"notice{slot}", gone, 0)] if gone else []
     if state.doubts:
-        doubts += [(f"doubt{slot}-{seat.slot}", frozenset({seat.slot}), 1) for seat in others if seat.slot not in gone]
+        doubts += [
+            (f"doubt{slot}-{member_id.slot}", frozenset({member_id.slot}), 1)
+            for member_id in others
+            if member_id.slot not in gone
+        ]
     for name, lost, price in doubts:
-        member, write = membership.advance(
+        member, write = protocol.advance(
             process.member, store.get, lost=lost, report=process.report(), digest=repr(process.plan), fan=state.fan
         )
         following = state
@@ -161,32 +169,32 @@ def enter(state, store, index, process):
     """A member plans when it has gathered the reports, and stands on the decided step when it comes back to RUNNING."""
     if process.member.phase is Phase.PLANNING:
         try:
-            plan = membership.decide(membership.read_reports(process.member.view, store.get, state.fan))
-        except membership.StateLost as error:
-            if process.newcomer:
+            plan = protocol.decide(protocol.read_reports(process.member.view, store.get, state.fan))
+        except protocol.StateLost as error:
+            if process.joiner:
                 return replace(state, index, dataclasses.replace(process, alive=False))  # it ends, and says why
             raise Violation(str(error)) from None
         return replace(state, index, dataclasses.replace(process, plan=plan))
     if process.member.phase is Phase.RUNNING:
         check_plan(store, process)
         state = dataclasses.replace(state, stood=state.stood | {(process.member.view.epoch, process.plan.step)})
-        process = dataclasses.replace(process, applied=process.plan.step, prepared=False, newcomer=False, plan=None)
+        process = dataclasses.replace(process, applied=process.plan.step, prepared=False, joiner=False, plan=None)
     return replace(state, index, process)
 
 
 def check_plan(store, process):
     view, plan = process.member.view, process.plan
-    if None in said(membership.reports_of(view), store) or len(said(membership.entries_of(view), store)) > 1:
+    if None in said(protocol.reports_of(view), store) or len(said(protocol.entries_of(view), store)) > 1:
         raise Violation(f"the members of epoch {view.epoch} made different plans, or have not all made theirs")
-    reports = [Report.decode(text) for text in said(membership.reports_of(view), store)]
-    newest = max(report.applied for report in reports if not report.newcomer)
+    reports = [Report.decode(text) for text in said(protocol.reports_of(view), store)]
+    newest = max(report.applied for report in reports if not report.joiner)
     if plan.step < newest:
         raise Violation(f"step {newest} was applied, and epoch {view.epoch} goes back to {plan.step}")
     if plan.vote != vote_on(plan.step):
         raise Violation(f"the vote on step {plan.step} is told wrongly")
     reachable = process.applied + process.prepared
-    if not process.newcomer and not process.applied - process.kept <= plan.step <= reachable:
-        raise Violation(f"slot {process.member.seat.slot} cannot stand on step {plan.step}")
+    if not process.joiner and not process.applied - process.kept <= plan.step <= reachable:
+        raise Violation(f"slot {process.member.member_id.slot} cannot stand on step {plan.step}")
 
 
 def said(by_all, store):
@@ -198,7 +206,7 @@ def training_steps(state, index, process, last_step):
     member, step = process.member, process.applied + 1
     if member.phase is not Phase.RUNNING or step > last_step:
         return
-    slot, epoch = member.seat.slot, member.view.epoch
+    slot, epoch = member.member_id.slot, member.view.epoch
 
     def all_sent(what):
         return all((what, epoch, step, other) in state.sent for other in member.view.slots)
@@ -214,26 +222,29 @@ def training_steps(state, index, process, last_step):
 
 
 def joining_steps(state, store):
-    view = membership.newest_view(
+    view = protocol.newest_view(
         store.get,
         View(
-            epoch=0, seats=tuple(p.member.seat for p in state.processes if p.member.seat.occupant.startswith("first"))
+            epoch=0,
+            member_ids=tuple(
+                p.member.member_id for p in state.processes if p.member.member_id.incarnation.startswith("first")
+            ),
         ),
     )
     if view.over:
         return
     for index, process in enumerate(state.processes):
-        slot = process.member.seat.slot
+        slot = process.member.member_id.slot
         if slot in view.slots or (process.alive and process.member.phase is not Phase.EXCLUDED):
             continue
-        seat = Seat(slot=slot, occupant=f"next{state.joins}-{slot}")
-        entering = membership.with_newcomers(view, [seat])
-        member = Member(seat=seat, view=entering, phase=Phase.REPORTING)
-        newcomer = Process(member=member, applied=0, kept=process.kept, newcomer=True)
+        member_id = MemberId(slot=slot, incarnation=f"next{state.joins}-{slot}")
+        entering = protocol.with_joiners(view, [member_id])
+        member = Member(member_id=member_id, view=entering, phase=Phase.REPORTING)
+        joiner = Process(member=member, applied=0, kept=process.kept, joiner=True)
         joined = dataclasses.replace(
-            state, store=state.store | {(membership.view_key(entering.epoch), entering.encode())}, joins=state.joins - 1
+            state, store=state.store | {(protocol.view_key(entering.epoch), entering.encode())}, joins=state.joins - 1
         )
-        yield f"join{slot}", replace(joined, index, newcomer)
+        yield f"join{slot}", replace(joined, index, joiner)
 
 
 def replace(state, index, process, **changed):
@@ -254,7 +265,7 @@ def check(state):
         if max(together) - min(together) > 1:
             raise Violation(f"members of epoch {process.member.view.epoch} are {together} steps apart")
         if process.finished and min(together) < process.applied:
-            raise Violation(f"slot {process.member.seat.slot} has left, and others of its view have steps to take")
+            raise Violation(f"slot {process.member.member_id.slot} has left, and others of its view have steps to take")
 
 
 def check_rest(state, reached):
@@ -264,7 +275,8 @@ def check_rest(state, reached):
     going_on = [p for p in state.processes if p.alive and p.member.phase is not Phase.EXCLUDED]
     if not all(p.finished for p in going_on):
         raise Violation(
-            "somebody waits for ever: " + ", ".join(f"{p.member.seat.slot} {p.member.phase.value}" for p in going_on)
+            "somebody waits for ever: "
+            + ", ".join(f"{p.member.member_id.slot} {p.member.phase.value}" for p in going_on)
         )
     if len({p.member.view for p in going_on}) > 1:
         raise Violation("the job has ended in two views")

@@ -21,7 +21,7 @@ from ntp_plugin.planning import (
     topology,
     transfers,
 )
-from ntp_plugin.training import core_seats, gradient_lanes
+from ntp_plugin.reduction import core_slices, gradient_lanes
 
 
 def each(spans):
@@ -49,16 +49,16 @@ def layout_is_as_even_as_can_be(family, tp, pattern):
 
 def survivors_keep_a_prefix(family, tp, pattern):
     nominal = shard_layout.lay_out(family, tp, ()).holdings
-    hurt = shard_layout.lay_out(family, tp, pattern).holdings
+    degraded = shard_layout.lay_out(family, tp, pattern).holdings
     for slot in range(tp):
         if slot in pattern:
             continue
         if family.contiguous:
-            units = each(hurt[slot])
+            units = each(degraded[slot])
             assert units == list(range(units[0], units[0] + len(units)))
         else:
             kept = each(nominal[slot])
-            assert each(hurt[slot])[: len(kept)] == kept
+            assert each(degraded[slot])[: len(kept)] == kept
 
 
 # ---------------------------------------------------------------- sequences
@@ -83,7 +83,7 @@ def _owner(family, tp, pattern, unit):
 
 
 def lanes_are_the_owner_tuples(nominal, lost):
-    standing = nominal.standing(lost)
+    surviving = nominal.surviving(lost)
     tp = nominal.topology.tp
     for stage, units in enumerate(nominal.units.stages):
         expected = defaultdict(set)
@@ -91,40 +91,43 @@ def lanes_are_the_owner_tuples(nominal, lost):
             for unit in range(family.units):
                 owners = tuple(
                     topology.Slot(
-                        replica=replica, stage=stage, tp=_owner(family, tp, standing.pattern(replica, stage), unit)
+                        replica=replica, stage=stage, tp=_owner(family, tp, surviving.pattern(replica, stage), unit)
                     )
-                    for replica in standing.replicas
+                    for replica in surviving.replicas
                 )
                 expected[owners].add((family.name, unit))
-        planned = lanes.plan_lanes(standing, units, stage)
+        planned = lanes.plan_lanes(surviving, units, stage)
         found = {
-            tuple(lane.members(standing)): {(name, unit) for name, spans in lane.units for unit in each(spans)}
+            tuple(lane.members(surviving)): {(name, unit) for name, spans in lane.units for unit in each(spans)}
             for lane in planned.lanes
         }
         assert found == dict(expected)
         assert len(found) == len(planned.lanes)
-        reached = {slot for lane in planned.lanes for slot in lane.members(standing)}
+        reached = {slot for lane in planned.lanes for slot in lane.members(surviving)}
         living = {
-            slot for replica in standing.replicas for slot in nominal.topology.group(replica, stage) if slot not in lost
+            slot
+            for replica in surviving.replicas
+            for slot in nominal.topology.group(replica, stage)
+            if slot not in lost
         }
         assert reached == living
 
 
 def both_routes_give_every_slot_the_same_sums(nominal, lost):
     """Each slot's gradient of a unit is one symbol; a sum is a multiset of symbols."""
-    standing = nominal.standing(lost)
+    surviving = nominal.surviving(lost)
     for stage, units in enumerate(nominal.units.stages):
-        direct = _sums_direct(standing, units, stage)
-        assert direct == _sums_via_core(standing, units, stage)
+        direct = _sums_direct(surviving, units, stage)
+        assert direct == _sums_via_core(surviving, units, stage)
         for symbols in direct.values():
-            assert set(symbols) == set(standing.replicas), "each replica counts once"
+            assert set(symbols) == set(surviving.replicas), "each replica counts once"
             assert max(symbols.values()) == 1
 
 
-def _sums_direct(standing, units, stage):
+def _sums_direct(surviving, units, stage):
     sums = {}
-    for lane in lanes.plan_lanes(standing, units, stage).lanes:
-        members = lane.members(standing)
+    for lane in lanes.plan_lanes(surviving, units, stage).lanes:
+        members = lane.members(surviving)
         for name, spans in lane.units:
             for unit in each(spans):
                 for slot in members:
@@ -133,29 +136,29 @@ def _sums_direct(standing, units, stage):
     return sums
 
 
-def _sums_via_core(standing, units, stage):
-    route = core_route.plan_core_route(standing, units, stage)
-    tp = standing.topology.tp
-    seatings = {seating.pattern: seating for seating in route.seatings}
+def _sums_via_core(surviving, units, stage):
+    route = core_route.plan_core_route(surviving, units, stage)
+    tp = surviving.topology.tp
+    assignments = {assignment.pattern: assignment for assignment in route.assignments}
     arrived, home = defaultdict(Counter), {}
-    for replica in standing.replicas:
-        pattern = standing.pattern(replica, stage)
-        seating = seatings[pattern]
-        hops = {(hop.source, hop.family, unit): hop.target for hop in seating.hops for unit in each(hop.units)}
-        assert len(hops) == sum(len(each(hop.units)) for hop in seating.hops), "a unit hops once"
+    for replica in surviving.replicas:
+        pattern = surviving.pattern(replica, stage)
+        assignment = assignments[pattern]
+        hops = {(hop.source, hop.family, unit): hop.target for hop in assignment.hops for unit in each(hop.units)}
+        assert len(hops) == sum(len(each(hop.units)) for hop in assignment.hops), "a unit hops once"
         living = {slot for slot in range(tp) if slot not in pattern}
-        assert set(seating.seats) <= living
-        assert len(set(seating.seats)) == len(route.cores)
+        assert set(assignment.tp_slots) <= living
+        assert len(set(assignment.tp_slots)) == len(route.cores)
         for family in units.families:
             for slot, held in enumerate(shard_layout.lay_out(family, tp, pattern).holdings):
                 for unit in each(held):
                     place = hops.get((slot, family.name, unit), slot)
-                    assert place in seating.seats, "every unit gets to a core"
-                    arrived[seating.seats.index(place), family.name, unit][replica] += 1
+                    assert place in assignment.tp_slots, "every unit gets to a core"
+                    arrived[assignment.tp_slots.index(place), family.name, unit][replica] += 1
                     home[topology.Slot(replica=replica, stage=stage, tp=slot), family.name, unit] = place
     sums = {}
     for (slot, name, unit), place in home.items():
-        core = seatings[standing.pattern(slot.replica, stage)].seats.index(place)
+        core = assignments[surviving.pattern(slot.replica, stage)].tp_slots.index(place)
         assert unit in each(dict(route.cores[core])[name]), "the core reduces what was sent to it"
         sums[slot, name, unit] = arrived[core, name, unit]
     return sums
@@ -163,25 +166,27 @@ def _sums_via_core(standing, units, stage):
 
 def cores_get_their_units_and_give_them_back(nominal, lost):
     """Slot by slot and tensor by tensor, with the number of each place in the whole for a gradient."""
-    standing, tp = nominal.standing(lost), nominal.topology.tp
+    surviving, tp = nominal.surviving(lost), nominal.topology.tp
     for stage, units in enumerate(nominal.units.stages):
-        route = core_route.plan_core_route(standing, units, stage)
+        route = core_route.plan_core_route(surviving, units, stage)
         tensors = [tensor for tensor, _ in units.tensors if tensor.family]
-        for pattern in lanes.stage_patterns(standing, stage):
+        for pattern in lanes.stage_patterns(surviving, stage):
             living = [slot for slot in range(tp) if slot not in pattern]
-            seats = [core_seats.find_seat(route, units, tp=tp, pattern=pattern, slot=slot) for slot in living]
+            tp_slots = [
+                core_slices.find_core_slices(route, units, tp=tp, pattern=pattern, slot=slot) for slot in living
+            ]
             held = [_held_by(units, tp, pattern, slot) for slot in living]
             mine = [{tensor.name: _places(tensor, units[tensor.family]) for tensor in tensors} for units in held]
-            parts = [{name: torch.full(shape, -1.0) for name, shape in seat.parts.items()} for seat in seats]
+            parts = [{name: torch.full(shape, -1.0) for name, shape in tp_slot.parts.items()} for tp_slot in tp_slots]
             back = [{name: torch.full_like(values, -1.0) for name, values in own.items()} for own in mine]
-            for one, other in itertools.product(range(len(seats)), repeat=2):
-                _hand_over(seats[one].out[other], mine[one], seats[other].into[one], parts[other])
-            for seat, part in zip(seats, parts, strict=True):
-                reduced = dict(route.cores[seat.core]) if seat.core is not None else {}
+            for one, other in itertools.product(range(len(tp_slots)), repeat=2):
+                _hand_over(tp_slots[one].out[other], mine[one], tp_slots[other].into[one], parts[other])
+            for tp_slot, part in zip(tp_slots, parts, strict=True):
+                reduced = dict(route.cores[tp_slot.core]) if tp_slot.core is not None else {}
                 assert part.keys() == {tensor.name for tensor in tensors if reduced.get(tensor.family)}
                 assert all(part[t.name].equal(_places(t, reduced[t.family])) for t in tensors if t.name in part)
-            for one, other in itertools.product(range(len(seats)), repeat=2):
-                _hand_over(seats[other].into[one], parts[other], seats[one].out[other], back[one])
+            for one, other in itertools.product(range(len(tp_slots)), repeat=2):
+                _hand_over(tp_slots[other].into[one], parts[other], tp_slots[one].out[other], back[one])
             assert all(back[at][name].equal(values) for at, own in enumerate(mine) for name, values in own.items())
 
 
@@ -266,15 +271,15 @@ def parities_protect(topology_, policy, lost_nodes):
         assert all(parities.group_of(other) == group for other in group.members), "each is in one group"
         assert set(group.members) <= set(living)
         assert len({domain(other) for other in group.members}) == len(group.members) <= policy.sharers
-        assert group.keeper not in lost_nodes
-        assert group.keeper // size not in {domain(other) for other in group.members}
+        assert group.parity_host not in lost_nodes
+        assert group.parity_host // size not in {domain(other) for other in group.members}
         assert set(group.members) <= set(before.members), "nobody changes groups"
         left = {other for other in before.members if other in living}
         outside = domains - {domain(other) for other in left}
         if outside:
             assert set(group.members) == left, "survivors stay together"
-        if before.keeper not in lost_nodes:
-            assert group.keeper == before.keeper, "and with their keeper"
+        if before.parity_host not in lost_nodes:
+            assert group.parity_host == before.parity_host, "and with their parity_host"
 
 
 # ---------------------------------------------------------------- transfers
@@ -282,7 +287,7 @@ def parities_protect(topology_, policy, lost_nodes):
 
 def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=None, empty=frozenset()):
     """Replay the plan on a world of (slot -> units): sources held what they give, targets end with their layout."""
-    before, after = nominal.standing(lost_before), nominal.standing(lost)
+    before, after = nominal.surviving(lost_before), nominal.surviving(lost)
     change = transfers.Change(
         before=before, after=after, units=nominal.units, state=nominal.state, copies=copies, empty=empty
     )
@@ -331,7 +336,7 @@ def _hosts_that_give(copies, slot, after):
         return {home, *copies.holders(home)}
     group = copies.group_of(slot)
     others = {after.topology.node_of(other) for other in group.members} - {home} if group else set()
-    return {home} if group is None or others & set(after.lost_nodes) else {home, group.keeper}
+    return {home} if group is None or others & set(after.lost_nodes) else {home, group.parity_host}
 
 
 def _pieces(move):
@@ -341,13 +346,13 @@ def _pieces(move):
     return [(what, move.family, unit) for unit in each(move.units)]
 
 
-def _world(nominal, standing, without_blocks=frozenset()):
+def _world(nominal, surviving, without_blocks=frozenset()):
     """Slot -> what it holds; a replica that comes back gets its optimizer blocks by block deals, not by transfers."""
     world = defaultdict(set)
     sharded = nominal.state.distributed_optimizer
-    for replica in standing.replicas:
+    for replica in surviving.replicas:
         for stage, units in enumerate(nominal.units.stages):
-            pattern = standing.pattern(replica, stage)
+            pattern = surviving.pattern(replica, stage)
             for slot in nominal.topology.group(replica, stage):
                 if slot.tp in pattern:
                     continue
@@ -376,5 +381,5 @@ def lose_then_return_is_the_identity(nominal, lost):
     assert back.routes == whole.routes
     assert back.batch == whole.batch
     assert back.resettled_copies == whole.resettled_copies == ()
-    assert not back.hurt
+    assert not back.degraded
     assert not back.dropped

@@ -94,7 +94,7 @@ def situations(draw):
 
 
 @st.composite
-def situations_with_newcomers(draw):
+def situations_with_joiners(draw):
     """The same without copies, and with slots that stand afterwards but hold nothing."""
     nominal = Nominal.of(draw(jobs()))
     safe = frozenset({draw(st.integers(0, nominal.topology.dp - 1))})

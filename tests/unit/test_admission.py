@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from ntp_plugin.comm.membership import Seat, View, newest_view, the_end, view_key, with_newcomers, without
 from ntp_plugin.errors import Excluded
-from ntp_plugin.recovery import admission
-from ntp_plugin.recovery.admission import Doorkeeper, wait_to_be_let_in
+from ntp_plugin.membership import admission
+from ntp_plugin.membership.admission import AdmissionControl, wait_to_be_let_in
+from ntp_plugin.membership.protocol import MemberId, View, newest_view, the_end, view_key, with_joiners, without
 from tests.patience import PATIENCE_S
 from tests.unit.key_store import Keys
 
-FIRST = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"{slot}/0") for slot in range(3)))
+FIRST = View(epoch=0, member_ids=tuple(MemberId(slot=slot, incarnation=f"{slot}/0") for slot in range(3)))
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +22,14 @@ def _no_long_waits(monkeypatch):
 
 
 def asking(store):
-    newcomer = threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 1}, daemon=True)
-    newcomer.start()
-    return newcomer
+    joiner = threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 1}, daemon=True)
+    joiner.start()
+    return joiner
 
 
 def door_of(store, epoch, newer_view_exists):
     """Of a member that looks whenever it is asked."""
-    return Doorkeeper(store, epoch, newer_view_exists, now=itertools.count().__next__)
+    return AdmissionControl(store, epoch, newer_view_exists, now=itertools.count().__next__)
 
 
 def wait_until_asked(door):
@@ -37,20 +37,20 @@ def wait_until_asked(door):
         pass
 
 
-def let_in(newcomer):
-    newcomer.join(PATIENCE_S)
-    return not newcomer.is_alive()
+def let_in(joiner):
+    joiner.join(PATIENCE_S)
+    return not joiner.is_alive()
 
 
 def test_who_asks_is_let_in_when_the_door_is_opened():
     store = Keys()
     door = door_of(store, lambda: 0, lambda: True)
     assert not door.somebody_asks()
-    newcomer = asking(store)
+    joiner = asking(store)
     wait_until_asked(door)
-    assert newcomer.is_alive(), "it waits for the door"
+    assert joiner.is_alive(), "it waits for the door"
     assert door.open(mine=True)
-    assert let_in(newcomer)
+    assert let_in(joiner)
 
 
 def test_members_open_for_one_who_has_died_once():
@@ -61,16 +61,16 @@ def test_members_open_for_one_who_has_died_once():
     assert not door.open(mine=True), "nobody came"
     assert not other.open(mine=False)
     assert not door.somebody_asks()
-    newcomer = asking(store)
+    joiner = asking(store)
     wait_until_asked(other)
-    assert newcomer.is_alive(), "the door that was opened for the other is shut"
+    assert joiner.is_alive(), "the door that was opened for the other is shut"
     other.open(mine=True)
-    assert let_in(newcomer)
+    assert let_in(joiner)
 
 
 def test_members_with_short_steps_do_not_look_in_each():
     store, now = Keys(), 0.0
-    door = Doorkeeper(store, lambda: 0, lambda: True, now=lambda: now)
+    door = AdmissionControl(store, lambda: 0, lambda: True, now=lambda: now)
     assert not door.somebody_asks()
     store.create("asked/0/0", "")
     now = 0.2
@@ -82,15 +82,15 @@ def test_members_with_short_steps_do_not_look_in_each():
 def test_who_waits_asks_again_in_the_next_epoch():
     store, epoch = Keys(), 0
     door = door_of(store, lambda: epoch, lambda: True)
-    newcomer = asking(store)
+    joiner = asking(store)
     wait_until_asked(door)
     following = without(FIRST, [1])
     store.create(view_key(1), following.encode())
     epoch = 1
     wait_until_asked(door)
-    assert newcomer.is_alive()
+    assert joiner.is_alive()
     door.open(mine=True)
-    assert let_in(newcomer)
+    assert let_in(joiner)
 
 
 def test_who_comes_too_late_does_not_wait():
@@ -111,7 +111,7 @@ def test_who_asks_for_a_job_that_all_have_left_ends():
 
 # ------------------------------------------------ who can only train with others
 
-FOUR = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=f"{slot}/0") for slot in range(4)))
+FOUR = View(epoch=0, member_ids=tuple(MemberId(slot=slot, incarnation=f"{slot}/0") for slot in range(4)))
 
 
 def asking_together(store, slot, other):
@@ -119,11 +119,11 @@ def asking_together(store, slot, other):
         wait_to_be_let_in(store, FOUR, slot=slot, together=[other])
         wanted = None
         while wanted is None or store.create(view_key(wanted.epoch), wanted.encode()) != wanted.encode():
-            wanted = with_newcomers(newest_view(store.read, FOUR), [Seat(slot=slot, occupant=f"{slot}/1")])
+            wanted = with_joiners(newest_view(store.read, FOUR), [MemberId(slot=slot, incarnation=f"{slot}/1")])
 
-    newcomer = threading.Thread(target=come, daemon=True)
-    newcomer.start()
-    return newcomer
+    joiner = threading.Thread(target=come, daemon=True)
+    joiner.start()
+    return joiner
 
 
 def put(store, view):
@@ -150,24 +150,24 @@ def test_nobody_asks_before_all_of_a_replica_have_come():
 def test_nobody_asks_beside_one_who_is_about_to_leave():
     """The others have lost this slot, and have not yet gone on without its replica."""
     store = Keys()
-    hurt = put(store, without(FOUR, [3]))
+    degraded = put(store, without(FOUR, [3]))
     store.create("come/1/2", "")
-    newcomer = asking_together(store, 3, 2)
-    newcomer.join(0.05)
-    assert newcomer.is_alive() and "asked/1/0" not in store
-    put(store, without(hurt, [2]))
+    joiner = asking_together(store, 3, 2)
+    joiner.join(0.05)
+    assert joiner.is_alive() and "asked/1/0" not in store
+    put(store, without(degraded, [2]))
     other = asking_together(store, 2, 3)
     door = door_of(store, lambda: 2, lambda: True)
     wait_until_asked(door)
     door.open(mine=True)
-    assert let_in(newcomer) and let_in(other)
+    assert let_in(joiner) and let_in(other)
 
 
 def test_who_comes_second_does_not_ask_again():
-    """The members stand in the walk with the first one, and nobody would open."""
+    """The members stand in the recovery with the first one, and nobody would open."""
     store = Keys()
-    view = put(store, with_newcomers(put(store, without(FOUR, [2, 3])), [Seat(slot=2, occupant="2/1")]))
-    assert view.newcomers == (2,)
+    view = put(store, with_joiners(put(store, without(FOUR, [2, 3])), [MemberId(slot=2, incarnation="2/1")]))
+    assert view.joiners == (2,)
     assert let_in(asking_together(store, 3, 2))
     assert "asked/2/0" not in store
 
@@ -183,11 +183,11 @@ def test_who_trains_by_other_settings_is_not_let_in_whatever_it_believes():
     while sum(key.startswith("asked/") for key in store) < 2:
         pass
     assert not any(door.somebody_asks() for _ in range(10))
-    newcomer = threading.Thread(
+    joiner = threading.Thread(
         target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 2, "settings": "ours"}, daemon=True
     )
-    newcomer.start()
+    joiner.start()
     wait_until_asked(door)
     assert door.open(mine=True)
-    assert let_in(newcomer)
+    assert let_in(joiner)
     store.create(view_key(1), the_end(FIRST).encode())  # for those who still ask

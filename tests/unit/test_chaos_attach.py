@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ntp_plugin.chaos import attach as attaching
-from ntp_plugin.chaos import striker
-from ntp_plugin.chaos.attach import strike_now
+from ntp_plugin.chaos import fault_injector
+from ntp_plugin.chaos.attach import inject_now
 from ntp_plugin.chaos.ending import ending_in_waits
+from ntp_plugin.chaos.fault_injector import send
+from ntp_plugin.chaos.faults import OrderedFault, Pending, orders_file, worker_words
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.striker import send
-from ntp_plugin.chaos.strikes import Pending, Strike, orders_file, worker_words
 from ntp_plugin.chaos.verdict import look_over
 from ntp_plugin.chaos.worker import Victim
 from ntp_plugin.cli.main import main
@@ -59,14 +59,14 @@ def recorded(run, pid):
     """A job whose slot this process has, in its sixth step."""
     worker_words(run)
     teller = Teller(events_file(run), SLOT)
-    teller.tell(Began(pid=pid, number=1, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]))
+    teller.tell(Began(pid=pid, number=1, joiner=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]))
     teller.tell(Committed(step=5, epoch=0, seconds=0.1, losses={}, samples=[]))
     teller.close()
     return run
 
 
-def struck(run):
-    return History.of(Follower(run).news()).struck
+def injected(run):
+    return History.of(Follower(run).news()).injected
 
 
 def attach(run, what, *more, slot=SLOT):
@@ -77,7 +77,7 @@ def test_a_signal_is_told_as_a_campaign_tells_it(tmp_path, processes):
     run = recorded(tmp_path, processes["worker"].pid)
     assert attach(run, "sigkill") == 0
     assert processes["worker"].wait(PATIENCE_S) == -9
-    (said,) = struck(run)
+    (said,) = injected(run)
     assert (said.slot, said.event.what, said.event.whom, said.event.step) == ("campaign", "sigkill", SLOT, 6)
     (outcome,) = look_over(History.of(Follower(run).news()), None, bound=0.0).outcomes
     assert (outcome.what, outcome.slot) == ("sigkill", SLOT), "ntp report has it among the strikes"
@@ -87,7 +87,7 @@ def test_a_pause_is_over_when_the_command_is(tmp_path, processes):
     run = recorded(tmp_path, processes["worker"].pid)
     assert attach(run, "pause", "--seconds", "0.05") == 0
     assert runs(processes["worker"])
-    assert [said.event.what for said in struck(run)] == ["pause"]
+    assert [said.event.what for said in injected(run)] == ["pause"]
 
 
 @pytest.mark.parametrize("orders", [None, b"", b"garbage\n"])
@@ -102,7 +102,7 @@ def test_without_the_token_no_signal_is_sent_or_told(what, orders, tmp_path, pro
     assert "--ntp-chaos" in said
     assert said.count("\n") == 1
     assert runs(processes["worker"])
-    assert struck(run) == []
+    assert injected(run) == []
 
 
 def test_to_a_stranger_nothing_is_sent_or_told(tmp_path, processes, capsys):
@@ -110,7 +110,7 @@ def test_to_a_stranger_nothing_is_sent_or_told(tmp_path, processes, capsys):
     assert attach(run, "sigkill") == 2
     assert "no worker of ntp run" in capsys.readouterr().err
     assert runs(processes["stranger"])
-    assert struck(run) == []
+    assert injected(run) == []
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def test_a_recipe_strikes_a_job_that_runs_by_steps_from_now_on(tmp_path, process
         again, once_more = attach_recipe(run, tmp_path, TWO)
     assert (code, again) == (0, 0)
     slow, paused = verdict["strikes"]
-    assert (slow["what"], slow["moment"]) == ("slow", "vote")
+    assert (slow["what"], slow["fault_point"]) == ("slow", "vote")
     assert slow["step"] >= 5 + 4, "not at once, though the job is past step 4"
     assert (paused["what"], paused["problem"]) == ("pause", "")
     assert runs(processes["worker"]), "the job is not ended"
@@ -173,7 +173,7 @@ def test_a_recipe_strikes_a_job_that_runs_by_steps_from_now_on(tmp_path, process
     assert (tmp_path / "out/report.html").exists()
 
 
-def test_a_recipe_whose_moment_never_comes_is_given_up_and_said(tmp_path, processes, monkeypatch):
+def test_a_recipe_whose_fault_point_never_comes_is_given_up_and_said(tmp_path, processes, monkeypatch):
     """And does not strike later, when nobody looks on."""
     run = recorded(tmp_path / "run", processes["worker"].pid)
     with training(run, monkeypatch):
@@ -217,7 +217,7 @@ def asked_beside(request, monkeypatch):
             if number == beside == signal.SIGSTOP:
                 signal.raise_signal(request.param)
 
-        for module in (striker, attaching):
+        for module in (fault_injector, attaching):
             monkeypatch.setattr(module, "send", send_and_be_asked)
         return 128 + request.param
 
@@ -247,7 +247,7 @@ def test_what_is_ignored_ends_nothing(tmp_path, processes):
     try:
         with ending_in_waits() as wait:
             signal.raise_signal(signal.SIGHUP)
-            said = strike_now(run, Strike(name="1", what="pause", slot=SLOT, seconds=0.05), wait=wait)
+            said = inject_now(run, OrderedFault(name="1", what="pause", slot=SLOT, seconds=0.05), wait=wait)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert said.startswith("done: pause")

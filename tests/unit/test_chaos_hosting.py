@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from ntp_plugin.chaos.faults import OrderedFault
 from ntp_plugin.chaos.hosting import SeveralMachines
-from ntp_plugin.chaos.strikes import Strike
 from ntp_plugin.testing.machines import Machines, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there are machines")
@@ -51,12 +51,12 @@ def end(process, code):
     process.wait()
 
 
-def strike(what, seconds=0.0):
-    return Strike(name="1", what=what, slot="r0.s0.t0", seconds=seconds)
+def fault(what, seconds=0.0):
+    return OrderedFault(name="1", what=what, slot="r0.s0.t0", seconds=seconds)
 
 
 def test_a_host_is_killed_and_the_others_say_how_the_job_ended(running, machines, processes):
-    assert running.way_to(strike("node"), pid_on(machines, 2))() is None
+    assert running.way_to(fault("node"), pid_on(machines, 2))() is None
     assert processes[2].wait() == -9
     assert machines.pids(2) == []
     assert not running.is_over
@@ -66,7 +66,7 @@ def test_a_host_is_killed_and_the_others_say_how_the_job_ended(running, machines
 
 
 def test_who_is_cut_off_is_not_waited_for(running, machines, processes):
-    running.way_to(strike("cut"), pid_on(machines, 1))()
+    running.way_to(fault("cut"), pid_on(machines, 1))()
     end(processes[2], 0)
     assert running.is_over
     assert running.code == 0
@@ -74,7 +74,7 @@ def test_who_is_cut_off_is_not_waited_for(running, machines, processes):
 
 
 def test_a_blink_is_undone_and_its_host_is_asked_like_any(running, machines, processes):
-    undo = running.way_to(strike("blink", 0.1), pid_on(machines, 1))()
+    undo = running.way_to(fault("blink", 0.1), pid_on(machines, 1))()
     undo()
     end(processes[2], 0)
     assert not running.is_over
@@ -83,7 +83,7 @@ def test_a_blink_is_undone_and_its_host_is_asked_like_any(running, machines, pro
 
 
 def test_the_store_is_none_of_the_hosts(running, processes):
-    running.way_to(strike("store"), None)()
+    running.way_to(fault("store"), None)()
     assert processes[3].wait() == -9
     assert not running.is_over
     for at in (1, 2):
@@ -92,5 +92,5 @@ def test_the_store_is_none_of_the_hosts(running, processes):
 
 
 def test_a_process_that_has_ended_is_on_no_host(running, processes):
-    assert running.way_to(strike("node"), 2**22 + 1) is None
+    assert running.way_to(fault("node"), 2**22 + 1) is None
     assert all(process.poll() is None for process in processes.values())

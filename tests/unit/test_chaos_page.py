@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ntp_plugin.chaos.faults import OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.page import PageContent, write_page
-from ntp_plugin.chaos.strikes import RequestedFaults, Strike, Unordered
 from ntp_plugin.chaos.verdict import End, Expected, judge, look_over
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Teller
 from tests.unit.chaos_runs import VICTIM, history, told
 
-STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
+FAULT = OrderedFault(name="1", what="kill", slot=VICTIM, during="backward", step=3)
 FINE = Expected(bound=1e-12)
 
 
@@ -27,9 +27,15 @@ def report(tmp_path):
     for one in told(killed_in=3, back_in=5):
         Teller(record / "events.jsonl", one.slot).tell(one.event)
     run = history(killed_in=3, back_in=5)
-    found = judge(RequestedFaults(strikes=(STRIKE,)), run, history(), End(code=0), FINE)
+    found = judge(RequestedFaults(faults=(FAULT,)), run, history(), End(code=0), FINE)
     return PageContent(
-        title="<a recipe>", record=record, run=run, twin=history(), verdict=found, bound=1e-12, command="ntp chaos a&b"
+        title="<a recipe>",
+        record=record,
+        run=run,
+        reference=history(),
+        verdict=found,
+        bound=1e-12,
+        command="ntp chaos a&b",
     )
 
 
@@ -53,7 +59,7 @@ def test_its_pictures_are_one_sheet_as_well(report, tmp_path):
 
 
 def test_the_page_says_what_is_wrong(report, tmp_path):
-    broken = judge(RequestedFaults(strikes=(STRIKE,)), history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
+    broken = judge(RequestedFaults(faults=(FAULT,)), history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=broken), tmp_path).read_text()
     assert "Something is not as it should be" in page
     assert "✗ no" in page
@@ -61,8 +67,8 @@ def test_the_page_says_what_is_wrong(report, tmp_path):
 
 
 def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
-    left = Unordered(strike=Strike(name="2", what="sigkill", slot="any"), why="the job was over")
-    asked = RequestedFaults(strikes=(STRIKE,), unordered=(left,), drawn=("1",), to_be_drawn=12)
+    left = Unordered(fault=OrderedFault(name="2", what="sigkill", slot="any"), why="the job was over")
+    asked = RequestedFaults(faults=(FAULT,), unordered=(left,), drawn=("1",), to_be_drawn=12)
     found = judge(asked, report.run, history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=found), tmp_path).read_text()
     assert "1 of 2 strikes struck" in page
@@ -71,8 +77,8 @@ def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
     told_to_a_machine = json.loads((tmp_path / "verdict.json").read_text())
     assert told_to_a_machine["holds"] is False
     assert told_to_a_machine["samples"] == {"drawn": 24, "twice": 0, "missing": 0, "others": 0, "steps": []}
-    assert told_to_a_machine["drawn"] == {"of": 12, "drawn": 1, "struck": 1}
-    assert [(strike["name"], strike["struck_at"] > 0) for strike in told_to_a_machine["strikes"]] == [
+    assert told_to_a_machine["drawn"] == {"of": 12, "drawn": 1, "injected": 1}
+    assert [(fault["name"], fault["injected_at"] > 0) for fault in told_to_a_machine["strikes"]] == [
         ("1", True),
         ("2", False),
     ]
@@ -107,10 +113,10 @@ def test_the_page_looks_right_in_a_browser(report, tmp_path):
 
 
 def test_a_report_is_made_from_the_record_alone(report, tmp_path, capsys):
-    twin = tmp_path / "twin"
-    twin.mkdir()
+    reference = tmp_path / "reference"
+    reference.mkdir()
     for one in told():
-        Teller(twin / "events.jsonl", one.slot).tell(one.event)
-    assert main(["report", str(report.record), "--twin", str(twin)]) == 0
+        Teller(reference / "events.jsonl", one.slot).tell(one.event)
+    assert main(["report", str(report.record), "--reference", str(reference)]) == 0
     assert "report.html" in capsys.readouterr().out
     assert look_over(report.run, history(), bound=1e-12).outcomes[0].name == "1"

@@ -57,9 +57,9 @@ def test_faults_and_outages_may_miss_where_a_recipe_says_so(tmp_path):
     assert [fault.may_miss for fault in read_recipe(path).faults] == [True, False, True]
 
 
-def test_kinds_are_drawn_with_their_moments_where_pairs_are_said(tmp_path):
-    path = written(tmp_path, JOB + "[random]\ncount = 3\npairs = ['kill at vote', 'hang at stand on', 'sigkill']\n")
-    assert read_recipe(path).random.deck() == [("kill", "vote"), ("hang", "stand on"), ("sigkill", "")]
+def test_kinds_are_drawn_with_their_fault_points_where_pairs_are_said(tmp_path):
+    path = written(tmp_path, JOB + "[random]\ncount = 3\npairs = ['kill at vote', 'hang at resume', 'sigkill']\n")
+    assert read_recipe(path).random.deck() == [("kill", "vote"), ("hang", "resume"), ("sigkill", "")]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ntp_plugin.chaos.fault_injector import FaultInjector
+from ntp_plugin.chaos.faults import Pending, orders_file
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.recipe import FaultSpec, JobSpec, RandomSpec, Recipe
 from ntp_plugin.chaos.schedule import FaultSchedule, survivable
-from ntp_plugin.chaos.striker import Striker
-from ntp_plugin.chaos.strikes import Pending, orders_file
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 
 
@@ -31,9 +31,9 @@ def recipe(*faults, **drawn):
 def test_what_may_be_struck_leaves_every_unit_with_a_holder(replicas, tp, data):
     names = sorted(job(replicas, tp).slots)
     lost = data.draw(st.lists(st.sampled_from(names), unique=True))
-    for struck in survivable(job(replicas, tp, lost=lost)):
-        left = Counter(name.split(".", 1)[1] for name in names if name not in (*lost, struck))
-        assert left[struck.split(".", 1)[1]] >= 1
+    for injected in survivable(job(replicas, tp, lost=lost)):
+        left = Counter(name.split(".", 1)[1] for name in names if name not in (*lost, injected))
+        assert left[injected.split(".", 1)[1]] >= 1
 
 
 def test_one_replica_keeps_all_of_its_stages():
@@ -51,24 +51,24 @@ def test_who_is_said_to_be_back_is_struck_when_its_process_is_known():
     assert survivable(back) == ["r0.s0.t0", "r1.s0.t0", "r1.s0.t1"]
 
 
-def test_a_fault_with_a_slot_and_a_moment_is_ordered_before_the_job_starts():
+def test_a_fault_with_a_slot_and_a_fault_point_is_ordered_before_the_job_starts():
     schedule = FaultSchedule(recipe(FaultSpec(what="kill", slot="r0.s0.t1", during="vote", at_step=8)))
-    (strike,) = schedule.at_start()
-    assert (strike.slot, strike.during, strike.step) == ("r0.s0.t1", "vote", 8)
+    (fault,) = schedule.at_start()
+    assert (fault.slot, fault.during, fault.step) == ("r0.s0.t1", "vote", 8)
     assert schedule.next(job(step=8), seconds=1.0) == []
 
 
 def test_a_strike_that_was_drawn_and_missed_does_not_come_later_beside_the_next(tmp_path):
     drawn = recipe(count=2, seed=1, what=("kill",), during=("save",), every_steps=0, seconds=0.1)
-    striker, history = Striker(tmp_path, FaultSchedule(drawn)), History()
+    injector, history = FaultInjector(tmp_path, FaultSchedule(drawn)), History()
     for step in range(40):
-        striker.strike(job(step=step), history, running=None)
-        if len(striker.ordered) == 2:
+        injector.inject(job(step=step), history, running=None)
+        if len(injector.ordered) == 2:
             break
-    missed, due = striker.ordered
+    missed, due = injector.ordered
     pending = Pending(orders_file(tmp_path))
-    struck = [strike for slot in (missed.slot, due.slot) for strike in pending.take(slot, "save", 99, None)]
-    assert struck == [due]
+    injected = [fault for slot in (missed.slot, due.slot) for fault in pending.take(slot, "save", 99, None)]
+    assert injected == [due]
 
 
 WAITING = (
@@ -80,13 +80,13 @@ WAITING = (
 
 
 def test_what_still_waits_in_the_end_is_known_with_its_reason(tmp_path):
-    striker = Striker(tmp_path, FaultSchedule(recipe(*WAITING)))
+    injector = FaultInjector(tmp_path, FaultSchedule(recipe(*WAITING)))
     over = job(step=5, lost=("r0.s0.t0", "r0.s0.t1"))
     over.heard_at = 3.0
-    striker.strike(over, History(), running=None)
-    asked = striker.asked(over)
-    assert [strike.name for strike in asked.strikes] == ["4"], "a slot and a moment are ordered at once"
-    assert [(left.strike.name, left.strike.slot, left.strike.may_miss, left.why) for left in asked.unordered] == [
+    injector.inject(over, History(), running=None)
+    asked = injector.asked(over)
+    assert [fault.name for fault in asked.faults] == ["4"], "a slot and a moment are ordered at once"
+    assert [(left.fault.name, left.fault.slot, left.fault.may_miss, left.why) for left in asked.unordered] == [
         ("1", "any", False, "it was for 9 s after training began, and the job was over after 3.0 s, in step 5"),
         ("2", "any", True, "it was for step 80, and the job was over after 3.0 s, in step 5"),
         ("3", "any", False, "in the end nobody could be spared: without any other slot the job could not have gone on"),
@@ -101,25 +101,25 @@ def test_a_job_that_never_began_is_the_reason_why_nothing_struck():
 def test_so_many_were_drawn_of_those_that_were_to_be():
     found, schedule = drawn(1, steps=14)
     asked = schedule.asked(job(step=14), seconds=14.0, ordered=found)
-    assert (asked.drawn, asked.to_be_drawn) == (tuple(strike.name for strike in found), 6)
+    assert (asked.drawn, asked.to_be_drawn) == (tuple(fault.name for fault in found), 6)
     assert 0 < len(asked.drawn) < 6
 
 
 def test_a_fault_of_the_recipe_that_may_miss_is_not_taken_back(tmp_path):
     """It strikes at the first moment of its name, however late; only what was drawn makes room for the next."""
     late = FaultSpec(what="kill", during="save", may_miss=True)
-    striker = Striker(tmp_path, FaultSchedule(recipe(late)))
+    injector = FaultInjector(tmp_path, FaultSchedule(recipe(late)))
     for step in range(40):
-        striker.strike(job(step=step), History(), running=None)
-    (strike,) = striker.ordered
-    assert Pending(orders_file(tmp_path)).take(strike.slot, "save", 99, None) == [strike]
+        injector.inject(job(step=step), History(), running=None)
+    (fault,) = injector.ordered
+    assert Pending(orders_file(tmp_path)).take(fault.slot, "save", 99, None) == [fault]
 
 
 def test_the_store_is_no_slot():
     schedule = FaultSchedule(recipe(FaultSpec(what="store", at_step=8)))
     assert schedule.at_start() == []
-    (strike,) = schedule.next(job(step=7), seconds=1.0)
-    assert (strike.what, strike.slot) == ("store", "store")
+    (fault,) = schedule.next(job(step=7), seconds=1.0)
+    assert (fault.what, fault.slot) == ("store", "store")
 
 
 def test_a_fault_on_any_slot_waits_for_training_and_is_ordered_in_time():
@@ -127,8 +127,8 @@ def test_a_fault_on_any_slot_waits_for_training_and_is_ordered_in_time():
     assert schedule.at_start() == []
     assert schedule.next(JobState(), seconds=0.0) == []
     assert schedule.next(job(step=5), seconds=1.0) == []
-    (strike,) = schedule.next(job(step=6), seconds=1.0)
-    assert (strike.step, strike.slot in job().slots) == (8, True)
+    (fault,) = schedule.next(job(step=6), seconds=1.0)
+    assert (fault.step, fault.slot in job().slots) == (8, True)
 
 
 def test_a_fault_from_outside_comes_at_its_time():
@@ -142,8 +142,8 @@ def test_a_fault_on_any_slot_waits_while_every_loss_would_end_the_job():
     assert schedule.next(job(lost=("r0.s0.t0", "r0.s0.t1")), seconds=3.0) == []
     first, second = schedule.next(job(), seconds=3.0)
     assert first.slot.split(".", 1)[1] != second.slot.split(".", 1)[1], "the third would take the last holder"
-    struck = (first.slot, second.slot)
-    assert schedule.next(job(), seconds=3.1, pending=struck) == [], "which nobody has told of yet"
+    injected = (first.slot, second.slot)
+    assert schedule.next(job(), seconds=3.1, pending=injected) == [], "which nobody has told of yet"
     assert len(schedule.next(job(), seconds=9.0)) == 1
 
 
@@ -168,47 +168,47 @@ def test_the_same_seed_draws_the_same_faults_and_another_one_others():
 def test_so_many_are_drawn_and_not_more_and_each_in_a_step_to_come():
     found, _ = drawn(3)
     assert len(found) == 6
-    assert [strike.step for strike in found] == sorted({strike.step for strike in found})
+    assert [fault.step for fault in found] == sorted({fault.step for fault in found})
 
 
 def test_the_next_one_waits_for_the_one_before_and_for_who_comes_back():
     assert drawn(1, pending=("r0.s0.t1",))[0] == []
-    whole, hurt = drawn(1, steps=14)[0], drawn(1, steps=14, lost=("r0.s0.t1",))[0]
-    assert len(whole) > len(hurt) == 1, "with somebody lost it waits for ten steps first"
+    whole, degraded = drawn(1, steps=14)[0], drawn(1, steps=14, lost=("r0.s0.t1",))[0]
+    assert len(whole) > len(degraded) == 1, "with somebody lost it waits for ten steps first"
 
 
 def test_a_fault_in_a_recovery_comes_with_a_loss_that_both_can_be_survived():
-    found, _ = drawn(4, during=("stand on",), what=("kill",))
+    found, _ = drawn(4, during=("resume",), what=("kill",))
     assert len(found) == 12
-    for before, strike in zip(found[::2], found[1::2], strict=True):
-        assert (before.what, strike.during, strike.epoch) == ("kill", "stand on", 1)
-        assert before.slot.split(".", 1)[1] != strike.slot.split(".", 1)[1], "two holders of the same are not struck"
+    for before, fault in zip(found[::2], found[1::2], strict=True):
+        assert (before.what, fault.during, fault.epoch) == ("kill", "resume", 1)
+        assert before.slot.split(".", 1)[1] != fault.slot.split(".", 1)[1], "two holders of the same are not struck"
 
 
-def test_every_kind_comes_at_every_moment_before_one_comes_again():
+def test_every_kind_comes_at_every_fault_point_before_one_comes_again():
     found, _ = drawn(5, count=24, what=("kill", "hang", "exit"), during=("forward", "vote", "apply", "save"))
-    pairs = [(strike.what, strike.during) for strike in found]
+    pairs = [(fault.what, fault.during) for fault in found]
     assert len({*pairs[:12]}) == len({*pairs[12:]}) == 12
     assert pairs[:12] != pairs[12:]
 
 
-def test_what_has_missed_its_moment_gets_another_turn():
+def test_what_has_missed_its_fault_point_gets_another_turn():
     schedule = FaultSchedule(recipe(count=4, seed=1, what=("kill",), during=("vote", "save"), every_steps=0))
     found, missed = [], set()
     for step in range(40):
         found += schedule.next(job(step=step), seconds=1.0, missed=missed)
-        missed |= {strike.name for strike in found[:3] if strike.during == "save"}
+        missed |= {fault.name for fault in found[:3] if fault.during == "save"}
     assert len(found) == 4 + len(missed)
-    struck = Counter(strike.during for strike in found if strike.name not in missed)
-    assert struck == {"vote": 2, "save": 2}
+    injected = Counter(fault.during for fault in found if fault.name not in missed)
+    assert injected == {"vote": 2, "save": 2}
     asked = schedule.asked(job(step=40), seconds=1.0, ordered=found)
     assert len(asked.drawn) == 4, "one that missed is not counted, and another one has its turn"
 
 
 def test_where_only_one_may_be_lost_no_fault_waits_for_a_recovery():
-    found, _ = drawn(4, count=3, tp=1, replicas=2, what=("kill",), during=("stand on", "vote"))
-    assert [strike.during for strike in found] == ["vote"] * 3
-    assert drawn(4, tp=1, what=("kill",), during=("stand on",))[0] == []
+    found, _ = drawn(4, count=3, tp=1, replicas=2, what=("kill",), during=("resume", "vote"))
+    assert [fault.during for fault in found] == ["vote"] * 3
+    assert drawn(4, tp=1, what=("kill",), during=("resume",))[0] == []
 
 
 def test_seconds_go_to_the_strike():

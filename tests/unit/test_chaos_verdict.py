@@ -4,22 +4,22 @@ import dataclasses
 
 import pytest
 
-from ntp_plugin.chaos.drawing import presence, spent
+from ntp_plugin.chaos.charts import presence, spent
+from ntp_plugin.chaos.faults import OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.history import History
-from ntp_plugin.chaos.strikes import RequestedFaults, Strike, Unordered
 from ntp_plugin.chaos.verdict import End, Expected, judge
-from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Restored, Struck, Told
+from ntp_plugin.telemetry import Began, Committed, Ended, FaultInjected, RankLost, RecordedEvent, Restored
 from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told, weighed
 
-STRIKE = Strike(name="1", what="kill", slot=VICTIM, during="backward", step=3)
+FAULT = OrderedFault(name="1", what="kill", slot=VICTIM, during="backward", step=3)
 FINE = Expected(bound=1e-12)
 
 
-def verdict(run, *, twin=None, strikes=(STRIKE,), end=None, expected=FINE, **asked):
+def verdict(run, *, reference=None, faults=(FAULT,), end=None, expected=FINE, **asked):
     return judge(
-        RequestedFaults(strikes=tuple(strikes), **asked),
+        RequestedFaults(faults=tuple(faults), **asked),
         run,
-        history() if twin is None else twin,
+        history() if reference is None else reference,
         end or End(code=0),
         expected,
     )
@@ -29,7 +29,7 @@ def broken_checks(found):
     return [check.what for check in found.checks if not check.holds]
 
 
-def test_a_run_that_goes_on_as_its_twin_is_fine():
+def test_a_run_that_goes_on_as_its_reference_is_fine():
     found = verdict(history(killed_in=3, back_in=5), expected=dataclasses.replace(FINE, returns=1))
     assert found.holds, found
     (outcome,) = found.outcomes
@@ -43,11 +43,11 @@ def test_a_run_that_goes_on_as_its_twin_is_fine():
     ("hangs", "problem"), [((), ""), (("r1.s0.t0",), "the others did not go on"), (("r0.s0.t0",), "")]
 )
 def test_what_strikes_in_the_last_step_is_come_through_when_the_others_end(hangs, problem):
-    said = Struck(strike="2", what="clock", whom="r0.s0.t0", moment="regroup", step=0)
+    said = FaultInjected(fault="2", what="clock", whom="r0.s0.t0", fault_point="regroup", step=0)
     events = [one for one in told(killed_in=STEPS) if not (isinstance(one.event, Ended) and one.slot in hangs)]
-    run = History.of([*events, Told(at=STEPS - 0.5, slot="r0.s0.t0", event=said)])
-    strike = Strike(name="2", what="clock", slot="r0.s0.t0", during="regroup", epoch=1)
-    (outcome,) = verdict(run, strikes=(strike,)).outcomes
+    run = History.of([*events, RecordedEvent(at=STEPS - 0.5, slot="r0.s0.t0", event=said)])
+    fault = OrderedFault(name="2", what="clock", slot="r0.s0.t0", during="regroup", epoch=1)
+    (outcome,) = verdict(run, faults=(fault,)).outcomes
     assert outcome.problem == problem
 
 
@@ -56,13 +56,13 @@ def test_what_strikes_in_the_last_step_is_come_through_when_the_others_end(hangs
     [
         ({"loss": 5.0 + 1e-9}, "losses agree"),
         ({"loss": float("nan")}, "losses agree"),
-        ({"samples": lambda _, own: own[:-1]}, "samples are the twin's"),
-        ({"samples": lambda _, own: [*own, own[0]]}, "samples are the twin's"),
-        ({"samples": lambda _, own: [*own[:-1], 999]}, "samples are the twin's"),
+        ({"samples": lambda _, own: own[:-1]}, "samples are the reference run's"),
+        ({"samples": lambda _, own: [*own, own[0]]}, "samples are the reference run's"),
+        ({"samples": lambda _, own: [*own[:-1], 999]}, "samples are the reference run's"),
         ({"steps": STEPS - 1}, "every step"),
     ],
 )
-def test_a_run_that_is_not_its_twin_is_told(run, what):
+def test_a_run_that_is_not_its_reference_is_told(run, what):
     found = verdict(history(killed_in=3, **run))
     assert not found.holds
     assert [check for check in broken_checks(found) if what in check], found.checks
@@ -78,7 +78,7 @@ def test_a_run_that_is_not_its_twin_is_told(run, what):
     ],
 )
 def test_samples_that_are_not_right_are_counted(samples, counts, said):
-    found = verdict(history(samples=samples), strikes=())
+    found = verdict(history(samples=samples), faults=())
     assert dataclasses.astuple(found.samples)[:4] == counts
     (check,) = [check for check in found.checks if "samples" in check.what]
     assert said in check.found
@@ -97,12 +97,12 @@ def spoilt(what, slot, by):
     return weights
 
 
-@pytest.mark.parametrize(("killed_in", "back_in", "wholes"), [(None, None, 6), (3, None, 5), (3, 5, 6)])
-def test_weights_are_compared_however_they_are_cut(killed_in, back_in, wholes):
-    found = verdict(history(killed_in=killed_in, back_in=back_in), strikes=() if killed_in is None else (STRIKE,))
+@pytest.mark.parametrize(("killed_in", "back_in", "replica_digests"), [(None, None, 6), (3, None, 5), (3, 5, 6)])
+def test_weights_are_compared_however_they_are_cut(killed_in, back_in, replica_digests):
+    found = verdict(history(killed_in=killed_in, back_in=back_in), faults=() if killed_in is None else (FAULT,))
     (check,) = [check for check in found.checks if "weights" in check.what]
     assert check.holds
-    assert f"of {wholes};" in check.found, "of each replica what is cut, and what each of its slots has whole"
+    assert f"of {replica_digests};" in check.found, "of each replica what is cut, and what each of its slots has whole"
 
 
 @pytest.mark.parametrize("what", ["cut", "alike"])
@@ -111,7 +111,7 @@ def test_weights_that_are_not_the_twins_are_told(what, slot):
     fine = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-12)))
     assert fine.holds, fine.checks
     found = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-9)))
-    assert broken_checks(found) == ["weights agree with the twin's"]
+    assert broken_checks(found) == ["weights agree with the reference run's"]
     assert f"replica {slot[1]}" in found.checks[-1].found
 
 
@@ -119,7 +119,7 @@ def test_a_bound_for_the_weights_alone_leaves_that_of_the_losses():
     drifted, wider = spoilt("cut", "r0.s0.t0", 1e-9), dataclasses.replace(FINE, weights_bound=1e-8)
     assert verdict(history(killed_in=3, weights=drifted), expected=wider).holds
     off = verdict(history(killed_in=3, loss=5.0 + 1e-9, weights=drifted), expected=wider)
-    assert broken_checks(off) == ["losses agree with the twin's"]
+    assert broken_checks(off) == ["losses agree with the reference run's"]
 
 
 def test_a_replica_of_which_a_slot_has_not_told_is_not_compared():
@@ -128,12 +128,12 @@ def test_a_replica_of_which_a_slot_has_not_told_is_not_compared():
 
     assert verdict(silent("r1.s0.t0")).holds, "the other replica has told"
     nobody = verdict(silent("r0.s0.t0", "r1.s0.t0"))
-    assert broken_checks(nobody) == ["weights agree with the twin's"]
+    assert broken_checks(nobody) == ["weights agree with the reference run's"]
     assert "none told all" in nobody.checks[-1].found
 
 
-def test_a_twin_that_was_never_weighed_is_compared_by_its_losses():
-    found = verdict(history(killed_in=3), twin=history(weights=None))
+def test_a_reference_that_was_never_weighed_is_compared_by_its_losses():
+    found = verdict(history(killed_in=3), reference=history(weights=None))
     assert found.holds
     assert not [check for check in found.checks if "weights" in check.what]
 
@@ -157,7 +157,7 @@ def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():
     )
     assert not verdict(more).holds, "three are missing, and the share of its replica were two"
     told_all = history(killed_in=3, samples=own)
-    assert broken_checks(verdict(told_all)) == ["the samples are the twin's, each once"]
+    assert broken_checks(verdict(told_all)) == ["the samples are the reference run's, each once"]
 
 
 def test_what_a_step_that_was_taken_again_had_drawn_before_counts_no_more():
@@ -168,16 +168,20 @@ def test_what_a_step_that_was_taken_again_had_drawn_before_counts_no_more():
 
 
 def test_a_strike_that_never_struck_is_told():
-    found = verdict(history(), strikes=[STRIKE])
+    found = verdict(history(), faults=[FAULT])
     assert "never struck" in found.outcomes[0].problem
     assert not found.holds
 
 
 @pytest.mark.parametrize(("may_miss", "problem"), [(False, "it never struck: the job was over"), (True, "")])
 def test_what_still_waited_in_the_end_is_told_and_fails_unless_it_may_miss(may_miss, problem):
-    left = Unordered(strike=Strike(name="2", what="sigkill", slot="any", may_miss=may_miss), why="the job was over")
+    left = Unordered(
+        fault=OrderedFault(name="2", what="sigkill", slot="any", may_miss=may_miss), why="the job was over"
+    )
     found = verdict(history(killed_in=3), unordered=(left,))
-    assert [(outcome.name, outcome.struck_at, outcome.problem) for outcome in found.outcomes[1:]] == [("2", 0, problem)]
+    assert [(outcome.name, outcome.injected_at, outcome.problem) for outcome in found.outcomes[1:]] == [
+        ("2", 0, problem)
+    ]
     assert found.holds == may_miss
 
 
@@ -196,43 +200,45 @@ def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
 
 
 def test_a_signal_to_a_slot_that_nobody_had_is_told_as_that():
-    found = verdict(history(killed_in=3), strikes=[Strike(name="2", what="sigkill", slot=VICTIM)])
+    found = verdict(history(killed_in=3), faults=[OrderedFault(name="2", what="sigkill", slot=VICTIM)])
     assert found.outcomes[0].problem == "it never struck: nobody had the slot then"
 
 
 def test_who_was_on_a_host_that_is_lost_is_known_by_its_number():
     """Another host's supervisor notices, and knows no process of it."""
-    run = [one for one in told(killed_in=3) if not isinstance(one.event, Gone)]
+    run = [one for one in told(killed_in=3) if not isinstance(one.event, RankLost)]
     began = next(one.event for one in run if isinstance(one.event, Began) and one.slot == VICTIM)
-    struck = next(one.at for one in run if isinstance(one.event, Struck))
+    injected = next(one.at for one in run if isinstance(one.event, FaultInjected))
     for number, seconds in ((began.number, 0.25), (began.number + 1, None)):
-        gone = Told(at=struck + 0.25, slot="host0", event=Gone(number=number, pid=0, kind="host", reason="no beat"))
+        gone = RecordedEvent(
+            at=injected + 0.25, slot="host0", event=RankLost(number=number, pid=0, kind="host", reason="no beat")
+        )
         (outcome,) = verdict(History.of([*run, gone])).outcomes
         assert outcome.detected_s == (None if seconds is None else pytest.approx(seconds))
 
 
 def test_a_strike_at_a_slot_that_the_job_has_not_is_told_as_that():
-    found = verdict(history(), strikes=[dataclasses.replace(STRIKE, slot="r7.s0.t0")])
+    found = verdict(history(), faults=[dataclasses.replace(FAULT, slot="r7.s0.t0")])
     assert "no such slot, but r0.s0.t0, r0.s0.t1" in found.outcomes[0].problem
 
 
 @pytest.mark.parametrize(("killed_in", "holds"), [(None, True), (3, False)])
 def test_who_is_only_slow_must_not_be_taken_for_lost(killed_in, holds):
-    struck = Struck(strike="1", what="slow", whom=VICTIM, moment="forward", step=2)
-    run = [one for one in told(killed_in=killed_in) if not isinstance(one.event, Struck)]
-    slow = History.of([*run, Told(at=1.1, slot=VICTIM, event=struck)])
-    found = verdict(slow, strikes=[dataclasses.replace(STRIKE, what="slow", during="forward", step=2)])
+    injected = FaultInjected(fault="1", what="slow", whom=VICTIM, fault_point="forward", step=2)
+    run = [one for one in told(killed_in=killed_in) if not isinstance(one.event, FaultInjected)]
+    slow = History.of([*run, RecordedEvent(at=1.1, slot=VICTIM, event=injected)])
+    found = verdict(slow, faults=[dataclasses.replace(FAULT, what="slow", during="forward", step=2)])
     assert found.holds == holds
     assert broken_checks(found) == ([] if holds else ["nobody was taken for lost"])
 
 
 def test_a_strike_that_was_drawn_may_miss():
-    assert verdict(history(), strikes=[dataclasses.replace(STRIKE, may_miss=True)]).holds
+    assert verdict(history(), faults=[dataclasses.replace(FAULT, may_miss=True)]).holds
 
 
 def test_a_run_that_hangs_after_a_strike_is_told():
-    stuck = [one for one in told(killed_in=3) if one.at < 2.5]
-    found = verdict(History.of(stuck), end=End(code=-15, hung=True))
+    hung = [one for one in told(killed_in=3) if one.at < 2.5]
+    found = verdict(History.of(hung), end=End(code=-15, hung=True))
     assert found.outcomes[0].problem == "the others did not go on"
     assert "the job ended with code 0" in broken_checks(found)
 
@@ -266,7 +272,7 @@ def test_who_was_there_when():
 
 def restored(at, again):
     event = Restored(step=1, again=again, own=0, here=0, elsewhere=0, rebuilt=[])
-    return Told(at=at, slot="r0.s0.t0", event=event)
+    return RecordedEvent(at=at, slot="r0.s0.t0", event=event)
 
 
 @pytest.mark.parametrize(("before", "behind"), [((), ()), ((2,), ()), ((), (7,)), ((2,), (7,))])
@@ -278,5 +284,5 @@ def test_steps_again_are_those_of_its_own_recovery(before, behind):
 
 
 def test_who_is_never_recovered_from_has_no_steps_again():
-    stuck = [one for one in told(killed_in=3) if one.at < 2.5]
-    assert verdict(History.of([*stuck, restored(2.4, 1)]), end=End(code=1)).outcomes[0].steps_again == 0
+    hung = [one for one in told(killed_in=3) if one.at < 2.5]
+    assert verdict(History.of([*hung, restored(2.4, 1)]), end=End(code=1)).outcomes[0].steps_again == 0

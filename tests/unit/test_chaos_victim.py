@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from ntp_plugin.chaos import worker
-from ntp_plugin.chaos.strikes import BY_ITS_OWN_HAND, Orders, Pending, Strike
+from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, OrderedFault, Orders, Pending
 from ntp_plugin.chaos.worker import Victim
-from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import NEAR, CopyKey, Store
-from ntp_plugin.recovery.moments import Weight
-from ntp_plugin.telemetry import Follower, Struck, events_file
+from ntp_plugin.recovery.fault_points import Weight
+from ntp_plugin.telemetry import FaultInjected, Follower, events_file
 from tests.patience import PATIENCE_S, until
 from tests.unit.copies_bytes import bytes_of, wrong_in
 from tests.unit.test_copies_store import put
@@ -30,7 +30,7 @@ BEHIND = "it goes on"
 STEP = 5
 
 
-class Struckable:
+class RecordingVictim:
     """A victim in this process, and the record that it tells to."""
 
     def __init__(self, folder, monkeypatch):
@@ -39,8 +39,10 @@ class Struckable:
         self.victim, self.weights = Victim(Pending(self.orders.path)), []
         self.victim.is_here(SLOT, lambda: self.weights)
 
-    def strike(self, what, seconds=0.0, name="1", **more):
-        self.orders.give(Strike(name=name, what=what, slot=SLOT, during="vote", step=STEP, seconds=seconds, **more))
+    def inject(self, what, seconds=0.0, name="1", **more):
+        self.orders.give(
+            OrderedFault(name=name, what=what, slot=SLOT, during="vote", step=STEP, seconds=seconds, **more)
+        )
         self.victim.reached("vote", STEP)
 
     @property
@@ -51,7 +53,7 @@ class Struckable:
         """One that comes to the moment, and writes a line behind it."""
 
         def run():
-            self.strike(what, seconds)
+            self.inject(what, seconds)
             (self.folder / BEHIND).touch()
 
         process = multiprocessing.get_context("fork").Process(target=run)
@@ -65,11 +67,11 @@ class Struckable:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    return Struckable(tmp_path, monkeypatch)
+    return RecordingVictim(tmp_path, monkeypatch)
 
 
 def said_first(what):
-    return [Struck(strike="1", what=what, whom=SLOT, moment="vote", step=STEP)]
+    return [FaultInjected(fault="1", what=what, whom=SLOT, fault_point="vote", step=STEP)]
 
 
 ENDS = {
@@ -112,38 +114,38 @@ def test_a_process_stands_still_as_it_was_ordered_to_and_has_said_so(here, what)
         process.join()
 
 
-@pytest.mark.parametrize(("what", "beats_on"), [("hang", True), ("lock", False)])
-def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here, what, beats_on):
+@pytest.mark.parametrize(("what", "heartbeats_go_on"), [("hang", True), ("lock", False)])
+def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here, what, heartbeats_go_on):
     """What is told by a thread of its own, as beats are."""
-    heart = here.folder / "heart"
+    heartbeat = here.folder / "heart"
 
     def run():
         import threading  # noqa: PLC0415
 
         def beat():
             while True:
-                heart.write_text(str(time.monotonic_ns()))
+                heartbeat.write_text(str(time.monotonic_ns()))
                 time.sleep(0.01)
 
         threading.Thread(target=beat, daemon=True).start()
-        until(heart.exists)
-        here.strike(what)
+        until(heartbeat.exists)
+        here.inject(what)
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     try:
         until(lambda: here.told == said_first(what))
         until(lambda: state_of(process.pid) == "S")
-        until(lambda: beats_within(heart, 0.5) == beats_on)
+        until(lambda: heartbeats_within(heartbeat, 0.5) == heartbeats_go_on)
     finally:
         process.kill()
         process.join()
 
 
-def beats_within(heart, seconds):
-    before = heart.read_text()
+def heartbeats_within(heartbeat, seconds):
+    before = heartbeat.read_text()
     time.sleep(seconds)
-    return heart.read_text() != before
+    return heartbeat.read_text() != before
 
 
 def state_of(pid):
@@ -153,7 +155,7 @@ def state_of(pid):
 
 def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_waits_for(here, monkeypatch):
     slept = []
-    here.strike("slow", 0.0, factor=5.0)
+    here.inject("slow", 0.0, factor=5.0)
     monkeypatch.setattr(worker.time, "sleep", slept.append)
     threading.Event().wait(0.3)
     here.victim.reached("vote", STEP)
@@ -166,12 +168,12 @@ def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_wa
     assert computed >= 4 * 0.1
 
 
-def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_moment_alone(here, monkeypatch):
+def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_fault_point_alone(here, monkeypatch):
     slept = []
-    here.strike("slow", 0.2)
+    here.inject("slow", 0.2)
     monkeypatch.setattr(worker.time, "sleep", slept.append)
-    for moment, times in [("vote", 1), ("forward", 1), ("vote", 2)]:
-        here.victim.reached(moment, STEP + 1)
+    for fault_point, times in [("vote", 1), ("forward", 1), ("vote", 2)]:
+        here.victim.reached(fault_point, STEP + 1)
         assert slept == [0.2] * times
     assert here.told == said_first("slow")
 
@@ -191,7 +193,7 @@ def test_nothing_can_be_written_for_so_long_and_then_it_can(here, monkeypatch):
     path, ignored = here.folder / "checkpoint", signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     path.write_text("what was written")
     try:
-        here.strike("disk", 1.0)
+        here.inject("disk", 1.0)
         with pytest.raises(OSError, match="File too large"):
             (here.folder / "another").write_text("more")
         assert path.read_text() == "what was written"
@@ -208,9 +210,9 @@ def test_nothing_can_be_written_for_so_long_and_then_it_can(here, monkeypatch):
 def test_the_clock_jumps_and_the_record_keeps_its_order(here, monkeypatch, seconds):
     real = time.time
     monkeypatch.setattr(time, "time", real)  # which is put back
-    here.strike("clock", seconds)
+    here.inject("clock", seconds)
     assert time.time() - real() == pytest.approx(seconds, abs=5)
-    here.strike("slow", name="2")
+    here.inject("slow", name="2")
     first, second = Follower(events_file(here.folder)).news()
     assert 0 <= second.at - first.at < 60
 
@@ -226,7 +228,7 @@ def weight(name, values):
 def test_one_number_of_one_weight_is_another(here, dtype, value):
     before = [torch.full((50,), value, dtype=dtype) for _ in range(3)]
     here.weights = [weight(str(number), values.clone().requires_grad_()) for number, values in enumerate(before)]
-    here.strike("weight")
+    here.inject("weight")
     after = torch.cat([one.values.detach() for one in here.weights])
     changed = after != torch.cat(before)
     assert int(changed.sum()) == 1
@@ -239,7 +241,7 @@ def test_it_is_one_bit_of_the_exponent_where_that_is_even(here, value):
     """Doubling adds one to it: 126 of 0.75 is even; 128 of -3."""
     values = torch.full((50,), value)
     here.weights = [weight("a", values.clone())]
-    here.strike("weight")
+    here.inject("weight")
     bits = values.view(torch.int32) ^ here.weights[0].values.view(torch.int32)
     assert [one for one in bits.tolist() if one] == [1 << 23]
 
@@ -254,7 +256,7 @@ def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monke
         put(store, place)
         os.utime(store.folder / f"{place}.json", (seconds, seconds))
     before = {place: bytes_of(store, place) for place in (older, newest, other)}
-    here.strike("copy")
+    here.inject("copy")
     changed = {place: int((bytes_of(store, place) != before[place]).sum()) for place in before}
     assert changed == {older: 0, newest: -(-len(before[newest]) // 256), other: 0}
     assert wrong_in(store, newest)[0] == "a (weight)"
@@ -265,7 +267,7 @@ def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monke
 
 def test_a_process_without_copies_or_in_another_slot_is_not_struck(here, monkeypatch):
     monkeypatch.delenv("NTP_COPIES", raising=False)
-    here.strike("copy")
-    here.orders.give(Strike(name="2", what="kill", slot="r9.s0.t0", during="vote", step=STEP))
+    here.inject("copy")
+    here.orders.give(OrderedFault(name="2", what="kill", slot="r9.s0.t0", during="vote", step=STEP))
     here.victim.reached("vote", STEP)
     assert here.told == said_first("copy")

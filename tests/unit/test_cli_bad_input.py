@@ -11,16 +11,16 @@ import pytest
 
 from ntp_plugin.cli import chaos, chaos_outside
 from ntp_plugin.cli.main import main
-from ntp_plugin.comm import store
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch import agent, torchrun_flags
+from ntp_plugin.membership import store
 from ntp_plugin.simulator.traces import read_trace
 from tests.patience import PATIENCE_S
 
 STARTS = (
     (agent, "run"),
     (chaos, "run_campaign"),
-    (chaos, "strike_by"),
+    (chaos, "inject_by"),
     (chaos_outside, "run_reference"),
     (store, "serve"),
 )

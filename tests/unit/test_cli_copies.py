@@ -10,8 +10,8 @@ from ntp_plugin.cli import copies
 from ntp_plugin.cli.main import main
 from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.parity import ParityStore
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import PARITY, CopyKey, Store
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from tests.unit.copies_bytes import mapped

@@ -11,8 +11,8 @@ import torch
 
 from ntp_plugin.cli.main import main
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import Store
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.launch.started_by import StartedBy

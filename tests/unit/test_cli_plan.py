@@ -46,7 +46,7 @@ def test_the_tables_answer_every_question(capsys):
     assert (code, err) == (0, "")
     for part in (
         "TP8 x PP4 x DP32 = 1,024 GPUs",
-        "31 whole, 1 hurt, 0 dropped",
+        "31 whole, 1 degraded, 0 dropped",
         "8 -> 7",
         "mlp 64/64",
         "t0 (8) t1 (8) t2 (8) t3 (8) t4 (8) t6 (8) t7 (8)",

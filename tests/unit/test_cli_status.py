@@ -13,13 +13,13 @@ from rich.console import Console
 from ntp_plugin.cli.main import main
 from ntp_plugin.cli.screen import Screen
 from ntp_plugin.cli.status import follow
-from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Teller, events_file
+from ntp_plugin.telemetry import Began, Committed, Ended, RankLost, Recovered, Teller, events_file
 from ntp_plugin.telemetry.whereabouts import here, is_alive
 from tests.patience import PATIENCE_S, until
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
 BEGAN = Began(
-    number=0, pid=0, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2], machine="another machine"
+    number=0, pid=0, joiner=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2], machine="another machine"
 )
 ENDED_LONG_AGO = 4_194_305
 """Above any that there is: no system has more processes."""
@@ -50,7 +50,7 @@ def committed(step):
 
 def test_the_view_of_a_terminal_has_who_is_there_and_how_wide_and_how_far(tmp_path):
     tell_a_beginning(tmp_path, pids=range(1, 5), machine="another machine")
-    gone = Gone(number=1, pid=2, kind="ended", reason="its process ended with code -9")
+    gone = RankLost(number=1, pid=2, kind="ended", reason="its process ended with code -9")
     went_on = Recovered(epoch=1, seconds=0.5, lost=["r0.s0.t1"], back=[], widths=[[1], [2]], micro_batches=[1, 3])
     tell(tmp_path, committed(1), gone, went_on, committed(2), Ended())
     console = Console(record=True, force_terminal=True, width=120, highlight=False)
@@ -94,7 +94,7 @@ def test_a_job_that_dies_while_one_looks_is_dead_once_its_last_process_is(tmp_pa
 def test_a_process_that_was_lost_and_replaced_is_not_looked_for(tmp_path, process):
     tell_a_beginning(tmp_path, pids=[process.pid] + [ENDED_LONG_AGO] * 3, machine=here())
     for number in range(4):
-        tell(tmp_path, Gone(number=number, pid=1, kind="ended", reason="code 1"))
+        tell(tmp_path, RankLost(number=number, pid=1, kind="ended", reason="code 1"))
     assert main(["status", str(tmp_path)]) == 1, "nobody has a place any more"
 
 

@@ -11,9 +11,9 @@ import torch
 
 from ntp_plugin.copies import digest, replicator, wire
 from ntp_plugin.copies.manifest import Version, view
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Lateness, Part, Replicator, Snapshot
 from ntp_plugin.copies.runs import Runs
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
 from tests.patience import PATIENCE_S, until
 from tests.unit.copies_bytes import bytes_of, wrong_in
@@ -238,7 +238,7 @@ def test_a_commit_in_a_newer_epoch_removes_what_older_ones_left(here):
     assert {version.step for place, version, _ in here.store.versions() if place.kind == NEAR} == {7, 8}
 
 
-def test_the_first_commit_of_a_newcomer_removes_what_older_epochs_left(here, tmp_path):
+def test_the_first_commit_of_a_joiner_removes_what_older_epochs_left(here, tmp_path):
     with closing(Here(tmp_path / "here")) as dead:
         assert dead.copy(snapshot(5, epoch=2))
         dead.replicator.commit()
@@ -348,7 +348,8 @@ def test_a_peer_that_is_frozen_is_told_before_it_is_given_up(tmp_path):
 
 
 def test_nobody_waits_for_a_copy_that_is_slow(tmp_path, there):
-    """The first one is waited for, until it is late; a walk, and who closes, ends it: at this pace it takes an hour."""
+    """The first one is waited for, until it is late; a recovery, and who closes, ends it: at this pace it takes an
+    hour."""
     with closing(Here(tmp_path / "here", bytes_per_s=10.0, timeout_s=0.2)) as here:
         here.replicator.send_to([there.server.address])
         here.replicator.begin(snapshot(5))
@@ -362,7 +363,7 @@ def test_nobody_waits_for_a_copy_that_is_slow(tmp_path, there):
     assert time.monotonic() - began < PATIENCE_S
 
 
-def test_a_walk_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
+def test_a_recovery_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
     parts = some_parts(5, rows=200_000)
     with deaf_server() as (listening, address), closing(Here(tmp_path, timeout_s=2 * PATIENCE_S)) as here:
         here.replicator.send_to([address])
@@ -383,7 +384,7 @@ def test_a_walk_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
         assert here.copy(snapshot(6))
 
 
-def test_a_walk_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
+def test_a_recovery_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
     """Two that keep the copy are frozen: the next snapshot waits for neither."""
     with (
         deaf_server() as (one, first),
@@ -400,7 +401,7 @@ def test_a_walk_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
             until(lambda: here.replicator.through)
 
 
-def test_a_walk_costs_no_far_copy_after_it(here, there):
+def test_a_recovery_costs_no_far_copy_after_it(here, there):
     here.replicator.send_to([there.server.address])
     assert here.copy(snapshot(5))
     here.replicator.hold()

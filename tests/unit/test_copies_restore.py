@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import TensorSlice, indices
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
 from ntp_plugin.copies.restore import Restoration, describe, standable
+from ntp_plugin.copies.slices import TensorSlice, indices
 from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
 from ntp_plugin.copies.wire import Peer, Server
 from ntp_plugin.errors import StateLost

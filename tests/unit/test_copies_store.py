@@ -16,7 +16,7 @@ from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.copies.digest import digest
 from ntp_plugin.copies.layout import in_a_row, places
 from ntp_plugin.copies.manifest import Manifest, Version, salt, view
-from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import FAR, NEAR, CopyKey, NoRoom, Store
 from tests.unit.copies_bytes import bytes_of, wrong_in
 

@@ -11,8 +11,8 @@ from ntp_plugin.copies import verify
 from ntp_plugin.copies.layout import DTYPES, in_a_row, laid_out
 from ntp_plugin.copies.machine import machine
 from ntp_plugin.copies.manifest import Manifest, Version
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import NEAR, CopyKey, Store
 from ntp_plugin.copies.verify import Checked, wrong_in
 from tests.unit.copies_bytes import bytes_of

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ntp_plugin.copies.handshake import Credentials, authenticate
 from ntp_plugin.copies.manifest import view
-from ntp_plugin.copies.pieces import indices
 from ntp_plugin.copies.runs import Runs
+from ntp_plugin.copies.slices import indices
 from ntp_plugin.copies.store import FAR, CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble, Server, WrongCopy
 from tests.patience import PATIENCE_S, until

@@ -63,7 +63,7 @@ def test_failures_that_come_often_make_a_restart_worth_less():
         decide(plan(nominal(**told, failures_per_gpu_day=rate), "r1.s0.t2", "r1.s0.t3")) for rate in (0.0, 1.0)
     )
     assert (seldom.action, often.action) == (RESTART, REDUCE_TP)
-    assert often.horizon_s == pytest.approx(86_400 / 4), "of the four GPUs of the replica that is hurt"
+    assert often.horizon_s == pytest.approx(86_400 / 4), "of the four GPUs of the replica that is degraded"
 
 
 def test_where_narrower_replicas_are_forbidden_the_others_go_on_alone():

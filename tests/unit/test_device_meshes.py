@@ -8,8 +8,8 @@ import pytest
 import torch.distributed.device_mesh as torch_meshes
 from torch.distributed.device_mesh import DeviceMesh
 
-from ntp_plugin.comm.device_meshes import DeviceMeshes
 from ntp_plugin.errors import Refused
+from ntp_plugin.groups.device_meshes import DeviceMeshes
 
 MINE, ALL = 5, tuple(range(8))
 CUBE = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]

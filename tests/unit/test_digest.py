@@ -17,9 +17,9 @@ from ntp_plugin.copies import digest as module
 from ntp_plugin.copies import machine as machine_code
 from ntp_plugin.copies.digest import Values, are_finite, digest, digests, digests_if_finite, digests_of
 from ntp_plugin.copies.machine import NativeLibrary
-from ntp_plugin.copies.pieces import TensorSlice, indices
 from ntp_plugin.copies.runs import MODULUS, PAGE, Runs, runs_of
-from tests.unit.test_copies_pieces import cuts, places_of, shapes
+from ntp_plugin.copies.slices import TensorSlice, indices
+from tests.unit.test_copies_slices import cuts, places_of, shapes
 
 BY = {"machine": machine_code.machine, "numpy": lambda: None}
 

@@ -4,17 +4,17 @@ import threading
 
 import pytest
 
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.agreement import Agreement
-from ntp_plugin.comm.membership import Seat, View
-from ntp_plugin.comm.standing import CollectiveWait
+from ntp_plugin.membership import protocol
+from ntp_plugin.membership.agreement import Agreement
+from ntp_plugin.membership.protocol import MemberId, View
+from ntp_plugin.membership.wait_progress import CollectiveWait
 from ntp_plugin.recovery.driver import Driver, Patience
 from ntp_plugin.testing.stateless import Stateless
 from tests.patience import PATIENCE_S, until
 from tests.unit.key_store import Keys
 
-SEATS = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(3))
-FIRST = View(epoch=0, seats=SEATS)
+MEMBER_IDS = tuple(MemberId(slot=slot, incarnation=f"first/{slot}") for slot in range(3))
+FIRST = View(epoch=0, member_ids=MEMBER_IDS)
 
 
 class Late:
@@ -25,7 +25,7 @@ class Late:
         self.create, self.present = keys.create, keys.present
 
     def read(self, key):
-        if key.startswith("arrived/0/") or key == membership.view_key(1):
+        if key.startswith("arrived/0/") or key == protocol.view_key(1):
             assert self._after.wait(PATIENCE_S)
         return self._keys.read(key)
 
@@ -34,8 +34,8 @@ class Groups:
     """None: what the driver asks of them."""
 
     def __init__(self):
-        self.standing = CollectiveWait()
-        self.waiting = lambda: self.standing
+        self.surviving = CollectiveWait()
+        self.waiting = lambda: self.surviving
         self.check = lambda: None
         self.break_out = lambda _: 0
         self.offer = dict
@@ -43,17 +43,17 @@ class Groups:
         self.regroup = lambda *_, **__: None
 
 
-class Bell:
+class WakeUp:
     wait = wake = staticmethod(lambda: None)
 
 
-def driver(keys, seat, **patience):
-    agreement = Agreement.founding(keys, FIRST, seat)
+def driver(keys, member_id, **patience):
+    agreement = Agreement.founding(keys, FIRST, member_id)
     return Driver(
         agreement=agreement,
         newest_epoch=lambda: 0,
         looks=lambda: 0,
-        bell=Bell(),
+        wakeup=WakeUp(),
         groups=Groups(),
         trainer=Stateless(),
         patience=Patience(**patience),
@@ -81,19 +81,19 @@ def test_one_has_come_through_the_last_thing_and_another_has_not(apart):
     keys, lost, done = Keys(), threading.Event(), {0: [], 1: []}
 
     def first():
-        member = driver(keys, SEATS[0])
+        member = driver(keys, MEMBER_IDS[0])
 
         def work():
             done[0].append(member.heading_for)
             if member.heading_for == 0:
-                keys.create(membership.view_key(1), membership.without(FIRST, [2]).encode())
+                keys.create(protocol.view_key(1), protocol.without(FIRST, [2]).encode())
                 lost.set()
 
         member.at_the_end(work)
         member.finish()
 
     def second():
-        member = driver(Late(keys, lost), SEATS[1])
+        member = driver(Late(keys, lost), MEMBER_IDS[1])
         member.at_the_end(lambda: done[1].append(member.heading_for))
         member.finish()
 
@@ -102,8 +102,8 @@ def test_one_has_come_through_the_last_thing_and_another_has_not(apart):
     apart(first)
     apart(second)
     assert lost.wait(PATIENCE_S)
-    until(lambda: keys.read(membership.view_key(2)) is not None)
-    assert View.decode(keys.read(membership.view_key(2))).over
+    until(lambda: keys.read(protocol.view_key(2)) is not None)
+    assert View.decode(keys.read(protocol.view_key(2))).over
     assert done[0] == [0, 1]
     assert done[1] == [1]
 
@@ -111,11 +111,11 @@ def test_one_has_come_through_the_last_thing_and_another_has_not(apart):
 def test_who_agrees_at_the_end_shows_that_it_has_nothing_left_to_do(apart):
     """So that one that writes a model alone is given its time when another is lost."""
     keys = Keys()
-    member = driver(keys, SEATS[0], agree_s=0.0)
-    keys.create(membership.view_key(1), membership.without(FIRST, [2]).encode())
+    member = driver(keys, MEMBER_IDS[0], agree_s=0.0)
+    keys.create(protocol.view_key(1), protocol.without(FIRST, [2]).encode())
     apart(member.finish)
-    until(lambda: keys.present(["report/1/0"]) and member._groups.standing.movement().done)
-    assert keys.read(membership.view_key(2)) is None, "the one that is at work was evicted"
-    other = driver(keys, SEATS[1])
+    until(lambda: keys.present(["report/1/0"]) and member._groups.surviving.movement().done)
+    assert keys.read(protocol.view_key(2)) is None, "the one that is at work was evicted"
+    other = driver(keys, MEMBER_IDS[1])
     other.finish()
-    assert View.decode(keys.read(membership.view_key(2))).over
+    assert View.decode(keys.read(protocol.view_key(2))).over

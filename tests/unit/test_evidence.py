@@ -77,6 +77,6 @@ def test_what_is_not_in_a_repository_is_known_by_nothing(monkeypatch, tmp_path):
 
 def test_what_an_earlier_version_kept_is_passed_over(tmp_path):
     (tmp_path / "kept").write_text('{"case": 1, "commit": "abc"}\n{"case": 1, "turn": 0}\n')
-    kept = evidence.Kept(tmp_path / "kept")
+    kept = evidence.Sittings(tmp_path / "kept")
     assert kept.find(case=1, turn=0) == {"case": 1, "turn": 0}
     assert kept.find(case=1, turn=1) is None

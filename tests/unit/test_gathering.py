@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntp_plugin.comm.gathering import FAN, Gathering
+from ntp_plugin.membership.gathering import FAN, Gathering
 
 SLOTS = st.sets(st.integers(0, 300), min_size=1, max_size=70).map(sorted)
 

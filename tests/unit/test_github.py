@@ -80,11 +80,11 @@ def test_commands_and_files_that_are_named_are_there(file):
 
 
 def test_a_command_that_is_not_there_is_noticed():
-    assert unknown_in("`make chekc`, `ntp stauts RUN`, docs/none.md, .ci/walk, ABSENT.md") == [
+    assert unknown_in("`make chekc`, `ntp stauts RUN`, docs/none.md, .ci/recovery, ABSENT.md") == [
         "make chekc",
         "ntp stauts",
         "docs/none.md",
-        ".ci/walk",
+        ".ci/recovery",
         "ABSENT.md",
     ]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ntp_plugin.training.gradient_lanes import Slice, pack, unpack
+from ntp_plugin.reduction.gradient_lanes import Slice, pack, unpack
 
 WHOLE = torch.arange(24.0).view(4, 6)
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from ntp_plugin.comm.standing import Movement
-from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile, WaitForCpu
+from ntp_plugin.membership.heartbeat import HeartbeatFile, HeartbeatThread, WaitForCpu
+from ntp_plugin.membership.wait_progress import Movement
 from tests.patience import PATIENCE_S
 
 SPIN = """
@@ -24,11 +24,11 @@ while time.monotonic() < until:
 WRITE = """
 import sys
 from pathlib import Path
-from ntp_plugin.recovery.heartbeat import Beat, HeartbeatFile
+from ntp_plugin.membership.heartbeat import Heartbeat, HeartbeatFile
 file, step = HeartbeatFile(Path(sys.argv[1]), 1), 0
 while True:
     step += 1
-    file.write(0, Beat(count=step, moved_at=float(step), polled_at=step + 0.5 if step % 2 else None))
+    file.write(0, Heartbeat(count=step, moved_at=float(step), polled_at=step + 0.5 if step % 2 else None))
 """
 
 
@@ -41,14 +41,14 @@ def file(tmp_path):
 
 def beats(file, told, starved):
     """What the heart writes for each (moved, polled) with the seconds for which it has starved by then."""
-    moments = iter(zip(told, starved, strict=True))
+    fault_points = iter(zip(told, starved, strict=True))
     now = [(Movement(0.0), 0.0)]
-    heart = Heart(file, 0, every_s=0.001, moved=lambda: now[0][0], starved=lambda: now[0][1])
-    for told_now, starved_now in moments:
+    heartbeat = HeartbeatThread(file, 0, every_s=0.001, moved=lambda: now[0][0], starved=lambda: now[0][1])
+    for told_now, starved_now in fault_points:
         now[0] = Movement(*told_now), starved_now
-        moved_at, polled_at, _ = heart._moved_or_starved()
+        moved_at, polled_at, _ = heartbeat._moved_or_starved()
         yield moved_at, polled_at
-    heart.stop()
+    heartbeat.stop()
 
 
 def test_time_without_a_cpu_is_no_standstill(file):
@@ -117,9 +117,9 @@ def test_what_is_told_together_is_read_together(file):
 ENDS = """
 import sys
 from pathlib import Path
-from ntp_plugin.comm.standing import Movement
-from ntp_plugin.recovery.heartbeat import Heart, HeartbeatFile
-Heart(HeartbeatFile(Path(sys.argv[1]), 1), 0, every_s=0.01, moved=lambda: Movement(1.0)).start()
+from ntp_plugin.membership.wait_progress import Movement
+from ntp_plugin.membership.heartbeat import HeartbeatThread, HeartbeatFile
+HeartbeatThread(HeartbeatFile(Path(sys.argv[1]), 1), 0, every_s=0.01, moved=lambda: Movement(1.0)).start()
 {ends}
 """
 
@@ -149,12 +149,14 @@ def test_how_often_the_supervisor_has_looked(file):
 
 def test_the_last_beat_says_so(file):
     asked = threading.Semaphore(0)
-    heart = Heart(file, 0, every_s=0.001, moved=lambda: asked.release() or Movement(3.0), starved=lambda: 0.0)
-    heart.start()
+    heartbeat = HeartbeatThread(
+        file, 0, every_s=0.001, moved=lambda: asked.release() or Movement(3.0), starved=lambda: 0.0
+    )
+    heartbeat.start()
     for _ in range(2):  # the first beat is written when it asks again
         assert asked.acquire(timeout=PATIENCE_S), "it beats"
     assert not file.read(0).leaving
     before = file.read(0).count
-    heart.stop()
+    heartbeat.stop()
     assert file.read(0).leaving
     assert file.read(0).count > before

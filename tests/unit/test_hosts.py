@@ -3,14 +3,14 @@
 import pytest
 from torch.distributed import HashStore
 
-from ntp_plugin.comm.membership import Seat, View
-from ntp_plugin.comm.store import TorchStore
 from ntp_plugin.launch.hosts import Hosts
-from ntp_plugin.launch.probes import Door
-from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.launch.reachability import RefusingEndpoint
+from ntp_plugin.membership.failure_detector import Thresholds
+from ntp_plugin.membership.protocol import MemberId, View
+from ntp_plugin.membership.store import TorchStore
 
 LIMITS = Thresholds()
-VIEW = View(epoch=0, seats=tuple(Seat(slot=slot, occupant=str(slot)) for slot in range(2)))
+VIEW = View(epoch=0, member_ids=tuple(MemberId(slot=slot, incarnation=str(slot)) for slot in range(2)))
 CUT_S = 4.0
 
 
@@ -31,7 +31,7 @@ class LateStore(TorchStore):
     def others_go_on(self, seconds, beats=None):
         """Host 0 has beaten all the time, or so often."""
         self.now += seconds
-        for _ in range(int(seconds / LIMITS.host_beat_s) if beats is None else beats):
+        for _ in range(int(seconds / LIMITS.host_heartbeat_s) if beats is None else beats):
             super().count("beat/0", 1)
 
 
@@ -40,9 +40,11 @@ def host_1():
     doors = []
 
     def make(store):
-        doors.append(Door("127.0.0.1"))
+        doors.append(RefusingEndpoint("127.0.0.1"))
         clock = lambda: store.now  # noqa: E731
-        return Hosts(store, host=1, tenant=0, hosts=2, slots=2, door=doors[-1], thresholds=LIMITS, clock=clock)
+        return Hosts(
+            store, host=1, host_incarnation=0, hosts=2, slots=2, door=doors[-1], thresholds=LIMITS, clock=clock
+        )
 
     yield make
     for door in doors:
@@ -54,7 +56,7 @@ def test_who_was_cut_off_does_not_take_those_for_silent_who_went_on(host_1):
     store = LateStore(late=2)
     host, began_at = host_1(store), store.now
     assert host.tick(VIEW, None) == []
-    store.others_go_on(LIMITS.host_beat_s)
+    store.others_go_on(LIMITS.host_heartbeat_s)
     assert host.tick(VIEW, None) == []
     assert store.now >= began_at + CUT_S > began_at + LIMITS.host_s
     assert host.tick(VIEW, None) == []

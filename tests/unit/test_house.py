@@ -20,8 +20,8 @@ PURE = [
     "ntp_plugin.telemetry",
     "ntp_plugin.testing",
     "ntp_plugin.planning.recovery_plan",
-    "ntp_plugin.comm.membership",
-    "ntp_plugin.recovery.detector",
+    "ntp_plugin.membership.protocol",
+    "ntp_plugin.membership.failure_detector",
     "ntp_plugin.cli.main",
 ]
 PROBE = """

@@ -11,34 +11,34 @@ from tests.unit.strategies import jobs, losses, make_job
 
 
 @st.composite
-def hurt_jobs(draw):
+def degraded_jobs(draw):
     nominal = Nominal.of(draw(jobs()))
     return nominal, draw(losses(nominal))
 
 
-@given(hurt_jobs())
+@given(degraded_jobs())
 def test_lanes_are_exactly_the_owner_tuples_and_reach_everybody(case):
     properties.lanes_are_the_owner_tuples(*case)
 
 
-@given(hurt_jobs())
+@given(degraded_jobs())
 def test_both_routes_reduce_exactly_the_same_elements(case):
     properties.both_routes_give_every_slot_the_same_sums(*case)
 
 
-@given(hurt_jobs())
+@given(degraded_jobs())
 def test_cores_get_their_units_and_give_them_back(case):
     properties.cores_get_their_units_and_give_them_back(*case)
 
 
-@given(hurt_jobs())
+@given(degraded_jobs())
 @settings(max_examples=30)
 def test_a_whole_stage_keeps_the_frameworks_path_and_its_tp_slots_as_lanes(case):
     nominal, lost = case
-    standing = nominal.standing(lost)
+    surviving = nominal.surviving(lost)
     for stage, units in enumerate(nominal.units.stages):
-        route = plan_route(standing, units, stage, wanted="auto", gradient_bytes=4, hardware=Hardware())
-        if standing.patterns_of_stage(stage):
+        route = plan_route(surviving, units, stage, wanted="auto", gradient_bytes=4, hardware=Hardware())
+        if surviving.patterns_of_stage(stage):
             assert route.route in ("direct", "via_core")
         else:
             assert route.route == "framework"
@@ -53,9 +53,9 @@ def _route(*, launch_us: float, wanted: str = "auto", tp: int = 16):
         ntp={"granule": 1, "copies": {"count": 0}},
     )
     nominal = Nominal.of(job)
-    standing = nominal.standing(frozenset({Slot(replica=1, stage=0, tp=3), Slot(replica=2, stage=0, tp=9)}))
+    surviving = nominal.surviving(frozenset({Slot(replica=1, stage=0, tp=3), Slot(replica=2, stage=0, tp=9)}))
     hardware = Hardware(lane_launch_us=launch_us)
-    return plan_route(standing, nominal.units.stages[0], 0, wanted=wanted, gradient_bytes=4, hardware=hardware)
+    return plan_route(surviving, nominal.units.stages[0], 0, wanted=wanted, gradient_bytes=4, hardware=hardware)
 
 
 def test_the_cost_picks_direct_where_collectives_are_cheap_and_via_core_where_they_are_dear():

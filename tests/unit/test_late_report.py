@@ -1,13 +1,13 @@
 """What an agreement waits for comes in the moment in which its time limit passes."""
 
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.agreement import Agreement
-from ntp_plugin.comm.membership import Member, Phase, Report, Seat, View
-from ntp_plugin.comm.standing import CollectiveWait
+from ntp_plugin.membership import protocol
+from ntp_plugin.membership.agreement import Agreement
+from ntp_plugin.membership.protocol import Member, MemberId, Phase, Report, View
+from ntp_plugin.membership.wait_progress import CollectiveWait
 from tests.unit.key_store import Keys
 
-SEATS = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(2))
-BOTH = View(epoch=1, seats=SEATS)
+MEMBER_IDS = tuple(MemberId(slot=slot, incarnation=f"first/{slot}") for slot in range(2))
+BOTH = View(epoch=1, member_ids=MEMBER_IDS)
 REPORT = Report(applied=0, oldest=0)
 
 
@@ -18,8 +18,8 @@ class LateKeys(Keys):
 
 
 def agree(keys, monkeypatch):
-    keys.create(membership.view_key(1), BOTH.encode())
-    member = Member(seat=SEATS[0], view=View(epoch=0, seats=SEATS), phase=Phase.RUNNING)
+    keys.create(protocol.view_key(1), BOTH.encode())
+    member = Member(member_id=MEMBER_IDS[0], view=View(epoch=0, member_ids=MEMBER_IDS), phase=Phase.RUNNING)
     evict = Agreement._evict_the_missing
 
     def late(agreement, *args):

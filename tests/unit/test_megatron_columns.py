@@ -67,19 +67,19 @@ def test_a_pipeline_group_has_one_rank_of_each_stage_and_everybody_has_one(views
 
 @given(pipelines())
 def test_rows_of_two_stages_are_in_one_lane_each_with_their_owners(views):
-    standing, topology = views[0].standing, views[0].topology
+    surviving, topology = views[0].surviving, views[0].topology
     with_rows, without = _stage(ROWS), _stage()
     stages = (with_rows, *[without] * (topology.pp - 2), with_rows)
-    lanes = plan_shared_lanes(standing, ModelUnits(stages=stages), ROWS.name)
+    lanes = plan_shared_lanes(surviving, ModelUnits(stages=stages), ROWS.name)
     assert sp.union(*(units for _, units in lanes)) == ((0, ROWS.units),)
     assert sum(sp.size(units) for _, units in lanes) == ROWS.units
     groups = [(replica, stage) for stage in (0, topology.pp - 1) for replica in range(topology.dp)]
     for members, units in lanes:
         assert [(slot.replica, slot.stage) for slot in members] == groups
         for slot in members:
-            held = lay_out(ROWS, topology.tp, standing.pattern(slot.replica, slot.stage)).holdings[slot.tp]
+            held = lay_out(ROWS, topology.tp, surviving.pattern(slot.replica, slot.stage)).holdings[slot.tp]
             assert sp.intersection(units, held) == units
-    assert plan_shared_lanes(standing, ModelUnits(stages=(with_rows, without)), ROWS.name) == []
+    assert plan_shared_lanes(surviving, ModelUnits(stages=(with_rows, without)), ROWS.name) == []
 
 
 def _where(slot, stage):

@@ -11,7 +11,7 @@ from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron.activation import read_policy
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.refusals import EXACT_MASKS, LIVE, TABLE, refuse_live, refuse_what_does_not_work
+from ntp_plugin.megatron.unsupported import EXACT_MASKS, LIVE, TABLE, refuse_live, refuse_what_does_not_work
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.planning.units import Family
@@ -30,7 +30,12 @@ def test_ranks_are_the_slots_that_are_there_in_megatrons_order():
         [1, 2, 3],
     )
     assert [found.ranks[slot] for slot in found.slots] == list(range(7))
-    assert [layout("r1.s0.t0", rank=rank).speaks for rank in range(7)] == [True, *[False] * 3, True, *[False] * 2]
+    assert [layout("r1.s0.t0", rank=rank).is_replica_leader for rank in range(7)] == [
+        True,
+        *[False] * 3,
+        True,
+        *[False] * 2,
+    ]
 
 
 def test_a_single_replica_that_trains_is_noticed():
@@ -160,7 +165,7 @@ def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(said, flag):
 EXACT = TrainingPolicy(enabled=True, dropout="exact")
 
 
-def test_exact_masks_are_not_refused_hurt_or_healthy():
+def test_exact_masks_are_not_refused_degraded_or_healthy():
     for found in (layout("r1.s0.t3"), layout(processes=8)):
         refuse_what_does_not_work(arguments(attention_dropout=0.1), EXACT, found)
 

@@ -21,12 +21,12 @@ from ntp_plugin.planning import (
     transfers,
 )
 from ntp_plugin.planning import spans as sp
-from ntp_plugin.training import core_seats
+from ntp_plugin.reduction import core_slices
 from tests.unit import properties
-from tests.unit.strategies import families_with_patterns, situations, situations_with_newcomers
+from tests.unit.strategies import families_with_patterns, situations, situations_with_joiners
 from tests.unit.test_batch_split import batches
 from tests.unit.test_copy_placement import clusters
-from tests.unit.test_lanes import hurt_jobs
+from tests.unit.test_lanes import degraded_jobs
 from tests.unit.test_parity_groups import parity_clusters
 from tests.unit.test_sequence_rows import cuts
 
@@ -78,9 +78,9 @@ def dealt_before_kept(sound):
 
 
 def forget_the_detours(sound):
-    """Wrong members: a lane ignores where hurt replicas hold its units."""
+    """Wrong members: a lane ignores where degraded replicas hold its units."""
 
-    def broken(owners, patterns, hurt):
+    def broken(owners, patterns, degraded):
         return ()
 
     return broken
@@ -90,8 +90,8 @@ def lose_a_hop(sound):
     """A gradient is not sent to its core."""
 
     def broken(*args):
-        seating = sound(*args)
-        return dataclasses.replace(seating, hops=seating.hops[1:])
+        assignment = sound(*args)
+        return dataclasses.replace(assignment, hops=assignment.hops[1:])
 
     return broken
 
@@ -123,7 +123,7 @@ def copy_next_door(sound):
 
 
 def keep_a_parity_inside(sound):
-    """A parity whose keeper is lost goes to the next living host, be it a member's."""
+    """A parity whose parity host is lost goes to the next living host, be it a member's."""
     return lambda nominal, nodes, surplus, _: sound(nominal, nodes, surplus, lambda host: host != nominal)
 
 
@@ -178,10 +178,16 @@ MUTATIONS = [
     (sp, "even_sizes", cut_one_too_far, properties.layout_is_as_even_as_can_be, LAYOUT),
     (dealing, "_Table", deal_all_to_the_next, properties.layout_is_as_even_as_can_be, LAYOUT),
     (shard_layout, "lay_out", dealt_before_kept, properties.survivors_keep_a_prefix, LAYOUT),
-    (lanes, "_detours", forget_the_detours, properties.lanes_are_the_owner_tuples, hurt_jobs()),
-    (core_route, "_seat_cores", lose_a_hop, properties.both_routes_give_every_slot_the_same_sums, hurt_jobs()),
-    (core_route, "_seat_cores", lose_a_hop, properties.cores_get_their_units_and_give_them_back, hurt_jobs()),
-    (core_seats, "local_ranges", in_storage_order, properties.cores_get_their_units_and_give_them_back, hurt_jobs()),
+    (lanes, "_detours", forget_the_detours, properties.lanes_are_the_owner_tuples, degraded_jobs()),
+    (core_route, "_assign_cores", lose_a_hop, properties.both_routes_give_every_slot_the_same_sums, degraded_jobs()),
+    (core_route, "_assign_cores", lose_a_hop, properties.cores_get_their_units_and_give_them_back, degraded_jobs()),
+    (
+        core_slices,
+        "local_ranges",
+        in_storage_order,
+        properties.cores_get_their_units_and_give_them_back,
+        degraded_jobs(),
+    ),
     (
         batch_split,
         "shortest_step_ns",
@@ -213,7 +219,7 @@ MUTATIONS = [
         "holds_nothing",
         ask_the_empty,
         properties.transfers_turn_one_layout_into_the_next,
-        situations_with_newcomers(),
+        situations_with_joiners(),
     ),
     (
         sequence_rows.SequenceRows,

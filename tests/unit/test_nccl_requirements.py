@@ -3,9 +3,9 @@
 import pytest
 import torch.distributed as dist
 
-from ntp_plugin.comm.nccl_requirements import SETTINGS, prepare_environment, require_nccl, require_versions
-from ntp_plugin.comm.process_groups import kinds_of
 from ntp_plugin.errors import Refused
+from ntp_plugin.groups.nccl_requirements import SETTINGS, prepare_environment, require_nccl, require_versions
+from ntp_plugin.groups.process_groups import kinds_of
 
 GOOD = {"built": (2, 30, 7), "loaded": (2, 30, 7)}
 

@@ -17,8 +17,8 @@ from ntp_plugin.cli import export as cli_export
 from ntp_plugin.cli import run as cli_run
 from ntp_plugin.cli.main import main
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch import run_folder

@@ -24,7 +24,7 @@ from ntp_plugin.chaos.outside.leavings import Leavings
 from ntp_plugin.chaos.outside.verdict import NO_FAULT, Allowed, judge, rows
 from ntp_plugin.cli.main import main
 from ntp_plugin.errors import Refused
-from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.membership.failure_detector import Thresholds
 
 JOB = Path(__file__).with_name("outside_job.py")
 THRESHOLDS = Thresholds()
@@ -346,7 +346,7 @@ def test_who_was_stopped_for_longer_than_it_was_to_be_is_known():
 
 def test_whom_the_others_have_left_out_is_known_by_its_code(tmp_path):
     lines = [
-        {"at": 1.0, "slot": "host0", "event": "Gone", "number": rank, "pid": 9, "kind": "ended", "reason": reason}
+        {"at": 1.0, "slot": "host0", "event": "RankLost", "number": rank, "pid": 9, "kind": "ended", "reason": reason}
         for rank, reason in ((1, "its process ended with code 5"), (2, "its process ended with code -9"))
     ]
     (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

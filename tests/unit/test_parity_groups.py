@@ -32,7 +32,7 @@ def parity_clusters(draw):
 
 
 @given(parity_clusters())
-def test_every_slot_shares_with_other_domains_and_the_keeper_is_in_none_of_them(case):
+def test_every_slot_shares_with_other_domains_and_the_parity_host_is_in_none_of_them(case):
     properties.parities_protect(*case)
 
 
@@ -43,16 +43,16 @@ def test_every_host_keeps_as_many_and_the_gth_part_of_what_copies_would_take(sha
     topology = cluster(domains, per_node=sharers * turns)
     parities = share_parities(topology, CopyPolicy(mode=f"xor:{sharers}"), ())
     groups = {parities.group_of(topology.slot_of(rank)) for rank in range(topology.size)}
-    kept = Counter(group.keeper for group in groups)
+    kept = Counter(group.parity_host for group in groups)
     assert set(kept.values()) == {turns}
     assert len(kept) == domains
 
 
-def test_one_domain_more_than_members_is_enough_and_keepers_rotate():
+def test_one_domain_more_than_members_is_enough_and_parity_hosts_rotate():
     topology = cluster(3, per_node=3)
     parities = share_parities(topology, CopyPolicy(mode="xor:2"), ())
     groups = {parities.group_of(topology.slot_of(rank)) for rank in range(9)}
-    assert Counter(group.keeper for group in groups) == {0: 2, 1: 2, 2: 2}
+    assert Counter(group.parity_host for group in groups) == {0: 2, 1: 2, 2: 2}
     assert sorted(len(group.members) for group in groups) == [1, 1, 1, 2, 2, 2]
 
 
@@ -60,8 +60,8 @@ def test_where_no_host_is_left_outside_the_members_keep_for_each_other():
     topology = cluster(3, per_node=1)
     parities = share_parities(topology, CopyPolicy(mode="xor:2"), (2,))
     first, second = (parities.group_of(topology.slot_of(rank)) for rank in (0, 1))
-    assert ([slot.replica for slot in first.members], first.keeper) == ([0], 1)
-    assert ([slot.replica for slot in second.members], second.keeper) == ([1], 0)
+    assert ([slot.replica for slot in first.members], first.parity_host) == ([0], 1)
+    assert ([slot.replica for slot in second.members], second.parity_host) == ([1], 0)
     alone = share_parities(topology, CopyPolicy(mode="xor:2"), (1, 2))
     assert alone.group_of(topology.slot_of(0)) is None
 
@@ -70,7 +70,7 @@ def test_little_is_written_down_of_many():
     topology = cluster(16_384, per_node=8)
     parities = share_parities(topology, CopyPolicy(mode="xor:8"), (5, 77))
     assert len(parities.resettled) <= 4
-    assert all(group.keeper not in (5, 77) for groups in parities.resettled.values() for group in groups)
+    assert all(group.parity_host not in (5, 77) for groups in parities.resettled.values() for group in groups)
 
 
 @pytest.mark.parametrize(

@@ -236,21 +236,21 @@ MAY_UNPICKLE = {
 }
 """Where values are unpickled that come neither from a file nor from the network."""
 MEMBERS_ALONE = {
-    "comm/process_groups.py",
+    "groups/process_groups.py",
     "deepspeed/job.py",
     "deepspeed/trainer.py",
-    "deepspeed/whole_state.py",
+    "deepspeed/full_width_state.py",
     "megatron/batch_share.py",
     "megatron/job.py",
-    "megatron/lane_sync.py",
+    "megatron/reduction/lane_sync.py",
     "megatron/live/trainer.py",
     "megatron/live/training_step.py",
     "plain/data_parallel.py",
     "recovery/job_copies.py",
-    "recovery/loop.py",
-    "recovery/replica_watch.py",
+    "recovery/voted_sections.py",
+    "recovery/replica_comparison.py",
     "recovery/same_settings.py",
-    "training/relayout.py",
+    "resharding/reshard.py",
 }
 """Where torch's collectives of objects are called, which unpickle what other members of a process group send. Torch,
 Megatron and DeepSpeed call the same ones over the same connections, so they would remain without ours: whoever can
@@ -329,8 +329,8 @@ class Engine:
 
 @pytest.fixture
 def counted():
-    """`deepspeed/counted.py` without its package, whose import needs DeepSpeed."""
-    spec = importlib.util.spec_from_file_location("counted", PACKAGE / "deepspeed/counted.py")
+    """`deepspeed/engine_counters.py` without its package, whose import needs DeepSpeed."""
+    spec = importlib.util.spec_from_file_location("counted", PACKAGE / "deepspeed/engine_counters.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -12,11 +12,11 @@ from ntp_plugin.cli.main import main
 from ntp_plugin.cli.screen import Screen
 from ntp_plugin.cli.status import follow
 from ntp_plugin.copies.manifest import Version
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import Store
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
-from ntp_plugin.telemetry import Committed, CopyTrouble, Corrupted, Ended, Gone, Struck
+from ntp_plugin.telemetry import Committed, CopyTrouble, Corrupted, Ended, FaultInjected, RankLost
 from ntp_plugin.telemetry.printable import printable
 from tests.unit.copies_bytes import mapped
 from tests.unit.test_cli_status import tell, tell_a_beginning
@@ -54,8 +54,8 @@ def spoilt(tmp_path):
     losses = {f"lm{EVIL}loss": 5.5}
     for number in (1, 2, 3, 4, 5, 6):
         tell(tmp_path, Committed(step=number, epoch=0, seconds=0.2, losses=losses, samples=[]))
-    tell(tmp_path, Gone(number=1, pid=2, kind=EVIL, reason=f"code{EVIL}-9"))
-    tell(tmp_path, Struck(strike=EVIL, what=f"kill{EVIL}", whom=f"slot{EVIL}", moment=EVIL, step=2))
+    tell(tmp_path, RankLost(number=1, pid=2, kind=EVIL, reason=f"code{EVIL}-9"))
+    tell(tmp_path, FaultInjected(fault=EVIL, what=f"kill{EVIL}", whom=f"slot{EVIL}", fault_point=EVIL, step=2))
     tell(tmp_path, CopyTrouble(what=f"late{EVIL}"), slot=f"r9{EVIL}")
     tell(tmp_path, Corrupted(step=3, what=EVIL, slots=[EVIL], certain=True, healed=False), Ended())
     return tmp_path
@@ -80,7 +80,7 @@ def test_status_in_a_terminal(spoilt):
 def test_report(spoilt, capsys):
     assert main(["report", str(spoilt)]) in (0, 1)
     told = capsys.readouterr().out
-    assert "left out: a Struck line" in told
+    assert "left out: a FaultInjected line" in told
     assert not OBEYED.search(told)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ntp_plugin
-from ntp_plugin.telemetry import Began, Committed, Ended, Gone, Recovered, Teller, events_file
+from ntp_plugin.telemetry import Began, Committed, Ended, RankLost, Recovered, Teller, events_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -131,12 +131,12 @@ def test_the_example_of_a_plan_runs():
 
 def test_the_example_of_a_record_runs(tmp_path):
     teller = Teller(events_file(tmp_path), "r0.s0.t0")
-    settings = {"number": 0, "pid": 1, "newcomer": False, "replicas": 2, "stages": 1, "tp": 1}
+    settings = {"number": 0, "pid": 1, "joiner": False, "replicas": 2, "stages": 1, "tp": 1}
     recovered = {"epoch": 1, "seconds": 0.25, "back": [], "widths": [[1], [0]], "micro_batches": [2, 0]}
     for event in (
         Began(**settings, micro_batches=[1, 1]),
         Committed(step=1, epoch=0, seconds=0.1, losses={}, samples=[]),
-        Gone(number=1, pid=2, kind="dead", reason="exited with -9"),
+        RankLost(number=1, pid=2, kind="dead", reason="exited with -9"),
         Recovered(**recovered, lost=["r1.s0.t0"]),
         Ended(),
     ):

@@ -88,7 +88,7 @@ def test_a_replica_below_the_minimum_width_is_dropped_and_its_living_slots_stand
     nominal = eight_by_two(ntp={"min_tp_width": 3})
     plan = plan_recovery(nominal, lost=parse_slots(["r1.s0.t0", "r1.s0.t1", "r2.s1.t3"], nominal.topology))
     assert plan.dropped == (1,)
-    assert plan.hurt == (2,)
+    assert plan.degraded == (2,)
     assert len(plan.idle) == 6
     assert {share.replica for share in plan.batch.shares} == {0, 2, 3}
     assert not any(move.target.replica == 1 for move in plan.transfers)
@@ -139,7 +139,7 @@ def between(nominal, pattern, rung):
     return (bytes_of(nominal, pattern, rung) + bytes_of(nominal, pattern, rung - 1)) / 2e9
 
 
-def test_a_hurt_replica_runs_smaller_micro_batches_where_its_memory_is_short():
+def test_a_degraded_replica_runs_smaller_micro_batches_where_its_memory_is_short():
     roomy = limited(80)
     assert shares(roomy) == [(4, 4), (4, 4), (4, 4), (4, 4)]
     short = limited(between(roomy, (2,), 1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ntp_plugin.comm.running_time import MOST_S, RunningTime
+from ntp_plugin.membership.running_time import MOST_S, RunningTime
 
 
 def test_a_pause_longer_than_a_wait_ever_makes_counts_as_a_short_one():

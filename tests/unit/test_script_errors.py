@@ -2,15 +2,15 @@
 
 import pytest
 
-from ntp_plugin.comm.membership import Seat
 from ntp_plugin.errors import ScriptError
 from ntp_plugin.launch.script_errors import ScriptErrors
+from ntp_plugin.membership.protocol import MemberId
 from ntp_plugin.recovery.script_failure import ScriptFailure
 
 FAILURE = ScriptFailure(
     kind="ValueError", message="wrong\nsecond line", place="train.py:3 in train", traceback="trace\n"
 )
-FIRST, SECOND = Seat(slot=1, occupant="1/0"), Seat(slot=1, occupant="1/1")
+FIRST, SECOND = MemberId(slot=1, incarnation="1/0"), MemberId(slot=1, incarnation="1/1")
 
 
 class Keys(dict):
@@ -72,5 +72,5 @@ def test_who_may_fail_once_may_not_twice_and_is_asked_twice_about_the_same(host)
 
 def test_processes_that_never_join_do_not_end_a_job_however_many_fail(host):
     errors, _ = host(Keys())
-    for seat in (FIRST, SECOND):
-        errors.judge(seat, 7, is_member=False, beside_a_loss=False, others_are_done=False)
+    for member_id in (FIRST, SECOND):
+        errors.judge(member_id, 7, is_member=False, beside_a_loss=False, others_are_done=False)

@@ -2,8 +2,8 @@
 
 import torch
 
-from ntp_plugin.training.gradient_lanes import GradientLane, Slice
-from ntp_plugin.training.sharded_optimizer import LaneShards
+from ntp_plugin.reduction.gradient_lanes import GradientLane, Slice
+from ntp_plugin.reduction.sharded_optimizer import LaneShards
 
 
 def test_a_shard_is_stepped_in_its_own_precision_and_spread_back():

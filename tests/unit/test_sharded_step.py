@@ -2,10 +2,10 @@
 
 import torch
 
-from ntp_plugin.copies.pieces import TensorSlice
-from ntp_plugin.training.gradient_lanes import GradientLane, Slice
-from ntp_plugin.training.sharded_step import ShardedStep
-from ntp_plugin.training.stepped import shards_of_lanes
+from ntp_plugin.copies.slices import TensorSlice
+from ntp_plugin.reduction.gradient_lanes import GradientLane, Slice
+from ntp_plugin.reduction.sharded_step import ShardedStep
+from ntp_plugin.reduction.stepped import shards_of_lanes
 
 
 def made():

@@ -18,12 +18,12 @@ import ntp_plugin
 from ntp_plugin.cli.main import main
 from ntp_plugin.config.sections import CopyPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.launch.recording import RecordingOptions
 from ntp_plugin.launch.records import newest_record
-from ntp_plugin.launch.telling import Telling
-from ntp_plugin.recovery.place import RankContext
-from ntp_plugin.telemetry import Committed, Compared, Copied, Corrupted, Follower, Gone, Recovered, Teller
+from ntp_plugin.recovery.rank_context import RankContext
+from ntp_plugin.telemetry import Committed, Compared, Copied, Corrupted, Follower, RankLost, Recovered, Teller
 from ntp_plugin.telemetry.relay import Relay
-from ntp_plugin.telemetry.wandb_sink import told_to_workers
+from ntp_plugin.telemetry.wandb_sink import passed_to_workers
 from tests.unit.wandb_file import records
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
@@ -35,7 +35,7 @@ TOLD_BY_NTP_RUN = {
     "TORCHELASTIC_RUN_ID": "run",
     "NTP_TOKEN": "a token",
     "NTP_HEARTBEATS": "/nowhere/heartbeats",
-    "NTP_BEAT_S": "0.02",
+    "NTP_HEARTBEAT_S": "0.02",
     "NTP_HUNG_S": "30",
 }
 PLACE = RankContext.read(TOLD_BY_NTP_RUN)
@@ -66,11 +66,11 @@ def tell_a_run(folder):
     for step in range(1, 6):
         away = ["r0.s0.t1"] if step == 3 else []
         if step == 3:
-            gone = Gone(number=1, pid=101, kind="ended", reason="its process ended with code -9")
+            gone = RankLost(number=1, pid=101, kind="ended", reason="its process ended with code -9")
             Teller(folder / "events.jsonl", "host0").tell(gone)
             all_tell(recovered(1, lost=away, back=[], widths=[[1], [2]], micro_batches=[1, 3]), but=away)
         if step == 4:
-            tellers["r0.s0.t1"].tell(dataclasses.replace(BEGAN, number=1, pid=201, newcomer=True))
+            tellers["r0.s0.t1"].tell(dataclasses.replace(BEGAN, number=1, pid=201, joiner=True))
             all_tell(recovered(2, lost=[], back=["r0.s0.t1"], widths=[[2], [2]], micro_batches=[2, 2]))
         losses = {"lm loss": 5.0 - step}
         all_tell(Committed(step=step, epoch=max(0, step - 2), seconds=0.1, losses=losses, samples=[]), but=away)
@@ -99,7 +99,7 @@ def relayed(folder, *words, environment):
 def wandb_records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     tell_a_run(folder)
-    environment = {"WANDB_MODE": "offline", **told_to_workers({}, str)}
+    environment = {"WANDB_MODE": "offline", **passed_to_workers({}, str)}
     said = relayed(folder, "--wandb", "some-project", environment=environment)
     assert "wandb: " in said
     assert "failed" not in said
@@ -168,7 +168,7 @@ def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table
     assert time.time() - 600 < times[0] <= times[-1] <= time.time()
     after = "after 0.06 s; widths {}; micro-batches {}"
     assert table["data"] == [
-        [2, 0, "Gone", "slot 1 is lost: pid 101: its process ended with code -9"],
+        [2, 0, "RankLost", "slot 1 is lost: pid 101: its process ended with code -9"],
         [2, 1, "Recovered", f"the job goes on (lost: r0.s0.t1): {after.format('1, 2', '1, 3')}"],
         [3, 2, "Recovered", f"the job goes on (back: r0.s0.t1): {after.format('2, 2', '2, 2')}"],
         [5, 2, "Corrupted", "replicas differ: r0.s0.t0, r1.s0.t0: weight w after step 5"],
@@ -179,7 +179,7 @@ def test_the_relay_of_a_machine_in_the_first_hosts_place_goes_on_behind_what_was
     tell_a_run(tmp_path / "whole")
     lines = (tmp_path / "whole" / "events.jsonl").read_bytes().splitlines(keepends=True)
     until = next(number for number, line in enumerate(lines) if b'"step": 4' in line)
-    environment = {"WANDB_MODE": "offline", **told_to_workers({}, str)}
+    environment = {"WANDB_MODE": "offline", **passed_to_workers({}, str)}
     histories, alerts, tables = [], [], []
     for part in (lines[:until], lines[until:]):
         with (tmp_path / "events.jsonl").open("ab") as record:
@@ -194,23 +194,23 @@ def test_the_relay_of_a_machine_in_the_first_hosts_place_goes_on_behind_what_was
     assert [told["ntp/loss/lm_loss"] for told in histories] == [[4.0, 3.0, 2.0], [1.0, 0.0]]
     assert min(histories[1]["ntp/step"]) >= max(histories[0]["ntp/step"])
     assert [len(titles) for titles in alerts] == [3, 1]
-    assert tables == [["Gone", "Recovered", "Recovered"], ["Gone", "Recovered", "Recovered", "Corrupted"]]
+    assert tables == [["RankLost", "Recovered", "Recovered"], ["RankLost", "Recovered", "Recovered", "Corrupted"]]
 
 
 def test_workers_are_told_the_run_and_the_users_own_choice_stands():
-    ours = told_to_workers({}, str)
+    ours = passed_to_workers({}, str)
     assert ours["WANDB_RESUME"] == "allow"
-    assert ours["WANDB_RUN_ID"] != told_to_workers({}, str)["WANDB_RUN_ID"]
-    assert told_to_workers({}, lambda _: "that of the first host")["WANDB_RUN_ID"] == "that of the first host"
-    assert told_to_workers({"WANDB_RUN_ID": "mine"}, str)["WANDB_RUN_ID"] == "mine"
+    assert ours["WANDB_RUN_ID"] != passed_to_workers({}, str)["WANDB_RUN_ID"]
+    assert passed_to_workers({}, lambda _: "that of the first host")["WANDB_RUN_ID"] == "that of the first host"
+    assert passed_to_workers({"WANDB_RUN_ID": "mine"}, str)["WANDB_RUN_ID"] == "mine"
 
 
 def begun(folder, *, founds):
-    return Telling(folder=folder).begin({}, host=1, founds=founds, agreed=str, said=print)
+    return RecordingOptions(folder=folder).begin({}, host=1, founds=founds, agreed=str, said=print)
 
 
 def test_a_machine_in_the_place_of_a_lost_host_goes_on_with_its_record_and_a_new_run_does_not(tmp_path):
-    gone = Gone(number=1, pid=1, kind="ended", reason="code -9")
+    gone = RankLost(number=1, pid=1, kind="ended", reason="code -9")
     for founds in (True, False):
         underway = begun(tmp_path, founds=founds)
         underway.tell(gone)
@@ -226,7 +226,7 @@ def temporary(tmp_path, monkeypatch):
     return tmp_path
 
 
-GONE = Gone(number=1, pid=1, kind="ended", reason="code -9")
+GONE = RankLost(number=1, pid=1, kind="ended", reason="code -9")
 
 
 def run_without_a_folder(*, tells=True):
@@ -234,7 +234,7 @@ def run_without_a_folder(*, tells=True):
     if tells:
         underway.tell(GONE)
     underway.end()
-    return Path(underway.told_to_workers["NTP_EVENTS"]).parent
+    return Path(underway.passed_to_workers["NTP_EVENTS"]).parent
 
 
 def test_a_run_that_was_told_no_folder_has_its_record_all_the_same(temporary, capsys):
@@ -248,7 +248,7 @@ def test_a_run_that_was_told_no_folder_has_its_record_all_the_same(temporary, ca
 
 def test_a_record_that_somebody_has_cleared_away_is_no_error_at_the_end(temporary):
     underway = begun(None, founds=True)
-    shutil.rmtree(Path(underway.told_to_workers["NTP_EVENTS"]).parent)
+    shutil.rmtree(Path(underway.passed_to_workers["NTP_EVENTS"]).parent)
     underway.tell(GONE)
     underway.end()
     assert not list(temporary.iterdir())
@@ -258,7 +258,7 @@ def test_the_last_ten_records_are_kept_and_none_of_a_run_that_lives(temporary):
     living = begun(None, founds=True)
     living.tell(GONE)
     ended = [run_without_a_folder() for _ in range(12)]
-    assert set(temporary.iterdir()) == {*ended[-10:], Path(living.told_to_workers["NTP_EVENTS"]).parent}
+    assert set(temporary.iterdir()) == {*ended[-10:], Path(living.passed_to_workers["NTP_EVENTS"]).parent}
     living.end()
 
 
@@ -268,7 +268,7 @@ def test_a_run_that_tells_nothing_leaves_no_record_and_one_without_room_says_so(
     with pytest.raises(ConfigError, match="there is no record of a run in"):
         newest_record()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "gone"))
-    assert not begun(None, founds=True).told_to_workers
+    assert not begun(None, founds=True).passed_to_workers
     assert "there is no record of this run" in capsys.readouterr().out
 
 
@@ -285,7 +285,7 @@ def test_prometheus_finds_the_numbers_on_loopback_alone(tmp_path):
     assert told["ntp_step"] == "5.0"
     assert told['ntp_slots{state="back"}'] == "1.0"
     assert told['ntp_width{replica="r0"}'] == "2.0"
-    assert told['ntp_troubles_total{kind="Gone"}'] == "1.0"
+    assert told['ntp_troubles_total{kind="RankLost"}'] == "1.0"
     assert told['ntp_troubles_total{kind="Corrupted"}'] == "1.0", "once, though all tell of it"
 
 

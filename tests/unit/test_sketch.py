@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.sketch import sketch
-from tests.unit.test_copies_pieces import cuts, places_of, shapes
+from ntp_plugin.copies.slices import TensorSlice
+from tests.unit.test_copies_slices import cuts, places_of, shapes
 from tests.unit.test_digest import seeds
 
 

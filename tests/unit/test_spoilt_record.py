@@ -9,14 +9,25 @@ import pytest
 
 from ntp_plugin.cli.main import main
 from ntp_plugin.cli.screen import Screen
-from ntp_plugin.telemetry import Began, Committed, Copied, Ended, Follower, Gone, Recovered, Teller, Told, events_file
-from ntp_plugin.telemetry.events import Compared, Struck
+from ntp_plugin.telemetry import (
+    Began,
+    Committed,
+    Copied,
+    Ended,
+    Follower,
+    RankLost,
+    RecordedEvent,
+    Recovered,
+    Teller,
+    events_file,
+)
+from ntp_plugin.telemetry.events import Compared, FaultInjected
 from ntp_plugin.telemetry.job_state import JobState, SlotState
-from tests.unit.test_chaos_strikes import spoilt
+from tests.unit.test_chaos_faults import spoilt
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
 LINES = 10_000
-BEGAN = Began(number=0, pid=1, newcomer=False, replicas=2, stages=1, tp=2, micro_batches=[4, 4])
+BEGAN = Began(number=0, pid=1, joiner=False, replicas=2, stages=1, tp=2, micro_batches=[4, 4])
 LOST = Recovered(epoch=1, seconds=0.1, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[5, 3])
 BACK = Recovered(epoch=2, seconds=0.1, lost=[], back=["r1.s0.t1"], widths=[[2], [2]], micro_batches=[4, 4])
 
@@ -29,12 +40,12 @@ STORY = [
     *((slot, dataclasses.replace(BEGAN, number=number, pid=100 + number)) for number, slot in enumerate(SLOTS)),
     ("r0.s0.t0", step(1)),
     ("r0.s0.t0", Copied(step=1, size=1000, taken_s=0.1, seconds=0.2, far=1)),
-    ("r1.s0.t1", Struck(strike="1", what="kill", whom="r1.s0.t1", moment="vote", step=2)),
-    ("host0", Gone(number=3, pid=103, kind="ended", reason="code -9")),
+    ("r1.s0.t1", FaultInjected(fault="1", what="kill", whom="r1.s0.t1", fault_point="vote", step=2)),
+    ("host0", RankLost(number=3, pid=103, kind="ended", reason="code -9")),
     ("r0.s0.t0", LOST),
     ("r0.s0.t0", step(2, -1.5)),
     ("r0.s0.t0", Compared(step=2, values=7, odd=0)),
-    ("r1.s0.t1", dataclasses.replace(BEGAN, number=3, pid=104, newcomer=True)),
+    ("r1.s0.t1", dataclasses.replace(BEGAN, number=3, pid=104, joiner=True)),
     ("r0.s0.t0", BACK),
     ("r0.s0.t0", step(3, float("nan"))),
     ("r0.s0.t0", Ended()),
@@ -93,9 +104,9 @@ def test_ten_thousand_spoilt_lines_change_nothing_that_status_shows(tmp_path, ca
 )
 def test_a_layout_that_cannot_be_is_none(spoilt_event):
     job = JobState()
-    assert not job.hear(Told(at=1.0, slot="r1.s0.t1", event=spoilt_event))
+    assert not job.hear(RecordedEvent(at=1.0, slot="r1.s0.t1", event=spoilt_event))
     assert job.slots == {}
-    job.hear(Told(at=2.0, slot="r1.s0.t1", event=BEGAN))
+    job.hear(RecordedEvent(at=2.0, slot="r1.s0.t1", event=BEGAN))
     assert list(job.slots) == SLOTS
     assert job.began_at == 2.0
 
@@ -113,16 +124,20 @@ def test_a_layout_that_cannot_be_is_none(spoilt_event):
 )
 def test_what_does_not_fit_the_layout_is_passed_over(slot, spoilt_event, capsys):
     job = JobState()
-    job.hear(Told(at=1.0, slot="r0.s0.t0", event=BEGAN))
+    job.hear(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
     before = known(job)
-    assert not job.hear(Told(at=1.0, slot=slot, event=spoilt_event))
+    assert not job.hear(RecordedEvent(at=1.0, slot=slot, event=spoilt_event))
     assert known(job) == before
 
 
 def test_slots_that_are_none_are_not_lost_and_do_not_come_back():
     job = JobState()
-    job.hear(Told(at=1.0, slot="r0.s0.t0", event=BEGAN))
-    job.hear(Told(at=2.0, slot="r0.s0.t0", event=dataclasses.replace(LOST, lost=["r1.s0.t1", "r9.s9.t9"], back=["x"])))
+    job.hear(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
+    job.hear(
+        RecordedEvent(
+            at=2.0, slot="r0.s0.t0", event=dataclasses.replace(LOST, lost=["r1.s0.t1", "r9.s9.t9"], back=["x"])
+        )
+    )
     assert list(job.slots) == SLOTS
     assert job.slots["r1.s0.t1"] == SlotState.LOST
 
@@ -149,11 +164,11 @@ def test_a_report_leaves_out_a_strike_that_can_be_none_and_says_so(tmp_path, cap
     before = capsys.readouterr().out
     for name in ("", "two words", "x" * 81):
         with contextlib.closing(Teller(events_file(tmp_path), "r1.s0.t0")) as teller:
-            teller.tell(Struck(strike=name, what="kill", whom="r1.s0.t1", moment="", step=2))
+            teller.tell(FaultInjected(fault=name, what="kill", whom="r1.s0.t1", fault_point="", step=2))
     assert main(["report", str(tmp_path)]) in (0, 1)
     told = capsys.readouterr().out
     assert told.startswith(before), "the rest is judged as before"
-    assert "left out: a Struck line that r1.s0.t0 told: 'two words' is no name for a strike" in told
+    assert "left out: a FaultInjected line that r1.s0.t0 told: 'two words' is no name for a strike" in told
     assert told.count("left out: ") == 3
     assert json.loads((tmp_path / "verdict.json").read_text())["left_out"]
-    assert "Left out: a Struck line" in (tmp_path / "report.html").read_text()
+    assert "Left out: a FaultInjected line" in (tmp_path / "report.html").read_text()

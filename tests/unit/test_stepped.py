@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.parity.group_adam import FusedAdam
 from ntp_plugin.copies.layout import dtype_name
 from ntp_plugin.copies.manifest import CopiedSlice, Entry
-from ntp_plugin.copies.pieces import TensorSlice
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.errors import Refused
-from ntp_plugin.training.stepped import Stepped, make_room, parts
+from ntp_plugin.reduction.stepped import Stepped, make_room, parts
 
 SIZE = 12
 MAKE = {
@@ -88,15 +88,15 @@ def moved(name, member, cut):
 def test_it_steps_on_as_it_would_have(name, steps, cuts, seed):
     """Also where a group had no parameter before, and gets one in the second move."""
     values, *gradients = torch.randn(steps + 3, SIZE, generator=torch.Generator().manual_seed(seed))
-    member, twin = (Member(name, cut, values) for cut in (cuts[0], SIZE // 2))
+    member, reference = (Member(name, cut, values) for cut in (cuts[0], SIZE // 2))
     for gradient in gradients[:steps]:
         member.step(gradient)
-        twin.step(gradient)
+        reference.step(gradient)
     for cut, gradient in zip(cuts[1:], gradients[steps:], strict=True):
         member = moved(name, member, cut)
         member.step(gradient)
-        twin.step(gradient)
-        assert torch.equal(member.values, twin.values)
+        reference.step(gradient)
+        assert torch.equal(member.values, reference.values)
 
 
 def test_copies_that_do_not_tell_what_a_group_keeps_are_refused():

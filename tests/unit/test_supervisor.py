@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from ntp_plugin.comm.membership import Seat
 from ntp_plugin.launch.supervisor import ASK_S_PER_HOST, Supervisor
-from ntp_plugin.recovery.detector import Thresholds
-from ntp_plugin.recovery.heartbeat import HeartbeatFile
-from ntp_plugin.recovery.place import first_view
+from ntp_plugin.membership.failure_detector import Thresholds
+from ntp_plugin.membership.heartbeat import HeartbeatFile
+from ntp_plugin.membership.protocol import MemberId
+from ntp_plugin.recovery.rank_context import first_view
 from tests.patience import PATIENCE_S
 
 SELDOM_S, ME = 0.2, os.getpid()
@@ -42,9 +42,9 @@ def supervised(tmp_path):
     heartbeats = CountedLooks(tmp_path / "heartbeats", 1)
 
     def measure(questions, ask_s):
-        store, silent = CountingStore(questions), {"told": lambda *_: None, "told_stuck": lambda _: None}
+        store, silent = CountingStore(questions), {"told": lambda *_: None, "reported_hung": lambda _: None}
         supervisor = Supervisor(store, first_view(1), heartbeats, thresholds=Thresholds(), ask_s=ask_s, **silent)
-        supervisor.watch(Seat(slot=0, occupant="0/0"), ME, lambda: 0)
+        supervisor.watch(MemberId(slot=0, incarnation="0/0"), ME, lambda: 0)
         since, heartbeats.looks = time.monotonic(), 0
         supervisor.start()
         assert store.all_asked.wait(PATIENCE_S)
@@ -75,9 +75,9 @@ def test_an_error_of_its_own_is_the_trouble_of_its_host(tmp_path):
             raise ZeroDivisionError("odd")
 
     heartbeats, store = HeartbeatFile(tmp_path / "heartbeats", 1), Odd(1)
-    silent = {"told": lambda *_: None, "told_stuck": lambda _: None}
+    silent = {"told": lambda *_: None, "reported_hung": lambda _: None}
     supervisor = Supervisor(store, first_view(1), heartbeats, thresholds=Thresholds(), **silent)
-    supervisor.watch(Seat(slot=0, occupant="0/0"), ME, lambda: 0)
+    supervisor.watch(MemberId(slot=0, incarnation="0/0"), ME, lambda: 0)
     supervisor.start()
     assert store.all_asked.wait(PATIENCE_S)
     supervisor.stop()

@@ -13,18 +13,18 @@ from ntp_plugin.telemetry import (
     Corrupted,
     Ended,
     Follower,
-    Gone,
+    Hung,
+    RankLost,
+    RecordedEvent,
     Recovered,
-    Stuck,
     Teller,
-    Told,
     events_file,
     read_run,
 )
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 
 EVENTS = [
-    Began(number=0, pid=1, newcomer=False, replicas=2, stages=1, tp=4, micro_batches=[4, 4]),
+    Began(number=0, pid=1, joiner=False, replicas=2, stages=1, tp=4, micro_batches=[4, 4]),
     Committed(step=1, epoch=0, seconds=0.25, losses={"lm loss": 5.5}, samples=[0, 2]),
     Recovered(epoch=1, seconds=0.1, lost=["r0.s0.t1"], back=[], widths=[[3], [4]], micro_batches=[3, 5]),
     Ended(),
@@ -97,8 +97,8 @@ def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
         b'{"at": "now", "slot": "a", "event": "Ended"}',
         b'{"at": 1.0, "slot": 3, "event": "Ended"}',
         b'{"at": 1.0, "slot": "a", "event": "Began", "pid": 1}',
-        b'{"at": 1.0, "slot": "a", "event": "Gone", "number": true, "pid": 1, "kind": "", "reason": ""}',
-        b'{"at": 1.0, "slot": "a", "event": "Gone", "number": [], "pid": 1, "kind": "", "reason": ""}',
+        b'{"at": 1.0, "slot": "a", "event": "RankLost", "number": true, "pid": 1, "kind": "", "reason": ""}',
+        b'{"at": 1.0, "slot": "a", "event": "RankLost", "number": [], "pid": 1, "kind": "", "reason": ""}',
     ],
 )
 def test_a_line_that_is_no_event_is_counted_and_passed_over(tmp_path, line):
@@ -134,7 +134,7 @@ def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path, caplog):
 def heard(*events):
     """A job of which these are told, one second after the other."""
     job = JobState()
-    told = [Told(at=float(at), slot=slot, event=event) for at, (slot, event) in enumerate(events)]
+    told = [RecordedEvent(at=float(at), slot=slot, event=event) for at, (slot, event) in enumerate(events)]
     return job, [job.hear(one) for one in told]
 
 
@@ -148,14 +148,14 @@ BEGAN = [
 def test_a_job_is_whole_until_one_is_gone_and_again_when_it_is_back():
     job, _ = heard(*BEGAN)
     assert job.whole
-    job.hear(Told(at=5.0, slot="host0", event=Gone(number=3, pid=0, kind="ended", reason="code -9")))
+    job.hear(RecordedEvent(at=5.0, slot="host0", event=RankLost(number=3, pid=0, kind="ended", reason="code -9")))
     assert job.slots["r1.s0.t1"] == SlotState.LOST
     lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[5, 3])
-    assert job.hear(Told(at=6.0, slot="r0.s0.t0", event=lost))
-    assert not job.hear(Told(at=6.1, slot="r0.s0.t1", event=lost)), "the others only say the same"
+    assert job.hear(RecordedEvent(at=6.0, slot="r0.s0.t0", event=lost))
+    assert not job.hear(RecordedEvent(at=6.1, slot="r0.s0.t1", event=lost)), "the others only say the same"
     assert not job.whole
     back = Recovered(epoch=2, seconds=0.5, lost=[], back=["r1.s0.t1"], widths=[[2], [2]], micro_batches=[4, 4])
-    job.hear(Told(at=7.0, slot="r0.s0.t0", event=back))
+    job.hear(RecordedEvent(at=7.0, slot="r0.s0.t0", event=back))
     assert job.whole
     assert (job.epoch, job.recoveries) == (2, 2)
 
@@ -188,7 +188,7 @@ def test_who_reads_a_run_is_told_of_lines_that_make_no_sense(tmp_path, caplog):
 
 def test_a_file_that_is_full_takes_what_is_rare_and_no_more_steps(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("ntp_plugin.telemetry.record._MOST_BYTES", 400)
-    gone = Gone(number=1, pid=1, kind="ended", reason="code -9")
+    gone = RankLost(number=1, pid=1, kind="ended", reason="code -9")
     step = Committed(step=1, epoch=0, seconds=0.1, losses={}, samples=list(range(100)))
     teller = Teller(tmp_path / "events.jsonl", "r0.s0.t0")
     for event in (step, step, gone):
@@ -200,11 +200,11 @@ def test_a_file_that_is_full_takes_what_is_rare_and_no_more_steps(tmp_path, monk
 
 def test_a_lost_slot_has_no_process_until_one_begins_there():
     state = JobState()
-    began = Began(number=1, pid=7, newcomer=False, replicas=1, stages=1, tp=2, micro_batches=[1])
-    for event in (began, Gone(number=1, pid=7, kind="ended", reason="code -9")):
-        state.hear(Told(at=1.0, slot="r0.s0.t1", event=event))
+    began = Began(number=1, pid=7, joiner=False, replicas=1, stages=1, tp=2, micro_batches=[1])
+    for event in (began, RankLost(number=1, pid=7, kind="ended", reason="code -9")):
+        state.hear(RecordedEvent(at=1.0, slot="r0.s0.t1", event=event))
     assert not state.pids
-    state.hear(Told(at=2.0, slot="r0.s0.t1", event=dataclasses.replace(began, pid=8, newcomer=True)))
+    state.hear(RecordedEvent(at=2.0, slot="r0.s0.t1", event=dataclasses.replace(began, pid=8, joiner=True)))
     assert state.pids == {"r0.s0.t1": 8}
 
 
@@ -212,28 +212,28 @@ def test_what_several_tell_of_is_news_once():
     wrong = Corrupted(step=4, what="weight w", slots=["r0.s0.t0"], certain=True, healed=True)
     _, news = heard(*((slot, wrong) for slot, _ in BEGAN), ("r0.s0.t0", dataclasses.replace(wrong, step=6)))
     assert news == [True, False, False, False, True]
-    stuck = Stuck(waiting=4, seconds=30.0)
-    assert heard(("host0", stuck), ("host1", stuck))[1] == [True, False]
+    hung = Hung(waiting=4, seconds=30.0)
+    assert heard(("host0", hung), ("host1", hung))[1] == [True, False]
     lost = Recovered(epoch=1, seconds=0.5, lost=[], back=[], widths=[[2], [2]], micro_batches=[4, 4])
-    again = heard(*BEGAN, ("host0", stuck), ("r0.s0.t0", lost), ("host0", stuck))[1]
+    again = heard(*BEGAN, ("host0", hung), ("r0.s0.t0", lost), ("host0", hung))[1]
     assert again[-3:] == [True] * 3, "again after a loss"
 
 
 @pytest.mark.parametrize("own", [0, 1, 2])
 def test_a_loss_is_news_once_though_several_hosts_tell_of_it_and_so_is_that_of_the_one_in_its_place(own):
-    gone = Gone(number=3, pid=0, kind="hung", reason="it has not moved for 30.0 s while others wait")
+    gone = RankLost(number=3, pid=0, kind="hung", reason="it has not moved for 30.0 s while others wait")
     lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[4, 4])
     began = BEGAN[3][1]
-    newcomer = dataclasses.replace(began, newcomer=True, pid=9)
+    joiner = dataclasses.replace(began, joiner=True, pid=9)
     first, second = (
         [("host", dataclasses.replace(gone, pid=process.pid if host == own else 0)) for host in range(3)]
-        for process in (began, newcomer)
+        for process in (began, joiner)
     )
-    _, news = heard(*BEGAN, ("r0.s0.t0", lost), *first, ("r1.s0.t1", newcomer), *second)
+    _, news = heard(*BEGAN, ("r0.s0.t0", lost), *first, ("r1.s0.t1", joiner), *second)
     assert news[5:] == [True, False, False, False, True, False, False]
 
 
 def test_a_process_that_dies_before_it_has_begun_is_news_too():
-    gone = [Gone(number=3, pid=pid, kind="ended", reason="code 1") for pid in (1, 8, 9)]
+    gone = [RankLost(number=3, pid=pid, kind="ended", reason="code 1") for pid in (1, 8, 9)]
     assert heard(*BEGAN, *(("host0", one) for one in gone))[1][4:] == [True] * 3
     assert heard(*(("host0", one) for one in gone))[1] == [True] * 3

@@ -43,19 +43,19 @@ def test_what_names_no_slot_is_refused(word):
         parse_slots([word], layout())
 
 
-def test_standing_sorts_groups_into_whole_hurt_and_dropped():
+def test_standing_sorts_groups_into_whole_degraded_and_dropped():
     topology = layout()
     lost = parse_slots(["r0.s0.t1", "r1.s1.t0,r1.s1.t1,r1.s1.t2", "r1.s0.t0"], topology)
-    standing = SurvivingReplicas(topology=topology, lost=lost, min_tp_width=2)
-    assert standing.dropped == {1}
-    assert standing.hurt == {(0, 0): (1,)}
-    assert standing.replicas == (0, 2)
-    assert [str(slot) for slot in standing.idle()] == ["r1.s0.t1", "r1.s0.t2", "r1.s0.t3", "r1.s1.t3"]
-    assert standing.patterns_of_stage(0) == {(1,): (0,)}
-    assert standing.patterns_of_stage(1) == {}
+    surviving = SurvivingReplicas(topology=topology, lost=lost, min_tp_width=2)
+    assert surviving.dropped == {1}
+    assert surviving.degraded == {(0, 0): (1,)}
+    assert surviving.replicas == (0, 2)
+    assert [str(slot) for slot in surviving.idle()] == ["r1.s0.t1", "r1.s0.t2", "r1.s0.t3", "r1.s1.t3"]
+    assert surviving.patterns_of_stage(0) == {(1,): (0,)}
+    assert surviving.patterns_of_stage(1) == {}
 
 
 def test_a_host_is_lost_when_all_its_slots_are():
     topology = layout()
-    standing = SurvivingReplicas(topology=topology, lost=parse_slots(["node2", "r0.s0.t0"], topology), min_tp_width=1)
-    assert standing.lost_nodes == (2,)
+    surviving = SurvivingReplicas(topology=topology, lost=parse_slots(["node2", "r0.s0.t0"], topology), min_tp_width=1)
+    assert surviving.lost_nodes == (2,)

@@ -11,7 +11,7 @@ from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery
 from ntp_plugin.planning.topology import parse_slots
 from ntp_plugin.planning.transfers import Change, optimizer_blocks, plan_block_deals
 from tests.unit import properties
-from tests.unit.strategies import make_job, situations, situations_with_newcomers
+from tests.unit.strategies import make_job, situations, situations_with_joiners
 
 
 @given(situations())
@@ -23,7 +23,7 @@ def test_every_transfer_is_needed_possible_and_made_once(situation):
 def test_the_same_with_copies_of_sharded_optimizer_state(situation):
     nominal, lost_before, lost = situation
     try:
-        copies = place_copies(nominal.topology, CopyPolicy(), nominal.standing(lost_before).lost_nodes)
+        copies = place_copies(nominal.topology, CopyPolicy(), nominal.surviving(lost_before).lost_nodes)
     except Refused:
         return  # one host alone has nowhere to copy to
     properties.transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies)
@@ -33,13 +33,13 @@ def test_the_same_with_copies_of_sharded_optimizer_state(situation):
 def test_the_same_with_parities_of_such_copies(situation):
     nominal, lost_before, lost = situation
     try:
-        parities = share_parities(nominal.topology, CopyPolicy(mode="xor:2"), nominal.standing(lost_before).lost_nodes)
+        parities = share_parities(nominal.topology, CopyPolicy(mode="xor:2"), nominal.surviving(lost_before).lost_nodes)
     except Refused:
         return  # two hosts have nowhere to keep a parity of both
     properties.transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, parities)
 
 
-@given(situations_with_newcomers())
+@given(situations_with_joiners())
 def test_the_same_where_new_processes_sit_in_slots_that_stood(situation):
     properties.transfers_turn_one_layout_into_the_next(*situation)
 
@@ -58,7 +58,7 @@ def test_optimizer_blocks_stay_whole_even_and_in_place(elements, replicas, data)
 @given(situations())
 def test_every_shard_of_a_replica_that_is_dropped_or_comes_back_changes_hands_once(situation):
     nominal, lost_before, lost = situation
-    before, after = nominal.standing(lost_before), nominal.standing(lost)
+    before, after = nominal.surviving(lost_before), nominal.surviving(lost)
     try:
         copies = place_copies(nominal.topology, CopyPolicy(), before.lost_nodes)
     except Refused:
@@ -80,10 +80,10 @@ def test_every_shard_of_a_replica_that_is_dropped_or_comes_back_changes_hands_on
         assert blocks.source in (None, blocks.slot) or blocks.slot in lost
 
 
-def living_slots(standing, replica):
-    topology = standing.topology
+def living_slots(surviving, replica):
+    topology = surviving.topology
     return [
-        slot for stage in range(topology.pp) for slot in topology.group(replica, stage) if slot not in standing.lost
+        slot for stage in range(topology.pp) for slot in topology.group(replica, stage) if slot not in surviving.lost
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_lost_hosts_optimizer_shard_comes_from_a_parity_and_a_lost_slots_from_
     assert {move.origin for move in moves if move.of} == {"near copy"}
     deals = plan(job, "r1").block_deals
     assert [(str(deal.slot), deal.origin) for deal in deals] == [(f"r1.s0.t{tp}", "parity") for tp in range(4)]
-    assert {deal.source.replica for deal in deals} == {0, 2}, "keepers rotate"
+    assert {deal.source.replica for deal in deals} == {0, 2}, "parity_hosts rotate"
     with pytest.raises(StateLost, match=r"the hosts of its copies are lost as well.*copies\.mode = copy"):
         plan(job, "r1,r2")
 

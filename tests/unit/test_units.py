@@ -45,7 +45,7 @@ def test_dealt_granules_are_appended_to_each_half():
     assert local_indices("linear_fc2.weight", 3, 0, pattern=(2,)) == [*range(6), 12, 13, 14]
 
 
-def test_a_hurt_vocabulary_stays_contiguous():
+def test_a_degraded_vocabulary_stays_contiguous():
     assert local_indices("word_embeddings.weight", 3, 2, pattern=(1,)) == list(range(6, 12))
 
 

@@ -9,9 +9,9 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.plain import fingerprints
 from ntp_plugin.recovery import same_settings
+from ntp_plugin.recovery.comparison_interval import AT_LEAST_EVERY
 from ntp_plugin.recovery.fingerprint import Fingerprint, encode
-from ntp_plugin.recovery.replica_watch import ReplicaWatch
-from ntp_plugin.recovery.watch_interval import AT_LEAST_EVERY
+from ntp_plugin.recovery.replica_comparison import ReplicaWatch
 
 
 def groups_of(**options):
@@ -26,7 +26,7 @@ def test_a_joining_rank_may_have_loaded_another_point_of_the_schedule():
 
 def joining(sections, left):
     rank = types.SimpleNamespace(
-        place=types.SimpleNamespace(joining=True, slot=1, occupant="1/1@0"),
+        place=types.SimpleNamespace(joining=True, slot=1, incarnation="1/1@0"),
         word_if_left=lambda name: left.get(name.removeprefix("fingerprint/")),
     )
     same_settings.require_same(rank, Fingerprint(sections=sections), leaves=False)
@@ -47,7 +47,7 @@ def test_a_loss_that_is_not_finite_is_looked_at_again_later_in_the_same_epoch(mo
     compared = []
     monkeypatch.setattr(ReplicaWatch, "_compare", lambda _, step: compared.append(step))
     rank = types.SimpleNamespace(groups=types.SimpleNamespace(epoch=0, slot=0), place=types.SimpleNamespace(slot=0))
-    watch = ReplicaWatch(TrainingPolicy(), None, rank=rank, held_alike=dict, distrust=None, teller=None)
+    watch = ReplicaWatch(TrainingPolicy(), None, rank=rank, replicated_state=dict, distrust=None, teller=None)
     for step in (40, 41, 139, 140, 141):
         watch.not_finite(step)
     assert compared == [40, 40 + AT_LEAST_EVERY]

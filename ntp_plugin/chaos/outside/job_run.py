@@ -22,7 +22,7 @@ from ntp_plugin.chaos.outside.injector import Injected, Injector, Missed
 from ntp_plugin.chaos.outside.job_view import LINE, CompletedStep, JobView, Noticed
 from ntp_plugin.chaos.outside.kinds import FaultKind, held_at_most_s
 from ntp_plugin.chaos.outside.leavings import Leavings
-from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.membership.failure_detector import Thresholds
 
 MARK = "NTP_OUTSIDE"
 RUN = "{run}"

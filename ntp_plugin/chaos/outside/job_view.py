@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ntp_plugin.errors import Excluded
-from ntp_plugin.telemetry import Began, Committed, Follower, Gone, Told
+from ntp_plugin.telemetry import Began, Committed, Follower, RankLost, RecordedEvent
 
 LINE = (
     r"(?:rank (?P<rank>\d+): )?(?:step|iteration)\s+(?P<step>\d+)(?:/\s*\d+)?\b.*?loss:?\s*"
@@ -81,7 +81,7 @@ class JobView:
             self._hear(told)
         self._read_output()
 
-    def _hear(self, told: Told) -> None:
+    def _hear(self, told: RecordedEvent) -> None:
         match told.event:
             case Began(number=number, pid=pid):
                 self._numbers[told.slot] = self.rank_of_pid[pid] = number
@@ -90,7 +90,7 @@ class JobView:
                 rank, loss = self._numbers.get(told.slot), next(iter(losses.values()), None)
                 self._recorded.append(CompletedStep(at=told.at, rank=rank, step=step, loss=loss))
                 self._count(rank, step)
-            case Gone(number=number, kind=kind, reason=reason):
+            case RankLost(number=number, kind=kind, reason=reason):
                 left_out = kind == "ended" and reason.endswith(f" code {Excluded.exit_code}")
                 self.noticed.append(Noticed(at=told.at, rank=number, left_out=left_out))
                 self.newest_of.pop(number, None)

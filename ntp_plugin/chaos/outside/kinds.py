@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping
 
 from ntp_plugin.errors import BelowMinimum, RestartIsBetter, ScriptError, StateLost
-from ntp_plugin.recovery.detector import Thresholds
+from ntp_plugin.membership.failure_detector import Thresholds
 
 VICTIM, OTHER, JOINER, SUPERVISOR = "victim", "other", "joiner", "supervisor"
 RANKS = frozenset({VICTIM, OTHER, JOINER})

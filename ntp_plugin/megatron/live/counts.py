@@ -1,7 +1,7 @@
-"""What a job counts outside of its model and optimizer, as a newcomer is told it.
+"""What a job counts outside of its model and optimizer, as a joining rank is told it.
 
 A checkpoint holds the same: how far the training has come, how many samples it has consumed, where the schedule of the
-learning rate stands. A newcomer comes in where a step begins, or not at all: its own loop can begin nowhere else.
+learning rate stands. A joining rank comes in where a step begins, or not at all: its own loop can begin nowhere else.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from typing import Any
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from ntp_plugin.errors import Excluded
-from ntp_plugin.megatron.live.anatomy import Anatomy
-from ntp_plugin.recovery.loop import Loop
+from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
+from ntp_plugin.recovery.voted_sections import Loop
 
 _ARGUMENTS = (
     *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
@@ -33,7 +33,7 @@ class Counts:
     """Samples, as the schedule of the learning rate counts them."""
 
 
-def count(args: Any, anatomy: Anatomy, loop: Loop) -> Counts:
+def count(args: Any, model_rebuild: ModelRebuild, loop: Loop) -> Counts:
     """Of this rank."""
     return Counts(
         in_step=loop.in_step,
@@ -41,11 +41,11 @@ def count(args: Any, anatomy: Anatomy, loop: Loop) -> Counts:
         sections=loop.done,
         kinds=loop.kinds,
         arguments={name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)},
-        scheduled=anatomy.scheduler.num_steps,
+        scheduled=model_rebuild.scheduler.num_steps,
     )
 
 
-def adopt(counts: Counts, args: Any, anatomy: Anatomy, loop: Loop) -> None:
+def adopt(counts: Counts, args: Any, model_rebuild: ModelRebuild, loop: Loop) -> None:
     """Go on from there."""
     if not counts.in_step:
         raise Excluded(
@@ -56,4 +56,4 @@ def adopt(counts: Counts, args: Any, anatomy: Anatomy, loop: Loop) -> None:
     args.iteration = args.curr_iteration = counts.iteration
     get_rerun_state_machine().current_iteration = counts.iteration
     loop.done, loop.kinds = counts.sections, counts.kinds
-    anatomy.scheduler.num_steps = counts.scheduled  # what it has set the optimizer to came with that
+    model_rebuild.scheduler.num_steps = counts.scheduled  # what it has set the optimizer to came with that

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.training import training
 
-from ntp_plugin.megatron.live.anatomy import Anatomy
+from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 
 _FOR_WHO_TRAINS = {
     "load": None,
@@ -29,13 +29,13 @@ def only_to_save(args: Any, folder: Path) -> None:
     args.save = str(folder)
 
 
-def save(args: Any, anatomy: Anatomy) -> None:
+def save(args: Any, model_rebuild: ModelRebuild) -> None:
     """Where the arguments say; all ranks come together."""
     training.save_checkpoint(
         args.iteration,
-        anatomy.chunks,
-        anatomy.optimizer,
-        anatomy.scheduler,
+        model_rebuild.chunks,
+        model_rebuild.optimizer,
+        model_rebuild.scheduler,
         args.num_floating_point_operations_so_far,
         {},
         preprocess_common_state_dict_fn=training.preprocess_common_state_dict,

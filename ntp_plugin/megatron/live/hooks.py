@@ -1,6 +1,6 @@
 """Everything of Megatron's that a live job has replaced from its start, with the reason of each.
 
-With nobody lost none of it computes anything but the vote. What a hurt layout needs is put in place by the walk
+With nobody lost none of it computes anything but the vote. What a degraded layout needs is put in place by the recovery
 (`trainer.py`), and taken out again when everybody is back.
 """
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.rerun_state_machine import RerunMode
 
-from ntp_plugin.megatron.live.anatomy import set_forward_waits
+from ntp_plugin.megatron.live.model_rebuild import set_forward_waits
 from ntp_plugin.megatron.live.unsynced import no_sync
-from ntp_plugin.recovery.loop import Loop
-from ntp_plugin.replacements import Replacement
+from ntp_plugin.patching import Replacement
+from ntp_plugin.recovery.voted_sections import Loop
 
 if TYPE_CHECKING:
     from ntp_plugin.megatron.live.start import MegatronJob
@@ -40,17 +40,17 @@ def _what_is_built(job: "MegatronJob") -> tuple[Replacement, ...]:
         Replacement(
             target=f"{_TRAINING}:setup_model_and_optimizer",
             why="the model is built again for another layout, by the same recipe",
-            make=lambda original: _then(job.anatomy.set_up(original), job.model_is_built),
+            make=lambda original: _then(job.model_rebuild.set_up(original), job.model_is_built),
         ),
         Replacement(
             target=f"{_TRAINING}:get_megatron_optimizer",
             why="one that is sharded is built again for other shards, by the same recipe",
-            make=job.anatomy.built_optimizer,
+            make=job.model_rebuild.built_optimizer,
         ),
         Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             why="its buffers are made again, with what it was first given",
-            make=job.anatomy.wrapper,
+            make=job.model_rebuild.wrapper,
         ),
         Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.no_sync",
@@ -79,7 +79,7 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_TRAINING}:train",
-            why="sections begin here, and newcomers come in before it asks how many iterations are done",
+            why="sections begin here, and joining ranks come in before it asks how many iterations are done",
             make=lambda original: _first(job.begin_sections, _then(original, job.end_sections)),
         ),
         Replacement(
@@ -242,8 +242,8 @@ def _gathered(job: "MegatronJob", original: Any) -> Any:
 
 
 def _by_groups_of_now(job: "MegatronJob", original: Any) -> Any:
-    """`save_checkpoint_and_time`: in another epoch its groups are others, and a newcomer has kept nothing, neither of
-    the checkpoints before nor of the one that the job began from."""
+    """`save_checkpoint_and_time`: in another epoch its groups are others, and a joining rank has kept nothing, neither
+    of the checkpoints before nor of the one that the job began from."""
     saved_in = 0
 
     @functools.wraps(original)

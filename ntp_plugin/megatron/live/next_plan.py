@@ -9,16 +9,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ntp_plugin.comm.agreement import Agreed
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import BelowMinimum, RestartIsBetter, StateLost
+from ntp_plugin.membership.agreement import Agreed
 from ntp_plugin.planning.actions import RESTART
 from ntp_plugin.planning.decision import as_allowed, decide, in_lines
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery, within_memory
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.recovery.job_copies import JobCopies
+from ntp_plugin.resharding.reshard_plan import AvailableVersions, RelayoutPlan, digest_of, plan_relayout
 from ntp_plugin.telemetry import Chosen, Teller
-from ntp_plugin.training.relayout_plan import HeldVersions, RelayoutPlan, digest_of, plan_relayout
 
 
 class NextPlan:
@@ -56,7 +56,7 @@ class NextPlan:
         known: frozenset[Slot] | None,
         copies: JobCopies | None,
     ) -> str:
-        live = {rank: HeldVersions.decode(held) for rank, (held, _) in told.items() if held is not None}
+        live = {rank: AvailableVersions.decode(held) for rank, (held, _) in told.items() if held is not None}
         self.from_copies = len(live) < len(told)
         if not self.from_copies:
             try:
@@ -67,12 +67,12 @@ class NextPlan:
                 self.from_copies = True
             else:
                 self.goal = self.moves[0].goal
-                self._decide(known, speaks=self._slot == min(told))
+                self._decide(known, is_replica_leader=self._slot == min(told))
                 return digest_of(self.moves)
         slot_of, size = self.nominal.topology.slot_of, self.nominal.topology.size
         lost = frozenset(slot_of(rank) for rank in range(size) if rank not in told)
         self.goal = plan_recovery(self.nominal, lost=lost, lost_before=lost)
-        self._decide(known, speaks=self._slot == min(told))
+        self._decide(known, is_replica_leader=self._slot == min(told))
         versions = [] if copies is None else copies.choose(copied or "" for _, copied in told.values())
         if not versions:
             raise StateLost(
@@ -82,12 +82,12 @@ class NextPlan:
             )
         return f"{self.goal.digest} {versions}"
 
-    def _decide(self, known: frozenset[Slot] | None, *, speaks: bool) -> None:
+    def _decide(self, known: frozenset[Slot] | None, *, is_replica_leader: bool) -> None:
         """About losses that are new: to go on by the plan, or to end for a restart. All decide alike; one tells."""
         if known is None or set(self.goal.lost) <= known:
             return
         choice = decide(self.goal)
-        if speaks:
+        if is_replica_leader:
             lost = [str(slot) for slot in self.goal.lost]
             self._teller.tell(Chosen(action=choice.action, lost=lost, table=in_lines(choice)))
         if choice.action == RESTART:

@@ -2,11 +2,12 @@
 
 The groups are edited in place, so that every handle that Megatron and the user's script keep goes on. Beside them
 Megatron has the ranks of its groups as lists, and two numbers that it may be told: how many replicas there are, and
-which one this is. In a hurt layout they stay the nominal ones, as in a job that begins hurt (`megatron/groups.py`).
+which one this is. In a degraded layout they stay the nominal ones, as in a job that begins degraded
+(`megatron/groups.py`).
 
 A pipeline's group is the one that cannot be edited: in a column that has lost a slot another of its stage stands in,
-which is not among those that the group was made of. So in a hurt layout it is one of the groups of the epoch, and there
-are no embedding groups, again as in a job that begins hurt.
+which is not among those that the group was made of. So in a degraded layout it is one of the groups of the epoch, and
+there are no embedding groups, again as in a job that begins degraded.
 """
 
 from typing import Any
@@ -41,8 +42,8 @@ class MegatronRanks:
         """Have Megatron's own numbers be those of the groups as they are now; all ranks call this together."""
         self._nominal = self._nominal or {name: getattr(parallel_state, name) for name in _OF_A_PIPELINE}
         vars(parallel_state).update(self._nominal)
-        hurt = layout.hurt
-        if hurt and layout.topology.pp > 1:
+        degraded = layout.degraded
+        if degraded and layout.topology.pp > 1:
             columns = _make_columns(layout, make_groups)
             if not layout.is_idle:
                 own = layout.column(layout.slot.replica, layout.slot.tp)
@@ -52,8 +53,8 @@ class MegatronRanks:
             group = getattr(parallel_state, name)
             if group is not None:
                 setattr(parallel_state, ranks, dist.get_process_group_ranks(group))
-        parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = layout.topology.dp if hurt else None
-        parallel_state.set_data_parallel_rank(layout.slot.replica if hurt else None)
+        parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = layout.topology.dp if degraded else None
+        parallel_state.set_data_parallel_rank(layout.slot.replica if degraded else None)
 
 
 def _make_columns(layout: Layout, make_groups: MakeGroups) -> dict[tuple[Slot, ...], Any]:

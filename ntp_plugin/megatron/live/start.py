@@ -17,23 +17,23 @@ import megatron.core
 import torch
 
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.megatron.dropout import ExactDropout
 from ntp_plugin.megatron.hooks import nominal_firsts, of_masks
-from ntp_plugin.megatron.lane_sync import named
+from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.live import export, fingerprints, hooks
-from ntp_plugin.megatron.live.anatomy import Anatomy
-from ntp_plugin.megatron.live.recall import LoopState
+from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.live.samples import SampleHooks
+from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
-from ntp_plugin.megatron.refusals import draws_exact_masks
+from ntp_plugin.megatron.reduction.lane_sync import named
+from ntp_plugin.megatron.unsupported import draws_exact_masks
+from ntp_plugin.patching import apply_all
 from ntp_plugin.recovery import exporting, same_settings
-from ntp_plugin.recovery.loop import Loop
-from ntp_plugin.recovery.newcomer import Alone
-from ntp_plugin.recovery.place import RankContext
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.replica_watch import ReplicaWatch
-from ntp_plugin.replacements import apply_all
+from ntp_plugin.recovery.elastic_rank import ElasticRank
+from ntp_plugin.recovery.joining import Alone
+from ntp_plugin.recovery.rank_context import RankContext
+from ntp_plugin.recovery.replica_comparison import ReplicaWatch
+from ntp_plugin.recovery.voted_sections import Loop
 from ntp_plugin.telemetry import Ended, Teller
 
 _LOG = logging.getLogger(__name__)
@@ -56,18 +56,18 @@ class MegatronJob:
         self.teller = Teller(record, str(topology.slot_of(place.slot)))
         if place.export is not None:
             export.only_to_save(args, place.export)
-        self.anatomy, self.samples = Anatomy(args), SampleHooks(args, noted=self.teller.is_heard)
-        self.state = LoopState(args, self.anatomy, self.samples, self.rank.groups)
-        self.loop = Loop(self.rank.groups, self.state, newcomer=place.joining)
+        self.model_rebuild, self.samples = ModelRebuild(args), SampleHooks(args, noted=self.teller.is_heard)
+        self.state = LoopState(args, self.model_rebuild, self.samples, self.rank.groups)
+        self.loop = Loop(self.rank.groups, self.state, joiner=place.joining)
         self.trainer = MegatronTrainer(
             args,
             policy,
             topology,
             rank=self.rank,
             loop=self.loop,
-            anatomy=self.anatomy,
+            model_rebuild=self.model_rebuild,
             samples=self.samples,
-            newcomer=place.joining,
+            joiner=place.joining,
             teller=self.teller,
         )
         self.step = TrainingStep(
@@ -81,7 +81,7 @@ class MegatronJob:
                 policy,
                 topology,
                 rank=self.rank,
-                held_alike=self.trainer.held_alike,
+                replicated_state=self.trainer.replicated_state,
                 distrust=self.trainer.distrust,
                 teller=self.teller,
             ),
@@ -99,8 +99,8 @@ class MegatronJob:
         apply_all(hooks.table(self))
         if draws_exact_masks(args, policy):
             layout = self.trainer.layout()
-            self.anatomy.masks = ExactDropout(layout, args, nominal_firsts(layout, args))
-            apply_all(of_masks(self.anatomy.masks))
+            self.model_rebuild.masks = ExactDropout(layout, args, nominal_firsts(layout, args))
+            apply_all(of_masks(self.model_rebuild.masks))
 
     @property
     def _is_in_the_first_replica(self) -> bool:
@@ -108,20 +108,20 @@ class MegatronJob:
 
     def model_is_built(self) -> None:
         """The last moment before training at which all ranks are together."""
-        if self.anatomy.masks is not None:
-            self.anatomy.masks.into(self.anatomy.chunks)
+        if self.model_rebuild.masks is not None:
+            self.model_rebuild.masks.into(self.model_rebuild.chunks)
         self.trainer.begin()
         if self.rank.place.export is not None:
             self._export(self.rank.place.export)
         self._warn()
-        self.step.into(self.anatomy.optimizer)
+        self.step.into(self.model_rebuild.optimizer)
 
     def _export(self, folder: Path) -> NoReturn:
         """All that this process is for; the rest of the user's script is about training."""
         self.trainer.resume()
         slot = self.topology.slot_of(self.rank.place.slot)
         with contextlib.closing(Teller(self._policy.events, str(slot))) as teller:
-            save = functools.partial(export.save, self.args, self.anatomy)
+            save = functools.partial(export.save, self.args, self.model_rebuild)
             exporting.write(save, self.driver, folder, step=self.args.iteration, teller=teller)
         self.rank.beat()
         self.loop.driver = self.driver
@@ -164,9 +164,9 @@ class MegatronJob:
             )
 
     def begin_sections(self) -> None:
-        """The job is driven from here on; a newcomer comes in."""
+        """The job is driven from here on; a joining rank comes in."""
         slot = self.topology.slot_of(self.rank.place.slot)
-        training = fingerprints.training(self.args, dict(named(self.anatomy.chunks)), slot)
+        training = fingerprints.training(self.args, dict(named(self.model_rebuild.chunks)), slot)
         same_settings.require_same(self.rank, training, leaves=self._is_in_the_first_replica)
         self.rank.beat()
         if self.rank.place.joining:

@@ -1,6 +1,6 @@
 """What this rank trains: its weights, what its optimizer steps and keeps, in the layout of now.
 
-Moved from peers it stays what it is, tensor by tensor (`training/sharded_state.py`). From copies all of it is put in
+Moved from peers it stays what it is, tensor by tensor (`resharding/sharded_state.py`). From copies all of it is put in
 anew: first every parameter is given the size that it will have, then Megatron's model, DDP and optimizer are those of
 the new layout, then what the optimizer steps is filled in, and last the weights are had from it.
 """
@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from ntp_plugin.copies.pieces import TensorSlice
 from ntp_plugin.copies.replicator import Part
+from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron import hooks
-from ntp_plugin.megatron.lane_sync import LaneSync
 from ntp_plugin.megatron.layout import SHARED, Layout
-from ntp_plugin.megatron.live.anatomy import Anatomy
-from ntp_plugin.megatron.shards import Naming, megatrons_shards, shards_of_lanes, whole_parameters
+from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync
+from ntp_plugin.megatron.reduction.shards import Naming, megatrons_shards, shards_of_lanes, whole_parameters
+from ntp_plugin.patching import apply_all
 from ntp_plugin.planning.units import ModelUnits, Tensor
-from ntp_plugin.replacements import apply_all
-from ntp_plugin.training.cuts import local_shape
-from ntp_plugin.training.rebuilding import MAIN, WEIGHT
-from ntp_plugin.training.sharded_state import ShardedState
-from ntp_plugin.training.stepped import Stepped, make_room, parts
+from ntp_plugin.reduction.stepped import Stepped, make_room, parts
+from ntp_plugin.resharding.cuts import local_shape
+from ntp_plugin.resharding.rebuild import MAIN, WEIGHT
+from ntp_plugin.resharding.sharded_state import ShardedState
 
 type AmongThoseWhoTrain = Callable[[Callable[[], None]], None]
 
@@ -32,14 +32,20 @@ class TrainedState:
     """Of one rank."""
 
     def __init__(
-        self, anatomy: Anatomy, parameters: Mapping[str, Any], units: ModelUnits, *, sharded: bool, newcomer: bool
+        self,
+        model_rebuild: ModelRebuild,
+        parameters: Mapping[str, Any],
+        units: ModelUnits,
+        *,
+        sharded: bool,
+        joiner: bool,
     ) -> None:
-        self._anatomy, self._units, self._sharded = anatomy, units, sharded
-        mains = _mains(anatomy.optimizer, parameters)
-        self.live = ShardedState(parameters, anatomy.optimizer.optimizer, mains=mains, newcomer=newcomer)
+        self._model_rebuild, self._units, self._sharded = model_rebuild, units, sharded
+        mains = _mains(model_rebuild.optimizer, parameters)
+        self.live = ShardedState(parameters, model_rebuild.optimizer.optimizer, mains=mains, joiner=joiner)
         self.live.refuse_what_cannot_be_cut()
         self.sync: LaneSync | None = None
-        """In a hurt layout."""
+        """In a degraded layout."""
         self._named: Naming | None = None
         """In the layout that was asked for last."""
 
@@ -47,12 +53,12 @@ class TrainedState:
 
     def parts(self, layout: Layout) -> list[Part]:
         """What is to be copied, where it lives."""
-        return parts(self._stepped(layout), self._anatomy.optimizer.optimizer)
+        return parts(self._stepped(layout), self._model_rebuild.optimizer.optimizer)
 
-    def held_alike(self, layout: Layout) -> Iterator[tuple[str, str, TensorSlice, dict[str, torch.Tensor]]]:
-        """What every replica has: its name, among which wholes it is, and the piece that this rank has of it. What is
-        replicated over a TP group is compared with the same slot's in other replicas: only these sum their gradients
-        together, bit for bit."""
+    def replicated_state(self, layout: Layout) -> Iterator[tuple[str, str, TensorSlice, dict[str, torch.Tensor]]]:
+        """What every replica has: its name, among which replica digests it is, and the piece that this rank has of it.
+        What is replicated over a TP group is compared with the same slot's in other replicas: only these sum their
+        gradients together, bit for bit."""
         for tensor, piece in self.pieces(layout):
             entries, of_slot = self.live.entries(tensor.name), f" of TP slot {layout.slot.tp}" * (not tensor.family)
             among = piece.tensor if tensor.family == SHARED else f"stage {layout.slot.stage}{of_slot}"
@@ -87,49 +93,49 @@ class TrainedState:
             return
         take_back = apply_all(hooks.of_the_optimizer(self.sync), offered=False) if self.sync else None
         try:
-            among_those_who_train(self._anatomy.build_optimizer_again)
+            among_those_who_train(self._model_rebuild.build_optimizer_again)
         finally:
             if take_back is not None:
                 take_back()
         if not layout.is_idle:
-            self.live.have_optimizer(self._anatomy.optimizer.optimizer)
+            self.live.have_optimizer(self._model_rebuild.optimizer.optimizer)
 
     def make_room(self, layout: Layout, kinds: Mapping[str, Any]) -> list[Part]:
         """Where what the copies have is to be put."""
         if layout.is_idle:
             return []
-        return make_room(self._stepped(layout), self._anatomy.optimizer.optimizer, kinds)
+        return make_room(self._stepped(layout), self._model_rebuild.optimizer.optimizer, kinds)
 
     @torch.no_grad()
     def have_weights(self) -> None:
         """Of what is stepped; all who train come together."""
         if not self._sharded:
-            for name, main in _mains(self._anatomy.optimizer, self.live.parameters).items():
+            for name, main in _mains(self._model_rebuild.optimizer, self.live.parameters).items():
                 self.live.parameters[name].data.copy_(main)
         elif self.sync is not None:
             for lanes in self.sync.shards:
                 lanes.begin_spread()
                 lanes.finish_spread()
         else:
-            self._anatomy.optimizer.chained_optimizers[0]._copy_main_params_to_model_params()
-            for chunk in self._anatomy.chunks:
+            self._model_rebuild.optimizer.chained_optimizers[0]._copy_main_params_to_model_params()
+            for chunk in self._model_rebuild.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def wait_for_weights(self) -> None:
         """With `--overlap-param-gather` they are on their way when a step ends."""
-        for chunk in self._anatomy.chunks if self._sharded else ():
+        for chunk in self._model_rebuild.chunks if self._sharded else ():
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
     def _stepped(self, layout: Layout) -> list[Stepped]:
         naming, parameters = self._naming(layout), self.live.parameters
         if not self._sharded:
-            mains = _mains(self._anatomy.optimizer, parameters)
+            mains = _mains(self._model_rebuild.optimizer, parameters)
             return whole_parameters({name: mains.get(name, parameters[name]) for name in parameters}, naming, layout)
         if self.sync is not None:
             return shards_of_lanes(self.sync, naming)
-        (optimizer,) = self._anatomy.optimizer.chained_optimizers
+        (optimizer,) = self._model_rebuild.optimizer.chained_optimizers
         return megatrons_shards(optimizer, {value: name for name, value in parameters.items()}, naming, layout)
 
     def _naming(self, layout: Layout) -> Naming:

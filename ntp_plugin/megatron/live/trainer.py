@@ -1,6 +1,6 @@
-"""What a rank of a live Megatron job does in a walk: where it stands, what comes next, and to stand on that.
+"""What a rank of a live Megatron job does in a recovery: where it stands, what comes next, and to stand on that.
 
-`stand_on` may be interrupted anywhere. Parameters and optimizer state are held together by `training/relayout.py`.
+`resume_from` may be interrupted anywhere. Parameters and optimizer state are held together by `resharding/reshard.py`.
 Everything else is made from nothing each time: Megatron's own functions are put back first, and then what the new
 layout needs is put in their place. So the way does not matter by which a layout was come to, and with nobody lost
 Megatron runs by itself again.
@@ -15,36 +15,36 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from ntp_plugin.comm.agreement import Agreed
-from ntp_plugin.comm.membership import Report
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import JobPlan, nominal_job, share_units
-from ntp_plugin.megatron.lane_groups import wanted_groups
-from ntp_plugin.megatron.lane_sync import LaneSync, named
+from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers, describe
 from ntp_plugin.megatron.layout import Layout
-from ntp_plugin.megatron.live.anatomy import Anatomy
 from ntp_plugin.megatron.live.copies import LoopProgress, refuse_unknown, who_trains
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
 from ntp_plugin.megatron.live.logs import into_logs
+from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.live.next_plan import NextPlan, restart
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.state import TrainedState
-from ntp_plugin.megatron.live.trainees import Trainees
-from ntp_plugin.megatron.uneven_layers import UnevenLayers, describe
+from ntp_plugin.megatron.live.trained_parameters import Trainees
+from ntp_plugin.megatron.reduction.lane_groups import wanted_groups
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync, named
+from ntp_plugin.membership.agreement import Agreed
+from ntp_plugin.membership.protocol import Report
+from ntp_plugin.patching import apply_all
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.planning.units import OF_UNITS
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.job_copies import JobCopies
-from ntp_plugin.recovery.loop import Loop
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.replica_watch import HeldAlike
-from ntp_plugin.replacements import apply_all
+from ntp_plugin.recovery.replica_comparison import ReplicatedState
+from ntp_plugin.recovery.voted_sections import Loop
+from ntp_plugin.resharding.reshard import refuse_unequal_replicas, relayout, relayout_weights
+from ntp_plugin.resharding.reshard_plan import AvailableVersions, plan_relayout
 from ntp_plugin.telemetry import CopyTrouble, Recovered, Teller
-from ntp_plugin.training.relayout import refuse_unequal_replicas, relayout, relayout_weights
-from ntp_plugin.training.relayout_plan import HeldVersions, plan_relayout
 
 _LOG = logging.getLogger(__name__)
 _UNITS = "units of all stages"
@@ -63,15 +63,15 @@ class MegatronTrainer:
         *,
         rank: ElasticRank,
         loop: Loop,
-        anatomy: Anatomy,
+        model_rebuild: ModelRebuild,
         samples: SampleHooks,
-        newcomer: bool,
+        joiner: bool,
         teller: Teller,
     ) -> None:
         self._args, self._policy, self._topology = args, policy, topology
         self._rank, self._groups = rank, rank.groups
-        self._loop, self._anatomy, self._samples = loop, anatomy, samples
-        self._newcomer, self._teller = newcomer, teller
+        self._loop, self._model_rebuild, self._samples = loop, model_rebuild, samples
+        self._joiner, self._teller = joiner, teller
         self.share: BatchShare | None = None
         """Of the global batch, while somebody is lost."""
         self.idle, self.first = False, self._groups.slot == 0
@@ -114,16 +114,16 @@ class MegatronTrainer:
 
     def begin(self) -> None:
         """Know the model, now that there is one; what could not be cut is refused here. All ranks come together."""
-        layout, anatomy = self.layout(), self._anatomy
+        layout, model_rebuild = self.layout(), self._model_rebuild
         layers = UnevenLayers(layout, self._args, granule=self._policy.granule)
         take_back = apply_all(hooks.of_layers(layers), offered=False)
         try:
-            anatomy.take_over(anatomy.elsewhere())
+            model_rebuild.take_over(model_rebuild.elsewhere())
         finally:
             take_back()
-        parameters = dict(named(anatomy.chunks))
+        parameters = dict(named(model_rebuild.chunks))
         units = describe(parameters, sequence=self._args.seq_length, last=layout.last)
-        if self._newcomer:
+        if self._joiner:
             of_all = self._rank.word(_UNITS, kinds=OF_UNITS)
         else:
             of_all = share_units(layout, units)
@@ -131,9 +131,9 @@ class MegatronTrainer:
                 self._rank.leave_word(_UNITS, of_all)
         nominal = nominal_job(layout, self._policy, self._args, of_all)
         self._plan = NextPlan(self._args, self._policy, nominal, slot=self.slot_number, teller=self._teller)
-        self.state = TrainedState(anatomy, parameters, nominal.units, sharded=self._sharded, newcomer=self._newcomer)
+        self.state = TrainedState(model_rebuild, parameters, nominal.units, sharded=self._sharded, joiner=self._joiner)
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        if not (self._newcomer or self._sharded):
+        if not (self._joiner or self._sharded):
             self._refuse_unequal_replicas()
         self._begin_copies()
 
@@ -142,8 +142,8 @@ class MegatronTrainer:
         unique = self._sharded or self._topology.dp == 1 or policy.protect == "all"
         if policy.mode == "off" or not unique:
             return
-        refuse_unknown(self._args, self._anatomy, strict=policy.strict)
-        self.how_far = LoopProgress(self._args, self._anatomy, slot=self.slot_number)
+        refuse_unknown(self._args, self._model_rebuild, strict=policy.strict)
+        self.how_far = LoopProgress(self._args, self._model_rebuild, slot=self.slot_number)
         self.copies = JobCopies(
             policy,
             self._topology,
@@ -152,14 +152,14 @@ class MegatronTrainer:
             steps=self._args.iteration,
             teller=self._teller,
         )
-        if not self._newcomer:
+        if not self._joiner:
             layout = self.layout()
             self.copies.settle(who_trains(layout), functools.partial(self.state.parts, layout))
 
     def _refuse_unequal_replicas(self) -> None:
         stages, slot_of = self._plan.nominal.units.stages, self._topology.slot_of
         held = {
-            rank: HeldVersions(versions=(0,) * len(stages[slot_of(rank).stage].tensors), built=(), lost={0: ()})
+            rank: AvailableVersions(versions=(0,) * len(stages[slot_of(rank).stage].tensors), built=(), lost={0: ()})
             for rank in range(self._topology.size)
         }
         refuse_unequal_replicas(plan_relayout(self._plan.nominal, held, 0), self.state.live, self._groups)
@@ -167,7 +167,7 @@ class MegatronTrainer:
     def resume(self) -> None:
         """Begin from what a dead run has left in memory, if that is what is wanted; all founders come together."""
         folder = self._rank.place.resume
-        if folder is None or self._newcomer:
+        if folder is None or self._joiner:
             return
         if self.copies is None:
             raise Refused(
@@ -182,7 +182,7 @@ class MegatronTrainer:
         self._samples.rewind()
         _LOG.warning("resumed from the copies in %s: %d steps are done", folder, step)
 
-    # ------------------------------------------------ a walk
+    # ------------------------------------------------ a recovery
 
     def report(self) -> Report:
         """An update is made in place, so there is no way back."""
@@ -190,17 +190,17 @@ class MegatronTrainer:
         live = None if self._sharded or self._put_together else self.state.live.held(self._lost).encode()
         copied = None if self.copies is None else self.copies.describe()
         held = json.dumps([live, copied])
-        return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, newcomer=self._newcomer, held=held)
+        return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, joiner=self._joiner, held=held)
 
     def plan(self, agreed: Agreed) -> str:
         """Who holds what, computes what and sends what, from what everybody reported."""
-        return self._plan.make(agreed, known=None if self._newcomer else self.lost, copies=self.copies)
+        return self._plan.make(agreed, known=None if self._joiner else self.lost, copies=self.copies)
 
-    def stand_on(self, agreed: Agreed) -> None:
+    def resume_from(self, agreed: Agreed) -> None:
         """Roll forward, move what changes hands, compare everything, and have Megatron run in the new layout."""
         if agreed.decision.roll_forward:
             mine = self._groups.slot in agreed.decision.roll_forward
-            self._loop.roll_forward(mine=mine, newcomer=self._newcomer, really=not self._plan.from_copies)
+            self._loop.roll_forward(mine=mine, joiner=self._joiner, really=not self._plan.from_copies)
         self._loop.begin_again()
         self._put_back()
         self._rest = _nothing
@@ -212,7 +212,7 @@ class MegatronTrainer:
         else:
             self._lost = self._plan.moves[self.layout().slot.stage].lost
             self._move(agreed)
-        if any(report.newcomer for report in agreed.reports.values()):
+        if any(report.joiner for report in agreed.reports.values()):
             self._share_counts()
         assert self._loop.done == agreed.decision.step, "all stand on one step"
         self._idle = frozenset(self._plan.goal.idle)
@@ -227,13 +227,13 @@ class MegatronTrainer:
         self.state.shard_again(layout, self.among_those_who_train)
         if self.copies is not None:
             self._settle_copies(self.copies, layout)
-        self._newcomer = False
+        self._joiner = False
         self._tell(agreed)
         self._tell_if_held_once(layout)
 
     def _move(self, agreed: Agreed) -> None:
-        """What a newcomer's optimizer keeps comes while all train; but copies are of whole states."""
-        ahead = self.copies is None and any(report.newcomer for report in agreed.reports.values())
+        """What a joining rank's optimizer keeps comes while all train; but copies are of whole states."""
+        ahead = self.copies is None and any(report.joiner for report in agreed.reports.values())
         moved = (relayout_weights if ahead else relayout)(
             self._plan.moves, self.state.live, self._groups, step=agreed.decision.step
         )
@@ -241,7 +241,7 @@ class MegatronTrainer:
             self._rest = moved
 
     def have_the_rest(self) -> None:
-        """Of the state, where newcomers came in with weights alone; all members call this, before anybody steps."""
+        """Of the state, where joining ranks came in with weights alone; all members call this, before anybody steps."""
         if self._rest is not _nothing:
             self.wait_for_the_rest()
 
@@ -278,10 +278,10 @@ class MegatronTrainer:
     def _tell(self, agreed: Agreed) -> None:
         """Whoever looks on hears that this rank goes on, and in which layout."""
         topology, lost = self._topology, self.lost
-        standing = self._plan.nominal.standing(lost)
+        surviving = self._plan.nominal.surviving(lost)
         size, stages = self._args.micro_batch_size, range(topology.pp)
         shares = {share.replica: share.count * share.size // size for share in self._plan.goal.batch.shares}
-        back = [rank for rank, report in agreed.reports.items() if report.newcomer]
+        back = [rank for rank, report in agreed.reports.items() if report.joiner]
         seconds, phases = self._rank.walked()
         event = Recovered(
             epoch=agreed.view.epoch,
@@ -290,7 +290,7 @@ class MegatronTrainer:
             lost=[str(slot) for slot in sorted(lost)],
             back=[str(topology.slot_of(rank)) for rank in sorted(back)],
             widths=[
-                [topology.tp - len(standing.pattern(replica, stage)) for stage in stages]
+                [topology.tp - len(surviving.pattern(replica, stage)) for stage in stages]
                 for replica in range(topology.dp)
             ],
             micro_batches=[shares.get(replica, 0) for replica in range(topology.dp)],
@@ -299,11 +299,11 @@ class MegatronTrainer:
         into_logs(event, self._args.curr_iteration + 1)
 
     def _share_counts(self) -> None:
-        """What the job has counted so far, from who was there to newcomers."""
+        """What the job has counted so far, from who was there to joining ranks."""
         told: list[Counts | None] = [None] * len(self._groups.members)
-        dist.all_gather_object(told, None if self._newcomer else count(self._args, self._anatomy, self._loop))
-        if self._newcomer:
-            adopt(next(counts for counts in told if counts), self._args, self._anatomy, self._loop)
+        dist.all_gather_object(told, None if self._joiner else count(self._args, self._model_rebuild, self._loop))
+        if self._joiner:
+            adopt(next(counts for counts in told if counts), self._args, self._model_rebuild, self._loop)
             if self.copies is not None:
                 self.copies.steps = self.copies.state_of = self._args.iteration
 
@@ -319,7 +319,7 @@ class MegatronTrainer:
 
     @property
     def layout_now(self) -> Layout:
-        """The one that the last walk came to."""
+        """The one that the last recovery came to."""
         return self.layout(self.lost, self._idle)
 
     def distrust(self, since: int) -> None:
@@ -327,11 +327,11 @@ class MegatronTrainer:
         if self.copies is not None:
             self.copies.distrust_since(since)
 
-    def held_alike(self) -> HeldAlike:
+    def replicated_state(self) -> ReplicatedState:
         """What all replicas have, with what is on its way; all members call this."""
         self.have_the_rest()
         self.state.wait_for_weights()
-        yield from self.state.held_alike(self.layout_now)
+        yield from self.state.replicated_state(self.layout_now)
 
     def among_those_who_train[Result](self, work: Callable[[], Result]) -> Result | None:
         """Something that Megatron does with the whole world; all members call this."""
@@ -348,9 +348,9 @@ class MegatronTrainer:
             config.finalize_model_grads_func = finalize
 
     def _put_in(self, layout: Layout) -> None:
-        anatomy, args = self._anatomy, self._args
-        if self._own is None:  # Megatron sets it when training begins, which a newcomer comes in before
-            config = anatomy.chunks[0].config
+        model_rebuild, args = self._model_rebuild, self._args
+        if self._own is None:  # Megatron sets it when training begins, which a joining rank comes in before
+            config = model_rebuild.chunks[0].config
             self._own = config, config.finalize_model_grads_func or finalize_model_grads
         job = JobPlan(
             layout,
@@ -361,21 +361,23 @@ class MegatronTrainer:
             plan=self._plan.goal,
         )
         sync, layers = LaneSync(job), UnevenLayers(layout, args, granule=self._policy.granule)
-        hurt = layout.hurt
-        self.state.sync = sync if hurt else None
+        degraded = layout.degraded
+        self.state.sync = sync if degraded else None
         self._take_back = apply_all(
-            hooks.of_a_layout(job, layers, sync) if hurt else hooks.of_layers(layers), offered=False
+            hooks.of_a_layout(job, layers, sync) if degraded else hooks.of_layers(layers), offered=False
         )
-        anatomy.take_over(anatomy.elsewhere())
-        if not hurt:
+        model_rebuild.take_over(model_rebuild.elsewhere())
+        if not degraded:
             self._take_back()
             self._take_back = _nothing
-        anatomy.wrap_again()
-        if hurt:
+        model_rebuild.wrap_again()
+        if degraded:
             self.share = BatchShare(job, sync)
             self._samples.make_training = self.share.by_share
-        if anatomy.masks is not None:
-            anatomy.masks.stand_in(layout, self.share.firsts if self.share else hooks.nominal_firsts(layout, args))
+        if model_rebuild.masks is not None:
+            model_rebuild.masks.stand_in(
+                layout, self.share.firsts if self.share else hooks.nominal_firsts(layout, args)
+            )
 
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]

@@ -18,13 +18,13 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import NotFinite, PeerLost
-from ntp_plugin.megatron.live.recall import LoopState
 from ntp_plugin.megatron.live.samples import SampleHooks
+from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
+from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
-from ntp_plugin.recovery.loop import Loop
-from ntp_plugin.recovery.rank import ElasticRank
-from ntp_plugin.recovery.replica_watch import ReplicaWatch
+from ntp_plugin.recovery.replica_comparison import ReplicaWatch
+from ntp_plugin.recovery.voted_sections import Loop
 from ntp_plugin.telemetry import Committed, Teller
 
 _SOMEBODY_ASKS, _NORM, _REJECTED, _COPIES = range(4)
@@ -92,7 +92,7 @@ class TrainingStep:
         if self._somebody_asks:
             self._somebody_asks = False
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
-                raise PeerLost("a newcomer comes in")
+                raise PeerLost("a joining rank comes in")
         self._losses, self._norm, self._skipped = [], None, False
         self._voted, self._rejected = False, ""
         if self._trainer.idle:
@@ -197,7 +197,7 @@ class TrainingStep:
 
     def _vote(self, apply: Any) -> Any:
         kinds = self._kinds_of_losses()
-        mine = [self._sum(name, size) for name, size in kinds.items()] if self._speaks() else []
+        mine = [self._sum(name, size) for name, size in kinds.items()] if self._is_replica_leader() else []
         numbers = torch.zeros(_LOSSES + sum(kinds.values()), dtype=torch.float64)
         if mine:
             numbers[_LOSSES:] = torch.cat(mine)
@@ -258,7 +258,7 @@ class TrainingStep:
             self._kinds = self._rank.groups.epoch, dict(sorted(pair for kinds in told for pair in kinds.items()))
         return self._kinds[1]
 
-    def _speaks(self) -> bool:
+    def _is_replica_leader(self) -> bool:
         if self._global:
             return self._trainer.first
         return bool(parallel_state.get_tensor_model_parallel_rank() == 0)

@@ -1,8 +1,9 @@
 """The live protocol under a virtual clock: a seeded search over schedules.
 
-What is searched is not a model. `comm/membership.py` (views, reports, decisions, the end of the job) and
-`recovery/detector.py` (who is gone) are the functions that run live; only what surrounds them is virtual: the clock,
-the store's wire, the wire of the collectives, processes that die, freeze and hang, and the supervisors' looks.
+What is searched is not a model. `membership/protocol.py` (views, reports, decisions, the end of the job) and
+`membership/failure_detector.py` (who is gone) are the functions that run live; only what surrounds them is virtual:
+the clock, the store's wire, the wire of the collectives, processes that die, freeze and hang, and the supervisors'
+looks.
 
 A seed draws a `RunSchedule`: how many slots and hosts, how slow and how lossy the wires are, what befalls whom after
 how many events. A run has two phases. In the first the faults happen, and the laws of safety are looked at after every

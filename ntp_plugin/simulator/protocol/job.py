@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterable
 from random import Random
 
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.membership import Phase, Seat, View
-from ntp_plugin.recovery.detector import Standstill
+from ntp_plugin.membership import protocol
+from ntp_plugin.membership.failure_detector import Standstill
+from ntp_plugin.membership.protocol import MemberId, Phase, View
 from ntp_plugin.simulator.protocol import laws
 from ntp_plugin.simulator.protocol import schedule as sc
 from ntp_plugin.simulator.protocol.host import Host
@@ -30,7 +30,7 @@ class RunOutcome:
     faults: int
     """So many of those that were drawn found somebody to befall."""
     state_lost: bool
-    """All who held state died, and the newcomers said so."""
+    """All who held state died, and the joining ranks said so."""
 
 
 class VirtualJob:
@@ -42,14 +42,14 @@ class VirtualJob:
         self.time = VirtualTime()
         self.wires = Wires(self._random, mean_s=schedule.mean_delay_s, loss=schedule.loss)
         self.store = VirtualStore(self.time, self.wires, self._created)
-        seats = tuple(Seat(slot=slot, occupant=f"first/{slot}") for slot in range(schedule.slots))
-        self.first = View(epoch=0, seats=seats)
+        member_ids = tuple(MemberId(slot=slot, incarnation=f"first/{slot}") for slot in range(schedule.slots))
+        self.first = View(epoch=0, member_ids=member_ids)
         self.processes: list[SimulatedProcess] = [
-            founding(self, seat, self.first, self.host_of(seat.slot)) for seat in seats
+            founding(self, member_id, self.first, self.host_of(member_id.slot)) for member_id in member_ids
         ]
         self.hosts = [Host(self, number, self.first) for number in range(schedule.hosts)]
         self._cuts: set[frozenset[int]] = set()
-        self._doubted: set[Seat] = set()
+        self._doubted: set[MemberId] = set()
         self._views: dict[int, View] = {0: self.first}
         self._happened = 0
         self.state_lost = False
@@ -88,7 +88,7 @@ class VirtualJob:
 
     def _who_waits(self) -> str:
         return ", ".join(
-            f"slot {p.seat.slot} {p.member.phase.value} in epoch {p.member.view.epoch} at step {p.applied}"
+            f"slot {p.member_id.slot} {p.member.phase.value} in epoch {p.member.view.epoch} at step {p.applied}"
             for p in self.processes
             if p.acts
         )
@@ -97,7 +97,7 @@ class VirtualJob:
 
     def _befall(self, fault: sc.ProtocolFault) -> None:
         acting = [process for process in self.processes if process.acts]
-        found = [process for process in acting if process.seat.slot == fault.slot]
+        found = [process for process in acting if process.member_id.slot == fault.slot]
         if len(acting) < 2 or not found:
             return
         self._happened += 1
@@ -115,21 +115,21 @@ class VirtualJob:
         elif fault.kind == sc.CUT and len(self.hosts) > 1:
             self._cuts.add(frozenset((host.number, (host.number + 1) % len(self.hosts))))
         elif fault.kind == sc.DOUBT:
-            self._doubted.add(victim.seat)
-            host.publish([victim.seat])
+            self._doubted.add(victim.member_id)
+            host.publish([victim.member_id])
         elif fault.kind == sc.BREAK and victim.member.phase is Phase.RUNNING:
-            again = membership.without(victim.member.view, ())
-            self.store.write(membership.view_key(again.epoch), again.encode(), lambda _: None)
+            again = protocol.without(victim.member.view, ())
+            self.store.write(protocol.view_key(again.epoch), again.encode(), lambda _: None)
 
-    def is_guilty(self, seat: Seat) -> bool:
+    def is_guilty(self, member_id: MemberId) -> bool:
         """Whether something has befallen a seat for which a detector may put it out."""
-        ward = next(process for process in self.processes if process.seat == seat)
-        ill = not ward.alive or ward.stopped_at is not None or ward.hung or seat in self._doubted
-        return ill or ward.member.phase is Phase.EXCLUDED or bool(self._cuts)
+        worker = next(process for process in self.processes if process.member_id == member_id)
+        ill = not worker.alive or worker.stopped_at is not None or worker.hung or member_id in self._doubted
+        return ill or worker.member.phase is Phase.EXCLUDED or bool(self._cuts)
 
-    def kills_who_is_out(self, ward: SimulatedProcess) -> bool:
+    def kills_who_is_out(self, worker: SimulatedProcess) -> bool:
         """Live the supervisor does; that it comes late, or not at all, must not matter."""
-        return ward.frozen or ward.hung or self._random.random() < 0.5
+        return worker.frozen or worker.hung or self._random.random() < 0.5
 
     # ------------------------------------------------ what all use
 
@@ -154,7 +154,7 @@ class VirtualJob:
 
     def _deliver(self, message: Message, slot: int) -> None:
         for process in self.processes:
-            if process.seat.slot == slot:
+            if process.member_id.slot == slot:
                 process.hear(message)
 
     def ask_all(self, asking: Host) -> None:
@@ -172,19 +172,21 @@ class VirtualJob:
                 self.time.after(self.wires.delay() + self.draw(0.0, ALL_ANSWER_S), answer, self.hosts[number])
 
     def lose_all_state(self, process: SimulatedProcess) -> None:
-        """A newcomer finds newcomers alone: it ends, and says why."""
-        veterans = [p for p in self.processes if p.acts and not p.newcomer and p.seat in process.member.view.seats]
+        """A joining rank finds joining ranks alone: it ends, and says why."""
+        veterans = [
+            p for p in self.processes if p.acts and not p.joiner and p.member_id in process.member.view.member_ids
+        ]
         if veterans:
-            raise Violation(f"state is said to be lost, and {veterans[0].seat} holds it")
+            raise Violation(f"state is said to be lost, and {veterans[0].member_id} holds it")
         self.state_lost = True
 
-    def has_been_in(self, seat: Seat) -> bool:
+    def has_been_in(self, member_id: MemberId) -> bool:
         """Whether a view had the seat."""
-        return any(seat in view.seats for view in self._views.values())
+        return any(member_id in view.member_ids for view in self._views.values())
 
     def entries(self, view: View) -> list[str | None]:
         """The digests of all members' plans."""
-        return [self.store.now(membership.entries_of(view).own_key(slot)) for slot in view.slots]
+        return [self.store.now(protocol.entries_of(view).own_key(slot)) for slot in view.slots]
 
     # ------------------------------------------------ laws that take more than one process
 
@@ -202,22 +204,26 @@ class VirtualJob:
         """Who is in an epoch takes it for what it is."""
         view = process.member.view
         if self._views.get(view.epoch) != view:
-            raise Violation(f"{process.seat} takes epoch {view.epoch} for {view}")
+            raise Violation(f"{process.member_id} takes epoch {view.epoch} for {view}")
 
     def check_steps(self, process: SimulatedProcess) -> None:
         """Running members of an epoch are at most a step apart, and each has a true state."""
-        laws.require_true_state(process.seat.slot, process.state, process.applied)
+        laws.require_true_state(process.member_id.slot, process.state, process.applied)
         together = [
             p.applied
             for p in self.processes
-            if p.acts and not p.newcomer and (p.member.view, p.member.phase) == (process.member.view, Phase.RUNNING)
+            if p.acts and not p.joiner and (p.member.view, p.member.phase) == (process.member.view, Phase.RUNNING)
         ]
         if max(together) - min(together) > 1:
             raise Violation(f"members of epoch {process.member.view.epoch} run {together} steps apart")
 
     def check_end(self, process: SimulatedProcess) -> None:
         """Nobody leaves while another member has steps to take."""
-        seats = process.member.view.seats
-        missed = [p.seat for p in self.processes if p.seat in seats and p.alive and p.applied < self.schedule.steps]
+        member_ids = process.member.view.member_ids
+        missed = [
+            p.member_id
+            for p in self.processes
+            if p.member_id in member_ids and p.alive and p.applied < self.schedule.steps
+        ]
         if missed:
             raise Violation(f"the job is over, and {missed} had not applied the last step")

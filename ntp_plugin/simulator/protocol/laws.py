@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from ntp_plugin.comm.membership import Decision, Report, View
+from ntp_plugin.membership.protocol import Decision, Report, View
 
 
 class Violation(AssertionError):
@@ -36,7 +36,7 @@ def require_one_mind(view: View, digests: Iterable[str | None]) -> None:
 
 def require_standable(view: View, reports: Mapping[int, Report], decision: Decision) -> None:
     """No survivor's step is undone, everybody can reach the step, and the vote on it is told rightly."""
-    veterans = {slot: report for slot, report in reports.items() if not report.newcomer}
+    veterans = {slot: report for slot, report in reports.items() if not report.joiner}
     newest = max(report.applied for report in veterans.values())
     if decision.step < newest:
         raise Violation(f"step {newest} was applied, and epoch {view.epoch} goes back to {decision.step}")

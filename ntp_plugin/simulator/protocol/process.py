@@ -2,7 +2,7 @@
 
 Training is here as far as agreement depends on it. A step is a contribution to every other member, the vote once all
 contributions have come, and the update once all votes have. What has been sent stays sent; who has left an epoch takes
-no more part in its collectives. A newcomer holds nothing until a veteran has sent it its state.
+no more part in its collectives. A joining rank holds nothing until a veteran has sent it its state.
 """
 
 import dataclasses
@@ -10,11 +10,11 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.gathering import Read
-from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Seat, View
 from ntp_plugin.errors import StateLost
-from ntp_plugin.recovery.detector import Pulse
+from ntp_plugin.membership import protocol
+from ntp_plugin.membership.failure_detector import Pulse
+from ntp_plugin.membership.gathering import Read
+from ntp_plugin.membership.protocol import Decision, Member, MemberId, Phase, Report, View
 from ntp_plugin.simulator.protocol import laws
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class Message:
 class SimulatedProcess:
     """What one process knows and does; nothing of it outlives its death."""
 
-    def __init__(self, job: "VirtualJob", member: Member, host: int, *, newcomer: bool) -> None:
-        self._job, self.member, self.host, self.newcomer = job, member, host, newcomer
+    def __init__(self, job: "VirtualJob", member: Member, host: int, *, joiner: bool) -> None:
+        self._job, self.member, self.host, self.joiner = job, member, host, joiner
         self.applied, self.prepared = 0, False
-        self.state: int | None = None if newcomer else laws.lineage(0)
+        self.state: int | None = None if joiner else laws.lineage(0)
         self.alive, self.frozen, self.left = True, False, False
         self.started_at = self.moved_at = job.time.now
         self.hung_at: float | None = None
@@ -57,8 +57,8 @@ class SimulatedProcess:
         self._put_off: list[Callable[[], None]] = []
 
     @property
-    def seat(self) -> Seat:
-        return self.member.seat
+    def member_id(self) -> MemberId:
+        return self.member.member_id
 
     @property
     def acts(self) -> bool:
@@ -94,14 +94,14 @@ class SimulatedProcess:
         if self._computing is not None:
             self.moved_at = self.hung_at
 
-    def pulse(self, now: float, beat_s: float) -> Pulse:
+    def pulse(self, now: float, heartbeat_s: float) -> Pulse:
         """What its host's supervisor knows of it."""
         until = now if self.stopped_at is None else min(now, self.stopped_at)
-        beat_at = max(self.started_at, until - until % beat_s)
-        polled_at = beat_at if self.hung_at is None else min(beat_at, self.hung_at)
+        heartbeat_at = max(self.started_at, until - until % heartbeat_s)
+        polled_at = heartbeat_at if self.hung_at is None else min(heartbeat_at, self.hung_at)
         return Pulse(
             started_at=self.started_at,
-            beat_at=beat_at,
+            heartbeat_at=heartbeat_at,
             moved_at=self.moved_at,
             polled_at=polled_at if self._computing is None else None,
             stopped=self.frozen,
@@ -181,16 +181,16 @@ class SimulatedProcess:
             oldest=max(0, self.applied - self._job.schedule.kept),
             prepared=self.prepared,
             vote=laws.vote_on(self.applied),
-            newcomer=self.newcomer,
+            joiner=self.joiner,
         )
 
     def _plan(self, read: Read) -> bool:
-        """Whether there is a plan: newcomers alone end, and say why."""
-        self._reports = membership.read_reports(self.member.view, read, self._job.schedule.fan)
+        """Whether there is a plan: joining ranks alone end, and say why."""
+        self._reports = protocol.read_reports(self.member.view, read, self._job.schedule.fan)
         try:
             self._decision = self._job.rules.decide(self._reports)
         except StateLost as error:
-            if not all(report.newcomer for report in self._reports.values()):
+            if not all(report.joiner for report in self._reports.values()):
                 raise laws.Violation(str(error)) from None
             self._job.lose_all_state(self)
             return False
@@ -201,15 +201,15 @@ class SimulatedProcess:
         assert decision is not None, "nobody enters an epoch without a plan"
         laws.require_one_mind(view, self._job.entries(view))
         laws.require_standable(view, reports, decision)
-        if not self.newcomer:
+        if not self.joiner:
             self.state = laws.lineage(self.applied - 1) if decision.step < self.applied else self.state
             if decision.step > self.applied:
                 self.state = laws.after(self.state or 0, decision.step)
             self.applied = decision.step
-            laws.require_true_state(self.seat.slot, self.state, self.applied)
-            if self.seat.slot == min(slot for slot, report in reports.items() if not report.newcomer):
-                newcomers = [slot for slot, report in reports.items() if report.newcomer]
-                self._job.send(self, self._message(STATE, decision.step, self.state), newcomers)
+            laws.require_true_state(self.member_id.slot, self.state, self.applied)
+            if self.member_id.slot == min(slot for slot, report in reports.items() if not report.joiner):
+                joiners = [slot for slot, report in reports.items() if report.joiner]
+                self._job.send(self, self._message(STATE, decision.step, self.state), joiners)
         self.prepared, self._told, self._decision = False, None, None
         self.progress()
 
@@ -225,13 +225,13 @@ class SimulatedProcess:
 
     def progress(self) -> None:
         """Train on as far as the others let it."""
-        if self.member.phase is not Phase.RUNNING or (self.newcomer and not self._healed()):
+        if self.member.phase is not Phase.RUNNING or (self.joiner and not self._healed()):
             return
         if self.applied == self._job.schedule.steps:
             self.stir()
             return
         here = (self.member.view.epoch, self.applied + 1)
-        if not self._came(GRADIENTS, *here, of=self.seat.slot):
+        if not self._came(GRADIENTS, *here, of=self.member_id.slot):
             self._compute(*here)
         elif not self.prepared and self._came(GRADIENTS, *here):
             self._require_same_state(*here)
@@ -247,8 +247,8 @@ class SimulatedProcess:
         epoch = self.member.view.epoch
         for message in self._inbox:
             if (message.what, message.epoch) == (STATE, epoch):
-                self.applied, self.state, self.newcomer = message.step, message.state, False
-                laws.require_true_state(self.seat.slot, self.state, self.applied)
+                self.applied, self.state, self.joiner = message.step, message.state, False
+                laws.require_true_state(self.member_id.slot, self.state, self.applied)
                 return True
         return False
 
@@ -265,11 +265,11 @@ class SimulatedProcess:
         self._job.time.after(self._job.compute_s(), lambda: self._do(computed))
 
     def _tell_all(self, message: Message) -> None:
-        self._job.send(self, message, [slot for slot in self.member.view.slots if slot != self.seat.slot])
+        self._job.send(self, message, [slot for slot in self.member.view.slots if slot != self.member_id.slot])
         self._take(message)
 
     def _message(self, what: str, step: int, state: int | None = None) -> Message:
-        return Message(what=what, epoch=self.member.view.epoch, step=step, sender=self.seat.slot, state=state)
+        return Message(what=what, epoch=self.member.view.epoch, step=step, sender=self.member_id.slot, state=state)
 
     def _came(self, what: str, epoch: int, step: int, of: int | None = None) -> bool:
         senders = {m.sender for m in self._inbox if (m.what, m.epoch, m.step) == (what, epoch, step)}
@@ -283,7 +283,7 @@ class SimulatedProcess:
     # ------------------------------------------------ the end
 
     def _is_done(self) -> bool:
-        return self.member.phase is Phase.RUNNING and not self.newcomer and self.applied == self._job.schedule.steps
+        return self.member.phase is Phase.RUNNING and not self.joiner and self.applied == self._job.schedule.steps
 
     def _take_leave(self, read: Read) -> bool:
         """Whether there is nothing else to do now."""
@@ -296,11 +296,11 @@ class SimulatedProcess:
         return over is not False
 
 
-def founding(job: "VirtualJob", seat: Seat, view: View, host: int) -> SimulatedProcess:
+def founding(job: "VirtualJob", member_id: MemberId, view: View, host: int) -> SimulatedProcess:
     """A member of the first view, which runs from the start."""
-    return SimulatedProcess(job, Member(seat=seat, view=view, phase=Phase.RUNNING), host, newcomer=False)
+    return SimulatedProcess(job, Member(member_id=member_id, view=view, phase=Phase.RUNNING), host, joiner=False)
 
 
-def joining(job: "VirtualJob", seat: Seat, view: View, host: int) -> SimulatedProcess:
-    """A newcomer whose view was created by itself."""
-    return SimulatedProcess(job, Member(seat=seat, view=view, phase=Phase.REPORTING), host, newcomer=True)
+def joining(job: "VirtualJob", member_id: MemberId, view: View, host: int) -> SimulatedProcess:
+    """A joining rank whose view was created by itself."""
+    return SimulatedProcess(job, Member(member_id=member_id, view=view, phase=Phase.REPORTING), host, joiner=True)

@@ -6,12 +6,11 @@ A planted bug stands in for one function. The search must find each of them, or 
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from ntp_plugin.comm import membership
-from ntp_plugin.comm.gathering import Read, Write
-from ntp_plugin.comm.membership import Decision, Member, Phase, Report, Step
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.recovery import detector
-from ntp_plugin.recovery.detector import Pulse, RankFailure, Thresholds
+from ntp_plugin.membership import failure_detector, protocol
+from ntp_plugin.membership.failure_detector import Pulse, RankFailure, Thresholds
+from ntp_plugin.membership.gathering import Read, Write
+from ntp_plugin.membership.protocol import Decision, Member, Phase, Report, Step
 
 type Finished = tuple[bool | None, Write | None]
 
@@ -20,11 +19,11 @@ type Finished = tuple[bool | None, Write | None]
 class Rules:
     """What members and supervisors call."""
 
-    advance: Callable[..., Step] = membership.advance
-    finish: Callable[[Member, Read, int], Finished] = membership.finish
-    decide: Callable[[Mapping[int, Report]], Decision] = membership.decide
-    gone: Callable[..., list[RankFailure]] = detector.gone
-    judge: Callable[..., list[RankFailure]] = detector.judge
+    advance: Callable[..., Step] = protocol.advance
+    finish: Callable[[Member, Read, int], Finished] = protocol.finish
+    decide: Callable[[Mapping[int, Report]], Decision] = protocol.decide
+    gone: Callable[..., list[RankFailure]] = failure_detector.gone
+    judge: Callable[..., list[RankFailure]] = failure_detector.judge
 
 
 LIVE = Rules()
@@ -32,7 +31,7 @@ LIVE = Rules()
 
 def _decide_early(member: Member, read: Read, *, report: Report, digest: str | None, fan: int) -> Step:
     """A member plans before all have reported."""
-    following, write = membership.advance(member, read, report=report, digest=digest, fan=fan)
+    following, write = protocol.advance(member, read, report=report, digest=digest, fan=fan)
     if member.phase is Phase.GATHERING and following == member:
         return dataclasses.replace(member, phase=Phase.PLANNING), None
     return following, write
@@ -46,7 +45,7 @@ def _max_for_min(reports: Mapping[int, Report]) -> Decision:
 
 def _one_version_only(reports: Mapping[int, Report]) -> Decision:
     """Reduced gradients are thrown away when a member leaves, so that nobody can roll forward."""
-    return membership.decide({slot: dataclasses.replace(told, prepared=False) for slot, told in reports.items()})
+    return protocol.decide({slot: dataclasses.replace(told, prepared=False) for slot, told in reports.items()})
 
 
 def _stale_epoch(member: Member, read: Read, *, report: Report, digest: str | None, fan: int) -> Step:
@@ -56,12 +55,12 @@ def _stale_epoch(member: Member, read: Read, *, report: Report, digest: str | No
         return None if key.startswith("view/") else read(key)
 
     late = member.phase in (Phase.PLANNING, Phase.ENTERING)
-    return membership.advance(member, old if late else read, report=report, digest=digest, fan=fan)
+    return protocol.advance(member, old if late else read, report=report, digest=digest, fan=fan)
 
 
 def _unhealed_donor(reports: Mapping[int, Report]) -> Decision:
     """Who has come back and holds nothing yet counts as one who holds state."""
-    return membership.decide({slot: dataclasses.replace(told, newcomer=False) for slot, told in reports.items()})
+    return protocol.decide({slot: dataclasses.replace(told, joiner=False) for slot, told in reports.items()})
 
 
 def _nobody_hangs(*_facts: object) -> list[RankFailure]:
@@ -71,7 +70,7 @@ def _nobody_hangs(*_facts: object) -> list[RankFailure]:
 
 def _impatient(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[RankFailure]:
     """A rank that has waited for others for long is taken for silent."""
-    found = detector.gone(pulses, thresholds, now=now)
+    found = failure_detector.gone(pulses, thresholds, now=now)
     waited = [slot for slot, p in pulses.items() if p.moved_at is not None and now - p.moved_at > thresholds.frozen_s]
     return found + [RankFailure(slot=slot, kind="silent", reason="it has not moved") for slot in waited]
 

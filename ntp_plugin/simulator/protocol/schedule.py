@@ -3,7 +3,7 @@
 import dataclasses
 from random import Random
 
-from ntp_plugin.comm.gathering import FAN
+from ntp_plugin.membership.gathering import FAN
 
 KILL, FREEZE, HANG, HOST, CUT, DOUBT, BREAK = "kill", "freeze", "hang", "host dies", "link cut", "doubt", "break"
 KINDS = (KILL, KILL, KILL, FREEZE, HANG, HOST, CUT, DOUBT, BREAK)

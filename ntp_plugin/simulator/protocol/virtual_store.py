@@ -6,7 +6,7 @@ what stood there when the question arrived, and may be old when the answer does.
 
 from collections.abc import Callable
 
-from ntp_plugin.comm.gathering import Read
+from ntp_plugin.membership.gathering import Read
 from ntp_plugin.simulator.protocol.virtual_time import VirtualTime, Wires
 
 

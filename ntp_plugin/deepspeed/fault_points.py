@@ -1,0 +1,51 @@
+"""The moments of a live DeepSpeed job (`recovery/fault_points.py`)."""
+
+from typing import Any
+
+from deepspeed.runtime.zero import stage_1_and_2
+
+from ntp_plugin.deepspeed.job import DeepSpeedJob
+from ntp_plugin.recovery.fault_points import FaultPoints, IsHere, Reached, of_recoveries
+from ntp_plugin.reduction.sharded_optimizer import LaneShards
+
+
+def tell(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
+    """Those of its engine's calls, and of the votes in them."""
+    fault_points = FaultPoints(reached, "step", lambda: int(job.loop.done) + 1)
+    fault_points.at(engine, "forward", "forward")
+    fault_points.at(engine, "backward", "backward")
+    fault_points.at(engine, "step", "accumulated", "stepped")
+    fault_points.at(engine, "allreduce_gradients", "reduce")
+    fault_points.at(job.window.checkpoints, "write", "save", "written")
+    fault_points.at(job.loop, "vote", "vote")
+    fault_points.at(job.loop, "apply", "apply", "applied")
+    fault_points.at(stage_1_and_2, "all_gather_dp_groups", "gather")
+    fault_points.at(LaneShards, "begin_spread", "gather")
+
+
+def tell_of_recoveries(job: DeepSpeedJob, driver: Any, reached: Reached) -> None:
+    """Once it is driven."""
+    of_recoveries(driver, job.trainer, reached).at(job.loop, "roll_forward", None, "rolled")
+
+
+def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
+    """In a process that will have one; `is_here` is told of it."""
+    take = DeepSpeedJob.take
+
+    def told(job: DeepSpeedJob, engine: Any, *args: Any) -> None:
+        take(job, engine, *args)
+        is_here(str(job.trainer.topology.slot_of(job.rank.place.slot)), job.trainer.weights)
+        tell(job, engine, reached)
+        if job.rank.place.joining:
+            drive = job.rank.drive
+
+            def driven(trainer: Any) -> Any:
+                driver = drive(trainer)
+                tell_of_recoveries(job, driver, reached)
+                return driver
+
+            setattr(job.rank, "drive", driven)  # noqa: B010
+        else:
+            tell_of_recoveries(job, job.loop.driver, reached)
+
+    setattr(DeepSpeedJob, "take", told)  # noqa: B010  (a plain assignment is not for methods)

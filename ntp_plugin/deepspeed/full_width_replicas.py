@@ -1,0 +1,194 @@
+"""Replicas that leave whole: of one slot each, or of those that a user's mpu has put together.
+
+How the layers of such a replica are cut is in the script alone, so nothing of it can be cut anew. Where one of its
+slots is lost the others leave the job as well, and its micro-batches are dealt to the replicas that are left. It comes
+back when there are processes for all of its slots, which ask together.
+
+Slots of the same place in their replicas hold the same, and are a lane: DeepSpeed's own data-parallel group, which is
+edited in place. In it gradients are summed, state is handed to who comes in, and ZeRO shards; its world size and rank,
+which an mpu may have counted once, are asked of the group (`AskedOfGroups`).
+
+The slots of a replica wait for each other within the forward. Who is interrupted there owes its loop an output, of the
+right shape, that nobody will use: it goes on alone, through groups that answer by themselves
+(`groups/substitute_backend.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
+
+from ntp_plugin.copies.slices import TensorSlice
+from ntp_plugin.deepspeed.full_width_state import whole
+from ntp_plugin.errors import Refused, StateLost
+from ntp_plugin.membership.agreement import Agreed
+from ntp_plugin.planning.batch_split import NominalBatch, even_shares
+from ntp_plugin.planning.topology import Topology
+from ntp_plugin.recovery.elastic_rank import ElasticRank
+from ntp_plugin.recovery.trainer import LeavesOut
+
+_EVEN = 1_000_000
+"""Every replica is taken for equally fast."""
+
+
+class FullWidthReplicas:
+    """As one rank has part in them."""
+
+    why_none_is_saved = ""
+    """Every replica that is left can write all there is."""
+
+    def __init__(self, engine: Any, topology: Topology, *, rank: ElasticRank) -> None:
+        self._topology, self._rank = topology, rank
+        self._slot = topology.slot_of(rank.place.slot)
+        self._parameters = dict(engine.module.named_parameters())
+        self._batch = NominalBatch(
+            replicas=topology.dp,
+            per_replica=engine.gradient_accumulation_steps(),
+            micro_batch=engine.train_micro_batch_size_per_gpu(),
+            stages=1,
+            healthy_ns=_EVEN,
+        )
+        self.lane: dist.ProcessGroup | None = None
+        """The ranks that hold what this one holds; None for all."""
+        if topology.tp > 1:
+            self.lane = engine.mpu.get_data_parallel_group()
+            _refuse_other_places(engine.mpu, topology, rank.place.slot)
+        self._left = tuple(range(topology.dp))
+
+    # ------------------------------------------------ who computes what
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the micro-batches of a global batch, those that this slot's replica computes."""
+        return self.shares[self._slot.replica]
+
+    @property
+    def shares(self) -> Mapping[int, list[int]]:
+        """Replica -> its micro-batches."""
+        return {replica: share.numbers for replica, share in even_shares(self._left, self._batch).items()}
+
+    @property
+    def widths(self) -> list[list[int]]:
+        """How many slots are left, replica by replica."""
+        return [[self._topology.tp * (replica in self._left)] for replica in range(self._topology.dp)]
+
+    @property
+    def weight(self) -> float:
+        """Of a loss, so that DeepSpeed's mean over the replicas that are there is that over the nominal ones."""
+        return len(self._left) / self._topology.dp
+
+    @property
+    def is_replica_leader(self) -> bool:
+        """Whether this slot says what all of its replica would say."""
+        return not self._slot.tp
+
+    @property
+    def lanes_apart(self) -> int:
+        """That hold different things."""
+        return self._topology.tp
+
+    def lane_of(self, slot: int) -> int:
+        """Which of them a slot is in."""
+        return slot % self._topology.tp
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Go forward without the other slots of the replica."""
+        return self._rank.groups.alone(self._mates(self._slot.replica))
+
+    def _mates(self, replica: int) -> range:
+        return range(replica * self._topology.tp, (replica + 1) * self._topology.tp)
+
+    @property
+    def others_of_mine(self) -> list[int]:
+        """The slots without which this one cannot train."""
+        return [slot for slot in self._mates(self._slot.replica) if slot != self._rank.place.slot]
+
+    # ------------------------------------------------ what is held
+
+    def named(self, name: str) -> str:
+        """One name for each lane's."""
+        return name if self._topology.tp == 1 else f"{name} of TP slot {self._slot.tp}"
+
+    def part(self, name: str) -> TensorSlice:
+        """What this slot holds of a parameter."""
+        return whole(self.named(name), self._parameters[name])
+
+    def is_cut(self, _name: str) -> bool:
+        """Whether the slots of a replica may have different things of this name."""
+        return self._topology.tp > 1
+
+    # ------------------------------------------------ a recovery
+
+    def plan(self, agreed: Agreed) -> str:
+        """Which replicas are left, from who is there."""
+        there = agreed.view.slots
+        some = {slot // self._topology.tp for slot in there}
+        broken = {replica for replica in some if not set(self._mates(replica)) <= set(there)}
+        if broken == some:
+            raise StateLost(
+                f"no replica has all of its {self._topology.tp} slots, and those of an mpu cannot be cut anew",
+                way_out="restart from the last checkpoint",
+            )
+        if broken:
+            self._leave_out(broken, agreed)
+        self._next = tuple(sorted(some))
+        return repr(self._next)
+
+    def _leave_out(self, broken: set[int], agreed: Agreed) -> None:
+        """Those that have lost somebody first; whose slots all come in may be missing one that is on its way."""
+        of = {replica: [slot for slot in self._mates(replica) if slot in agreed.reports] for replica in sorted(broken)}
+        came = {r for r, slots in of.items() if all(agreed.reports[slot].joiner for slot in slots)}
+        leaving = sorted(broken - came or came)
+        raise LeavesOut(
+            [slot for replica in leaving for slot in of[replica]],
+            why="; ".join(
+                f"replica {replica} leaves whole: of its {self._topology.tp} slots {len(of[replica])} are there, and"
+                " those of an mpu cannot be cut anew"
+                for replica in leaving
+            ),
+            awaits=broken == came,
+        )
+
+    def resume_from(self, _agreed: Agreed) -> None:
+        """By the last plan; there is nothing to be moved."""
+        self._left = self._next
+
+    def who_was_there(self, agreed: Agreed) -> int:
+        """The first slot of this lane that has not just come."""
+        mine = [slot for slot in agreed.reports if self.lane_of(slot) == self._slot.tp]
+        return min(slot for slot in mine if not agreed.reports[slot].joiner)
+
+
+def _refuse_other_places(mpu: Any, topology: Topology, rank: int) -> None:
+    """Where the slots of a replica are not ranks that follow each other."""
+    replica, tp = divmod(rank, topology.tp)
+    wanted = {
+        "its tensor model-parallel group": list(range(replica * topology.tp, (replica + 1) * topology.tp)),
+        "its data-parallel group": list(range(tp, topology.size, topology.tp)),
+    }
+    groups = bwc_tensor_model_parallel_group(mpu), mpu.get_data_parallel_group()
+    for (what, ranks), group in zip(wanted.items(), groups, strict=True):
+        found = dist.get_process_group_ranks(group)
+        if sorted(found) != ranks:
+            raise Refused(
+                f"the mpu has rank {rank} with {found} in {what}, and ntp knows it with {ranks}",
+                way_out=f"make groups of {topology.tp} ranks that follow each other, as Megatron's mpu does",
+            )
+
+
+class AskedOfGroups:
+    """A user's mpu, whose world sizes and ranks are those of its groups now; all else is its own."""
+
+    def __init__(self, mpu: Any) -> None:
+        self._mpu = mpu
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._mpu, name)
+        asks: dict[str, Callable[[Any], int]] = {"_world_size": dist.get_world_size, "_rank": dist.get_rank}
+        for ending, ask in asks.items():
+            group = getattr(self._mpu, name.removesuffix(ending) + "_group", None)
+            if name.endswith(ending) and group is not None:
+                return lambda: ask(group())
+        return own

@@ -1,0 +1,161 @@
+"""What does not work in a DeepSpeed job that is to survive its ranks: refused when the engine is built, by its name."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
+
+from ntp_plugin.config.sections import ActionsPolicy, TrainingPolicy
+from ntp_plugin.errors import ConfigError, Refused
+
+_FUSED_ADAM = ("deepspeed.ops.adam.fused_adam", "FusedAdam")
+_WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel, with AutoTP or with an mpu's tensor parallelism"
+
+
+def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
+    """Before anything is built."""
+    if policy.lost:
+        raise ConfigError(
+            "ntp.lost names slots that are not there from the start, which a DeepSpeed job cannot begin without",
+            way_out="start with all of them; what is lost later is gone on without",
+        )
+    if policy.batch.mode != "strict":
+        raise Refused(
+            f"ntp.batch.mode = {policy.batch.mode} leaves samples out, and the loop's loader would not know which",
+            way_out="strict: every sample of the global batch, whoever is left",
+        )
+    if type(engine) is not DeepSpeedEngine:
+        raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_WHAT_WORKS)
+    zero, raw = config.zero_config, config._param_dict
+    cut = raw.get("tensor_parallel", {})
+    cuts = cut.get("autotp_size", 0) > 1
+    found = {
+        "zero_optimization.stage = 3 shards the parameters": int(zero.stage) > 2,
+        "zero_optimization.offload_optimizer keeps state where it is not copied": zero.offload_optimizer is not None,
+        "zero_optimization.zenflow": getattr(zero, "zenflow", None) is not None,
+        "tensor_parallel.autotp_size > 1 with sparse_gradients": cuts and bool(raw.get("sparse_gradients")),
+        "tensor_parallel.autotp_size > 1 with ZeRO and torch_autocast reduces gradients in several dtypes": cuts
+        and int(zero.stage) > 0
+        and bool(raw.get("torch_autocast", {}).get("enabled")),
+        "gradient_allreduce_op = sum grows with the number of ranks": config.gradient_allreduce_op == "sum",
+        "an mpu beside tensor_parallel.autotp_size > 1": cuts and mpu is not None,
+        "an mpu with stages of a pipeline": bwc_pipeline_parallel_world_size(mpu) > 1,
+        "an mpu with sequence parallelism of its own": _sequence_parallel_size(mpu) > 1,
+        "an mpu without get_data_parallel_group": mpu is not None and not hasattr(mpu, "get_data_parallel_group"),
+        "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
+        "managed_gradient_accumulation = false leaves nobody who knows which micro-batches a step has": raw.get(
+            "managed_gradient_accumulation", True
+        )
+        is False,
+        "curriculum learning draws by itself": bool(raw.get("curriculum_learning", {}).get("enabled")),
+        "data_efficiency draws by itself": bool(raw.get("data_efficiency", {}).get("enabled")),
+        "compile": bool(raw.get("compile", {}).get("deepcompile")),
+    }
+    for what, is_so in found.items():
+        if is_so:
+            raise Refused(f"{what}, and such a job cannot go on after a loss", way_out=_WHAT_WORKS)
+    if mpu is not None:
+        _refuse_one_replica(bwc_tensor_model_parallel_world_size(mpu), dist.get_world_size())
+    _refuse_keys(policy, cuts=cuts, mpu=mpu)
+
+
+def _sequence_parallel_size(mpu: Any) -> int:
+    return int(mpu.get_sequence_parallel_world_size()) if hasattr(mpu, "get_sequence_parallel_world_size") else 1
+
+
+def _refuse_one_replica(tp: int, ranks: int) -> None:
+    if 1 < tp == ranks:
+        raise Refused(
+            f"the mpu has all {ranks} ranks in one replica, and one that has lost a slot cannot be cut anew",
+            way_out=f"start {2 * tp} processes or more, or have AutoTP cut the model",
+        )
+
+
+def _refuse_keys(policy: TrainingPolicy, *, cuts: bool, mpu: Any) -> None:
+    """Of our own block, that would be promised and not kept."""
+    found = {
+        "dropout = exact: masks within a layer that AutoTP has cut follow its width": cuts
+        and policy.dropout == "exact",
+        "dropout = exact: an mpu's layers draw their masks by rules of their own": mpu is not None
+        and policy.dropout == "exact",
+        "min_tp_width > 1: a replica that is narrower would stand idle, which is not built": cuts
+        and policy.min_tp_width > 1,
+        "route = via_core: gradients go lane by lane here": policy.route == "via_core",
+        "gpu_memory_gb: micro-batches have one size here, and no replica is left out for want of memory": (
+            policy.gpu_memory_gb is not None
+        ),
+        "actions: what is done about a loss is not chosen here": policy.actions != ActionsPolicy(),
+    }
+    for what, is_so in found.items():
+        if is_so:
+            raise Refused(f"ntp.{what}", way_out=f"leave ntp.{what.split()[0].rstrip(':')} out")
+
+
+def refuse_engine(engine: Any) -> None:
+    """When it is built."""
+    if engine.basic_optimizer is None:
+        raise Refused("there is no optimizer that could be taken through a loss", way_out="name one, or leave ntp out")
+    if engine.has_moe_layers:
+        raise Refused("layers of experts are not held alike by all ranks", way_out=_WHAT_WORKS)
+    if engine.autotp_size() > 1 and type(engine.optimizer).__name__ == "FP16_Optimizer":
+        raise Refused(
+            "DeepSpeed's FusedAdam in half precision, without ZeRO, flattens what AutoTP has cut (FP16_Optimizer)",
+            way_out='"torch_adam": true in optimizer.params, or ZeRO stage 1 or 2',
+        )
+    if rounds_by_place(engine.basic_optimizer):
+        raise Refused(
+            "DeepSpeed's FusedAdam on a CPU rounds an element by its place in memory, so layouts differ",
+            way_out='"torch_adam": true in optimizer.params',
+        )
+    of_model, accumulated = engine.get_data_types()
+    if engine.autotp_size() > 1 and of_model != accumulated:
+        raise Refused(
+            f"gradients of {of_model} are accumulated in {accumulated}, which is not built where AutoTP has cut the"
+            " model",
+            way_out="leave data_types.grad_accum_dtype out",
+        )
+
+
+def rounds_by_place(optimizer: Any) -> bool:
+    """DeepSpeed's for CPUs does sixteen elements at a time, and what is left over otherwise; that for GPUs does not."""
+    on_cpu = all(parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"])
+    return on_cpu and (type(optimizer).__module__, type(optimizer).__name__) == _FUSED_ADAM
+
+
+CALLS = {
+    "set_train_batch_size": "steps of one size are what samples are counted by",
+    "set_train_micro_batch_size": "steps of one size are what samples are counted by",
+    "no_sync": "gradients are reduced where the step wants it",
+    "coalesce_grad_reduction": "gradients are reduced where the step wants it",
+}
+"""Methods of the engine that a loop may not call, and why."""
+
+
+def refuse_load(original: Any, *, degraded: Callable[[], bool]) -> Callable[..., Any]:
+    """In the place of `load_checkpoint`, where a replica has several slots."""
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if degraded():
+            raise Refused(
+                "engine.load_checkpoint() while a rank is lost: the files are of other parts than its replica has now",
+                way_out="load it before the training, or once all ranks are there",
+            )
+        return original(*args, **kwargs)
+
+    return load
+
+
+def refuse_call(name: str) -> Callable[..., Any]:
+    """In the place of one of them."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise Refused(
+            f"engine.{name}() in a job that is to survive its ranks: {CALLS[name]}",
+            way_out="say it in the configuration (train_batch_size, gradient_accumulation_steps), or leave ntp out",
+        )
+
+    return refused

@@ -1,0 +1,164 @@
+"""What Megatron's distributed optimizer saves, of shards of lanes: the same entries, so that either loads the other's.
+
+Megatron has several formats for a sharded optimizer. In the one that it calls `fully_reshardable` each value stands in
+the shape of its parameter and under its parameter's name, which depends on no layout; it is the only one that a
+degraded layout can write or read. To write it the shards of a lane are gathered, kind by kind, into the shape of the
+parameters; from there on it is as with any other optimizer (`checkpoints.py`). To read it each member cuts its shard
+out.
+
+That takes memory for one more copy of the optimizer's state of this slot's parameters while a checkpoint is written or
+read, as it does in Megatron.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync
+from ntp_plugin.reduction.sharded_optimizer import LaneShard
+from ntp_plugin.training.optimizers import Numbers, element_wise
+
+FORMAT = "fully_reshardable"
+_TYPE = "distrib_optim_sharding_type"
+_MAIN = "param"
+"""What is stepped, as Megatron calls it there."""
+
+
+def in_parameter_shapes(original: Any) -> Any:
+    """`_build_sharded_state_dict_metadata`: a checkpoint says in which format it is."""
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        metadata: dict[str, Any] = original(*args, **kwargs)
+        if _TYPE in metadata:
+            metadata[_TYPE] = FORMAT
+        return metadata
+
+    return build
+
+
+class LaneCheckpoints:
+    """What is put into Megatron's optimizer of lanes."""
+
+    def __init__(self, sync: LaneSync, optimizer: Any) -> None:
+        self._sync, self._optimizer = sync, optimizer
+        self._inner = optimizer.optimizer
+        self._known = element_wise(self._inner)
+
+    def into(self) -> None:
+        """Have it save and load in this way."""
+        self._optimizer.sharded_state_dict = self.save
+        self._optimizer.load_state_dict = self.load
+
+    # ------------------------------------------------ Megatron's functions
+
+    def save(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """`sharded_state_dict`; where it is asked for to load, the entries are what is to be read."""
+        found = (metadata or {}).get(_TYPE)
+        if found != FORMAT:
+            raise Refused(
+                f"the checkpoint has its optimizer in Megatron's format {found}, which holds buckets of the layout that"
+                " wrote it, and this job's layout is another one",
+                way_out="save with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim",
+            )
+        if is_loading:
+            self._optimizer.init_state_fn(self._inner, self._optimizer.config)
+        entries, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        by_parameter = {id(entry.data): entry for entry in nested_values(entries)}
+        values = {kind: self._in_shapes(kind, empty=is_loading) for kind in self._all_kinds()}
+        state = {
+            number: {kind: _as(by_parameter[id(parameter)], kind, values[kind][name]) for kind in values}
+            for number, (name, parameter) in enumerate(self._sync.parameters.items())
+        }
+        return {"optimizer": self._options(), "param_state": state, "param_state_sharding_type": FORMAT}
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """`load_state_dict`, of what was read."""
+        steps = self._set_options(state_dict["optimizer"]["param_groups"])
+        names = list(self._sync.parameters)
+        for kind in self._all_kinds():
+            tensors = {names[int(number)]: said[kind] for number, said in state_dict["param_state"].items()}
+            with torch.no_grad():
+                for lanes in self._sync.shards:
+                    for shard, values in lanes.cut(tensors):
+                        self._values(kind, shard).copy_(values)
+        if "step" in self._known.kept:  # which Megatron's own preparation of torch's Adam leaves out
+            for parameter, step in steps.items():
+                self._inner.state[parameter]["step"] = torch.tensor(float(step), dtype=torch.float32)
+
+    # ------------------------------------------------ values
+
+    def _all_kinds(self) -> list[str]:
+        kept = [kind for kind in self._known.cut if any(kind in state for state in self._inner.state.values())]
+        return [_MAIN, *kept]
+
+    def _values(self, kind: str, shard: LaneShard) -> torch.Tensor:
+        values: torch.Tensor = shard.parameter.data if kind == _MAIN else self._inner.state[shard.parameter][kind]
+        return values
+
+    def _in_shapes(self, kind: str, *, empty: bool) -> dict[str, torch.Tensor]:
+        dtype = next((self._values(kind, shard).dtype for lanes in self._sync.shards for shard in lanes), torch.float32)
+        tensors = {
+            name: torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            for name, parameter in self._sync.parameters.items()
+        }
+        for lanes in self._sync.shards if not empty else ():
+            lanes.gather(functools.partial(self._values, kind), tensors)
+        return tensors
+
+    # ------------------------------------------------ options
+
+    def _options(self) -> dict[str, Any]:
+        """As the distributed optimizer tells them: without parameters, with the step that all of them have."""
+        numbers = Numbers(self._inner)
+        kept = [numbers.of(parameter) for group in self._inner.param_groups for parameter in group["params"]]
+        steps = {float(one["step"]) for one in kept if "step" in one}
+        assert len(steps) <= 1, "all parameters have been stepped together"
+        told: Callable[[float], float] = int if "step" in self._known.of_group else float  # as Megatron tells either
+        step = {"step": told(steps.pop())} if steps else {}
+        options = [
+            {key: value for key, value in group.items() if key != "params"} for group in self._inner.param_groups
+        ]
+        return {"param_groups": [one | step for one in options]}
+
+    def _set_options(self, saved: list[dict[str, Any]]) -> dict[torch.Tensor, float]:
+        """Of each group; and the step of each parameter, where it is kept with these."""
+        by_kind = {_identity(group): group for group in saved}
+        steps: dict[torch.Tensor, float] = {}
+        for group in self._inner.param_groups:
+            options = dict(by_kind[_identity(group)])
+            step = options.pop("step", None)
+            options.pop("params", None)
+            group.update(options)
+            if step is not None and "step" in self._known.of_group:
+                group["step"] = int(step)
+            elif step is not None:
+                steps |= dict.fromkeys(group["params"], step)
+        return steps
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells groups of parameters apart, as Megatron does."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
+
+
+def _as(entry: Any, kind: str, values: torch.Tensor) -> Any:
+    """The entry of a parameter, for something of its shape."""
+    told: dict[str, Any] = {"key": f"optimizer.state.{kind}.{entry.key}", "data": values}
+    if not isinstance(entry, ShardedTensorFactory):
+        told["dtype"] = values.dtype
+    return dataclasses.replace(entry, **told)

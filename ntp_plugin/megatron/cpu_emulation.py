@@ -1,0 +1,379 @@
+"""The rehearsal mode: unmodified Megatron on CPU and gloo, so that a recipe can be tried on a laptop.
+
+`NTP_CPU=1` switches it on; without it nothing here is touched. Everything that is replaced stands in the tables
+below, each with its reason. Megatron asks for a GPU in three ways: it asks CUDA (streams, seeds, memory: answered
+with what does nothing), it puts tensors on "cuda" (they stay on the CPU), and it compares type names. The answer to
+"is there a GPU" is yes for callers in Megatron only: torch itself would believe it, and break.
+
+`NTP_CPU=float64` also has every tensor that Megatron calls float32 be float64, as a measure for exactness: what is
+wrong in float32 by rounding is right there by eight more digits, and what is wrong by design is not.
+
+A script needs these arguments besides; each of them asks for a kernel or a service that a CPU has not:
+    --transformer-impl local --distributed-backend gloo --use-cpu-initialization --attention-backend unfused
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+    --no-gradient-accumulation-fusion --no-persist-layer-norm
+"""
+
+import collections
+import contextlib
+import copy
+import functools
+import os
+import queue
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.patching import Replacement, apply_all
+
+VARIABLE = "NTP_CPU"
+OFF, ON, FLOAT64 = "", "1", "float64"
+_CPU = torch.device("cpu")
+_GIB = 1 << 30
+
+
+class _CpuPatches:
+    mode = OFF
+
+
+def wanted(environment: Mapping[str, str] = os.environ) -> str:
+    """What the variable says: `OFF`, `ON` or `FLOAT64`."""
+    said = environment.get(VARIABLE, OFF)
+    if said not in (OFF, "0", ON, FLOAT64):
+        raise ConfigError(f"{VARIABLE} = {said!r} is not known", way_out=f"{ON} or {FLOAT64}; leave it out on a GPU")
+    return OFF if said == "0" else said
+
+
+def is_installed() -> bool:
+    """Whether a mode is switched on in this process."""
+    return _CpuPatches.mode != OFF
+
+
+def install(mode: str) -> None:
+    """Switch on what the mode says, for the rest of this process; again is nothing. Before Megatron is imported."""
+    if mode in (OFF, _CpuPatches.mode):
+        return
+    _CpuPatches.mode = mode
+    torch._dynamo.config.disable = True  # Megatron compiles its fusions while it is imported
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it, for the order of GPU kernels
+    apply_all(TORCH)
+    if mode == FLOAT64:
+        torch.set_default_dtype(torch.float64)
+        apply_all(DOUBLE)
+    apply_all(MEGATRON)
+
+
+# ---------------------------------------------------------------- answers
+
+
+class _Nothing:
+    """A stream or an event that has nothing to wait for."""
+
+    device = _CPU
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _done(self, *_: Any) -> None:
+        pass
+
+    wait_stream = wait_event = wait = record = synchronize = _done
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Nothing()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+class _Properties:
+    """The GPU that Megatron believes in: one whose kernels it does not choose by size."""
+
+    major, minor, total_memory, name, multi_processor_count, uuid = 9, 0, 80 * _GIB, "cpu", 1, "cpu"
+
+
+def _answer(value: Any) -> Callable[[Any], Any]:
+    """A function that says the same to whatever it is asked."""
+    return lambda _: lambda *_, **__: value
+
+
+def _said_once(original: Any) -> Any:
+    """A function that goes on saying what it says now."""
+    said = original()
+    return lambda: said
+
+
+def _instead(replacement: Any) -> Callable[[Any], Any]:
+    return lambda _: replacement
+
+
+def _to_megatron(value: Callable[[], Any]) -> Callable[[Any], Any]:
+    """An answer for callers in Megatron; all others get torch's own."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            return value() if caller.startswith("megatron.") else original(*args, **kwargs)
+
+        return answer
+
+    return make
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str | torch.device):
+        return torch.device(device).type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _on_cpu(original: Any) -> Any:
+    """A factory that makes on the CPU what is asked for on a GPU, and pins nothing."""
+
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    return factory
+
+
+def _to(original: Any) -> Any:
+    @functools.wraps(original)
+    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and _is_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return original(tensor, *args, **kwargs)
+
+    return to
+
+
+def _type(original: Any) -> Any:
+    @functools.wraps(original)
+    def type_(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(tensor, dtype, *args, **kwargs)
+        return original(tensor).replace("torch.", "torch.cuda.", 1)
+
+    return type_
+
+
+def _type_of_double(original: Any) -> Any:
+    """After `_type`: a double is what Megatron calls a float."""
+
+    @functools.wraps(original)
+    def type_(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        told = original(tensor, dtype, *args, **kwargs)
+        return told.replace("DoubleTensor", "FloatTensor") if dtype is None else told
+
+    return type_
+
+
+def _without(*names: str) -> Callable[[Any], Any]:
+    """The function without some keyword arguments."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **{name: value for name, value in kwargs.items() if name not in names})
+
+        return called
+
+    return make
+
+
+def _itself(_: Any) -> Any:
+    return lambda thing, *_, **__: thing
+
+
+def _quiet_fork(logging: Any) -> Any:
+    """The same module, with one warning of one logger filtered out."""
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    return logging
+
+
+def _local_norm(_: Any) -> Any:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415  (what is rehearsed, if it is)
+
+    return WrappedTorchNorm
+
+
+def _marked_norm(original: Any) -> Any:
+    """A norm of torch's that says of its parameters what apex's says: their gradients are sums over a slot's rows."""
+
+    @functools.wraps(original)
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return new
+
+
+# ---------------------------------------------------------------- what is replaced
+
+_FACTORIES = (
+    *("tensor", "as_tensor", "empty", "empty_like", "zeros", "zeros_like", "ones", "ones_like", "full", "arange"),
+    *("linspace", "eye", "triu_indices", "rand", "randn", "randint"),
+)
+_MEMORY = (
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used"),
+)
+
+TORCH: tuple[Replacement, ...] = (
+    Replacement(
+        target="torch.utils._device:_device_constructors",
+        why="`with torch.device(...)` knows factories by identity, and some are replaced here",
+        make=_said_once,
+    ),
+    Replacement(
+        target="torch.cuda:is_available",
+        why="Megatron asserts that there is a GPU; torch's optimizers would ask it for its streams",
+        make=_to_megatron(lambda: True),
+    ),
+    Replacement(
+        target="torch.cuda:device_count",
+        why="Megatron makes its groups only where there are GPUs",
+        make=_to_megatron(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+    ),
+    Replacement(
+        target="torch.cuda:current_device",
+        why="is passed on as the device of new tensors",
+        make=_answer(_CPU),
+    ),
+    *(
+        Replacement(target=f"torch.cuda:{name}", why="nothing to choose, wait for or free", make=_answer(None))
+        for name in ("set_device", "synchronize", "empty_cache", "set_stream", "reset_peak_memory_stats")
+    ),
+    *(
+        Replacement(target=f"torch.cuda:{name}", why="one stream, always done", make=_instead(_Nothing))
+        for name in ("Stream", "Event", "current_stream", "default_stream")
+    ),
+    Replacement(target="torch.cuda:stream", why="one stream, always done", make=_answer(contextlib.nullcontext())),
+    *(
+        Replacement(target=f"torch.cuda.nvtx:{name}", why="no profiler listens", make=_answer(None))
+        for name in ("range_push", "range_pop")
+    ),
+    *(
+        Replacement(target=f"{module}:{name}", why="the CPU's generator is the only one", make=_instead(function))
+        for module in ("torch.cuda", "torch.cuda.random")
+        for name, function in (
+            ("get_rng_state", lambda *_, **__: torch.get_rng_state()),
+            ("set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+            ("manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed))),
+        )
+    ),
+    Replacement(target="torch.cuda:get_device_properties", why="is printed and logged", make=_answer(_Properties())),
+    Replacement(
+        target="torch.cuda:get_device_capability",
+        why="chooses between kernels that are switched off",
+        make=_answer((9, 0)),
+    ),
+    *(Replacement(target=f"torch.cuda:{name}", why="is logged", make=_answer(0)) for name in _MEMORY),
+    Replacement(
+        target="torch.cuda:memory_stats", why="is logged", make=_instead(lambda *_, **__: collections.defaultdict(int))
+    ),
+    Replacement(target="torch.cuda:mem_get_info", why="is logged", make=_answer((80 * _GIB, 80 * _GIB))),
+    *(
+        Replacement(target=f"torch:{name}", why='Megatron says device="cuda" in its own words', make=_on_cpu)
+        for name in _FACTORIES
+    ),
+    Replacement(target="torch:Tensor.cuda", why="tensors are where they have to be", make=_itself),
+    Replacement(target="torch.nn:Module.cuda", why="modules are where they have to be", make=_itself),
+    Replacement(target="torch:Tensor.pin_memory", why="there is nothing to pin for", make=_itself),
+    Replacement(target="torch:Tensor.to", why='a tensor that is sent to "cuda" stays', make=_to),
+    Replacement(
+        target="torch:Tensor.type",
+        why="the optimizer and the clipping compare it with torch.cuda.FloatTensor",
+        make=_type,
+    ),
+    Replacement(
+        target="torch.utils.data:DataLoader.__init__",
+        why="the loaders are told to pin memory",
+        make=_without("pin_memory"),
+    ),
+    Replacement(target="torch.distributed:init_process_group", why="gloo knows no device", make=_without("device_id")),
+    Replacement(target="torch.distributed:barrier", why="gloo knows no device", make=_without("device_ids")),
+)
+
+DOUBLE: tuple[Replacement, ...] = (
+    *(
+        Replacement(
+            target=f"torch.storage:{name}",
+            why="torch makes this table when it first reads a tensor from a file, of names that mean doubles by then",
+            make=_said_once,
+        )
+        for name in ("_dtype_to_storage_type_map", "_storage_type_to_dtype_map")
+    ),
+    *(
+        Replacement(target=f"torch:{name}", why="what Megatron calls float32 is a double", make=_instead(torch.float64))
+        for name in ("float32", "float")
+    ),
+    Replacement(
+        target="torch:Tensor.float", why="what Megatron calls float32 is a double", make=_instead(torch.Tensor.double)
+    ),
+    Replacement(target="torch:Tensor.type", why="the clipping accepts nothing but a FloatTensor", make=_type_of_double),
+)
+
+MEGATRON: tuple[Replacement, ...] = (
+    Replacement(
+        target="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
+        why="dropout and initialization draw from the CPU's generator",
+        make=_instead(lambda *_, **__: torch.get_rng_state()),
+    ),
+    Replacement(
+        target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        why="as above",
+        make=_instead(lambda state, *_, **__: torch.set_rng_state(state)),
+    ),
+    Replacement(
+        target="megatron.core.tensor_parallel.random:logging",
+        why="it warns in every layer that the CPU's generator has moved, which is what is wanted",
+        make=_quiet_fork,
+    ),
+    Replacement(
+        target="megatron.training.training:set_jit_fusion_options",
+        why="draws as many numbers from a GPU's generator as the TP degree says; here that would change the weights",
+        make=_answer(None),
+    ),
+    Replacement(
+        target="megatron.core.models.hybrid.hybrid_block:TENorm",
+        why="the last norm of a hybrid model is TransformerEngine's, whatever its layers are",
+        make=_local_norm,
+    ),
+    Replacement(
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        why="it refuses sequence parallelism, for which apex has the norm, and apex is for GPUs",
+        make=_marked_norm,
+    ),
+    Replacement(
+        target="megatron.core.datasets.utils:compile_helpers",
+        why="the wheel has the helpers compiled, and no Makefile",
+        make=_answer(None),
+    ),
+    Replacement(
+        target="megatron.core.dist_checkpointing.strategies.filesystem_async:_process_memory",
+        why="writing a checkpoint logs it, and asks psutil, which the wheel does not bring",
+        make=_answer(0),
+    ),
+    Replacement(
+        target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+        why="a queue between processes, for which it starts one that imports everything again; here one process writes",
+        make=_instead(lambda *_, **__: queue.Queue()),
+    ),
+)

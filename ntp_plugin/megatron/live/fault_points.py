@@ -1,0 +1,73 @@
+"""The moments of a live Megatron job (`recovery/fault_points.py`)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from ntp_plugin.megatron.live import start
+from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup
+from ntp_plugin.recovery.fault_points import FaultPoints, IsHere, Reached, Weight, of_recoveries
+from ntp_plugin.reduction.sharded_optimizer import LaneShards
+
+
+def tell(job: start.MegatronJob, reached: Reached) -> None:
+    """Those of its steps, and of the recoveries that it takes as a member; who comes in is driven later:
+    `tell_of_recoveries`."""
+    fault_points = FaultPoints(reached, "step", lambda: int(job.loop.done) + 1)
+    fault_points.at(job.step.watch, "look", "compare")
+    fault_points.at(job.step, "_begin", "step")
+    fault_points.at(job.step, "reported", "reduced")
+    fault_points.at(job.loop, "vote", "vote")
+    fault_points.at(job.loop, "apply", "apply", "applied")
+    fault_points.at(job.loop, "between", "between")
+    fault_points.at(job.step, "_told", "scheduled")
+    fault_points.at(schedules, "forward_step", "forward")
+    fault_points.at(schedules, "backward_step", "backward")
+    fault_points.at(P2PCommunicator, "_communicate", "exchange")
+    for buckets in (_ParamAndGradBucketGroup, LaneBucketGroup):
+        fault_points.at(buckets, "finish_grad_sync", "reduce")
+    fault_points.at(_ParamAndGradBucketGroup, "start_param_sync", "gather")
+    fault_points.at(LaneShards, "begin_spread", "gather")
+    fault_points.at(dist_checkpointing, "save", "save", "written")
+
+
+def tell_of_recoveries(job: start.MegatronJob, reached: Reached) -> None:
+    """Once it is driven."""
+    fault_points = of_recoveries(job.driver, job.trainer, reached)
+    fault_points.at(job.trainer, "_put_in", "moved")
+    fault_points.at(job.model_rebuild, "wrap_again", "built", "made")
+    fault_points.at(job.trainer, "wait_for_the_rest", "arriving", "arrived")
+
+
+def _weights(job: start.MegatronJob) -> Iterator[Weight]:
+    state = job.trainer.state
+    for tensor, piece in state.pieces(job.trainer.layout_now):
+        yield Weight(piece=piece, values=state.live.parameters[tensor.name], is_cut=bool(tensor.family))
+
+
+def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
+    """In a process that will have one; `is_here` is told of it."""
+    begin = start.MegatronJob.__init__
+
+    def told(job: Any, *args: Any) -> None:
+        begin(job, *args)
+        slot = job.topology.slot_of(job.rank.place.slot)
+        is_here(str(slot), lambda: _weights(job))
+        tell(job, reached)
+        drive = job.rank.drive
+
+        def driven(trainer: Any) -> Any:
+            job.driver = drive(trainer)
+            tell_of_recoveries(job, reached)
+            return job.driver
+
+        if job.rank.place.joining:
+            job.rank.drive = driven
+        else:
+            tell_of_recoveries(job, reached)
+
+    setattr(start.MegatronJob, "__init__", told)  # noqa: B010  (a plain assignment is not for methods)

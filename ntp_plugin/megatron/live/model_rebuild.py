@@ -1,0 +1,223 @@
+"""A model that is built again elsewhere, and whose sizes the real one takes over.
+
+A layer's width is written into many attributes of its modules, and the number of slots into what DDP keeps. None of
+them is computed here. The model is built once more by the user's own recipe, on the meta device, where nothing is
+allocated or drawn, with the layers of the new layout; then every real module takes over the attributes that are
+numbers, words or configurations. Parameters, buffers, hooks and whatever else a module has stay its own. DDP's
+constructor is run again on the same object, with what it was first given: it makes new buffers and buckets.
+
+Autograd keeps with a parameter what DDP hung there, also while nobody does but the trace of an error. It forgets that
+only where the parameter's dtype changes, so that is what happens, for a moment.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.models.dist_utils import build_virtual_pipeline_stages
+
+from ntp_plugin.megatron.layers.dropout import ExactDropout
+from ntp_plugin.megatron.layers.uneven_layers import copy_cuts
+from ntp_plugin.megatron.reduction.lane_sync import bare
+
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+"""What every module has, its `training` among them."""
+
+
+class ModelRebuild:
+    """The model of this rank, and how it came to be."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._build: Callable[[], list[Any]] | None = None
+        self._wrapped: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.chunks: list[Any] = []
+        self.optimizer: Any = None
+        self.masks: ExactDropout | None = None
+        """What stands in the place of the model's dropouts."""
+        self.scheduler: Any = None
+        self._build_optimizer: Callable[[], Any] | None = None
+
+    # ------------------------------------------------ seeing it being built
+
+    def set_up(self, original: Any) -> Any:
+        """`setup_model_and_optimizer`: remember how the model is built, and what came of it."""
+
+        @functools.wraps(original)
+        def set_up(model_type: Any, model_provider_func: Any = None, *rest: Any, **kwargs: Any) -> Any:
+            self._build = functools.partial(_chunks, model_type, model_provider_func, kwargs.get("cfg_container"))
+            built = original(model_type, model_provider_func, *rest, **kwargs)
+            self.chunks, self.optimizer, self.scheduler = built
+            return built
+
+        return set_up
+
+    def built_optimizer(self, original: Any) -> Any:
+        """`get_megatron_optimizer`: remember what it is given."""
+
+        @functools.wraps(original)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            self._build_optimizer = functools.partial(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        return build
+
+    def wrapper(self, original: Any) -> Any:
+        """`DistributedDataParallel.__init__`: remember what it is given."""
+
+        @functools.wraps(original)
+        def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            if all(ddp is not known for known, _, _ in self._wrapped):
+                self._wrapped.append((ddp, args, kwargs))
+            original(ddp, *args, **kwargs)
+
+        return init
+
+    # ------------------------------------------------ building it again
+
+    def elsewhere(self) -> list[torch.nn.Module]:
+        """The chunks of the model as the layers that are in place now make them, without values."""
+        assert self._build is not None, "a model has been set up"
+        with torch.device("meta"), _on_its_own(self._args, bare(self.chunks[0]).config):
+            chunks = self._build()
+        if self.masks is not None:
+            self.masks.into(chunks)
+        return chunks
+
+    def take_over(self, wanted: list[torch.nn.Module]) -> None:
+        """Have the real modules be as wide as these."""
+        for chunk, new in zip(self.chunks, wanted, strict=True):
+            real = bare(chunk)
+            pairs = zip(real.named_modules(), new.named_modules(), strict=True)
+            for (name, module), (other, model) in pairs:
+                assert (name, type(module)) == (other, type(model)), "a recipe builds the same model again"
+                _take_sizes(module, model, (real.config, new.config))
+            copy_cuts(real, new)
+            _have_groups_of(real, chunk)
+
+    def wrap_again(self) -> None:
+        """Have DDP make its buffers, buckets and hooks anew, for the parameters of now."""
+        for ddp, args, kwargs in self._wrapped:
+            ddp.grad_accs, ddp.buffers, ddp.bucket_groups, ddp.param_to_bucket_group = [], [], [], {}
+            training, waiting = ddp.training, forward_waits(ddp)
+            set_forward_waits(ddp, waits=False)
+            for parameter in ddp.module.parameters():
+                parameter.grad = parameter.main_grad = None
+                _forget_hooks(parameter)
+            type(ddp).__init__(ddp, *args, **kwargs)
+            set_forward_waits(ddp, waits=waiting)
+            ddp.train(training)
+
+    def build_optimizer_again(self) -> None:
+        """Have the object that everybody knows be what Megatron builds for the parameters of now."""
+        assert self._build_optimizer is not None, "an optimizer has been built"
+        self.optimizer.chained_optimizers.clear()  # what the old one kept may be as large as the new one
+        vars(self.optimizer).update(vars(self._build_optimizer()))
+
+
+def forward_waits(ddp: Any) -> bool:
+    """Whether the forward waits, module by module, for parameters that are on their way."""
+    return bool(ddp.remove_forward_pre_hook_handles)
+
+
+def set_forward_waits(ddp: Any, *, waits: bool) -> None:
+    """Have it so."""
+    if waits and not forward_waits(ddp):
+        ddp.enable_forward_pre_hook()
+    if forward_waits(ddp) and not waits:
+        ddp.disable_forward_pre_hook(param_sync=False)
+
+
+def _chunks(model_type: Any, provider: Any, container: Any) -> list[Any]:
+    """The model without wrappers, as `setup_model_and_optimizer` has it built in either of its ways."""
+    from megatron.training import get_args  # noqa: PLC0415
+
+    config = getattr(container, "model", None)
+    if config is not None:
+        build = config.get_builder_cls()(config).build_model
+    else:
+
+        def build(groups: Any, **kwargs: Any) -> Any:
+            return provider(config=None, pg_collection=groups, **kwargs)
+
+    chunks: list[Any] = build_virtual_pipeline_stages(
+        build,
+        ProcessGroupCollection.use_mpu_process_groups(),
+        get_args().virtual_pipeline_model_parallel_size,
+        model_type,
+    )
+    return chunks
+
+
+_WHILE_BUILT = {
+    "use_cpu_initialization": True,
+    "init_model_with_meta_device": True,
+    "perform_initialization": False,
+}
+"""So that Megatron names no other device, sums no embeddings over stages, and draws nothing."""
+
+
+@contextlib.contextmanager
+def _on_its_own(*configured: Any) -> Iterator[None]:
+    """What is built on the meta device concerns no other rank, and leaves the generators as they are."""
+    state = torch.get_rng_state()
+    before = [{key: getattr(one, key) for key in _WHILE_BUILT} for one in configured]
+    for one in configured:
+        vars(one).update(_WHILE_BUILT)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        for one, was in zip(configured, before, strict=True):
+            vars(one).update(was)
+
+
+def _take_sizes(module: torch.nn.Module, model: torch.nn.Module, configs: tuple[Any, Any]) -> None:
+    real, built = configs
+    for key, value in vars(model).items():
+        if key in _OF_TORCH:
+            continue
+        if type(value) is type(built):
+            setattr(module, key, _as_changed(real, built, value))
+        elif _is_plain(value) or isinstance(value, ProcessGroupCollection | dist.ProcessGroup):
+            setattr(module, key, value)
+
+
+def _have_groups_of(model: torch.nn.Module, wrapper: Any) -> None:
+    """What a model in half precision is wrapped in has kept the groups that the model had when it was wrapped, and is
+    asked for them first."""
+    while wrapper is not model:
+        if isinstance(getattr(wrapper, "pg_collection", None), ProcessGroupCollection):
+            wrapper.pg_collection = model.pg_collection
+        wrapper = wrapper.module
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)
+
+
+def _as_changed(real: Any, built: Any, own: Any) -> Any:
+    """The real configuration with the numbers in which a module's own differs from its model's."""
+    changed = {
+        key: value
+        for key, value in vars(own).items()
+        if isinstance(value, int) and key not in _WHILE_BUILT and vars(built).get(key) != value
+    }
+    if own is built or not changed:
+        return real
+    config = copy.copy(real)
+    vars(config).update(changed)
+    return config
+
+
+def _forget_hooks(parameter: torch.nn.Parameter) -> None:
+    values = parameter.data
+    parameter.data = torch.empty(0, dtype=torch.half if values.dtype != torch.half else torch.float)
+    parameter.data = values

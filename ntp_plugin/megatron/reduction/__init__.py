@@ -1,0 +1,1 @@
+"""Megatron's gradient buckets and its distributed optimizer, lane by lane."""

@@ -1,0 +1,142 @@
+"""Megatron's buckets, reduced in lanes.
+
+DDP tells a bucket group when its gradients are complete, and waits for it when the step ends; with
+`--overlap-param-gather` it also waits for a group's parameters, before the first module that needs them and where
+training pauses. The bucket groups of a degraded job are ours in these places, and Megatron's in all others.
+
+Parameters are on their way since the optimizer's step, all groups' in one order (`lane_optimizer.py`). Megatron begins
+each when the forward comes to it; a replica without micro-batches runs none, and the others would wait for it.
+
+With overlap there are several, and a lane is summed once for each. So they must hold the same parameters in every
+replica, whatever its width: they are cut by the sizes of whole parameters. Gradient buffers stay whole also with the
+distributed optimizer, whose shards are those of the lanes (`lane_optimizer.py`).
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, group_params_for_buffers
+from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
+
+from ntp_plugin.planning.topology import Topology
+
+
+class Gathered(Protocol):
+    """Parameters that may be on their way from all members of a lane."""
+
+    def finish_spread(self) -> None:
+        """Have them in place."""
+
+
+class Reduction(Protocol):
+    """Sums that are under way."""
+
+    def finish(self) -> None:
+        """Have them in place."""
+
+
+type Sums = Callable[[Mapping[str, torch.Tensor]], Reduction]
+"""Begins to sum gradients."""
+
+
+class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
+    """A bucket group whose gradients go into lanes. Made of Megatron's own by `take_over`."""
+
+    begin: Sums
+    names: Mapping[Any, str]
+    gathered: Sequence[Gathered]
+    grad_reduce_handle: Reduction | None
+    grad_reduce_finished: bool
+
+    @classmethod
+    def take_over(
+        cls, group: Any, begin: Sums, names: Mapping[Any, str], scale: float, gathered: Sequence[Gathered]
+    ) -> None:
+        """Have a bucket group of Megatron's be one of ours: `begin` starts to sum its gradients."""
+        group.__class__ = cls
+        group.begin, group.gathered = begin, gathered
+        group.names = {parameter: names[parameter] for bucket in group.buckets for parameter in bucket.params_list}
+        for bucket in group.buckets:
+            bucket.gradient_scaling_factor = scale
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
+        """Begin to sum; a second call in the same step is Megatron's first-batch habit, and does nothing."""
+        if self.grad_reduce_handle is not None:
+            return
+        if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
+            self.check_grads(
+                check_for_nan_or_inf=self.ddp_config.check_for_nan_in_grad,
+                check_for_large=self.ddp_config.check_for_large_grads,
+            )
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.gradient_scaling_factor != 1.0:
+                    bucket.grad_data *= bucket.gradient_scaling_factor
+            self.grad_reduce_handle = self.begin({name: parameter.main_grad for parameter, name in self.names.items()})
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
+        """Have the sums in place."""
+        if self.grad_reduce_finished:
+            return
+        self.start_grad_sync()
+        assert self.grad_reduce_handle is not None, "it was begun"
+        with torch.no_grad():
+            self.grad_reduce_handle.finish()
+        self.grad_reduce_handle, self.grad_reduce_finished = None, True
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """The optimizer's step has begun it; forced, have the parameters in place."""
+        if force_sync:
+            self.finish_param_sync()
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:  # noqa: ARG002
+        """Have the parameters in place."""
+        with torch.no_grad():
+            for part in self.gathered:
+                part.finish_spread()
+
+
+def with_whole_buffers(ddp_config: Any) -> Any:
+    """The configuration of DDP without a distributed optimizer; it waits for parameters all the same."""
+    whole = copy.copy(ddp_config)
+    whole.use_distributed_optimizer = False
+    return whole
+
+
+def even_buckets(args: Any, ddp_config: Any, sizes: Mapping[Any, int], topology: Topology) -> Any:
+    """DDP's layout of parameters, with a new bucket whenever whole parameters of a bucket's size x TP are together.
+
+    What a bucket's size is must not be asked of DDP's configuration: it follows from this rank's groups and shards.
+    """
+    if args.ddp_num_buckets is not None:
+        enough = sum(sizes.values()) // args.ddp_num_buckets
+    else:
+        enough = (args.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp)) * topology.tp
+    parameters = [parameter for parameter in sizes if parameter.requires_grad]
+    kinds = group_params_for_buffers(parameters, ddp_config.grad_reduce_in_fp32)
+    return FullParamLayout(
+        {kind: _cut(members[::-1], indices, sizes, enough) for kind, (members, indices) in kinds.items()}
+    )
+
+
+def _cut(parameters: list[Any], indices: list[int], sizes: Mapping[Any, int], enough: int) -> Any:
+    """One buffer, in the order in which gradients become complete."""
+    places, bounds, start, collected = {}, [0], 0, 0
+    for parameter in parameters:
+        places[parameter] = (start, start + parameter.numel(), len(bounds) - 1)
+        start, collected = start + parameter.numel(), collected + sizes[parameter]
+        if collected >= enough:
+            bounds.append(start)
+            collected = 0
+    if bounds[-1] < start:
+        bounds.append(start)
+    buckets = list(itertools.pairwise(bounds))
+    return PerBufferParamLayout(
+        param_index_map=places,
+        bucket_indices=buckets,
+        per_bucket_numel_unpadded=[stop - start for start, stop in buckets],
+        param_indices=indices,
+    )

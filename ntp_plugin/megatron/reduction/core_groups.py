@@ -1,0 +1,19 @@
+"""This rank's way over core slots, in the groups that were made for it (`lane_groups.py`)."""
+
+from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.reduction.lane_groups import Made, Wanted
+from ntp_plugin.planning.recovery_plan import RecoveryPlan
+from ntp_plugin.reduction.core_lanes import CoreExchange
+from ntp_plugin.reduction.core_slices import find_core_slices
+
+
+def find_core_exchange(layout: Layout, plan: RecoveryPlan, wanted: Wanted, made: Made) -> CoreExchange | None:
+    """None where this rank's stage does not go over cores."""
+    stage = layout.slot.stage
+    cores = plan.routes[stage].cores
+    if cores is None:
+        return None
+    mine = {key[0]: made[key] for key, members in wanted.items() if layout.slot in members and key[1] == stage}
+    units = plan.nominal.units.stages[stage]
+    core_slices = find_core_slices(cores, units, tp=layout.topology.tp, pattern=layout.pattern, slot=layout.slot.tp)
+    return CoreExchange(core_slices, domain=mine["domain"], members=mine.get("core"))

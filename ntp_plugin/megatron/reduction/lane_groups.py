@@ -1,0 +1,52 @@
+"""Which process groups the lanes of a layout need. PURE.
+
+Every rank makes all of them, at once and in this order, whether it is in them or not:
+
+    lane        who holds the same units of a stage, where gradients go directly
+    stage       all slots of a stage, for what is replicated
+    shared      who holds the same rows of an embedding that stands in two stages
+    domain      the slots of one replica's stage, on the way over cores: apart from Megatron's own TP group, which is at
+                work while something is lent
+    core        who is the same core in each replica
+    all         everybody who trains, where others are there as well
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ntp_plugin.megatron.layout import SHARED, Layout
+from ntp_plugin.planning.lanes import plan_shared_lanes
+from ntp_plugin.planning.recovery_plan import RecoveryPlan
+from ntp_plugin.planning.topology import Slot
+
+type Key = tuple[str, int, int]
+"""Kind, stage, and number."""
+type Wanted = dict[Key, tuple[Slot, ...]]
+type Made = Mapping[Key, Any]
+
+
+def wanted_groups(layout: Layout, plan: RecoveryPlan) -> Wanted:
+    """All groups, with their members."""
+    wanted: Wanted = {}
+    surviving = layout.surviving
+    for route in plan.routes:
+        stage = route.stage
+        if route.cores is None:
+            wanted |= {
+                ("lane", stage, number): tuple(lane.members(surviving)) for number, lane in enumerate(route.lanes.lanes)
+            }
+        else:
+            domains = ((replica, layout.topology.group(replica, stage)) for replica in surviving.replicas)
+            wanted |= {
+                ("domain", stage, replica): tuple(slot for slot in group if slot in layout.ranks)
+                for replica, group in domains
+            }
+            wanted |= {
+                ("core", stage, core): tuple(route.cores.members(core, surviving))
+                for core in range(len(route.cores.cores))
+            }
+        wanted["stage", stage, 0] = tuple(slot for slot in layout.slots if slot.stage == stage)
+    if layout.idle:
+        wanted["all", 0, 0] = layout.slots
+    shared = plan_shared_lanes(surviving, plan.nominal.units, SHARED)
+    return wanted | {("shared", 0, number): tuple(members) for number, (members, _) in enumerate(shared)}

@@ -1,0 +1,336 @@
+"""Gradients lane by lane where Megatron reduces its buckets; the exact scale; one norm for all.
+
+Cut parameters go into the lanes of this rank, or over the cores of its group, as their buckets become complete
+(`buckets.py`). Replicated ones wait until the TP group has added what only its slots together know (the norms of
+queries and keys, all norms under sequence parallelism), and then are summed over the whole stage, once for each
+replica.
+
+A pipeline's stages have lanes of their own. Only a word embedding that is the output layer too stands in the first and
+in the last of them. Its rows go into lanes over both stages, also late, when both have ended their backward.
+
+Scale. Without `calculate_per_token_loss` Megatron's gradient is the mean over micro-batches: a replica has divided
+its own by how many it ran, and weighs as much as its part of them. With it, gradients are sums over tokens, to be
+divided by the number of tokens in the global batch.
+
+Norm. Each replica computes it from the same gradients, cut differently, so its last bits differ. The largest of them
+is taken by all, and so all clip by the same bits.
+"""
+
+import copy
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.utils import get_attr_wrapped_model
+
+from ntp_plugin.copies import digest
+from ntp_plugin.copies.runs import MODULUS, runs_of
+from ntp_plugin.errors import StateLost
+from ntp_plugin.megatron.job import JobPlan
+from ntp_plugin.megatron.layers.uneven_layers import describe
+from ntp_plugin.megatron.layout import SHARED
+from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
+from ntp_plugin.megatron.reduction.core_groups import find_core_exchange
+from ntp_plugin.megatron.reduction.lane_groups import Made, wanted_groups
+from ntp_plugin.planning.lanes import plan_shared_lanes
+from ntp_plugin.planning.spans import Spans
+from ntp_plugin.planning.units import StageUnits, Tensor
+from ntp_plugin.reduction.core_lanes import CoreExchange, CoreShards, CoreSums
+from ntp_plugin.reduction.gradient_lanes import GradientLane, GradientLanes, Slice, only, pack, unpack
+from ntp_plugin.reduction.sharded_optimizer import LaneShards
+from ntp_plugin.resharding.cuts import WHOLE_UNITS, global_ranges, local_ranges
+
+_SUMMED_TOGETHER = 1 << 13
+"""Elements of a gradient."""
+
+
+class LaneSync:
+    """What is put in place of DDP's constructor and of the norm."""
+
+    def __init__(self, job: JobPlan) -> None:
+        self._job, self._layout = job, job.layout
+        self.parameters: dict[str, Any] = {}
+        """Of all chunks of this rank's model, once there is one."""
+        self.tensors: dict[str, Tensor] = {}
+        """The same as planning knows them."""
+        self.shards: list[LaneShards] = []
+        """With the distributed optimizer: all that this rank has to keep state for. What is summed late comes first."""
+        self.everybody: Any = None
+        """The group of all who train; None where that is the world."""
+        self._sharded = False
+        self._core_exchange: CoreExchange | None = None
+        self._sum_late: Sums
+        self._chunks: list[Any] = []
+
+    def model_wrapper(self, original: Any) -> Any:
+        """`DistributedDataParallel.__init__`: whole buffers, even buckets, and with the last chunk all that is ours.
+
+        As Megatron has it, only the first chunk of the first stage has more than one bucket.
+        """
+
+        @functools.wraps(original)
+        def init(ddp: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            kwargs["full_param_layout"] = None
+            if ddp_config.overlap_grad_reduce and not kwargs.get("disable_bucketing") and not self._layout.slot.stage:
+                chunk = dict(module.named_parameters())
+                sizes = {chunk[tensor.name]: tensor.elements for tensor, _ in self._units_of(chunk).tensors}
+                kwargs["full_param_layout"] = even_buckets(self._job.args, ddp_config, sizes, self._layout.topology)
+            original(ddp, config, with_whole_buffers(ddp_config), module, *args, **kwargs)
+            self._chunks.append(ddp)
+            if len(self._chunks) == (self._job.args.virtual_pipeline_model_parallel_size or 1):
+                self._sharded = ddp_config.use_distributed_optimizer
+                self._take_over()
+
+        return init
+
+    def _take_over(self) -> None:
+        """Plan, make the lanes, check the weights, and have the buckets go into lanes."""
+        self.parameters = dict(named(self._chunks))
+        units = self._units_of(self.parameters)
+        self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
+        at_start = not self._job.planned  # later weights have been moved, and compared
+        plan = self._job.agree(units) if at_start else self._job.plan
+        wanted = wanted_groups(self._layout, plan)
+        made = dict(zip(wanted, self._job.make_groups(list(wanted.values())), strict=True))
+        self.everybody = made.get(("all", 0, 0))
+        self._core_exchange = find_core_exchange(self._layout, plan, wanted, made)
+        lanes, late = self._make_lanes(made), [self._stage_lane(made), *self._shared_lanes(made, even_out=at_start)]
+        if at_start:
+            self.require_equal_units()
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        self._sum_late = self._sums(late)
+        summed_late = tuple(self.shards)
+        for group in [group for chunk in self._chunks for group in chunk.bucket_groups]:
+            begin = self._sums_of(lanes, {names[parameter] for parameter in group.params})
+            LaneBucketGroup.take_over(group, begin, names, self.scale, (*summed_late, *self.shards[-1:]))
+        for chunk in self._chunks:
+            chunk.config.finalize_model_grads_func = self.finalize
+        _sum_losses_alone(self._chunks, self._job.alone())
+
+    def _units_of(self, parameters: dict[str, Any]) -> StageUnits:
+        return describe(parameters, sequence=self._job.args.seq_length, last=self._layout.last)
+
+    @property
+    def scale(self) -> float:
+        """What this replica's gradients weigh in the sum."""
+        if self._job.args.calculate_per_token_loss:
+            return 1.0
+        return self._job.share.count * self._job.share.size / (self._job.batch.total * self._job.batch.micro_batch)
+
+    def held(self) -> dict[str, Spans]:
+        """The units of every tensor that this slot holds, in storage order."""
+        stage = self._job.plan.nominal.units.stages[self._layout.slot.stage]
+        families = {family.name: family for family in stage.families}
+        return {
+            name: self._layout.held(families[tensor.family]) if tensor.family else WHOLE_UNITS
+            for name, tensor in self.tensors.items()
+        }
+
+    def require_equal_units(self) -> None:
+        """Raise unless the weights are the same in all replicas, bit for bit; all ranks call this together."""
+        held = self.held()
+        mine = {
+            self._title(name): (self._holder(tensor), _digest(tensor, held[name], self.parameters[name]))
+            for name, tensor in self.tensors.items()
+        }
+        told: list[dict[str, tuple[str, int]]] = [{}] * len(self._layout.slots)
+        dist.all_gather_object(told, mine)
+        _require_equal(told)
+
+    def _title(self, name: str) -> str:
+        """What a tensor is called among all stages."""
+        if self.tensors[name].family == SHARED:
+            return "the shared word embedding"
+        return f"{name} of stage {self._layout.slot.stage}" if self._layout.topology.pp > 1 else name
+
+    def _holder(self, tensor: Tensor) -> str:
+        """Who holds the whole of it together."""
+        if not tensor.family:
+            return f"rank {self._layout.rank}"
+        slot = self._layout.slot
+        return f"replica {slot.replica}" + f" stage {slot.stage}" * (tensor.family == SHARED)
+
+    # ------------------------------------------------ lanes
+
+    def _make_lanes(self, made: Made) -> list[GradientLane]:
+        """The lanes of this rank, where its stage has some."""
+        mine, stage = [], self._layout.slot.stage
+        route = self._job.plan.routes[stage]
+        for number, lane in enumerate(route.lanes.lanes if route.cores is None else ()):
+            if self._layout.slot in lane.members(self._layout.surviving):
+                units = {name: spans for name, spans in lane.units if name != SHARED}
+                mine.append(GradientLane(group=made["lane", stage, number], slices=self._slices(units)))
+        return mine
+
+    def _stage_lane(self, made: Made) -> GradientLane:
+        """What is replicated, over the whole of this rank's stage."""
+        whole = tuple(
+            Slice(name=name, dim=0, ranges=((0, tensor.shape[0]),), places=((0, tensor.shape[0]),))
+            for name, tensor in self.tensors.items()
+            if not tensor.family
+        )
+        group = made["stage", self._layout.slot.stage, 0]
+        return GradientLane(group=group, slices=whole, counted=self._layout.is_replica_leader)
+
+    def _shared_lanes(self, made: Made, *, even_out: bool) -> list[GradientLane]:
+        """The rows that stand in the first and in the last stage; there they begin as zeros, and are sent here."""
+        mine, values = [], {name: parameter.data for name, parameter in self.parameters.items()}
+        shared = plan_shared_lanes(self._layout.surviving, self._job.plan.nominal.units, SHARED)
+        for number, (members, units) in enumerate(shared):
+            if self._layout.slot in members:
+                group = made["shared", 0, number]
+                lane = GradientLane(group=group, slices=self._slices({SHARED: units}))
+                mine.append(lane)
+                if even_out:
+                    rows = pack(lane.slices, values)
+                    dist.broadcast(rows, self._layout.ranks[members[0]], group=group)
+                    if self._layout.slot.stage != members[0].stage:
+                        unpack(lane.slices, values, rows)
+        return mine
+
+    def _sums(self, lanes: list[GradientLane]) -> Sums:
+        """How the gradients of some lanes are summed: whole, or each rank its shard of them."""
+        if not self._sharded:
+            return functools.partial(GradientLanes, lanes)
+        self.shards.append(LaneShards(lanes))
+        return self.shards[-1].begin
+
+    def _sums_of(self, lanes: list[GradientLane], names: Collection[str]) -> Sums:
+        """How the gradients of these parameters are summed, by the route that was planned."""
+        if self._core_exchange is None:
+            return self._sums(only(lanes, names))
+        core_exchange = self._core_exchange.only({name for name in names if self.tensors[name].family != SHARED})
+        if not self._sharded:
+            return CoreSums(core_exchange).begin
+        self.shards.append(CoreShards(core_exchange))
+        return self.shards[-1].begin
+
+    def _slices(self, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
+        held = self.held()
+        return tuple(
+            Slice(
+                name=name,
+                dim=tensor.dim,
+                ranges=local_ranges(tensor, held[name], units[tensor.family]),
+                places=tensor.local_index(units[tensor.family]),
+            )
+            for name, tensor in self.tensors.items()
+            if tensor.family in units
+        )
+
+    # ------------------------------------------------ the end of a step's backward
+
+    def finalize(
+        self,
+        model: list[Any],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> None:
+        """`finalize_model_grads`, with the replicated gradients and the tokens summed over all replicas."""
+        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        gradients = {name: parameter.main_grad for name, parameter in self.parameters.items()}
+        with torch.no_grad():
+            self._sum_late(gradients).finish()
+            if num_tokens is not None:
+                tokens = self.over_replicas(num_tokens.to(torch.int64))
+                for part in (*model, *self.shards):
+                    part.scale_gradients(1.0 / max(int(tokens), 1))
+
+    def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over the replicas of what all slots of a replica's last stage say alike."""
+        value = value.clone() if self._layout.is_replica_leader and self._layout.last else torch.zeros_like(value)
+        dist.all_reduce(value, group=self.everybody)
+        return value
+
+    def norm(self, original: Any) -> Any:
+        """`get_grad_norm_fp32`."""
+
+        @functools.wraps(original)
+        def norm(gradients: Any, *args: Any, **kwargs: Any) -> float:
+            return self.agreed_norm(float(original(_in_pieces(gradients), *args, **kwargs)))
+
+        return norm
+
+    def agreed_norm(self, found: float) -> float:
+        """The largest of what the replicas found."""
+        norm = torch.tensor([found], dtype=torch.float64, device=self.device)
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self.everybody)
+        return float(norm)
+
+    def any_of_all(self, _: Any) -> Any:
+        """`RerunStateMachine._reduce_any`."""
+
+        def any_of_all(_: Any, said: bool | list[bool]) -> bool | tuple[bool, ...]:
+            told = torch.tensor(said if isinstance(said, list) else [said], dtype=torch.int32, device=self.device)
+            dist.all_reduce(told, group=self.everybody)
+            answers = tuple(bool(answer) for answer in told.tolist())
+            return answers if isinstance(said, list) else answers[0]
+
+        return any_of_all
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether DDP has the forward wait for parameters that are on their way."""
+        return bool(self._chunks[0].use_forward_hook)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        device: torch.device = next(iter(self.parameters.values())).device
+        return device
+
+
+def named(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The parameters of all chunks of a model, whatever wraps them; with the chunk's number where there are several."""
+    for number, chunk in enumerate(chunks):
+        for name, parameter in bare(chunk).named_parameters():
+            yield f"{number}.{name}" if len(chunks) > 1 else name, parameter
+
+
+def bare(chunk: Any) -> torch.nn.Module:
+    """The model inside of what Megatron wraps it in."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    module: torch.nn.Module = chunk
+    return module
+
+
+def _in_pieces(gradients: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """A shard of a lane is as long as many parameters, and the longer a sum in float32 is, the more of it is rounded
+    away: 1e-6 of the norm of the test model."""
+    each = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+    return [piece for gradient in each for piece in torch.split(gradient.reshape(-1), _SUMMED_TOGETHER)]
+
+
+def _sum_losses_alone(chunks: list[Any], alone: Any) -> None:
+    """What Megatron would sum over this model's data-parallel group is the global batch's already."""
+    for chunk in chunks:
+        owner = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
+        owner.pg_collection = copy.copy(owner.pg_collection)
+        owner.pg_collection.dp_cp = owner.pg_collection.dp_cp_gtp_remat = alone
+
+
+def _digest(tensor: Tensor, held: Spans, parameter: torch.nn.Parameter) -> int:
+    """Of the part that is held; those of all parts add up to the whole's, whatever the cut."""
+    runs = runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held))
+    return digest.digest(parameter.detach(), runs, salt=tensor.family if tensor.family == SHARED else tensor.name)
+
+
+def _require_equal(told: Iterable[Mapping[str, tuple[str, int]]]) -> None:
+    """Of each rank: tensor -> who holds the whole of it together with others, and the digest of this rank's part."""
+    tensors: dict[str, dict[str, int]] = {}
+    for said in told:
+        for title, (holder, value) in said.items():
+            replica_digests = tensors.setdefault(title, {})
+            replica_digests[holder] = (replica_digests.get(holder, 0) + value) % MODULUS
+    for title, replica_digests in tensors.items():
+        if len(set(replica_digests.values())) > 1:
+            found = ", ".join(f"{holder} {value:016x}" for holder, value in replica_digests.items())
+            raise StateLost(
+                f"{title} is not the same in all replicas: {found}",
+                way_out="start all replicas with the same seed and arguments",
+            )

@@ -1,0 +1,382 @@
+"""What does not work in a degraded layout, or with exact masks, and is refused at start: by its flag, with the way out.
+
+A line here is a promise that nothing is computed wrongly in silence. Whoever builds a feature takes its line out.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One thing that is refused: when, and what to do instead."""
+
+    flag: str
+    applies: Callable[[Any], object]
+    why: str
+    way_out: str
+
+
+def _above(name: str, bound: float = 1) -> Callable[[Any], bool]:
+    return lambda args: (getattr(args, name, None) or 0) > bound
+
+
+def _given(name: str) -> Callable[[Any], object]:
+    return lambda args: getattr(args, name, None)
+
+
+def _has_checkpoints(args: Any) -> bool:
+    """Whether the job may write or read one."""
+    return any(getattr(args, name, None) for name in ("save", "load", "pretrained_checkpoint"))
+
+
+def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way_out: str = "") -> Refusal:
+    """Something that could work, and is not built yet."""
+    return Refusal(
+        flag=flag,
+        applies=applies or _given(flag.removeprefix("--").replace("-", "_")),
+        why="is not built yet for replicas of different width",
+        way_out=way_out or f"leave {flag} out, or start with whole replicas",
+    )
+
+
+def _not_yet_live(flag: str, applies: Callable[[Any], object]) -> Refusal:
+    """Something that works in a degraded layout, but not yet while a job goes over into it."""
+    return Refusal(
+        flag=flag,
+        applies=applies,
+        why="is not built yet",
+        way_out=f"leave {flag} out, or start by torchrun: a loss ends the job then",
+    )
+
+
+_NO_HYBRID_LAYERS = {
+    "M": "Mamba",
+    "G": "gated delta net",
+    "D": "sparse attention",
+    "+": "latent attention",
+    "E": "experts",
+    "/": "multi-token prediction",
+}
+"""What a hybrid model may have besides self-attention and MLP, by its symbol in the pattern."""
+
+
+def _pattern(args: Any) -> str:
+    """That of a hybrid model, which has an older flag as well; else nothing."""
+    flags = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return "".join(getattr(args, flag, None) or "" for flag in flags)
+
+
+def _hybrid(symbol: str, name: str) -> Refusal:
+    """Layers of a hybrid model that are not built yet."""
+    return _not_built(
+        f"--hybrid-layer-pattern with {symbol} ({name})",
+        lambda args: symbol in _pattern(args),
+        way_out="a pattern of * (attention) and - (MLP), or start with whole replicas",
+    )
+
+
+TABLE: tuple[Refusal, ...] = (
+    _not_built("--context-parallel-size", _above("context_parallel_size")),
+    _not_built("--hybrid-context-parallel"),
+    _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
+    _not_built("--num-experts"),
+    _not_built("--overlap-param-gather-with-optimizer-step"),
+    _not_built("--pipeline-model-parallel-layout"),
+    _not_built("--pipeline-model-parallel-comm-backend"),
+    _not_built("--use-ring-exchange-p2p"),
+    _not_built("--defer-embedding-wgrad-compute"),
+    _not_built("--use-torch-fsdp2"),
+    _not_built("--use-megatron-fsdp"),
+    _not_built("--multi-latent-attention"),
+    _not_built("--mtp-num-layers"),
+    _not_built("--fp16"),
+    _not_built("--fp8-format", _given("fp8")),
+    _not_built("--fp4-format", _given("fp4")),
+    Refusal(
+        flag="--ckpt-format",
+        applies=lambda args: _has_checkpoints(args) and getattr(args, "ckpt_format", "torch_dist") != "torch_dist",
+        why="has files of slots, and those of a degraded replica fit no other layout",
+        way_out="--ckpt-format torch_dist",
+    ),
+    _not_built("--async-save"),
+    _not_built("--ckpt-assume-constant-structure"),
+    _not_built("--ckpt-convert-format"),
+    _not_built("--load-main-params-from-ckpt"),
+    _not_built("--non-persistent-ckpt-type"),
+    _not_built("--use-checkpoint-args"),
+    _not_built("--yaml-cfg"),
+    _not_built("--heterogeneous-layers-config-path"),
+    _not_built("--perform-rl-step"),
+    _not_built("--tp-comm-overlap"),
+    _not_built("--use-tp-pp-dp-mapping"),
+    _not_built("--qk-clip"),
+    _not_built("--sft"),
+    _not_built("--init-model-with-meta-device"),
+    _not_built("--ddp-average-in-collective"),
+    _not_built("--use-precision-aware-optimizer"),
+    _not_built("--optimizer-cpu-offload"),
+    _not_built("--log-num-zeros-in-grad"),
+    _not_built("--check-weight-hash-across-dp-replicas-interval"),
+    _not_built("--rampup-batch-size"),
+    _not_built("--step-batch-size-schedule"),
+    _not_built("--decrease-batch-size-if-needed"),
+    _not_built("--num-distributed-optimizer-instances", _above("num_distributed_optimizer_instances")),
+    _not_built("--tensor-parallel-num-weight-shards", lambda args: args.tensor_parallel_num_weight_shards),
+    _not_built("--expert-tensor-parallel-num-weight-shards"),
+    _not_built("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") != "none"),
+    _not_built("--enable-cuda-graph"),
+    _not_built("--external-cuda-graph"),
+    _not_built("--optimizer-cuda-graph"),
+    _not_built("--defer-embedding-wgrad-compute"),
+    _not_built("--hybrid-context-parallel"),
+    _not_built("--heterogeneous-layers-config-encoded-json"),
+    _not_built("--inprocess-restart"),
+    _not_built("--skip-train"),
+    _not_built("--freeze-all-layers"),
+    _not_built("--non-persistent-save-interval"),
+    _not_built("--experimental-attention-variant"),
+    *(
+        Refusal(
+            flag=f"--save-{what}-interval",
+            applies=_given(f"save_{what}_interval"),
+            why="writes the parts of one replica as if its slots held even shares",
+            way_out="leave it out",
+        )
+        for what in ("params", "wgrads", "dgrads", "activations")
+    ),
+    *(
+        Refusal(
+            flag=flag,
+            applies=_given(flag.removeprefix("--").replace("-", "_")),
+            why="finds logits by the nominal rank that computed a micro-batch, and here others compute it",
+            way_out="leave it out, or start with whole replicas",
+        )
+        for flag in ("--logits-save-dir", "--logits-load-dir")
+    ),
+    *(
+        Refusal(
+            flag=flag,
+            applies=_given(flag.removeprefix("--").replace("-", "_")),
+            why="passes over as many micro-batches as a whole replica would have had",
+            way_out="leave it out, or start with whole replicas",
+        )
+        for flag in ("--iterations-to-skip", "--result-rejected-tracker-filename")
+    ),
+    Refusal(
+        flag="--softmax-type",
+        applies=lambda args: getattr(args, "softmax_type", None) == "learnable",
+        why="learnable has a number for each head that Megatron does not mark as cut",
+        way_out="--softmax-type vanilla or off-by-one",
+    ),
+    Refusal(
+        flag="--distribute-saved-activations",
+        applies=_given("distribute_saved_activations"),
+        why="cuts activations into as many even parts as the replica has slots, and they may not divide",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--cross-entropy-fusion-impl",
+        applies=lambda args: getattr(args, "cross_entropy_fusion_impl", None) == "te",
+        why="te takes all slots before for as wide as this one",
+        way_out="--cross-entropy-fusion-impl native",
+    ),
+    Refusal(
+        flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
+        applies=_given("ddp_param_name_patterns_for_fp32_local_accumulation"),
+        why="keeps gradients outside of the buckets that are scaled and summed",
+        way_out="--accumulate-allreduce-grads-in-fp32",
+    ),
+    Refusal(
+        flag="--ddp-reduce-scatter-with-fp32-accumulation",
+        applies=_given("ddp_reduce_scatter_with_fp32_accumulation"),
+        why="is a way to sum that lanes do not have: they would sum in the gradients' own precision",
+        way_out="--accumulate-allreduce-grads-in-fp32",
+    ),
+    Refusal(
+        flag="--log-params-norm",
+        applies=lambda args: getattr(args, "log_params_norm", False) and getattr(args, "overlap_param_gather", False),
+        why="would tell the norm of the step before: parameters are still on their way (--overlap-param-gather)",
+        way_out="leave one of the two out",
+    ),
+    Refusal(
+        flag="--lazy-mpu-init",
+        applies=_given("lazy_mpu_init"),
+        why="says that every replica has the nominal width",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--no-initialization",
+        applies=lambda args: getattr(args, "perform_initialization", True) is False,
+        why="leaves weights as they are found in memory, and they cannot be loaded",
+        way_out="leave it out",
+    ),
+    *(_hybrid(symbol, name) for symbol, name in _NO_HYBRID_LAYERS.items()),
+    Refusal(
+        flag="--transformer-impl",
+        applies=lambda args: args.transformer_impl != "local",
+        why="has layers that draw their weights by themselves, and whose uneven shards nobody has tried",
+        way_out="--transformer-impl local",
+    ),
+    Refusal(
+        flag="--use-cpu-initialization",
+        applies=lambda args: not args.use_cpu_initialization,
+        why="is needed: drawn on GPUs, the weights of a lost slot are known to nobody",
+        way_out="--use-cpu-initialization",
+    ),
+    Refusal(
+        flag="--data-parallel-random-init",
+        applies=_given("data_parallel_random_init"),
+        why="sends weights from replica to replica in the order of their bytes, which differs with the width",
+        way_out="leave it out: all replicas draw the same weights",
+    ),
+    Refusal(
+        flag="--dataloader-type",
+        applies=lambda args: args.dataloader_type not in (None, "single"),
+        why="shares samples out by itself, and evenly",
+        way_out="--dataloader-type single",
+    ),
+    Refusal(
+        flag="--optimizer",
+        applies=lambda args: args.optimizer not in ("adam", "sgd"),
+        why="is not element-wise, or nobody has tried it: units of one matrix would depend on where they are",
+        way_out="--optimizer adam or sgd",
+    ),
+)
+
+
+EXACT_MASKS: tuple[Refusal, ...] = (
+    Refusal(
+        flag="--transformer-impl",
+        applies=lambda args: args.transformer_impl != "local",
+        why="has kernels that draw their masks by themselves",
+        way_out="--transformer-impl local",
+    ),
+    _not_built("--context-parallel-size", _above("context_parallel_size"), way_out="--context-parallel-size 1"),
+    Refusal(
+        flag="--mtp-num-layers",
+        applies=_given("mtp_num_layers"),
+        why="numbers its layers from one again, so they would have the masks of others",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--cuda-graph-impl",
+        applies=lambda args: getattr(args, "cuda_graph_impl", "none") != "none",
+        why="plays back the masks that it has recorded",
+        way_out="--cuda-graph-impl none",
+    ),
+    Refusal(
+        flag="--use-tp-pp-dp-mapping",
+        applies=_given("use_tp_pp_dp_mapping"),
+        why="numbers ranks in another order than slots",
+        way_out="leave it out",
+    ),
+)
+"""What masks that do not depend on the layout cannot have, in a healthy one either."""
+
+_DROPOUTS = ("hidden_dropout", "attention_dropout")
+
+
+def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
+    """Whether the job has dropouts, and their masks are ours."""
+    return policy.enabled and policy.dropout == "exact" and any(_above(name, 0)(args) for name in _DROPOUTS)
+
+
+def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
+    """Raise for the first thing in the arguments that a degraded layout, or masks that are exact, cannot have."""
+    if layout.lost:
+        _refuse_degraded(args, policy, layout)
+        _refuse_broken_groups(args, layout.topology.tp)
+    if draws_exact_masks(args, policy):
+        _refuse_first(EXACT_MASKS, "--ntp-dropout exact", args)
+        _refuse_broken_groups(args, layout.topology.tp)
+
+
+LIVE: tuple[Refusal, ...] = (
+    _not_yet_live("--log-straggler", _given("log_straggler")),
+    _not_yet_live("--log-params-norm", _given("log_params_norm")),
+)
+"""What a degraded layout could have, and a job that comes to it by a loss cannot yet."""
+
+
+def refuse_live(args: Any, policy: TrainingPolicy) -> None:
+    """Raise for the first thing in the arguments that a job could not have once a slot is lost."""
+    cause = "--ntp-enable under `ntp run`, where any slot may be lost"
+    _refuse_first(TABLE, cause, args)
+    _refuse_first(LIVE, cause, args)
+    _refuse_other_masks(args, policy, cause)
+    if draws_exact_masks(args, policy):
+        _refuse_first(EXACT_MASKS, "--ntp-dropout exact", args)
+    tp = args.tensor_model_parallel_size
+    _refuse_broken_groups(args, tp)
+    _refuse_batch(policy)
+    if policy.min_tp_width > tp:
+        raise Refused(
+            f"--ntp-min-tp-width {policy.min_tp_width} is above --tensor-model-parallel-size {tp}: "
+            "the first loss would leave no replica that may train",
+            way_out=f"choose 1 to {tp}",
+        )
+
+
+def _refuse_first(table: tuple[Refusal, ...], cause: str, args: Any) -> None:
+    for refusal in table:
+        if refusal.applies(args):
+            raise Refused(f"with {cause}, {refusal.flag} {refusal.why}", way_out=refusal.way_out)
+
+
+def _refuse_degraded(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
+    _refuse_policy(policy, layout)
+    degraded = f"{', '.join(map(str, sorted(layout.lost)))} lost"
+    _refuse_first(TABLE, degraded, args)
+    _refuse_other_masks(args, policy, degraded)
+    tp = layout.topology.tp
+    if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < tp * layout.topology.pp:
+        raise Refused(
+            f"with {degraded}, --use-distributed-optimizer has {len(layout.slots)} processes, fewer than a full "
+            "replica: Megatron's report on memory divides by how many replicas they make",
+            way_out="leave --use-distributed-optimizer out",
+        )
+
+
+def _refuse_other_masks(args: Any, policy: TrainingPolicy, cause: str) -> None:
+    for name in _DROPOUTS:
+        if _above(name, 0)(args) and policy.dropout != "exact":
+            flag = "--" + name.replace("_", "-")
+            raise Refused(
+                f"with {cause}, {flag} {getattr(args, name)} would draw other masks than with nobody lost",
+                way_out=f"--ntp-dropout exact, here and in the run that this one goes on for; or {flag} 0",
+            )
+
+
+def _refuse_broken_groups(args: Any, tp: int) -> None:
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    if groups % tp:
+        raise Refused(
+            f"--num-query-groups: {groups} query groups do not divide over {tp} TP slots",
+            way_out=f"a query group stays whole: choose a --tensor-model-parallel-size that divides {groups}",
+        )
+
+
+def _refuse_batch(policy: TrainingPolicy) -> None:
+    if policy.batch.mode != "strict":
+        raise Refused(
+            f"--ntp-batch-mode {policy.batch.mode} is not built yet on Megatron",
+            way_out="leave it out: strict computes every sample of the global batch",
+        )
+
+
+def _refuse_policy(policy: TrainingPolicy, layout: Layout) -> None:
+    _refuse_batch(policy)
+    for (replica, stage), pattern in layout.surviving.patterns.items():
+        width = layout.topology.tp - len(pattern)
+        if width < policy.min_tp_width:
+            raise Refused(
+                f"replica {replica} is {width} slots wide in stage {stage}, "
+                f"below --ntp-min-tp-width {policy.min_tp_width}",
+                way_out="lower it, or leave the whole replica out",
+            )

@@ -1,0 +1,131 @@
+"""What an optimizer steps, told as pieces of whole tensors: to be copied where it lives, and to be filled.
+
+However a framework shards its optimizer, each parameter of torch's optimizer holds elements of some tensors, one after
+the other. RecordedEvent so (`copies/slices.py`), it is the same to whoever copies it and brings it back into another
+layout.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ntp_plugin.copies.layout import DTYPES, dtype_name
+from ntp_plugin.copies.manifest import CopiedSlice
+from ntp_plugin.copies.replicator import Part
+from ntp_plugin.copies.slices import TensorSlice
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning.spans import Spans
+from ntp_plugin.reduction.sharded_optimizer import LaneShard
+from ntp_plugin.training.optimizers import Numbers, element_wise
+
+MAIN = "main"
+"""What is stepped, beside what the optimizer keeps in its shape."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """One parameter of torch's optimizer: the pieces in it, and where each begins in it, made flat."""
+
+    parameter: torch.Tensor
+    pieces: tuple[tuple[TensorSlice, int], ...]
+
+
+type PieceOf = Callable[[str, Spans, int, int], TensorSlice]
+"""Of a tensor, by its name here: these places of it, and of them the elements from one to another."""
+
+
+def shards_of_lanes(shards: Iterable[LaneShard], piece_of: PieceOf) -> list[Stepped]:
+    """Every element of the job is in one of these, once."""
+    return [
+        Stepped(
+            parameter=shard.parameter,
+            pieces=tuple(
+                (piece_of(held.name, held.places, start, stop), at) for held, start, stop, at in shard.holds()
+            ),
+        )
+        for shard in shards
+    ]
+
+
+def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part]:
+    """Where all of it lives now."""
+    known, kept = element_wise(optimizer), Numbers(optimizer)
+    found = []
+    for one in stepped:
+        state = optimizer.state.get(one.parameter, {})
+        cut = {key: state[key] for key in known.cut if isinstance(state.get(key), torch.Tensor)}
+        numbers = {key: _told(value) for key, value in kept.of(one.parameter).items()}
+        found += list(_parts(one, {MAIN: one.parameter.data} | cut, numbers))
+    return found
+
+
+def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: Mapping[str, CopiedSlice]) -> list[Part]:
+    """Have the optimizer keep what the copies have for these tensors; where that is to be put."""
+    known, kept = element_wise(optimizer), Numbers(optimizer)
+    optimizer.state.clear()
+    kept.forget()
+    for one in stepped:
+        likes = [_like(piece, kinds) for piece, _ in one.pieces]
+        if not likes:
+            continue
+        like = likes[0]
+        state = {
+            entry.name: torch.zeros_like(one.parameter, dtype=DTYPES[entry.dtype])
+            for entry in like.entries
+            if entry.name != MAIN
+        }
+        if state:
+            optimizer.state[one.parameter] = state
+            _require_numbers(like, known.of_group)
+        numbers = {key: _heard(value, one.parameter.device) for key, value in like.numbers.items()}
+        kept.put(one.parameter, numbers)
+    return parts(stepped, optimizer)
+
+
+def _like(piece: TensorSlice, kinds: Mapping[str, CopiedSlice]) -> CopiedSlice:
+    like = kinds.get(piece.tensor)
+    if like is None or like.piece.shape != piece.shape:
+        found = f"have {piece.tensor} of shape {like.piece.shape}" if like is not None else f"have no {piece.tensor}"
+        raise Refused(
+            f"the copies {found}, and this model has it of shape {piece.shape}",
+            way_out="resume with the model, and the number of stages, of the run that made them",
+        )
+    return like
+
+
+def _require_numbers(like: CopiedSlice, of_group: tuple[str, ...]) -> None:
+    missing = [key for key in of_group if key not in like.numbers]
+    if missing:  # an Adam that begins to count again would step several times too far
+        raise Refused(
+            f"the copies of {like.piece.tensor} do not tell its optimizer's {', '.join(missing)}: an earlier version of"
+            " the plugin made them, or another optimizer",
+            way_out="restart from the last checkpoint",
+        )
+
+
+def _parts(one: Stepped, values: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> Iterator[Part]:
+    for piece, at in one.pieces:
+        flat = {name: _flat(value, at, piece.size) for name, value in values.items()}
+        yield Part(piece=piece, values=flat, numbers=numbers)
+
+
+def _flat(value: torch.Tensor, at: int, size: int) -> torch.Tensor:
+    if value.dim() == 1 and size == value.numel():  # a shard of its own, as most are: a step has hundreds of them
+        return value
+    return value.detach().view(-1).narrow(0, at, size)
+
+
+def _told(value: Any) -> Any:
+    """As JSON has it; a tensor of one number is told with what it is made of."""
+    if isinstance(value, torch.Tensor):
+        return {"value": value.item(), "dtype": dtype_name(value.dtype), "device": value.device.type}
+    return value
+
+
+def _heard(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        on = device if value["device"] == device.type else value["device"]
+        return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]], device=on)
+    return value

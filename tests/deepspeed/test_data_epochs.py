@@ -1,0 +1,98 @@
+"""Who comes back goes through the turns behind the job alone, also where one begins while it stands at the door."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.zero.compare import assert_same_training
+from benchmarks.zero.job import Job, Play, run
+from ntp_plugin.errors import Excluded
+from ntp_plugin.membership import admission
+from ntp_plugin.testing.faults import kill
+
+
+class OpensAtOnce(Play):
+    """Its members look at the door with each vote: steps are short here, and soon over."""
+
+    def _play(self, rank):
+        admission._LOOK_S = 0.0
+        return super()._play(rank)
+
+
+def together_in_turns(rows, slot):
+    """After each turn, with how many it was."""
+    return [told for kind, _, who, told in (row for row in rows if row[0] == "turn") if who == slot]
+
+
+@pytest.mark.parametrize("started_at", [10, 13])
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "tp": 2, "ranks": 4}])
+def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options, started_at, tmp_path):
+    """Alone, before it is let in: so it hears of nobody, and nobody waits for it. Also past a turn that the others come
+    to while it stands at the door."""
+    job = Job(**options, gathers_turns=True, folder=str(tmp_path))
+    faults, started = [kill(2, during="vote", step=6)], {2: started_at}
+    outcomes, rows = run(job, faults=faults, back={2: 14}, before_admission=started, play=OpensAtOnce)
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert_same_training(outcomes, rows, dataclasses.replace(job, gathers_turns=False, folder=""))
+    mine = [path.name for path in tmp_path.glob("2-*.pt")]
+    assert sorted(mine) == ["2-0.pt", "2-3.pt", "2-4.pt"], "of turns that it was there for"
+    if job.tp == 1:
+        for turn in (0, 3, 4):
+            written, others = (torch.load(tmp_path / f"{slot}-{turn}.pt") for slot in (2, 3))
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(written, others, strict=True))
+    assert together_in_turns(rows, 2) == [4, 1, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "options", [{"stage": 1}, pytest.param({"stage": 0, "tp": 2, "ranks": 4}, marks=pytest.mark.short)]
+)
+def test_the_door_opens_where_a_turn_begins(options):
+    """The first step of the fourth one, which nobody has begun: who asked in the third has to go past that first."""
+    job = Job(**options, gathers_turns=True)
+    faults, started = [kill(2, during="vote", step=6)], {2: 10}
+    outcomes, rows = run(job, faults=faults, back={2: 12}, before_admission=started, play=OpensAtOnce)
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert_same_training(outcomes, rows, dataclasses.replace(job, gathers_turns=False))
+    assert together_in_turns(rows, 2) == [4, 1, 1, 1, 4, 4]
+
+
+class IsHeldUp(OpensAtOnce):
+    """The joining rank comes in when the others, who have opened for it, have long gone on, to step 18."""
+
+    def _play(self, rank):
+        from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415
+        from ntp_plugin.recovery.elastic_rank import ElasticRank  # noqa: PLC0415
+
+        gone_on, begin, drive = Path(rank.folder) / "gone-on", AccumulationWindow._begin, ElasticRank.drive
+
+        def begun(window):
+            begin(window)
+            driver = window._loop.driver
+            if window.step == 18 and driver.heading_for == 1:  # since the loss
+                gone_on.touch()
+                while not driver._agreement.newer_view_exists():
+                    time.sleep(0.01)
+
+        def held_up(self, trainer):
+            while rank.joining and not gone_on.exists():
+                time.sleep(0.01)
+            return drive(self, trainer)
+
+        AccumulationWindow._begin, ElasticRank.drive = begun, held_up
+        try:
+            return super()._play(rank)
+        except Excluded as error:
+            rank.write([["late", str(error)]])
+            raise
+
+
+def test_who_comes_in_behind_a_turn_ends_and_the_others_go_on():
+    job = Job(stage=1)
+    outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 14}, leaving=[2], play=IsHeldUp)
+    assert sorted(outcomes) == [0, 1, 3]
+    assert_same_training(outcomes, rows, job)
+    (told,) = (row[1] for row in rows if row[0] == "late")
+    assert "comes in at step 18, in a turn that its script has not come to" in told

@@ -1,0 +1,110 @@
+"""Replicas of a Megatron job are compared: what has become corrupt in silence is found, named, and not gone on from."""
+
+import pytest
+
+from benchmarks.parity.job import STEPS
+from benchmarks.parity.layouts import MODELS
+from benchmarks.parity.live import live
+from ntp_plugin.copies.store import Store
+from ntp_plugin.errors import NotFinite, SilentCorruption
+from ntp_plugin.telemetry import Compared, Corrupted
+from ntp_plugin.testing.faults import kill
+from tests.megatron.test_live import SHARDED, assert_same_training, job, told, widths
+
+
+@pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
+def test_a_flipped_bit_stops_the_job(more):
+    """Of two replicas nobody can say which is wrong."""
+    with pytest.raises(
+        SilentCorruption, match=r"_embeddings.weight \(weight\) differs between 2 replicas after step 6"
+    ):
+        live(job(spoil="a_bit_flips", more=f"{more} --ntp-watch-steps 3"))
+
+
+@pytest.mark.short
+def test_a_flipped_bit_is_found_by_the_usual_settings_also_in_a_short_job(tmp_path):
+    """Replicas are compared before the job ends, at the latest."""
+    more = f"--ntp-events {tmp_path / 'events'}"
+    with pytest.raises(SilentCorruption, match=r"_embeddings.weight \(weight\) differs between 2 replicas"):
+        live(job(spoil="a_bit_flips", more=more))
+    assert min(event.step for event in told(tmp_path / "events", Compared)) == 1
+
+
+def test_no_checkpoint_is_written_of_what_one_replica_alone_holds(tmp_path):
+    """They are compared before it is written, whatever else is due."""
+    more = f"--ntp-watch-steps 1000 --save {tmp_path / 'saved'} --save-interval 8"
+    with pytest.raises(SilentCorruption, match="differs between 2 replicas after step 8"):
+        live(job(spoil="a_bit_flips", more=more))
+    assert not list((tmp_path / "saved").rglob("*.distcp"))
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param("", marks=pytest.mark.short), "--rerun-mode disabled", f"{SHARDED} --rerun-mode disabled"]
+)
+def test_a_weight_that_is_not_finite_is_named_also_of_two_replicas(more):
+    """Megatron finds it in the loss, or in the gradients, of that replica alone; the other one waits for it."""
+    with pytest.raises(
+        SilentCorruption, match=r"\(weight\) in r1\.s0\.t1 is not finite after step 6, and in other replicas it is"
+    ):
+        live(job(spoil="a_number_is_lost", more=more))
+
+
+def test_a_replica_that_is_not_finite_is_healed(tmp_path):
+    more = f"--ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
+    lived, _ = live(job(spoil="a_number_is_lost", more=more), leaving=[3])
+    assert widths(lived) == {0: 2, 1: 2, 2: 1}
+    assert_same_training(lived)
+
+
+def test_where_all_replicas_are_not_finite_the_job_ends_by_its_own_fault():
+    with pytest.raises(NotFinite, match=r"not finite in the step after step 6 .*all replicas hold the same weights"):
+        live(job(spoil="all_lose_a_number"))
+
+
+@pytest.mark.parametrize(("every", "left"), [(1, {4, 5}), (3, set())])
+def test_nobody_begins_from_copies_that_were_made_since_all_were_alike(every, left, tmp_path):
+    more = f"--use-distributed-optimizer --ntp-watch-steps {every}"
+    with pytest.raises(SilentCorruption, match=f"at step {5 if every == 1 else 3} all were alike"):
+        live(job(spoil="a_bit_flips", more=more, copies=str(tmp_path)))
+    assert {manifest.version.step for _, manifest in Store(tmp_path / "host-0").found()} == left
+
+
+@pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
+def test_a_flipped_bit_is_healed(more, tmp_path):
+    """Of three replicas two agree: the slot that has other bits leaves, and its units come from the others."""
+    more = f"{more} --ntp-watch-steps 3 --ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
+    lived, _ = live(job(spoil="a_bit_flips", dp=3, more=more), leaving=[3])
+    assert widths(lived) == {0: 2, 1: 2, 2: 1, 4: 2, 5: 2}
+    assert_same_training(lived)
+    (found,) = {event.what for event in told(tmp_path / "events", Corrupted)}
+    assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
+
+
+def test_no_copy_is_made_of_what_is_corrupt(tmp_path):
+    """The slot that leaves had the only live holding of what has flipped, and its copies are what the others go on
+    from: the newest is of the step before."""
+    more = f"--use-distributed-optimizer --ntp-watch-steps 3 --ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
+    lived, _ = live(job(spoil="a_bit_flips_in_its_own_shard", dp=3, more=more), leaving=[3])
+    assert widths(lived) == {0: 2, 1: 2, 2: 1, 4: 2, 5: 2}
+    assert_same_training(lived)
+    (found,) = {event.what for event in told(tmp_path / "events", Corrupted)}
+    assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
+
+
+@pytest.mark.parametrize("fault_point", ["backward", "compare"])
+def test_nothing_is_taken_for_corrupt_that_is_not(fault_point, tmp_path):
+    """Whole, degraded and whole again, compared before every step; also where the loss is in the comparison."""
+    more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
+    watched = job(spoil="nobody_tells_all_digests", more=more)
+    lived, _ = live(watched, faults=[kill(3, during=fault_point, step=5)], back={3: 10})
+    assert_same_training(lived)
+    assert not told(tmp_path / "events", Corrupted)
+
+
+@pytest.mark.parametrize("slot", [0, 7])
+def test_sums_do_where_two_stages_have_an_embedding_in_common(slot, tmp_path):
+    more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
+    watched = job(model=MODELS["tied embeddings"], pp=2, spoil="nobody_tells_all_digests", more=more)
+    live(watched, faults=[kill(slot, during="backward", step=5)])
+    compared = told(tmp_path / "events", Compared)
+    assert {event.step for event in compared} == set(range(1, STEPS + 1)) and not any(event.odd for event in compared)

@@ -1,0 +1,39 @@
+"""A wait on a helper thread that failed leaves nothing for Python's collector, which comes whenever it likes."""
+
+import gc
+
+import pytest
+
+from ntp_plugin.groups.waits import BreakableWaits
+
+
+def test_what_failed_keeps_no_frames_alive():
+    ended = []
+
+    class Kept:
+        def __del__(self):
+            ended.append(True)
+
+    def fail():
+        raise RuntimeError("lost")
+
+    def step(waits):
+        kept = Kept()
+        waits.beside(fail)
+        return kept
+
+    def attempt(waits):
+        try:
+            step(waits)
+        except RuntimeError:
+            return
+        pytest.fail("it went well")
+
+    waits = BreakableWaits()
+    gc.disable()
+    try:
+        attempt(waits)
+        waits._helpers.close()
+        assert ended
+    finally:
+        gc.enable()
