@@ -1,11 +1,11 @@
-"""The accumulation window: what is put around the engine's forward, backward and step, and the vote.
+"""Wraps the engine's forward, backward and step with the accumulation window, and holds the vote on each step.
 
-A window is the micro-batches of one optimizer step that this rank computes. The engine's own methods run as they are,
-and every loss is noticed in one of them. Then the recovery is gone, and where the step in flight is not over everywhere
-the window restarts: `_Restarts` unwinds whatever of the engine was under way, and the loop goes on.
+An accumulation window is the set of micro-batches of one optimizer step that this rank computes. The engine's own
+methods run unchanged, and one of them notices every loss. Then the recovery runs. If the step in flight is not over on
+all ranks, the accumulation window restarts: `_Restarts` unwinds whatever the engine was doing, and the loop goes on.
 
-The vote stands before the first thing that a step changes: the optimizer's own `step`, or, where the engine skips it
-because of an overflow, the end of that step. A loss inside the vote is walked right there, so that a rank that has to
+The vote comes before the first thing that a step changes: the optimizer's own `step`, or, if the engine skips it
+because of an overflow, the end of that step. A loss inside the vote is recovered right there. So a rank that has to
 apply the step after all, because others have, returns into the engine and finishes it.
 """
 
@@ -40,15 +40,15 @@ from ntp_plugin.training.stream import Stream
 
 _LOG = logging.getLogger(__name__)
 _SOMEBODY_ASKS, _COMPARE, _LOSS, _COPIES = range(4)
-"""What the numbers of the vote are; the last are as many as there are words of copies."""
+"""Positions in the vector that the vote sums; the last part has one number per value of the copies."""
 
 
 class _Restarts(BaseException):
-    """Nothing that the engine, or a loop around it, should catch."""
+    """Unwinds the engine to the plugin; nothing in between should catch it."""
 
 
 class AccumulationWindow:
-    """Around one engine."""
+    """The accumulation window of one engine."""
 
     def __init__(
         self,
@@ -67,52 +67,54 @@ class AccumulationWindow:
         """Whether the slots of a replica wait for each other in the forward."""
         self._each: int = engine.gradient_accumulation_steps()
         self.numbers: Sequence[int] = range(self._replica * self._each, (self._replica + 1) * self._each)
-        """Of the micro-batches of a global batch, those that this rank computes."""
+        """This rank's micro-batches in the global batch, by number."""
         self.seed = 0
-        """What masks that do not depend on the rank are drawn from; the same for all."""
+        """The seed of masks that do not depend on the rank; the same on all ranks."""
         self.step = 0
-        """Optimizer steps of this job that are in the state: the window is of the one after them."""
+        """Optimizer steps of this job that are in the state; the accumulation window belongs to the next one."""
         self.copies: JobCopies | None = None
-        """Of shards, where there are any."""
+        """The copies of shards, if the job makes them."""
         self.replicas: CutReplicas | FullWidthReplicas
-        """Who computes what; until the trainer has it, nobody does."""
+        """Who computes what; set by the trainer."""
         self.begin_job: Callable[[], None] = _nothing
-        """What there is to do before the first forward."""
-        self.wait_to_be_let_in: Callable[[], None] = _nothing
-        """What comes before that; a joining rank does it where the job is, as far as that was told."""
+        """Callback run before the first forward."""
+        self.wait_for_admission: Callable[[], None] = _nothing
+        """Callback run before `begin_job`. A joining rank runs it when its loop has reached the newest reported data
+        epoch."""
         self.watch: ReplicaWatch | None = None
-        """Compares replicas at the state after a step; all ranks come together."""
+        """Compares replicas after a committed step; all ranks take part."""
         self._compare_in = -1
         """The epoch of the last vote in which a rank asked for a comparison after the step."""
         self._followed: Followed | None = None
-        self._turns = DataEpochs(rank)
+        self._data_epochs = DataEpochs(rank)
         self._done = 0
-        """Micro-batches of the window that have been through the backward."""
+        """Micro-batches of the accumulation window whose backward is done."""
         self._stale = self._voted = self._unwinding = self._somebody_asks = False
         self._drawn_anew = False
-        """Whether the window begins after a recovery."""
+        """Whether the accumulation window begins after a recovery."""
         self._evaluates_alone = rank.place.joining
-        """Until the next forward of the training all slots are together in."""
-        self._told_of_evaluation = False
+        """Whether evaluations run without the other slots, until all slots meet in the next training forward."""
+        self._warned_of_evaluation = False
         self.votes_on: int | None = None
-        """The section whose vote on a step this rank stands in: once that is over it goes on there, whoever is lost."""
+        """The section whose step vote this rank is in. Once that section is over, this rank continues from there,
+        whoever is lost."""
         self._in_flight = False
-        """Whether the newest forward has not been through the backward."""
+        """Whether the newest forward still lacks its backward."""
         self._loss: torch.Tensor | float = 0.0
-        """The sum over micro-batches; a number of the device, which nobody waits for before the vote."""
+        """The sum over micro-batches; a device tensor, which nobody waits for before the vote."""
         self._before: Mapping[str, Any] | None = None
-        """What the engine had counted when the window began, if it has."""
+        """The engine counters when the accumulation window began; None if it has not begun."""
         self._drawn_from = drawn_from()
         self._began_at = time.monotonic()
         loop.not_finite = self.compare_what_is_not_finite
         self.checkpoints = EngineCheckpoints(engine, self, rank=rank, loop=loop)
         Loaders.follow = self._follow
 
-    # ------------------------------------------------ who is there
+    # ------------------------------------------------ membership
 
     @property
     def degraded(self) -> bool:
-        """Whether somebody is lost."""
+        """Whether any rank is lost."""
         return len(self._rank.groups.members) < self._topology.size
 
     def _follow(self, loader: Any) -> Stream | None:
@@ -122,9 +124,9 @@ class AccumulationWindow:
         return Stream(per_step=self._each, per_turn=len(loader), numbers=nominal)
 
     def restart(self, step: int, numbers: Sequence[int], counted: Any = None) -> None:
-        """From the first micro-batch of the step after `step` on; in a recovery."""
+        """Restart, in a recovery, from the first micro-batch of the step after `step`."""
         self._unwinding = self._stale = self._drawn_anew = self._evaluates_alone = True
-        has_drawn = self._before is not None or step < self.step  # else the window has not begun
+        has_drawn = self._before is not None or step < self.step  # else the accumulation window has not begun
         self.step, self.numbers = step, numbers
         self._done, self._loss = 0, 0.0
         adopt(self._engine, counted or self.counted())
@@ -135,18 +137,18 @@ class AccumulationWindow:
             self._followed.stream.restart(step, numbers)
 
     def go_on(self, numbers: Sequence[int]) -> None:
-        """The step in flight is over, and was applied in the recovery: the next one is of another share."""
+        """Take a new share for the next step; the step in flight was applied in the recovery."""
         self.numbers = numbers
         self._drawn_anew = self._evaluates_alone = True
 
     def counted(self) -> Mapping[str, Any]:
-        """What the engine had counted when the window began, or has, if it has not."""
+        """Return the engine counters when the accumulation window began, or the current ones if it has not."""
         return self._before or count(self._engine)
 
     # ------------------------------------------------ the engine's methods
 
     def into(self, engine: Any) -> None:
-        """Put them in place, on this engine alone."""
+        """Install the wrappers on this engine alone."""
         engine.forward = self._forward(engine.forward)
         engine.backward = self._backward(engine.backward)
         engine.step = self._step(engine.step)
@@ -177,49 +179,49 @@ class AccumulationWindow:
         return forward
 
     def _together_forward(self, work: Callable[[], Any], *, trains: bool) -> Any:
-        """Of all slots of a replica. Who is interrupted goes to its end alone: the loop is owed something, and what
-        comes of it in the training is stale. An evaluation cannot be taken up again after a recovery, wherever each
-        slot was in it or how far before: they are together again in the next forward of the training."""
+        """Run a forward that all slots of a replica take part in. A slot that a loss interrupts finishes it alone,
+        because the loop needs an output; in training that output is stale. An evaluation cannot be resumed after a
+        recovery, since the slots may be at different points of it: they meet again in the next training forward."""
         if trains:
-            self._evaluates_alone = self._told_of_evaluation = False
+            self._evaluates_alone = self._warned_of_evaluation = False
         if not (self._stale if trains else self._evaluates_alone):
-            told = self._through(work)
-            if told is not None:
-                return told[0]
+            result = self._through(work)
+            if result is not None:
+                return result[0]
         with self.replicas.alone():
             found = work()
         if trains:
             return found
-        if not self._told_of_evaluation:
-            _LOG.warning("a loss, or a return, has interrupted an evaluation: what is left of it gives NaN")
-        self._told_of_evaluation = True
+        if not self._warned_of_evaluation:
+            _LOG.warning("a loss, or a return, has interrupted an evaluation: the rest of it gives NaN")
+        self._warned_of_evaluation = True
         return without_numbers(found)
 
     @property
     def _is_not_in_yet(self) -> bool:
-        """Whether this process comes in, and nothing that it has made is connected."""
+        """Whether this process is joining and not yet admitted."""
         return self._rank.place.joining and self.begin_job is not _nothing
 
     def begin(self) -> None:
-        """What there is to do before anything is done together."""
+        """Do what must come before the first collective: admission, and the start of the job."""
         comes_in = self._is_not_in_yet
-        self._wait_to_be_let_in()
+        self._wait_for_admission()
         begin, self.begin_job = self.begin_job, _nothing
         begin()
         if comes_in and self._followed is not None:
             refuse_to_come_too_late(self._followed, self.step)
-        if self._unwinding:  # it came in
+        if self._unwinding:  # it has joined
             self._unwound()
 
     def _take_in_hand(self) -> None:
-        if self._goes_past_turns():
+        if self._skips_data_epoch():
             return
         self.begin()
         self._adopt_loader()
         if self._in_flight and self._has_none_in_hand:  # a second forward for one backward
             return
         self._through(self._between_windows if not self._done else _nothing)
-        assert self._followed is not None, "there is a loader that was drawn from"
+        assert self._followed is not None, "a loader was drawn from"
         fresh = self._followed.hand_over()
         if fresh is None:
             raise Refused(
@@ -237,41 +239,41 @@ class AccumulationWindow:
 
     def _between_windows(self) -> None:
         self._compare_if_voted()
-        self._open_the_door()
+        self._open_admission()
 
     def _compare_if_voted(self) -> None:
-        """All who left the vote in this epoch know it alike, and nobody joins without a new one; where a step was
-        applied in a recovery, the comparison is after the next step."""
+        """All ranks that left the vote in this epoch know the outcome, and nobody joins without a new epoch. If a step
+        was applied in a recovery, the comparison follows the next step."""
         if self.watch is not None:
             wanted = self._compare_in == self._rank.groups.epoch
             self.watch.compare_if(wanted, self._engine.global_steps)
 
     def compare(self) -> None:
-        """Before the state is written, or the job ends; all ranks come together."""
+        """Compare replicas before the state is written, or the job ends; all ranks take part."""
         if self.watch is not None:
             self.watch.before_it_counts(self._engine.global_steps)
 
     def compare_what_is_not_finite(self) -> None:
-        """In a vote whose numbers are not finite; all ranks come together."""
+        """Compare replicas when a vote has a non-finite number; all ranks take part."""
         if self.watch is not None:
             self.watch.not_finite(self._steps_before)
 
     @property
     def _steps_before(self) -> int:
-        """The engine's steps before the window: one that it skips is counted before the vote."""
+        """The engine's step count before the accumulation window: a skipped step is counted before the vote."""
         return int(self.counted()["counters"]["global_steps"])
 
-    def _wait_to_be_let_in(self) -> None:
-        wait, self.wait_to_be_let_in = self.wait_to_be_let_in, _nothing
+    def _wait_for_admission(self) -> None:
+        wait, self.wait_for_admission = self.wait_for_admission, _nothing
         wait()
 
-    def _goes_past_turns(self) -> bool:
-        """As a joining rank, before it comes in."""
+    def _skips_data_epoch(self) -> bool:
+        """Whether a joining rank, before it is admitted, skips the rest of an old data epoch."""
         if not self._is_not_in_yet:
             return False
         self._adopt_loader()
         assert self._followed is not None, "it is adopted"
-        if not self._turns.gone_past(self._followed, self.numbers, self._wait_to_be_let_in):
+        if not self._data_epochs.skip_if_behind(self._followed, self.numbers, self._wait_for_admission):
             return False
         self._stale = self._in_flight = True
         return True
@@ -280,12 +282,12 @@ class AccumulationWindow:
         if self._followed is None:
             if Loaders.last is None:
                 raise Refused(
-                    "the engine trains on batches of a loader that nobody can go back in",
+                    "the engine trains on batches of a loader that cannot be rewound",
                     way_out="use the one that deepspeed.initialize(training_data=...) returns, or a DataLoader with a"
                     " DistributedSampler of all ranks",
                 )
             self._followed, Loaders.last.trains = Loaders.last, True
-            if self.step or self.degraded:  # of a checkpoint, or of the others where this process comes in
+            if self.step or self.degraded:  # from a checkpoint, or from the other ranks when this process joins
                 self._followed.stream.restart(self.step, self.numbers)
         elif Loaders.last is not self._followed and Loaders.last is not None and Loaders.last.trains:
             raise Refused("the engine trains on two loaders", way_out="use one for training")
@@ -298,21 +300,21 @@ class AccumulationWindow:
     def _is_last(self) -> bool:
         return self._done == len(self.numbers) - 1
 
-    def _open_the_door(self) -> None:
+    def _open_admission(self) -> None:
         if self._somebody_asks:
             self._somebody_asks = False
-            self._tell_of_turn()
+            self._report_data_epoch()
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a joining rank comes in")
 
-    def _tell_of_turn(self) -> None:
+    def _report_data_epoch(self) -> None:
         assert self._followed is not None, "it was drawn from"
-        self._turns.begun(self._followed.stream.turn_of(self.step))
+        self._data_epochs.report(self._followed.stream.turn_of(self.step))
 
     def _begin(self) -> None:
         self._before, self._drawn_from = count(self._engine), drawn_from()
         self._began_at, self._voted = time.monotonic(), False
-        self._tell_of_turn()
+        self._report_data_epoch()
         if self.copies is not None:
             self.copies.begin()
         if self.degraded:
@@ -322,7 +324,7 @@ class AccumulationWindow:
         self._drawn_anew = False
 
     def _coalesce(self, *, begin: bool) -> None:
-        """ZeRO's reduction, once at the end of the window, as `engine.coalesce_grad_reduction` has it."""
+        """Have ZeRO reduce once, at the end of the accumulation window, as `engine.coalesce_grad_reduction` does."""
         optimizer = self._engine.optimizer
         if not hasattr(optimizer, "_coalesce_grad_reduction"):
             return
@@ -336,12 +338,12 @@ class AccumulationWindow:
                 return loss / self._each
             degraded, weight = self.degraded, self.replicas.weight
             work = functools.partial(original, loss * weight if degraded else loss, *args, **kwargs)
-            told = self._through(work)
-            if told is None:
+            result = self._through(work)
+            if result is None:
                 return loss / self._each
             self._done += 1
             self._loss = self._loss + loss.detach()
-            return told[0] / weight if degraded else told[0]
+            return result[0] / weight if degraded else result[0]
 
         return backward
 
@@ -349,20 +351,23 @@ class AccumulationWindow:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._in_flight:
-                raise Refused("engine.step() without engine.backward(loss)", way_out="not loss.backward(): this one")
+                raise Refused(
+                    "engine.step() without engine.backward(loss)",
+                    way_out="call engine.backward(loss), not loss.backward()",
+                )
             if self._stale:
                 return None
             if self._done < len(self.numbers):
                 if self.degraded:
                     self._engine.micro_steps += 1
                     return None
-                told = self._through(functools.partial(original, *args, **kwargs))
-                return None if told is None else told[0]
-            told = self._through(functools.partial(self._take, original, *args, **kwargs))
-            if told is None:
+                result = self._through(functools.partial(original, *args, **kwargs))
+                return None if result is None else result[0]
+            result = self._through(functools.partial(self._take, original, *args, **kwargs))
+            if result is None:
                 return None
             self._commit()
-            return told[0]
+            return result[0]
 
         return step
 
@@ -405,26 +410,26 @@ class AccumulationWindow:
 
     @property
     def loop_is_where_the_job_is(self) -> bool:
-        """Not between turns that are over, where the script goes through them."""
+        """False while the script runs through data epochs that are over."""
         return self._followed is not None and self._followed.is_where_the_stream_is
 
-    def section[Result](self, work: Callable[[], Result], told: Callable[[], Result]) -> Result:
-        """One that is no step of the training."""
+    def section[Result](self, work: Callable[[], Result], report: Callable[[], Result]) -> Result:
+        """Run a section that is not a training step."""
         try:
-            return self._loop.section(work, told)
+            return self._loop.section(work, report)
         finally:
             if self._unwinding:
                 self._unwound()
 
     def end(self) -> None:
-        """The script is over."""
+        """End the window when the script is over."""
         self.begin()
         self.checkpoints.refuse_to_end()
 
     # ------------------------------------------------ through losses
 
     def _through[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
-        """None where the window has restarted meanwhile."""
+        """Run `work` through losses; None if the accumulation window has restarted."""
         try:
             return (self._attempt(work),)
         except _Restarts:
@@ -442,7 +447,7 @@ class AccumulationWindow:
         return self._loop.driver.carry_through(attempt)
 
     def _unwound(self) -> None:
-        """Nothing of the engine is under way any more: no part of a step is left over."""
+        """Reset the engine after an interrupted call, so that no part of a step remains."""
         engine = self._engine
         engine._running_engine_backward, engine._running_engine_backward_count = False, 0
         engine._running_engine_step = engine.inside_no_sync_ctxt = False
@@ -487,11 +492,11 @@ class AccumulationWindow:
             self.votes_on = None
 
     def no_words(self) -> torch.Tensor:
-        """For a vote that only waits for all."""
+        """Return the numbers of a vote that only waits for all ranks."""
         return torch.zeros(_COPIES + WORDS, dtype=torch.float64)
 
     def are_of_all(self, numbers: torch.Tensor) -> list[bool]:
-        """Which words all have said."""
+        """Return, for each number, whether all ranks have reported it."""
         members = dist.get_world_size()
         return [int(number) == members for number in numbers]
 
@@ -521,10 +526,10 @@ class AccumulationWindow:
 
 
 def _seed_of(seed: int, step: int, number: int) -> int:
-    """One for each micro-batch of the job, of 63 bits."""
-    told = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(told) >> 1
+    """Return a 63-bit seed for one micro-batch of the job."""
+    digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def _nothing() -> None:
-    """There is nothing to do."""
+    """Nothing to do."""

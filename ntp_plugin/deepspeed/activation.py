@@ -1,8 +1,8 @@
-"""When the hooks go in, and which.
+"""Installs the hooks: an editable process group, and the engine when it is built.
 
-The process group has to be ours before DeepSpeed, or the script, makes it: so that it can be edited, whatever the
-configuration will say. The configuration is read where an engine is built; where it does not switch us on, the group
-is let go of, and the job runs as it would have.
+The plugin must make the process group before DeepSpeed or the script does, so that it can be edited, whatever the
+configuration will say. The configuration is read when an engine is built. If it does not enable the plugin, the plugin
+releases the group, and the job runs as it would without it.
 """
 
 import functools
@@ -35,10 +35,10 @@ class _DeepSpeedHooks:
 
 
 def install() -> None:
-    """For the rest of this process; again is nothing."""
+    """Install the hooks for the rest of this process; a second call does nothing."""
     if not _DeepSpeedHooks.hooks:
         _DeepSpeedHooks.late = dist.is_initialized()
-        # It passes by the process groups; and it is compiled for minutes where it is used first.
+        # It bypasses the process groups, and its first use compiles for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         apply_all(TABLE)
         sys.excepthook = in_one_line(sys.excepthook)
@@ -49,12 +49,12 @@ def enable() -> None:
     """Put the plugin into this process. A script calls it before a process group is made.
 
     A script that `ntp run` starts need not call it, unless it makes its process group before it imports deepspeed. The
-    configuration switches the plugin on: without `"ntp": {"enabled": true}` DeepSpeed runs as it would without the
-    plugin, and with it `ntp run` must have started the job, or `deepspeed.initialize` raises `ConfigError`.
-    A second call does nothing. From here on an error of the plugin that nobody catches ends the process with one line.
+    configuration enables the plugin: without `"ntp": {"enabled": true}` DeepSpeed runs unchanged. With it, `ntp run`
+    must have started the job, or `deepspeed.initialize` raises `ConfigError`. A second call does nothing. After the
+    call, an uncaught error of the plugin ends the process with one line instead of a traceback.
 
     Raises:
-        Refused: It is called too late: the process group was made before `ntp_plugin.deepspeed` was imported.
+        Refused: The call comes too late: the process group was made before `ntp_plugin.deepspeed` was imported.
 
     Examples:
         ```python
@@ -71,7 +71,7 @@ def enable() -> None:
 
 
 def end() -> None:
-    """After a script that ended well: the ranks of a job end together."""
+    """End the ranks of a job together, after a script that ended well."""
     if DeepSpeedJob.now is not None:
         DeepSpeedJob.now.end()
 
@@ -83,7 +83,7 @@ def _that_can_be_edited(original: Any) -> Any:
     def make(
         backend: str | None = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if ElasticRank.is_there or not RankContext.is_told():  # another adapter's, or ours, which comes here as well
+        if ElasticRank.is_there or not RankContext.is_told():  # another adapter's group, or our own call
             return original(backend, init_method, timeout, *args, **kwargs)
         DeepSpeedJob.now = DeepSpeedJob(backend or _default_backend(), timeout or _HALF_AN_HOUR)
         return None
@@ -96,7 +96,7 @@ def _default_backend() -> str:
 
 
 def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
-    """`DeepSpeedEngine.__init__`, which every way to an engine comes to."""
+    """`DeepSpeedEngine.__init__`, which every way to build an engine calls."""
 
     @functools.wraps(original)
     def build(engine: Any, *args: Any, **kwargs: Any) -> None:
@@ -128,7 +128,7 @@ def _not_ours() -> ConfigError | Refused:
         )
     assert dist.is_initialized(), "an engine has a process group"
     return Refused(
-        "ntp.enabled is true, and the process group was made before the plugin was there",
+        "ntp.enabled is true, and the process group was made before the plugin was imported",
         way_out=_FIRST,
     )
 
@@ -136,27 +136,27 @@ def _not_ours() -> ConfigError | Refused:
 TABLE = (
     Replacement(
         target="torch.distributed:init_process_group",
-        why="the world, and all groups after it, must be ones that can be edited",
+        why="the world, and all groups made later, must be editable",
         make=_that_can_be_edited,
     ),
     Replacement(
         target="deepspeed.runtime.engine:DeepSpeedEngine.__init__",
-        why="the configuration is known, and a `from deepspeed import initialize` before us comes here too",
+        why="the configuration is known here, and an earlier `from deepspeed import initialize` also ends here",
         make=_that_can_lose_ranks,
     ),
     Replacement(
         target="deepspeed.module_inject.auto_tp:AutoTP.update_mp_params",
-        why="how many heads an attention layer has left is written over what it had",
+        why="AutoTP overwrites the number of heads of an attention layer with this slot's",
         make=remembered,
     ),
     Replacement(
         target="deepspeed.module_inject.layers:VocabParallelEmbedding.__init__",
-        why="the row of padding is known to the slot that has it alone",
+        why="only the slot that holds the padding row knows where it is",
         make=remembered_padding,
     ),
     Replacement(
         target="torch.utils.data:DataLoader.__iter__",
-        why="so that a loader can go back to the step in flight, and yield what a lost rank would have drawn",
+        why="a loader must go back to the step in flight, and yield a lost rank's micro-batches",
         make=dealt,
     ),
 )

@@ -1,14 +1,14 @@
-"""The layers that AutoTP has cut: in which units, and what of a layer follows the width of its replica.
+"""The layers that AutoTP has cut: their units, and what of a layer follows the width of its replica.
 
-AutoTP puts layers of its own in the place of a model's linear layers. A `LinearLayer` holds some rows of a weight, a
-`LinearAllreduce` some columns. How small a part may be is asked of AutoTP's own rule: the parts of the finest cut that
-it would make are the units. That is a key-value head with its queries in attention layers, a column elsewhere; columns
-are put together to granules. Layers with equally many units are laid out together, so that a pair of them always fits.
-Where AutoTP gathers what a layer gives, its parts must be in order: such a layer is of a family that stays contiguous.
-So is a vocabulary that is not gathered (`autotp_vocabulary.py`).
+AutoTP replaces a model's linear layers by its own. A `LinearLayer` holds some rows of a weight, a `LinearAllreduce`
+some columns. AutoTP's own rule decides how small a part may be: the units are the parts of the finest cut that it would
+make. That is a key-value head with its queries in attention layers, and a column elsewhere; columns are combined into
+granules. Layers with the same number of units get the same layout, so that a pair of them always fits. If AutoTP
+gathers a layer's output, the parts must be in order: such a layer belongs to a family that stays contiguous. So does a
+vocabulary that is not gathered (`autotp_vocabulary.py`).
 
-A layer asks its group how many there are, but for what it has counted itself when it was made; and AutoTP writes down
-in some attention layers how many heads are left for a slot. Both are told anew (`tell`).
+A layer asks its group for the number of slots, except for what it counted itself when it was made; and AutoTP writes
+into some attention layers how many heads a slot has. `CutLayers.tell` updates both.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from ntp_plugin.planning.topology import Pattern
 from ntp_plugin.planning.units import Family, ModelUnits, Run, StageUnits, Tensor, default_granule
 
 _WAY_OUT = "leave ntp out, or have AutoTP cut this model in rows and columns of linear layers only"
-_TOLD = "ntp_told_by_autotp"
+_RECORDS = "ntp_autotp_records"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ModuleRecord:
-    """What AutoTP has written down in a module: what it was before, and by which rule it was cut."""
+    """An attribute that AutoTP has changed in a module: its value before, and the rule by which it was cut."""
 
     attribute: str
     whole: int
@@ -57,18 +57,18 @@ def remembered(original: Any) -> Any:
         original(autotp, child, name)
         changed = [attribute for attribute, value in before.items() if getattr(child, attribute) != value]
         if changed:
-            told = [
+            records = [
                 _ModuleRecord(attribute=attribute, whole=before[attribute], meta=autotp.tp_meta, name=str(name))
                 for attribute in changed
             ]
-            setattr(child, _TOLD, told)
+            setattr(child, _RECORDS, records)
 
     return update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CutLayer:
-    """One of them."""
+    """One layer that AutoTP has cut."""
 
     name: str
     module: Any
@@ -77,49 +77,49 @@ class CutLayer:
 
     @property
     def is_column(self) -> bool:
-        """Whether each slot gives a part of the output."""
+        """Whether each slot computes a part of the output."""
         return isinstance(self.module, LinearLayer)
 
     @property
     def dim(self) -> int:
-        """By which the weight is cut."""
+        """The dim along which the weight is cut."""
         return 1 if type(self.module) is LinearAllreduce else 0
 
     @property
     def rows(self) -> int:
-        """All of them, or columns."""
+        """The number of rows, or columns, of the whole layer."""
         return self.family.units * self.unit_size
 
     @property
     def run(self) -> Run:
-        """Where its units stand."""
+        """Where the units of the layer are."""
         return Run(start=0, unit_size=self.unit_size)
 
     def sizes(self, tp: int, pattern: Pattern) -> tuple[int, ...]:
-        """Of the parts of those who are left, in their order."""
+        """Return the sizes of the parts of the surviving slots, in order."""
         return _sizes(self.family, self.unit_size, tp, pattern)
 
 
 class CutLayers:
-    """Those of a model, in nominal replicas of `tp` slots."""
+    """All cut layers of a model, in nominal replicas of `tp` slots."""
 
     def __init__(self, model: torch.nn.Module, *, tp: int, granule: int | None) -> None:
         self._model, self._tp = model, tp
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, TensorParallel_Layer)]
-        # An embedding that is tied to an output layer is cut as that is, by a rule that goes by names.
+        # An embedding that is tied to an output layer is cut like it, by a rule that uses names.
         heads = {id(module.weight): module.name for _, module in modules if type(module) is VocabParallelLinear}
         self._layers = [
             _cut_layer(name, module, heads.get(id(module.weight), module.name), tp, granule) for name, module in modules
         ]
         self._vocabulary = CutVocabulary(model)
         self._counts = [
-            (module, told.attribute, *_finest(told.whole, told.meta, told.name, tp, granule))
+            (module, record.attribute, *_finest(record.whole, record.meta, record.name, tp, granule))
             for module in model.modules()
-            for told in getattr(module, _TOLD, ())
+            for record in getattr(module, _RECORDS, ())
         ]
 
     def units(self) -> ModelUnits:
-        """What planning is told; in the order in which the model names its parameters."""
+        """Describe the model for planning, in the order in which it names its parameters."""
         cut = {
             id(parameter): (layer, dim)
             for layer in self._layers
@@ -152,7 +152,7 @@ class CutLayers:
         )
 
     def tell(self, place: int, pattern: Pattern) -> None:
-        """Have the layers know a replica without the slots in `pattern`, in which this rank is at that place."""
+        """Set the layers up for a replica without the slots in `pattern`, with this rank at position `place`."""
         for layer in self._layers:
             module, sizes = layer.module, layer.sizes(self._tp, pattern)
             module.tp_world_size = module.world_size = len(sizes)
@@ -168,12 +168,12 @@ class CutLayers:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Go forward without the other slots, for something of the right shape that nobody will use."""
+        """Run a forward without the other slots; the output has the right shape and nobody uses it."""
         groups = [layer.module.mp_group for layer in self._layers]
         with contextlib.ExitStack() as hooks:
             for layer in self._layers:
                 layer.module.mp_group = None
-                if layer.family.contiguous and layer.is_column:  # of its full width for who is alone, too
+                if layer.family.contiguous and layer.is_column:  # full width, for a slot that runs alone as well
                     hooks.callback(layer.module.register_forward_hook(functools.partial(_widened, layer)).remove)
                 if type(layer.module) is VocabParallelLinear:
                     hooks.enter_context(self._vocabulary.alone(layer.rows, layer.module.weight.device))
@@ -190,7 +190,7 @@ def _widened(layer: CutLayer, module: Any, inputs: Any, output: torch.Tensor) ->
 
 
 def without_numbers(output: Any) -> Any:
-    """The same, and nobody can take it for a result."""
+    """Return the output with all floating-point values NaN, so that nobody takes it for a result."""
 
     def blank(value: Any) -> Any:
         is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -218,7 +218,7 @@ def _cut_layer(name: str, module: Any, ruled_as: str | None, tp: int, granule: i
 def _finest(
     size: int, meta: Any, name: str, tp: int, granule: int | None, *, in_order: bool = False
 ) -> tuple[Family, int]:
-    """The units of so many rows, and how many rows each has."""
+    """Return the units of `size` rows, and how many rows each has."""
     unit = _smallest(size, meta, name)
     if unit == 1 and not in_order:
         unit = granule or (1 if size % tp else default_granule(size, tp))
@@ -233,5 +233,5 @@ def _sizes(family: Family, unit: int, tp: int, pattern: Pattern) -> tuple[int, .
 
 @functools.cache
 def _smallest(size: int, meta: Any, name: str) -> int:
-    """Part that AutoTP's rule makes of so many rows, however many slots there are."""
+    """Return the smallest part that AutoTP's rule makes of `size` rows, for any number of slots."""
     return int(max(get_shard_size_list(size, size, meta, name)))

@@ -1,18 +1,18 @@
-"""Replicas whose layers AutoTP has cut over several slots: each holds everything, in parts.
+"""Replicas that AutoTP has cut: who holds what, and how degraded replicas sum gradients.
 
-When a slot is lost its replica goes on narrower. The others of it keep their units, and the lost one's are dealt to
-them. The replica gets fewer micro-batches, by its width. A replica without slots is dropped, and its samples go to the
-others. With nobody lost all of it is DeepSpeed's own again.
+When a slot is lost its replica goes on narrower. The surviving slots keep their units and take over the lost slot's.
+The replica gets fewer micro-batches, in proportion to its width. A replica without slots is dropped, and its samples go
+to the others. With nobody lost, everything is DeepSpeed's own again.
 
-Without ZeRO what is dealt comes, with its optimizer state, from another replica (`resharding/reshard.py`). While
-somebody is lost gradients are summed lane by lane in place of DeepSpeed's all-reduce, and divided by the replicas that
-there were. The norm is that of a replica: each slot has what it holds, the first of them what all hold. So that all
-clip alike, the largest is taken, which differs from the others by rounding. In half precision the parameters' masters
-are moved with them (`half_masters.py`).
+Without ZeRO the lost units come, with their optimizer state, from another replica (`resharding/reshard.py`). While a
+rank is lost, lanes sum the gradients in place of DeepSpeed's all-reduce, divided by the nominal number of replicas.
+Each replica computes a norm: each slot adds the parts that it holds, the first slot those that all slots hold. All
+ranks take the largest norm, which differs from the others by rounding, so that all clip alike. In half precision the
+parameters' masters move with them (`half_masters.py`).
 
-With ZeRO the state is sharded over all replicas, and a lost slot's shard is in copies alone. So all of it is put in
-anew from these (`zero_state.py`), also the weights, which follow from it: here parameters only get the sizes that
-they will have.
+With ZeRO the state is sharded over all replicas, and a lost slot's shard is only in copies. So the whole state is
+restored from copies (`zero_state.py`), including the weights, which follow from it: here parameters only get their new
+sizes.
 
 A step needs all replicas, and a loop that draws from its loader draws at least once: the narrowest replica computes one
 micro-batch, however slow it is.
@@ -53,15 +53,15 @@ _RESTART = "restart from the last checkpoint"
 
 
 class CutReplicas:
-    """As one rank has part in them."""
+    """The replicas of a job that AutoTP has cut, as one rank sees them."""
 
     def __init__(
         self, engine: Any, policy: TrainingPolicy, topology: Topology, *, rank: ElasticRank, joiner: bool
     ) -> None:
         if topology.dp == 1 and not engine.zero_optimization_stage():
             raise Refused(
-                f"there is one replica, of {topology.tp} slots, and no ZeRO, whose state is copied: what one of them"
-                " holds is lost with it",
+                f"there is one replica, of {topology.tp} slots, and no ZeRO, whose state is copied: a lost slot takes"
+                " its part of the state with it",
                 way_out=f"ZeRO stage 1 or 2, {2 * topology.tp} processes, or a lower tensor_parallel.autotp_size",
             )
         self._engine, self._rank, self._topology = engine, rank, topology
@@ -71,7 +71,7 @@ class CutReplicas:
         self._nominal = _nominal(self.layers, parameters, engine, policy, topology)
         self._tensors = {tensor.name: tensor for tensor, _ in self._nominal.units.stages[0].tensors}
         self._sharded = _sharded(engine, parameters)
-        """By their names, the parameters whose state is; none without ZeRO."""
+        """Names of the parameters whose state is sharded; empty without ZeRO."""
         self._refuse_untrained_parts()
         plan_recovery(self._nominal, lost=frozenset())  # what cannot work is refused now
         masters = {} if self._sharded else masters_of(engine)
@@ -81,14 +81,14 @@ class CutReplicas:
         self._next = self._undisturbed = self._plan
         self._parts: dict[str, TensorSlice] = {}
         self.lanes: Sequence[GradientLane] = ()
-        """That gradients are summed in; none while nobody is lost."""
+        """The lanes that sum gradients; empty while nobody is lost."""
         self._own = engine.buffered_allreduce_fallback, engine.clip_fp32_gradients, engine.save_non_zero_checkpoint
         self._norm = norm_of_first_slots(self._gradients, self._of_first_slot, engine.mpu.get_model_parallel_group)
         self._take_back: TakeBack | None = None
-        """That norm; None while it is DeepSpeed's own."""
+        """Undoes the replacement of the norm; None while the norm is DeepSpeed's own."""
         if joiner:
             self._let_go_of_the_check()
-        else:  # it is noticed, too, where AutoTP has cut what is taken for whole here
+        else:  # also finds tensors that AutoTP has cut and this class takes for whole
             refuse_unequal_replicas([self._plan], self.state, rank.groups)
 
     def _refuse_untrained_parts(self) -> None:
@@ -100,18 +100,18 @@ class CutReplicas:
                 )
 
     def _as_laid_out(self, version: int) -> AvailableVersions:
-        """What a member holds where there is nothing to be moved."""
+        """Return what a member holds if nothing has to be moved."""
         return AvailableVersions(versions=(version,) * len(self._tensors), built=(), lost={version: ()})
 
     def _let_go_of_the_check(self) -> None:
-        """Of AutoTP's first forward, in which all slots of a replica compare their samples."""
+        """Remove the hook of AutoTP's first forward, in which all slots of a replica compare their samples."""
         self._engine.first_dataloader_check.remove()
 
     # ------------------------------------------------ who computes what
 
     @property
     def numbers(self) -> list[int]:
-        """Of the micro-batches of a global batch, those that this slot's replica computes."""
+        """This slot's replica's micro-batches in the global batch, by number."""
         return self.shares[self._slot.replica]
 
     @property
@@ -121,21 +121,21 @@ class CutReplicas:
 
     @property
     def is_replica_leader(self) -> bool:
-        """Whether this slot says what all of its replica would say."""
+        """Whether this slot reports what all slots of its replica would report."""
         return is_replica_leader(self._plan, self._slot)
 
     weight = 1.0
-    """Of a loss: gradients are divided by the replicas that there were."""
+    """Factor of a loss: gradients are divided by the nominal number of replicas."""
     lane = None
-    """What is not moved in parts all have alike."""
+    """The group whose ranks hold the same of tensors that are not moved in parts; None for all ranks."""
     lanes_apart = 1
 
     def lane_of(self, _slot: int) -> int:
-        """The one."""
+        """Return the only lane."""
         return 0
 
     def who_was_there(self, agreed: Agreed) -> int:
-        """The first slot that has not just come."""
+        """Return the first slot that is not joining."""
         return min(slot for slot, report in agreed.reports.items() if not report.joiner)
 
     def alone(self) -> AbstractContextManager[None]:
@@ -144,17 +144,17 @@ class CutReplicas:
 
     @property
     def widths(self) -> list[list[int]]:
-        """How many slots are left, replica by replica."""
+        """Surviving slots, replica by replica."""
         return [[sum(slot.replica == replica for slot in self._plan.training)] for replica in range(self._topology.dp)]
 
     @property
     def replicas(self) -> int:
-        """That there were."""
+        """The nominal number of replicas."""
         return self._topology.dp
 
     @property
     def why_none_is_saved(self) -> str:
-        """Why no checkpoint can be written now, if so."""
+        """Why no checkpoint can be written now; empty if it can."""
         if self._sharded and self._plan.surviving.lost:
             return "a rank is lost, and the files want the shards of all"
         return "" if self.whole else "no replica has all of its slots, as its files want"
@@ -164,10 +164,11 @@ class CutReplicas:
         """Replicas that have lost nothing."""
         return [replica for replica, (width,) in enumerate(self.widths) if width == self._topology.tp]
 
-    # ------------------------------------------------ told as pieces
+    # ------------------------------------------------ slices of tensors
 
     def part(self, name: str) -> TensorSlice:
-        """What this slot holds of a tensor. One that is not cut is whole in each slot. Asked for in each step."""
+        """Return what this slot holds of a tensor; each slot holds all of a tensor that is not cut. Cached, since each
+        step asks for it."""
         if name not in self._parts:
             self._parts[name] = self._part(name)
         return self._parts[name]
@@ -185,19 +186,20 @@ class CutReplicas:
         )
 
     def replicated_state(self) -> ReplicatedState:
-        """What every replica has. What is not cut is compared with the same slot's in other replicas."""
+        """Yield what every replica holds. Tensors that are not cut are compared with the same slot in other
+        replicas."""
         for name, tensor in self._tensors.items():
-            piece = dataclasses.replace(self.part(name), whole=f"r{self._slot.replica}")
+            tensor_slice = dataclasses.replace(self.part(name), whole=f"r{self._slot.replica}")
             of_slot = "" if tensor.family else f" of TP slot {self._slot.tp}"
             entries = self.state.entries(name)
-            yield name + of_slot, of_slot, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
+            yield name + of_slot, of_slot, tensor_slice, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
 
     def is_cut(self, name: str) -> bool:
-        """Whether a slot has a part of it."""
+        """Whether a slot holds only a part of this tensor."""
         return bool(self._tensors[name].family)
 
-    def piece_of(self, name: str, places: Spans, start: int, stop: int) -> TensorSlice:
-        """Elements of these places of a tensor, of which there is one whole in the job."""
+    def slice_of(self, name: str, places: Spans, start: int, stop: int) -> TensorSlice:
+        """Return a slice of a tensor, whose elements exist once in the job."""
         tensor = self._tensors[name]
         return TensorSlice(tensor=name, shape=tensor.shape, dim=tensor.dim, ranges=places, start=start, stop=stop)
 
@@ -207,11 +209,11 @@ class CutReplicas:
     # ------------------------------------------------ a recovery
 
     def held(self) -> str:
-        """For the report."""
+        """Return what this slot holds, for its report."""
         return self.state.held(self._plan.lost).encode()
 
     def plan(self, agreed: Agreed) -> str:
-        """Who holds what, computes what and sends what, from what everybody reported."""
+        """Plan who holds, computes and sends what, from what all ranks reported."""
         epoch = agreed.view.epoch
         held = {
             place: self._as_laid_out(epoch) if self._sharded else AvailableVersions.decode(report.held)
@@ -224,7 +226,7 @@ class CutReplicas:
         return self._next.digest
 
     def resume_from(self, agreed: Agreed) -> None:
-        """Move what changes hands and compare everything, or make room for it; and have DeepSpeed run in the new
+        """Move what changes hands and compare everything, or make room for it; then set DeepSpeed up for the new
         layout."""
         self._plan, self._parts = self._next, {}
         if self._sharded:
@@ -238,7 +240,7 @@ class CutReplicas:
         self._into_engine()
 
     def _make_room(self, version: int) -> None:
-        """For parts of the sizes that they will have; whatever lives is of no use."""
+        """Allocate the parameters in their new sizes; their current values are discarded."""
         for name in self._sharded:
             parameter, shape = self.state.parameters[name], local_shape(self._tensors[name], self._units(name))
             room = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
@@ -260,7 +262,7 @@ class CutReplicas:
         engine.buffered_allreduce_fallback, engine.clip_fp32_gradients = reduce, clip
         engine.save_non_zero_checkpoint = saves
 
-    # ------------------------------------------------ a step of who is degraded
+    # ------------------------------------------------ a step in a degraded layout
 
     @torch.no_grad()
     def _reduce(self, grads: Any = None, elements_per_buffer: int = 0) -> None:
@@ -294,8 +296,8 @@ class CutReplicas:
         return {name: (gradient, dim) for name, (gradient, dim) in found.items() if gradient is not None}
 
     def _of_first_slot(self, name: str) -> Spans:
-        """Where in what is held here of a tensor that stands which the first slot of the replica held; of what is not
-        cut, all with one of the slots."""
+        """Return which part of this slot's share of a tensor the first slot of the replica held when nobody was lost. A
+        tensor that is not cut counts in full, in one slot."""
         tensor, held = self._tensors[name], self._units(name)
         if not tensor.family:
             return ((0, tensor.shape[tensor.dim]),) if self.is_replica_leader else ()

@@ -1,8 +1,8 @@
 """A vocabulary that AutoTP has cut without gathering: an output layer, the embedding that is tied to it, and the loss.
 
-Each slot has the logits of its rows, and the loss of a model is one of DeepSpeed's that sums over the slots. The three
-have written down which rows these are, and the loss refuses to have them changed, so it is told as if it had just seen
-them. The row that padding has is known in the whole embedding alone, and is remembered from there.
+Each slot has the logits of its rows, and the model's loss is one of DeepSpeed's that sums over the slots. All three
+have recorded which rows these are, and the loss refuses a change of them. So it is set as if it had just seen the new
+rows. Only the whole embedding knows its padding row, which is remembered when the embedding is cut.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from deepspeed.sequence.cross_entropy import VocabParallelCausalLMLoss
 LAYERS = (VocabParallelLinear, VocabParallelEmbedding)
 _PADDING = "ntp_row_of_padding"
 _SEEN = ("tp_group", "vocab_start_index", "vocab_end_index", "_resolved_vocab_key", "_resolved_global_vocab_size")
-"""What the loss has written down."""
+"""Attributes in which the loss has recorded the rows."""
 
 
 def remembered_padding(original: Any) -> Any:
@@ -32,7 +32,7 @@ def remembered_padding(original: Any) -> Any:
 
 
 class CutVocabulary:
-    """That of a model, if it has one."""
+    """The cut vocabulary of a model, if it has one."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._layers: list[Any] = [module for module in model.modules() if type(module) in LAYERS]
@@ -40,7 +40,7 @@ class CutVocabulary:
         self._loss = loss if isinstance(loss, VocabParallelCausalLMLoss) else None
 
     def tell(self, place: int, sizes: Sequence[int], device: torch.device) -> None:
-        """This rank has the part at that place, of so many rows each."""
+        """Set the layers up for the part at position `place`, of parts of these sizes."""
         start, stop = sum(sizes[:place]), sum(sizes[: place + 1])
         for layer in self._layers:
             layer.vocab_start_index, layer.vocab_end_index = start, stop
@@ -59,7 +59,7 @@ class CutVocabulary:
 
     @contextlib.contextmanager
     def alone(self, rows: int, device: torch.device) -> Iterator[None]:
-        """The loss is of all rows."""
+        """Have the loss cover all rows, without the other slots."""
         if self._loss is None:
             yield
             return

@@ -1,26 +1,27 @@
-"""Checkpoints that DeepSpeed writes in a live job, `engine.save_checkpoint`.
+"""Saves and loads DeepSpeed checkpoints in a live job (`engine.save_checkpoint`, `engine.load_checkpoint`).
 
-Each is a section of its own: whoever has left it knows that all have ended it, and a loss in it has it written again,
-by those who are there. DeepSpeed writes with ZeRO as many shards as there are ranks, so an attempt of more ranks, or an
-older checkpoint under the same tag, leaves shards behind that are of nothing; they are removed.
+Each save is a section of its own: a rank that has left it knows that all have ended it, and after a loss in it the
+present ranks write it again. With ZeRO, DeepSpeed writes one shard per rank. So an attempt of more ranks, or an older
+checkpoint under the same tag, leaves extra shards behind; the first rank removes them.
 
-Going back. With ZeRO a loss may cost a step, and a checkpoint is of the step after which the script has asked for it.
-So there are copies of that step first, and then a loss in the writing, which takes longer, costs the writing alone.
-Where the step was lost with the rank all the same, nothing is written, which the log says; and if the loop had no step
-left to take, the job ends by that.
+Going back. With ZeRO a loss may cost a step, and a checkpoint belongs to the step after which the script asked for it.
+So that step is copied first; then a loss during the writing, which takes longer, costs only the writing. If the step
+was lost with the rank all the same, nothing is written, and the log says so. If the loop had no step left, the job ends
+with an error.
 
-The same holds for the end of the script. What it does after its last step, by the engine or by itself, is done with the
-state of that step. Where a loss takes the state back behind it, nobody takes the step again, and the job ends by that.
+The same holds for the end of the script. What the script does after its last step uses the state of that step. If a
+loss takes the state back behind it, nobody takes the step again, and the job ends with an error.
 
-Once. Whoever has come through a recovery goes through the end of its loop again without having taken a step, and a loop
-that goes by `engine.global_steps` alone asks after each micro-batch, of which ranks may have different numbers. So what
-was written of a step is not written again under the same name, and joining ranks are told of it.
+Once. A rank that has come through a recovery runs the end of its loop again without having taken a step. And a loop
+that goes by `engine.global_steps` alone asks after each micro-batch, of which ranks may have different numbers. So a
+checkpoint of a step is not written again under the same name, and joining ranks learn which were written.
 
-Who comes in late. The script of a joining rank, or of a job that is resumed, goes through the turns that are behind
-the job in no time, past the checkpoints between them. These have been written; only who is resumed may stand where one
-was not. And it reads none: what the others have is newer than any, and the newest there is now is not the one that
-this job began from. The script is given what the job's own `engine.load_checkpoint` has given then, so that it counts
-its turns alike; where there was none, as if there were none. For who resumes the run that is kept beside its copies.
+Late scripts. The script of a joining rank, or of a resumed job, runs quickly through the data epochs that the job has
+behind it, past the checkpoints between them. These have been written; only a resumed job may need one that was not. A
+late script reads no checkpoint: the state of the other ranks is newer than any, and the newest checkpoint now is not
+the one that this job began from. The script gets what the job's own `engine.load_checkpoint` returned at that point, so
+that it counts its data epochs alike; if there was none, it gets what DeepSpeed returns without a checkpoint. For a
+resumed run these results are kept beside the copies.
 """
 
 import functools
@@ -43,32 +44,32 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NONE = None, None
-"""What DeepSpeed gives where there is no checkpoint."""
+"""What DeepSpeed returns if there is no checkpoint."""
 _LOADED = "loaded-{}.json"
 _GIVEN = "what engine.load_checkpoint gave the script (its client_state)"
 _SHARDS = "*zero_pp_rank_{}_mp_rank_*_optim_states.pt"
 
 
 class EngineCheckpoints:
-    """Of one engine."""
+    """The checkpoints of one engine."""
 
     def __init__(self, engine: Any, window: "AccumulationWindow", *, rank: ElasticRank, loop: Loop) -> None:
         self._engine, self._window, self._rank, self._loop = engine, window, rank, loop
         self.catches_up = rank.place.joining
-        """Whether the script goes through what the job has behind it, up to its first forward with the others."""
+        """Whether the script runs through what the job has behind it, up to its first forward with the others."""
         self._loaded: list[tuple[Any, Any]] = []
-        """What the script was given, load by load."""
+        """What the script got, load by load."""
         self._before: list[tuple[Any, Any]] | None = None
-        """The same of the run that this one goes on from."""
+        """What the script of the resumed run got, load by load; None if this run resumes none."""
         self.saved: tuple[int, str] | None = None
-        """The newest of the state as it is: the step, and where."""
+        """The step and folder of the newest checkpoint of the current state."""
         self._owed: int | None = None
-        """The step whose checkpoint was not written because it was lost, until it is taken again."""
+        """The step whose checkpoint was not written because the step was lost, until it is taken again."""
         self._newest, self._has_ended = 0, False
-        """The newest step that this rank's loop has gone past; and whether the script is over."""
+        """The newest step that this rank's loop has passed; whether the script is over."""
 
     def into(self, engine: Any) -> None:
-        """In the place of the engine's own."""
+        """Replace the engine's own methods."""
         engine.save_checkpoint = self._together(engine.save_checkpoint)
         engine.load_checkpoint = self._as_at_the_start(engine.load_checkpoint)
         engine.save_16bit_model = self._unless_behind(engine.save_16bit_model)
@@ -104,7 +105,7 @@ class EngineCheckpoints:
         return save
 
     def _unless_behind(self, original: Any) -> Any:
-        """Of what the others have written before this process came in, and have gone on from since."""
+        """Skip what the other ranks have written before this process joined, and have continued from since."""
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
@@ -121,18 +122,18 @@ class EngineCheckpoints:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether what the script asks for was over before it came to this."""
+        """Whether what the script asks for was done before it got here."""
         return self.catches_up and (self._before is None or not self._window.loop_is_where_the_job_is)
 
     def write(self, write: Callable[[], Any]) -> Any:
-        """Now that there are copies; chaos comes here too."""
+        """Write the checkpoint, now that its step is copied. Faults can be injected here."""
         return write()
 
     def _vote_on_copies(self, words: Sequence[bool]) -> Sequence[bool]:
         return self._loop.vote_again(self._window.are_of_all, torch.tensor(words, dtype=torch.float64))
 
     def _remove_what_is_of_nobody(self, folder: Path) -> None:
-        """By the first rank; nobody writes shards of these numbers."""
+        """Remove, on the first rank, shards with numbers that no rank writes."""
         if dist.get_rank():
             return
         number: int = self._engine.seq_dp_world_size
@@ -164,39 +165,39 @@ class EngineCheckpoints:
         return self._before[number] if number < len(self._before) else _NONE
 
     def _keep_beside_copies(self, path: Path) -> None:
-        """For who resumes this run; the folder is its owner's alone."""
+        """Keep what was loaded for a run that resumes this one; only its owner can read the folder."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unnamed = path.with_suffix(".new")
         unnamed.write_text(encode(self._loaded, what=_GIVEN))
         unnamed.rename(path)
 
     def resumed(self, folder: Path) -> None:
-        """This run goes on from the copies there."""
+        """Prepare for a run that resumes from the copies in `folder`."""
         require_private(folder)
         kept = sorted(folder.glob(_LOADED.format("*")))
         self.catches_up, self._before = True, decode(kept[0].read_text(), what=_GIVEN) if kept else []
 
-    # ------------------------------------------------ by the window
+    # ------------------------------------------------ called by the accumulation window
 
     def committed(self, step: int) -> None:
-        """So far the state is, again or for the first time."""
+        """Note that the state is now at this step, again or for the first time."""
         self.saved, self._newest = None, max(self._newest, step)
         if self._owed == step:
             self._owed = None
 
     def refuse_to_end(self) -> None:
-        """With less than the script has asked for."""
+        """Raise `StateLost` if the job ends with less than the script has asked for."""
         if self._owed is not None:
             raise StateLost(
                 f"the checkpoint of step {self._owed} was not written: a rank was lost before there were copies of that"
-                f" step; what is left is of step {self._window.step}, and the loop has ended",
+                f" step; the state is now at step {self._window.step}, and the loop has ended",
                 way_out="resume from the copies (ntp run --ntp-resume latest), or from the checkpoint before",
             )
         self._has_ended = True
         self.refuse_to_end_behind()
 
     def refuse_to_end_behind(self) -> None:
-        """After a recovery: raises `StateLost` where the script is over, so that nobody takes a lost step again."""
+        """Raise `StateLost`, after a recovery, if the script is over and nobody takes a lost step again."""
         step = self._window.step
         if self._has_ended and step < self._newest:
             raise StateLost(

@@ -1,12 +1,12 @@
-"""Which turn through the data a job is in, told to joining ranks before they are let in.
+"""Tells a joining rank which data epoch the job is in, before it is admitted.
 
-A joining rank's script goes through the turns that are behind the job. What it does after each of them, an evaluation
-or a collective of its own, would have the others wait for it, or meet something else of theirs, were it one of them
-already.
+A joining rank's script runs through the data epochs that the job has behind it. If the rank were a member already, what
+the script does after each of them, such as an evaluation or a collective of its own, would make the other ranks wait,
+or would meet another collective of theirs.
 
-While a joining rank waits at the door the job may begin another turn. So it looks again once the door is open: the
-others stand still there until it comes in, at the beginning of a step, and have said which turn that is of. Those that
-are behind them by then it goes through alone as well.
+The job may begin another data epoch while a joining rank waits for admission. So the rank looks again when it is
+admitted: the other ranks then wait for it at the beginning of a step, and have reported that step's data epoch. It
+skips the data epochs before that one alone as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,46 +17,49 @@ from ntp_plugin.deepspeed.loaders import Followed
 from ntp_plugin.errors import Excluded
 from ntp_plugin.recovery.elastic_rank import ElasticRank
 
-_TURN = "turn {}"
+_DATA_EPOCH = "data epoch {}"
 
 
 class DataEpochs:
-    """Those that were begun, a word for each."""
+    """The data epochs that the job has begun, published through the store."""
 
     def __init__(self, rank: ElasticRank) -> None:
-        self._rank, self._told, self._newest = rank, 0, 0
+        self._rank, self._reported, self._newest = rank, 0, 0
 
-    def begun(self, turn: int) -> None:
-        """By the first rank; who has become it says it all again."""
-        while self._told < turn and not dist.get_rank():
-            self._told += 1
-            self._rank.leave_word(_TURN.format(self._told), True)
+    def report(self, data_epoch: int) -> None:
+        """Publish all data epochs up to this one, on the first rank; a new first rank publishes all of them again."""
+        while self._reported < data_epoch and not dist.get_rank():
+            self._reported += 1
+            self._rank.leave_word(_DATA_EPOCH.format(self._reported), True)
 
     def newest(self) -> int:
-        """That somebody has begun."""
-        while self._rank.word_if_left(_TURN.format(self._newest + 1)) is not None:
+        """Return the newest data epoch that the job has begun."""
+        while self._rank.word_if_left(_DATA_EPOCH.format(self._newest + 1)) is not None:
             self._newest += 1
         return self._newest
 
-    def gone_past(self, followed: Followed, numbers: Sequence[int], wait_to_be_let_in: Callable[[], None]) -> bool:
-        """As a joining rank, before it comes in: whether the loop's turn is behind the job, before it asks to be let
-        in or after. Then the turn ends with the batch that the loop has drawn, which counts for nothing."""
+    def skip_if_behind(
+        self, followed: Followed, numbers: Sequence[int], wait_for_admission: Callable[[], None]
+    ) -> bool:
+        """Skip the loop's data epoch, on a joining rank, if the job has it behind it before or after the admission. The
+        data epoch then ends with the batch that the loop has drawn, which counts for nothing. Returns whether it was
+        skipped."""
         stream = followed.stream
         if stream.peek().turn >= self.newest():
-            wait_to_be_let_in()
-        turn = self.newest()
-        if stream.peek().turn >= turn:
+            wait_for_admission()
+        data_epoch = self.newest()
+        if stream.peek().turn >= data_epoch:
             return False
-        stream.restart(stream.first_step_of(turn), numbers)
+        stream.restart(stream.first_step_of(data_epoch), numbers)
         followed.hand_over()
         return True
 
 
 def refuse_to_come_too_late(followed: Followed, step: int) -> None:
-    """As a joining rank that has just come in: what its script does after a turn the others have behind them."""
-    if not followed.is_in_the_turn:
+    """Raise `Excluded` on a joining rank if the job has begun a data epoch that the script has not reached."""
+    if not followed.has_begun_the_data_epoch:
         raise Excluded(
-            f"this process comes in at step {step}, in a turn that its script has not come to: the others have gone on"
-            " after they had opened for it",
+            f"this process joins at step {step}, in a data epoch that its script has not reached: the others have gone"
+            " on after they had admitted it",
             way_out="this process ends; a new one may join in its slot",
         )

@@ -1,9 +1,9 @@
-"""What the engine has counted as a window begins, and how it is had back.
+"""The engine's counters when an accumulation window begins, and how to restore them.
 
-Steps, samples, the schedule of the learning rate, the loss scale. A window that restarts begins from the same numbers
-again; who comes in is told them; and they go with each copy of the state, as JSON has them. What a user's scheduler
-keeps is written as data (`plain_data.py`); where it keeps something that is none, it is refused. What random numbers
-are drawn from belongs to a rank, and is had back where that rank restarts.
+The counters are steps, samples, the learning-rate schedule and the loss scale. An accumulation window that restarts
+begins from the same counters; a joining rank receives them; and each copy of the state carries them, as JSON. What a
+user's scheduler keeps is written as data (`plain_data.py`), and refused if it is not plain data. The state of the
+random number generators belongs to a rank, and is restored where that rank restarts.
 """
 
 import functools
@@ -20,7 +20,7 @@ _OF_A_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def count(engine: Any) -> dict[str, Any]:
-    """As it is now."""
+    """Return the current counters."""
     scheduler = engine.lr_scheduler
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
@@ -37,15 +37,15 @@ def count(engine: Any) -> dict[str, Any]:
 
 
 def adopt(engine: Any, counted: Mapping[str, Any]) -> None:
-    """Have it so again, or as another rank has told it."""
+    """Set the counters to these, of this rank or of another one."""
     for name, value in counted["counters"].items():
         setattr(engine, name, value)
     scheduled = decode(counted["scheduler"], what=_SCHEDULE)
     if scheduled is not None:
         engine.lr_scheduler.load_state_dict(scheduled)
     groups = decode(counted["groups"], what=_GROUPS)
-    for group, told in zip(engine.basic_optimizer.param_groups, groups, strict=True):
-        group.update(told)
+    for group, counted_group in zip(engine.basic_optimizer.param_groups, groups, strict=True):
+        group.update(counted_group)
     scaler = _scaler(engine)
     for name, value in counted["scaler"].items():
         if hasattr(scaler, name):
@@ -53,18 +53,18 @@ def adopt(engine: Any, counted: Mapping[str, Any]) -> None:
 
 
 def _scaler(engine: Any) -> Any:
-    """Where the wrapper of the optimizer keeps its loss scale; none, in float32, is an object without any of it."""
+    """Return the object that keeps the loss scale; in float32 it has none of the attributes."""
     wrapper = engine.optimizer
     return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
 
 
 def drawn_from() -> list[torch.Tensor]:
-    """The state of torch's generators: the CPU's, and the device's if there is one."""
+    """Return the state of torch's generators: the CPU's, and the device's if there is one."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if _has_device() else [])]
 
 
 def draw_from(states: list[torch.Tensor]) -> None:
-    """Have them so again."""
+    """Restore the state of the generators."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
@@ -72,5 +72,5 @@ def draw_from(states: list[torch.Tensor]) -> None:
 
 @functools.cache
 def _has_device() -> bool:
-    """The driver would be asked in each step: without one that takes a quarter of a millisecond."""
+    """Cached, because each step would ask the driver, which takes a quarter of a millisecond without a device."""
     return torch.cuda.is_available()

@@ -1,4 +1,5 @@
-"""The moments of a live DeepSpeed job (`recovery/fault_points.py`)."""
+"""The points in a step and in a recovery where faults can be injected, in a live DeepSpeed job
+(`recovery/fault_points.py`)."""
 
 from typing import Any
 
@@ -10,7 +11,7 @@ from ntp_plugin.reduction.sharded_optimizer import LaneShards
 
 
 def tell(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
-    """Those of its engine's calls, and of the votes in them."""
+    """Report the fault points of the engine's calls, and of the votes in them."""
     fault_points = FaultPoints(reached, "step", lambda: int(job.loop.done) + 1)
     fault_points.at(engine, "forward", "forward")
     fault_points.at(engine, "backward", "backward")
@@ -24,15 +25,15 @@ def tell(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
 
 
 def tell_of_recoveries(job: DeepSpeedJob, driver: Any, reached: Reached) -> None:
-    """Once it is driven."""
+    """Report the fault points of recoveries, once the driver exists."""
     of_recoveries(driver, job.trainer, reached).at(job.loop, "roll_forward", None, "rolled")
 
 
 def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
-    """In a process that will have one; `is_here` is told of it."""
+    """Report all fault points of a job that this process will have; calls `is_here` when it has one."""
     take = DeepSpeedJob.take
 
-    def told(job: DeepSpeedJob, engine: Any, *args: Any) -> None:
+    def take_engine(job: DeepSpeedJob, engine: Any, *args: Any) -> None:
         take(job, engine, *args)
         is_here(str(job.trainer.topology.slot_of(job.rank.place.slot)), job.trainer.weights)
         tell(job, engine, reached)
@@ -48,4 +49,4 @@ def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
         else:
             tell_of_recoveries(job, job.loop.driver, reached)
 
-    setattr(DeepSpeedJob, "take", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(DeepSpeedJob, "take", take_engine)  # noqa: B010  (a plain assignment is not for methods)

@@ -1,4 +1,4 @@
-"""What the training of a DeepSpeed rank depends on, which is compared with all others (`recovery/same_settings.py`)."""
+"""What a DeepSpeed rank's training depends on, compared with all other ranks (`recovery/same_settings.py`)."""
 
 import dataclasses
 import hashlib
@@ -26,14 +26,14 @@ _FREE = (
     "steps_per_print",
     "wall_clock_",
 )
-"""Beginnings of keys that say where a log goes; the plugin's own block is compared as its policy."""
+"""Prefixes of keys that say where a log goes; the plugin's own block is compared as its policy."""
 _FREE_POLICY = ("events",)
 _SAMPLES = 4
-"""Of a data set, whose values are compared."""
+"""Number of samples of a data set that are compared."""
 
 
 def settings(configuration: Mapping[str, Any], policy: TrainingPolicy) -> Fingerprint:
-    """What is known when an engine is built."""
+    """Return the fingerprint of what is known when an engine is built."""
     words = fp.in_words(configuration)
     kept = {f"configuration {name}": value for name, value in words.items() if not name.startswith(_FREE)}
     return same_settings.settings(
@@ -44,12 +44,12 @@ def settings(configuration: Mapping[str, Any], policy: TrainingPolicy) -> Finger
 
 
 def model(engine: Any, slot: Slot) -> Mapping[str, fp.Section]:
-    """The model of this slot of a replica."""
+    """Return the fingerprint of the model of this slot of a replica."""
     return {f"model of t{slot.tp}": same_settings.described(dict(engine.module.named_parameters()))}
 
 
 def data(sampler: Any) -> Fingerprint:
-    """The data set of the training's loader, and in which order it is read; nothing where there is no loader yet."""
+    """Return the fingerprint of the training loader's data set and order; empty if there is no loader yet."""
     if sampler is None:
         return Fingerprint(sections={})
     dataset = sampler.dataset
@@ -66,7 +66,7 @@ def data(sampler: Any) -> Fingerprint:
 
 
 def _samples_of(dataset: Any) -> str:
-    """A digest of some samples; that there is none, where reading one twice does not give the same."""
+    """Return a digest of some samples, or why there is none: reading a sample twice may give two results."""
     last = len(dataset) - 1
     numbers = sorted({number * last // (_SAMPLES - 1) for number in range(_SAMPLES)}) if last >= 0 else []
     python, numeric = random.getstate(), np.random.get_state()

@@ -1,8 +1,8 @@
-"""The two optimizers of DeepSpeed that are sharded: ZeRO's own, and another one (`BF16_Optimizer`) for ZeRO-1 in bf16
-with gradients that are added up in float32.
+"""DeepSpeed's two sharded optimizers, as flat shards: ZeRO's own, and `BF16_Optimizer` for ZeRO-1 in bf16 with
+gradients that are added up in float32.
 
-Both make each group of parameters flat, cut it evenly over the slots that hold it, and have torch's optimizer step this
-rank's part. How they call that, and how the engine makes them, is here; what is done with it is in `zero_state.py`.
+Both flatten each group of parameters, cut it evenly over the slots that hold it, and have torch's optimizer step this
+rank's part. This module knows what they call that and how the engine makes them; `zero_state.py` uses it.
 """
 
 import dataclasses
@@ -19,15 +19,16 @@ type Groups = list[list[torch.nn.Parameter]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FlatShard:
-    """Of one group of parameters, the part that is stepped here: where it begins in the group, and where each of the
-    parameters does."""
+    """The part of a parameter group that this rank steps: where it begins in the group, and where each parameter
+    does."""
 
     values: torch.Tensor
     begin: int
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
 
     def overlaps(self) -> Iterator[tuple[torch.nn.Parameter, int, int, int]]:
-        """The parameters that have elements in it: from which to which of theirs, and where these begin here."""
+        """Yield the parameters with elements in the shard: the first and last element of theirs, and where these begin
+        in the shard."""
         end = self.begin + self.values.numel()
         for parameter, offset in self.parameters:
             start, stop = max(self.begin, offset), min(end, offset + parameter.numel())
@@ -37,18 +38,18 @@ class FlatShard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FlatShardKind:
-    """One of the two."""
+    """One of the two optimizers."""
 
     name: str
     make: Callable[[Any, Any], Any]
-    """By an engine, of an optimizer of torch."""
+    """Build it, with an engine, around an optimizer of torch."""
     parameters: Callable[[Any], Groups]
     shards: Callable[[Any], list[FlatShard]]
     spread: Callable[[Any], None]
-    """Have the weights of what is stepped, everywhere; all who hold them come together."""
+    """Get the weights from what is stepped, on every rank that holds them; all of these take part."""
 
     def make_again(self, zero: Any, engine: Any, init: Callable[..., None]) -> None:
-        """In the object that there is, which the script and the scheduler hold."""
+        """Build the optimizer again in the existing object, which the script and the scheduler hold."""
 
         def in_place(_: Any) -> Callable[..., Any]:
             def build(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +60,7 @@ class FlatShardKind:
 
         take_back = Replacement(
             target=f"deepspeed.runtime.engine:{self.name}",
-            why="the script and the scheduler hold the object that there is",
+            why="the script and the scheduler hold the existing object",
             make=in_place,
         ).apply()
         try:
@@ -69,7 +70,7 @@ class FlatShardKind:
 
 
 def kind_of(zero: Any) -> FlatShardKind:
-    """By the class that the engine has made."""
+    """Return the kind, by the class that the engine has made."""
     return _IN_FLOAT32 if type(zero).__name__ == _IN_FLOAT32.name else _ZERO
 
 

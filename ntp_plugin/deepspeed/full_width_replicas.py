@@ -1,15 +1,15 @@
-"""Replicas that leave whole: of one slot each, or of those that a user's mpu has put together.
+"""Replicas that leave as a whole: of one slot each, or of the slots of a user's mpu.
 
-How the layers of such a replica are cut is in the script alone, so nothing of it can be cut anew. Where one of its
-slots is lost the others leave the job as well, and its micro-batches are dealt to the replicas that are left. It comes
-back when there are processes for all of its slots, which ask together.
+Only the script knows how the layers of such a replica are cut, so the plugin cannot cut them anew. If one of its slots
+is lost, the others leave the job as well, and the other replicas take over its micro-batches. It rejoins when there are
+processes for all of its slots, which ask for admission together.
 
-Slots of the same place in their replicas hold the same, and are a lane: DeepSpeed's own data-parallel group, which is
-edited in place. In it gradients are summed, state is handed to who comes in, and ZeRO shards; its world size and rank,
-which an mpu may have counted once, are asked of the group (`AskedOfGroups`).
+Slots at the same position in their replicas hold the same, and form a lane: DeepSpeed's own data-parallel group, which
+is edited in place. The lane sums gradients, sends state to joining ranks, and shards ZeRO. Its world size and rank,
+which an mpu may have counted once, are read from the group (`AskedOfGroups`).
 
-The slots of a replica wait for each other within the forward. Who is interrupted there owes its loop an output, of the
-right shape, that nobody will use: it goes on alone, through groups that answer by themselves
+The slots of a replica wait for each other within the forward. A slot that is interrupted there owes its loop an output
+of the right shape, which nobody will use: it finishes alone, through groups that answer by themselves
 (`groups/substitute_backend.py`).
 """
 
@@ -30,14 +30,14 @@ from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.trainer import LeavesOut
 
 _EVEN = 1_000_000
-"""Every replica is taken for equally fast."""
+"""Nominal micro-batch time: all replicas count as equally fast."""
 
 
 class FullWidthReplicas:
-    """As one rank has part in them."""
+    """The replicas of a job that leave as a whole, as one rank sees them."""
 
     why_none_is_saved = ""
-    """Every replica that is left can write all there is."""
+    """Why no checkpoint can be written; empty, because every surviving replica can write one."""
 
     def __init__(self, engine: Any, topology: Topology, *, rank: ElasticRank) -> None:
         self._topology, self._rank = topology, rank
@@ -61,7 +61,7 @@ class FullWidthReplicas:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the micro-batches of a global batch, those that this slot's replica computes."""
+        """This slot's replica's micro-batches in the global batch, by number."""
         return self.shares[self._slot.replica]
 
     @property
@@ -71,26 +71,27 @@ class FullWidthReplicas:
 
     @property
     def widths(self) -> list[list[int]]:
-        """How many slots are left, replica by replica."""
+        """Surviving slots, replica by replica."""
         return [[self._topology.tp * (replica in self._left)] for replica in range(self._topology.dp)]
 
     @property
     def weight(self) -> float:
-        """Of a loss, so that DeepSpeed's mean over the replicas that are there is that over the nominal ones."""
+        """Factor of a loss, so that DeepSpeed's mean over the surviving replicas equals the mean over the nominal
+        ones."""
         return len(self._left) / self._topology.dp
 
     @property
     def is_replica_leader(self) -> bool:
-        """Whether this slot says what all of its replica would say."""
+        """Whether this slot reports what all slots of its replica would report."""
         return not self._slot.tp
 
     @property
     def lanes_apart(self) -> int:
-        """That hold different things."""
+        """The number of lanes, which hold different state."""
         return self._topology.tp
 
     def lane_of(self, slot: int) -> int:
-        """Which of them a slot is in."""
+        """Return the lane of a slot."""
         return slot % self._topology.tp
 
     def alone(self) -> AbstractContextManager[None]:
@@ -108,21 +109,21 @@ class FullWidthReplicas:
     # ------------------------------------------------ what is held
 
     def named(self, name: str) -> str:
-        """One name for each lane's."""
+        """Return a name that is unique per lane."""
         return name if self._topology.tp == 1 else f"{name} of TP slot {self._slot.tp}"
 
     def part(self, name: str) -> TensorSlice:
-        """What this slot holds of a parameter."""
+        """Return what this slot holds of a parameter."""
         return whole(self.named(name), self._parameters[name])
 
     def is_cut(self, _name: str) -> bool:
-        """Whether the slots of a replica may have different things of this name."""
+        """Whether the slots of a replica may hold different values under this name."""
         return self._topology.tp > 1
 
     # ------------------------------------------------ a recovery
 
     def plan(self, agreed: Agreed) -> str:
-        """Which replicas are left, from who is there."""
+        """Plan which replicas remain, from the present members."""
         there = agreed.view.slots
         some = {slot // self._topology.tp for slot in there}
         broken = {replica for replica in some if not set(self._mates(replica)) <= set(there)}
@@ -137,32 +138,33 @@ class FullWidthReplicas:
         return repr(self._next)
 
     def _leave_out(self, broken: set[int], agreed: Agreed) -> None:
-        """Those that have lost somebody first; whose slots all come in may be missing one that is on its way."""
+        """Leave replicas out that have lost a slot. Those whose slots are all joining come last: a missing slot may be
+        on its way."""
         of = {replica: [slot for slot in self._mates(replica) if slot in agreed.reports] for replica in sorted(broken)}
         came = {r for r, slots in of.items() if all(agreed.reports[slot].joiner for slot in slots)}
         leaving = sorted(broken - came or came)
         raise LeavesOut(
             [slot for replica in leaving for slot in of[replica]],
             why="; ".join(
-                f"replica {replica} leaves whole: of its {self._topology.tp} slots {len(of[replica])} are there, and"
-                " those of an mpu cannot be cut anew"
+                f"replica {replica} leaves whole: of its {self._topology.tp} slots {len(of[replica])} are there,"
+                " and those of an mpu cannot be cut anew"
                 for replica in leaving
             ),
             awaits=broken == came,
         )
 
     def resume_from(self, _agreed: Agreed) -> None:
-        """By the last plan; there is nothing to be moved."""
+        """Apply the last plan; there is nothing to move."""
         self._left = self._next
 
     def who_was_there(self, agreed: Agreed) -> int:
-        """The first slot of this lane that has not just come."""
+        """Return the first slot of this lane that is not joining."""
         mine = [slot for slot in agreed.reports if self.lane_of(slot) == self._slot.tp]
         return min(slot for slot in mine if not agreed.reports[slot].joiner)
 
 
 def _refuse_other_places(mpu: Any, topology: Topology, rank: int) -> None:
-    """Where the slots of a replica are not ranks that follow each other."""
+    """Raise `Refused` if the slots of a replica are not consecutive ranks."""
     replica, tp = divmod(rank, topology.tp)
     wanted = {
         "its tensor model-parallel group": list(range(replica * topology.tp, (replica + 1) * topology.tp)),
@@ -179,7 +181,7 @@ def _refuse_other_places(mpu: Any, topology: Topology, rank: int) -> None:
 
 
 class AskedOfGroups:
-    """A user's mpu, whose world sizes and ranks are those of its groups now; all else is its own."""
+    """A user's mpu whose world sizes and ranks are read from its current groups; all else is its own."""
 
     def __init__(self, mpu: Any) -> None:
         self._mpu = mpu

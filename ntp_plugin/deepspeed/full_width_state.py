@@ -1,8 +1,9 @@
-"""Every replica holds everything: weights, what is stepped for them, and what the optimizer keeps.
+"""State that every replica holds in full: compares it, and sends it to joining ranks.
 
-So nothing is lost with one. After a change of the membership all compare the digests of what they step, and a process
-that comes in is handed all of it, tensor by tensor, by one that was there. Where a replica has several slots, which
-hold different things, that is done with those of the same place in the others.
+The state is the weights, what is stepped for them, and what the optimizer keeps, so none of it is lost with a replica.
+After a change of the membership all ranks compare the digests of what they step, and a joining process receives the
+state, tensor by tensor, from a rank that had it. If a replica has several slots, which hold different state, each slot
+does this with the slots at the same position in the other replicas.
 """
 
 import dataclasses
@@ -24,21 +25,21 @@ from ntp_plugin.training.optimizers import element_wise, refuse_unknown_state
 
 
 class Lanes(Protocol):
-    """Which ranks hold the same."""
+    """Which ranks hold the same state."""
 
     lane: dist.ProcessGroup | None
-    """Those that hold what this one holds; None for all."""
+    """The ranks that hold what this one holds; None for all."""
 
     @property
     def lanes_apart(self) -> int:
-        """That hold different things."""
+        """The number of lanes, which hold different state."""
 
     def named(self, name: str) -> str:
-        """One name for each lane's."""
+        """Return a name that is unique per lane."""
 
 
 class FullWidthState:
-    """Of a rank, in a job without ZeRO."""
+    """One rank's state in a job without ZeRO."""
 
     def __init__(self, engine: Any, lanes: Lanes) -> None:
         self._engine, self._lanes = engine, lanes
@@ -52,21 +53,21 @@ class FullWidthState:
             for place, parameter in enumerate(group["params"]):
                 yield names.get(id(parameter), f"group {number}, parameter {place}"), parameter
 
-    # ------------------------------------------------ for who comes in
+    # ------------------------------------------------ for joining ranks
 
     @torch.no_grad()
     def hand_over(self, giver: int, *, joiner: bool) -> None:
-        """All of it from the rank `giver` to those who have just come; all members come together, each with the giver
-        of its lane."""
+        """Send all of it from the rank `giver` to the joining ranks; all members take part, each with the giver of its
+        lane."""
         lane = self._lanes.lane
-        told: list[Any] = [self._described() if dist.get_rank() == giver else None]
-        dist.broadcast_object_list(told, src=giver, group=lane)
+        described: list[Any] = [self._described() if dist.get_rank() == giver else None]
+        dist.broadcast_object_list(described, src=giver, group=lane)
         if joiner:
-            self._make_room(told[0])
-        hand_over(self._tensors(told[0]), giver, joiner=joiner, lane=lane)
+            self._make_room(described[0])
+        hand_over(self._tensors(described[0]), giver, joiner=joiner, lane=lane)
 
     def _described(self) -> list[dict[str, Any]]:
-        """What the optimizer keeps, parameter by parameter: a type for what has its shape, or a number."""
+        """Return what the optimizer keeps, parameter by parameter: a dtype for tensors of its shape, else the value."""
         cut, found = element_wise(self._engine.basic_optimizer).cut, []
         for _, parameter in self._steps():
             state = self._engine.basic_optimizer.state.get(parameter, {})
@@ -88,7 +89,7 @@ class FullWidthState:
                 }
 
     def _tensors(self, described: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
-        """In the same order everywhere."""
+        """Yield all tensors, in the same order on all ranks."""
         for tensor in (*self._engine.module.parameters(), *self._engine.module.buffers()):
             yield tensor.data
         for (_, parameter), kept in zip(self._steps(), described, strict=True):
@@ -100,27 +101,27 @@ class FullWidthState:
     # ------------------------------------------------ compared
 
     def replicated_state(self, of: str) -> ReplicatedState:
-        """What every replica has, this one being `of`: what is stepped, and what the optimizer keeps for it."""
+        """Yield what every replica holds, in the replica `of`: what is stepped, and what the optimizer keeps for it."""
         for part in parts(self._stepped(), self._engine.basic_optimizer):
             yield part.piece.tensor, "", dataclasses.replace(part.piece, whole=of), part.values
 
     def compare(self, slots: tuple[int, ...], step: int) -> None:
-        """Raise unless all members hold the same, bit for bit; they come together. Each tells the sum of its digests,
-        and all of them only where somebody's is another."""
+        """Raise `StateLost` unless all members hold the same, bit for bit; all take part. Each sends the sum of its
+        digests, and all digests only if a sum differs."""
         digests, of_each = self._digests(), len(slots) // self._lanes.lanes_apart
         sums = [0] * len(slots)
         dist.all_gather_object(sums, sum(digests.values()) % MODULUS)
         if set(Counter(sums).values()) == {of_each}:
             return
-        told: list[Mapping[str, int]] = [{}] * len(slots)
-        dist.all_gather_object(told, digests)
-        said = defaultdict[str, dict[int, int]](dict)
-        for slot, mine in zip(slots, told, strict=True):
+        gathered: list[Mapping[str, int]] = [{}] * len(slots)
+        dist.all_gather_object(gathered, digests)
+        by_name = defaultdict[str, dict[int, int]](dict)
+        for slot, mine in zip(slots, gathered, strict=True):
             for name, number in mine.items():
-                said[name][slot] = number
-        wrong = [name for name, one in sorted(said.items()) if len(one) < of_each or len(set(one.values())) > 1]
+                by_name[name][slot] = number
+        wrong = [name for name, one in sorted(by_name.items()) if len(one) < of_each or len(set(one.values())) > 1]
         if wrong:
-            named = ", ".join(f"slot {slot} {number:016x}" for slot, number in said[wrong[0]].items())
+            named = ", ".join(f"slot {slot} {number:016x}" for slot, number in by_name[wrong[0]].items())
             raise StateLost(
                 f"after the recovery the members hold different state of step {step}, in {len(wrong)} tensors; the"
                 f" first is {wrong[0]}: {named}",
@@ -147,7 +148,7 @@ class FullWidthState:
 def hand_over(
     tensors: Iterable[torch.Tensor], giver: int, *, joiner: bool, lane: dist.ProcessGroup | None = None
 ) -> None:
-    """From the rank `giver` to those who have just come; all members come together, and the others keep theirs."""
+    """Send tensors from the rank `giver` to the joining ranks; all members take part, and the others keep theirs."""
     for tensor in tensors:
         value = tensor if joiner or dist.get_rank() == giver else torch.empty_like(tensor)
         value = value.contiguous()
@@ -157,6 +158,6 @@ def hand_over(
 
 
 def whole(name: str, tensor: torch.Tensor) -> TensorSlice:
-    """All of a tensor."""
+    """Return the slice that is all of a tensor."""
     shape = tuple(tensor.shape) or (1,)
     return TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=tensor.numel())

@@ -1,10 +1,10 @@
-"""Half precision without ZeRO: what DeepSpeed's unfused optimizer steps are masters in float32, one for each parameter.
+"""Half precision without ZeRO: DeepSpeed's unfused optimizer steps float32 masters, one for each parameter.
 
-So what a slot holds of a tensor is the parameter, its master, and what the optimizer keeps for that.
+So what a slot holds of a tensor is the parameter, its master, and what the optimizer keeps for the master.
 
-The norm by which it clips, and by which a step is skipped, it takes of gradients, which unlike parameters do not say
-that they are cut. So it counts those of the first slot of each replica alone. While somebody is lost other slots hold
-what that one held: it is looked for there, so that all clip by the number by which the undisturbed run does.
+The optimizer clips, and skips steps, by a norm of gradients, which unlike parameters are not marked as cut. So it
+counts only the gradients of the first slot of each replica. While a rank is lost, other slots hold what that slot held,
+and the norm is taken from them. So all ranks clip by the same number as an undisturbed run.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from ntp_plugin.patching import Replacement
 from ntp_plugin.planning.spans import Spans
 
 type Gradients = Mapping[str, tuple[torch.Tensor, int]]
-"""Of this slot's parameters, each with the dim that is cut."""
+"""This slot's gradients by parameter name, each with the dim that is cut."""
 
 
 def masters_of(engine: Any) -> dict[str, torch.nn.Parameter]:
-    """Of the parameters, by their names; none where there are no masters, or ZeRO has them."""
+    """Return the masters by parameter name; empty if there are none, or ZeRO has them."""
     optimizer = engine.optimizer
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return {}
@@ -35,8 +35,8 @@ def masters_of(engine: Any) -> dict[str, torch.nn.Parameter]:
 def norm_of_first_slots(
     gradients: Callable[[], Gradients], places: Callable[[str], Spans], group: Callable[[], Any]
 ) -> Replacement:
-    """`places`: of a parameter here, what of it the first slot of its replica holds when nobody is lost. `group`: the
-    slots of a replica."""
+    """Return the replacement of the optimizer's norm. `places` says which part of a local parameter the first slot of
+    its replica holds when nobody is lost; `group` is the slots of a replica."""
 
     @torch.no_grad()
     def norm(of: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
@@ -56,6 +56,6 @@ def norm_of_first_slots(
 
     return Replacement(
         target="deepspeed.runtime.fp16.unfused_optimizer:get_weight_norm",
-        why="gradients do not say that they are cut, and the first slot of a replica is not what it was",
+        why="gradients are not marked as cut, and the first slot of a replica may hold other units than before",
         make=lambda _: norm,
     )

@@ -1,7 +1,7 @@
-"""What becomes of all that a DeepSpeed job with ZeRO has, where state comes from copies.
+"""How each part of a DeepSpeed job's state is restored from copies, in a job with ZeRO.
 
-After a loss what nobody steps comes from a rank that is left. Who resumes has copies alone: then it is what the script
-has made of it, which may not be what the dead run had.
+After a loss, state that no optimizer steps comes from a surviving rank. A resumed run has only copies: then it is what
+the script has made of it, which may differ from the dead run's.
 """
 
 import logging
@@ -19,21 +19,21 @@ INVENTORY = (
     Item(pattern="weight *", becomes=RECOMPUTE, why="what is stepped, rounded"),
     Item(pattern="main weights", becomes=EXACT, why="copied: what is stepped"),
     *optimizers.INVENTORY,
-    Item(pattern="counted *", becomes=EXACT, why="told with each copy"),
-    Item(pattern="drawn from torch", becomes=RESET, why="a rank's own, which has it again; who resumes draws anew"),
-    Item(pattern="the weight *, which nobody steps,", becomes=LEFT, why="handed on by a rank that is left"),
-    Item(pattern="the buffer *", becomes=LEFT, why="handed on by a rank that is left"),
+    Item(pattern="counted *", becomes=EXACT, why="recorded with each copy"),
+    Item(pattern="drawn from torch", becomes=RESET, why="restored on its own rank; a resumed run draws anew"),
+    Item(pattern="the weight *, which nobody steps,", becomes=LEFT, why="sent by a surviving rank"),
+    Item(pattern="the buffer *", becomes=LEFT, why="sent by a surviving rank"),
 )
-"""By the names of `_found`. Gradients, and what a window has in flight, are taken again."""
+"""By the names of `_found`. Gradients, and what an accumulation window has in flight, are computed again."""
 
 
 def known(*, resumes: bool) -> list[Item]:
-    """What becomes of it after a loss, or for who resumes."""
+    """Return how each part is restored: after a loss, or for a run that resumes."""
     return [item for item in INVENTORY if not (resumes and item.becomes == LEFT)]
 
 
 def refuse_unknown(engine: Any, *, strict: bool, resumes: bool = False) -> None:
-    """State of which nobody knows what becomes of it."""
+    """Raise, or warn, if the job has state that the inventory does not cover."""
     for name in require_known(_found(engine), known(resumes=resumes), strict=strict, way_out=_way_out(resumes=resumes)):
         _LOG.warning("copies: %s is not copied", name)
 
@@ -41,7 +41,7 @@ def refuse_unknown(engine: Any, *, strict: bool, resumes: bool = False) -> None:
 def _way_out(*, resumes: bool) -> str:
     if resumes:
         return "ntp.copies.strict = false: it is what the script has made of it; or load the last checkpoint"
-    return "ntp.copies.strict = false: it keeps what it has by then, on ranks that are left"
+    return "ntp.copies.strict = false: surviving ranks keep what they have by then"
 
 
 def _found(engine: Any) -> Iterator[str]:

@@ -35,31 +35,31 @@ _SEED = "the seed of masks that do not depend on the rank"
 
 
 class UnchangedLoop:
-    """A checkpoint changes nothing that would have to be had back."""
+    """A snapshot of nothing: a checkpoint changes nothing that would have to be restored."""
 
     def restore(self) -> None:
-        """Nothing."""
+        """Restore nothing."""
 
 
 class UserLoop:
-    """The user's loop, of which a section sees nothing."""
+    """The user's loop; a section cannot see its state."""
 
     def recall(self) -> UnchangedLoop:
-        """As it is."""
+        """Return an empty snapshot."""
         return UnchangedLoop()
 
     def begin_work(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class DeepSpeedJob:
-    """One of them in a process."""
+    """The one job of this process."""
 
     now: "DeepSpeedJob | None" = None
 
     def __init__(self, backend: str, timeout: timedelta) -> None:
-        """The process group is made here, so that it can be edited. It is watched at once: until the first forward
-        there is no way to go on after a loss, and whoever waits for the lost is let out with an error."""
+        """Make the process group, so that it can be edited, and watch it at once: until the first forward there is no
+        way to go on after a loss, and whoever waits for the lost rank gets an error."""
         self.rank = ElasticRank(RankContext.read(), backend=backend, timeout=timeout)
         self.trainer = EngineTrainer(self.rank)
         self.loop = Loop(self.rank.groups, UserLoop(), joiner=self.rank.place.joining)
@@ -73,22 +73,22 @@ class DeepSpeedJob:
             self.rank.watch()
 
     def refuse(self, engine: Any, config: Any, policy: TrainingPolicy, mpu: Any) -> None:
-        """What could not go on, before it is built."""
+        """Raise `Refused` for an engine that could not go on after a loss, before it is built."""
         if self.engine is not None:
             raise Refused("a second engine is made in this process", way_out="switch ntp on for one of them")
         refuse_configuration(engine, config, policy, mpu=mpu)
-        if self.rank.place.export is not None:  # whose writers are the job's, and it trains nothing
+        if self.rank.place.export is not None:  # an export trains nothing, and the monitors belong to the job
             for monitor in _MONITORS:
                 getattr(config.monitor_config, monitor).enabled = False
 
     def take(self, engine: Any, policy: TrainingPolicy) -> None:
-        """The engine is built."""
+        """Take the engine, once it is built."""
         refuse_engine(engine)
         place = self.rank.place
         tp = engine.autotp_size() if engine.autotp_size() > 1 else bwc_tensor_model_parallel_world_size(engine.mpu)
         topology = place.topology(policy, tp=tp)
         self._require_same_settings(engine, policy, topology)
-        # What an export tells of is for those whom the job tells it to, and is no part of a run's record.
+        # The events of an export are not part of a run's record.
         record = policy.events or (place.events if place.export is None else None)
         self._policy = policy
         self.engine, self.teller = engine, Teller(record, str(topology.slot_of(place.slot)))
@@ -109,20 +109,20 @@ class DeepSpeedJob:
             distrust=self.trainer.distrust,
             teller=self.teller,
         )
-        # Not before: what all refuse they would have to refuse in the middle of it.
+        # Not before: what is refused above must be refused before the first collective.
         self.window.seed = self._share_seed()
         self.window.into(engine)
-        self.window.wait_to_be_let_in, self.window.begin_job = self._wait_to_be_let_in, self._begin
+        self.window.wait_for_admission, self.window.begin_job = self._wait_for_admission, self._begin
         if place.resume is not None and not place.joining:
             self.trainer.resume(place.resume)
         if place.export is not None:
             self._export(place.export)
 
     def _export(self, folder: Path) -> NoReturn:
-        """All that this process is for; the rest of the user's script is about training."""
-        assert self.teller is not None and self.loop.driver is not None, "there is an engine, and nobody comes in"
+        """Write the export, which is all that this process is for; the rest of the user's script is about training."""
+        assert self.teller is not None and self.loop.driver is not None, "there is an engine, and nobody joins"
         engine = self.engine
-        save = functools.partial(type(engine).save_checkpoint, engine, str(folder))  # not ours: it is no section
+        save = functools.partial(type(engine).save_checkpoint, engine, str(folder))  # not ours: no section
         exporting.write(save, self.loop.driver, folder, step=engine.global_steps, teller=self.teller)
         self.rank.beat()
         self._end_together(self.loop.driver, self.teller)
@@ -136,18 +136,19 @@ class DeepSpeedJob:
         self.rank.trains_by(settings.digest)
 
     def _share_seed(self) -> int:
-        """What masks that do not depend on the rank are drawn from: the first rank's own seed."""
+        """Return the first rank's own seed, for masks that do not depend on the rank."""
         if self.rank.place.joining:
             known: int = self.rank.word(_SEED)
             return known
-        told = [torch.initial_seed()]
-        dist.broadcast_object_list(told, src=0)
+        seed = [torch.initial_seed()]
+        dist.broadcast_object_list(seed, src=0)
         if not self.rank.place.slot:
-            self.rank.leave_word(_SEED, told[0])
-        return told[0]
+            self.rank.leave_word(_SEED, seed[0])
+        return seed[0]
 
-    def _wait_to_be_let_in(self) -> None:
-        """Beating, which who is there from the start does from here on as well: reading samples may take long."""
+    def _wait_for_admission(self) -> None:
+        """Start the heartbeat, compare the data sets, and wait for admission on a joining rank. The heartbeat is first,
+        because reading samples may take long; all ranks start it here."""
         slot = self.trainer.topology.slot_of(self.rank.place.slot)
         data = fingerprints.data(None if Loaders.last is None else Loaders.last.sampler)
         self.rank.beat()
@@ -156,7 +157,7 @@ class DeepSpeedJob:
             self.rank.wait_to_be_let_in(self.trainer.together())
 
     def _begin(self) -> None:
-        """The first forward: driven from here on; a joining rank comes in."""
+        """Begin the job at the first forward; from here on it survives losses, and a joining rank takes part."""
         assert self.teller is not None, "there is an engine"
         place, topology = self.rank.place, self.trainer.topology
         each = self.engine.gradient_accumulation_steps()
@@ -168,7 +169,7 @@ class DeepSpeedJob:
         self.teller.tell(place.beginning(self._policy, topology, micro_batches=each, framework=framework))
 
     def end(self) -> None:
-        """With all others, where there was something to train; else this process has never been a part of it."""
+        """End together with all other ranks; without an engine this process was never part of a training job."""
         if self.teller is None:
             self.let_go()
             return
@@ -186,15 +187,15 @@ class DeepSpeedJob:
         self.let_go()
 
     def let_go_of_the_group(self) -> None:
-        """The configuration does not switch us on."""
+        """Release the process group, because the configuration does not enable the plugin."""
         if self.rank.place.joining:
             raise Refused(
-                "this process takes the place of a lost one, and the configuration does not switch ntp on",
+                "this process replaces a lost one, and the configuration does not enable ntp",
                 way_out='"ntp": {"enabled": true} in it, or leave --ntp-respawn out',
             )
         self.let_go()
 
     def let_go(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch to what it was."""
         self.rank.leave()
         DeepSpeedJob.now = None

@@ -1,11 +1,11 @@
-"""ZeRO-1 and ZeRO-2 while somebody is lost from replicas that AutoTP has cut: sharded lane by lane.
+"""ZeRO-1 and ZeRO-2 of degraded AutoTP replicas, sharded lane by lane.
 
-DeepSpeed cuts its flat buffers evenly over the slots that hold the same; where replicas are of different widths there
-are none that do. So in a degraded layout the object that the script, the engine and the scheduler hold is one of this
-class for as long (`zero_state.py`): what the engine asks of it is the same, and a step is that of
-`reduction/sharded_step.py`. Gradients are added up in the parameters, and reduced once a step, by ZeRO-2 as well.
+DeepSpeed cuts its flat buffers evenly over the slots that hold the same; with replicas of different widths no two slots
+do. So in a degraded layout, the object that the script, the engine and the scheduler hold changes to this class
+(`zero_state.py`). It offers what the engine calls, and its step is that of `reduction/sharded_step.py`. Gradients are
+added up in the parameters and reduced once a step, for ZeRO-2 as well.
 
-What DeepSpeed's class has besides is not there: whoever asks for it is told.
+Other methods of DeepSpeed's class raise `Refused`, or do not exist.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from ntp_plugin.reduction.sharded_step import ShardedStep
 
 
 class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
-    """As one rank has part in it."""
+    """A sharded optimizer on lane shards, as one rank sees it."""
 
     def __init__(
         self,
@@ -61,24 +61,24 @@ class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._global_grad_norm: Any = 0.0
 
     def destroy(self) -> None:
-        """There are no hooks in the model."""
+        """Do nothing: there are no hooks in the model."""
 
-    # ------------------------------------------------ what the engine asks for
+    # ------------------------------------------------ called by the engine
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """At the end of a step: ZeRO-1."""
+        """Reduce at the end of a step, for ZeRO-1."""
         del pipeline_parallel
         self.shards.sum()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """At the end of each backward: ZeRO-2."""
+        """Reduce at the end of the last backward of a step, for ZeRO-2."""
         if self.is_gradient_accumulation_boundary():
             self.shards.sum()
 
     def step(self, closure: Any = None) -> None:
-        """As DeepSpeed's own: nothing, where the norm is no number."""
+        """Step as DeepSpeed's own does: skip the step if the norm is not finite."""
         del closure
-        # In float32, as DeepSpeed has it, so that what is clipped is clipped by the same number.
+        # In float32, as in DeepSpeed, so that gradients are clipped by the same number.
         norm = self.shards.norm().float() if self.compute_grad_norm or self.check_grad_overflow else None
         scale = self.loss_scale
         self.overflow = self.check_grad_overflow and is_invalid_grad_norm(norm)
@@ -91,19 +91,19 @@ class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.shards.step(self.optimizer.step)
         self.shards.spread()
 
-    # ------------------------------------------------ what there is not
+    # ------------------------------------------------ not available
 
     @property
     def dp_process_group(self) -> Any:
-        """Whose members had the same parts; checkpoints are read and written by it."""
+        """The group for reading and writing checkpoints; its members would hold the same parts."""
         raise _not_while_degraded("no slots hold the same")
 
     def state_dict(self) -> Any:
-        """Of shards that DeepSpeed alone could not load."""
+        """Refuse: DeepSpeed alone could not load these shards."""
         raise _not_while_degraded("its state cannot be saved")
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
-        """From a checkpoint."""
+        """Refuse: no checkpoint can be loaded."""
         raise _not_while_degraded("no checkpoint can be loaded")
 
 

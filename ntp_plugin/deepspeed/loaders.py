@@ -1,13 +1,13 @@
-"""A DataLoader that follows the stream.
+"""A DataLoader that can go back, and yield a lost rank's micro-batches; it follows `training/stream.py`.
 
-A loader whose `DistributedSampler` is that of this rank's nominal place is followed from its first iterator on. While
-nobody is lost it yields what it would have yielded, in its own workers, from the same draws of random numbers. After a
-restart the batches are drawn from the sampler's other ranks as well. Which loader is the training's is known when the
-engine goes forward to train: the one that was drawn from last. Others, as of an evaluation, are never restarted.
+A loader is followed from its first iterator on if its `DistributedSampler` is that of this rank's nominal position.
+While nobody is lost it yields the same batches as before, from its own workers and the same random draws. After a
+restart the batches also come from the sampler's other ranks. The engine's training forward shows which loader is for
+training: the one that was drawn from last. Others, such as an evaluation's, are never restarted.
 
-An iterator belongs to the turn in which it was made. It ends where the next micro-batch is of a later turn; so the
-loop of a process that comes in late goes through the turns that are over in no time. A loop that trains must not leave
-a turn before its end: then nobody would know which micro-batches a step has.
+An iterator belongs to the data epoch in which it was made. It ends when the next micro-batch belongs to a later data
+epoch; so the loop of a process that joins late runs quickly through the data epochs that are over. A training loop must
+not leave a data epoch before its end: then nobody would know which micro-batches a step has.
 """
 
 import copy
@@ -26,38 +26,39 @@ from ntp_plugin.training.stream import MicroBatch, Stream
 
 
 class Followed:
-    """The loaders of one sampler: a framework may make a new one for each turn."""
+    """The loaders of one sampler: a framework may make a new one for each data epoch."""
 
     def __init__(self, sampler: Any, stream: Stream) -> None:
         self.stream = stream
         self.trains = False
-        """Whether the engine goes forward with what is drawn."""
+        """Whether the engine trains on what is drawn."""
         self.sampler = sampler
-        """That of this rank's nominal place."""
-        self._turns, self._drawn_since = 0, 0
+        """The sampler of this rank's nominal position."""
+        self._data_epochs_begun, self._drawn_since = 0, 0
         self._epochs: list[int] = []
-        """That the sampler was set to, turn by turn."""
+        """The epoch that the sampler was set to, data epoch by data epoch."""
         self.in_hand: deque[int] = deque()
-        """Drawn by the loop, and not gone forward with: how often the stream had restarted by then."""
+        """Batches that the loop has drawn and not used: for each, how often the stream had restarted by then."""
         self._orders: dict[tuple[int, int], list[int]] = {}
         self._between = False
-        """Whether the loop stands behind a turn's end."""
+        """Whether the loop is past the end of a data epoch."""
 
-    def turn(self, loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-        """An iterator through one turn."""
-        if self._turns and self.stream.peek().turn < self._turns and self._drawn_since == self.stream.restarts:
+    def begin_data_epoch(self, loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+        """Return an iterator through one data epoch."""
+        begun = self._data_epochs_begun
+        if begun and self.stream.peek().turn < begun and self._drawn_since == self.stream.restarts:
             raise Refused(
-                f"the loop left its loader in turn {self._turns - 1}, after {self.stream.peek().index} of"
+                f"the loop left its loader in data epoch {begun - 1}, after {self.stream.peek().index} of"
                 f" {self.stream.per_turn} micro-batches",
-                way_out="let it go to the end of the loader; a smaller data set makes turns shorter",
+                way_out="let it go to the end of the loader; a smaller data set makes data epochs shorter",
             )
-        turn, self._turns, self._between = self._turns, self._turns + 1, False
+        self._data_epochs_begun, self._between = begun + 1, False
         self._epochs.append(self.sampler.epoch)
-        return _Turn(self, turn, functools.partial(self._prepare, loader, original))
+        return _DataEpochIterator(self, begun, functools.partial(self._prepare, loader, original))
 
-    def _prepare(self, loader: Any, original: Callable[[Any], Iterator[Any]], turn: int, *, again: bool) -> Any:
-        """Batches from where the stream is to the end of a turn."""
-        wanted = (self._indices(one, loader) for one in self.stream.ahead(turn))
+    def _prepare(self, loader: Any, original: Callable[[Any], Iterator[Any]], data_epoch: int, *, again: bool) -> Any:
+        """Return batches from the current position of the stream to the end of a data epoch."""
+        wanted = (self._indices(one, loader) for one in self.stream.ahead(data_epoch))
         like = DataLoader(
             loader.dataset,
             batch_sampler=_Wanted(wanted),
@@ -70,14 +71,14 @@ class Followed:
             generator=loader.generator,
             prefetch_factor=loader.prefetch_factor,
         )
-        with torch.random.fork_rng(devices=[], enabled=again):  # the first one draws what the loader's own would have
+        with torch.random.fork_rng(devices=[], enabled=again):  # the first one draws like the loader's own
             return original(like)
 
     def _indices(self, one: MicroBatch, loader: Any) -> list[int]:
         if (one.turn, one.replica) not in self._orders:
             self._orders = {of: order for of, order in self._orders.items() if of[0] >= one.turn - 1}
             other = copy.copy(self.sampler)
-            # Of a turn that this process has not begun: as the newest, which is right where nobody sets epochs.
+            # A data epoch that this process has not begun counts as the newest, which is right if nobody sets epochs.
             other.rank, other.epoch = one.replica, self._epochs[min(one.turn, len(self._epochs) - 1)]
             self._orders[one.turn, one.replica] = list(other)
         size = loader.batch_size
@@ -85,52 +86,52 @@ class Followed:
 
     @property
     def is_where_the_stream_is(self) -> bool:
-        """Not behind a turn that has ended long since: inside of one, or where the next one begins."""
+        """False if the loop is past a data epoch that ended long ago; True within one, or where the next one begins."""
         ahead = self.stream.peek()
-        return not self._between or (ahead.turn, ahead.index) == (self._turns, 0)
+        return not self._between or (ahead.turn, ahead.index) == (self._data_epochs_begun, 0)
 
     @property
-    def is_in_the_turn(self) -> bool:
-        """Whether the loop has begun the turn that the step begins in."""
-        return self.stream.turn_of(self.stream.step) < self._turns
+    def has_begun_the_data_epoch(self) -> bool:
+        """Whether the loop has begun the data epoch in which the step begins."""
+        return self.stream.turn_of(self.stream.step) < self._data_epochs_begun
 
-    # ------------------------------------------------ by the engine
+    # ------------------------------------------------ called by the engine
 
     def drawn(self) -> None:
-        """The loop has one more in its hand."""
+        """Note that the loop has drawn one more batch."""
         self._drawn_since = self.stream.restarts
         self.in_hand.append(self.stream.restarts)
         self.stream.draw()
 
     def hand_over(self) -> bool | None:
-        """The engine goes forward with the oldest that was drawn: whether it is of the window; None where the loop has
-        drawn none."""
+        """Take the oldest drawn batch for a forward: True if it belongs to the accumulation window, False if it is
+        stale, None if the loop has drawn none."""
         return self.in_hand.popleft() == self.stream.restarts if self.in_hand else None
 
     def ended(self) -> None:
-        """A turn is over: where nothing of it was for training, nothing of it will be."""
+        """Note the end of a data epoch: if nothing of it was for training, nothing of it will be."""
         self._between = True
         if not self.trains:
             self.in_hand.clear()
 
 
-class _Turn:
-    """What the loop iterates over."""
+class _DataEpochIterator:
+    """The iterator that the loop sees."""
 
-    def __init__(self, followed: Followed, turn: int, prepare: Any) -> None:
-        self._followed, self._turn, self._prepare = followed, turn, prepare
+    def __init__(self, followed: Followed, data_epoch: int, prepare: Any) -> None:
+        self._followed, self._data_epoch, self._prepare = followed, data_epoch, prepare
         self._restarts = followed.stream.restarts
-        self._batches = prepare(turn, again=False)
+        self._batches = prepare(data_epoch, again=False)
 
-    def __iter__(self) -> "_Turn":
+    def __iter__(self) -> "_DataEpochIterator":
         return self
 
     def __next__(self) -> Any:
         stream = self._followed.stream
         if self._restarts != stream.restarts:
             self._restarts = stream.restarts
-            self._batches = self._prepare(self._turn, again=True)
-        if stream.peek().turn > self._turn:
+            self._batches = self._prepare(self._data_epoch, again=True)
+        if stream.peek().turn > self._data_epoch:
             self._followed.ended()
             raise StopIteration
         batch = next(self._batches)
@@ -150,23 +151,23 @@ class _Wanted:
 
 
 class Loaders:
-    """Of this process."""
+    """The loaders of this process."""
 
     follow: Callable[[Any], Stream | None] = staticmethod(lambda _: None)
-    """Which stream a loader follows; once there is an engine that can lose ranks."""
+    """Returns the stream that a loader follows; set once there is an engine that can lose ranks."""
     last: Followed | None = None
-    """That was drawn from."""
+    """The loader that was drawn from last."""
     _followed: ClassVar[weakref.WeakKeyDictionary[Any, Followed]] = weakref.WeakKeyDictionary()
 
     @classmethod
     def evaluate(cls) -> None:
-        """The engine goes forward, and not to train: with what was drawn from another loader than the training's."""
+        """Take a batch of a loader that is not for training, for a forward that does not train."""
         if cls.last is not None and not cls.last.trains and cls.last.in_hand:
             cls.last.hand_over()
 
     @classmethod
     def of(cls, loader: Any) -> Followed | None:
-        """None where it goes on as it is."""
+        """Return the loader that follows a stream, or None if it is left as it is."""
         known = cls._followed.get(loader.sampler)
         if known is not None and known.trains:
             return known
@@ -178,7 +179,7 @@ class Loaders:
 
 
 def can_follow(loader: Any, *, replica: int, replicas: int) -> bool:
-    """Whether a loader is that of a nominal place, so that those of others are known."""
+    """Whether a loader belongs to a nominal position, so that those of the other ranks are known."""
     sampler = getattr(loader, "sampler", None)
     return (
         isinstance(sampler, DistributedSampler)
@@ -195,6 +196,6 @@ def dealt(original: Any) -> Any:
         if isinstance(getattr(loader, "batch_sampler", None), _Wanted):
             return original(loader)
         followed = Loaders.of(loader) if hasattr(loader, "sampler") else None
-        return original(loader) if followed is None else followed.turn(loader, original)
+        return original(loader) if followed is None else followed.begin_data_epoch(loader, original)
 
     return iterate

@@ -1,4 +1,4 @@
-"""The `ntp` block of a DeepSpeed configuration, checked like everywhere else; an error names `ntp.<key>`."""
+"""Reads the `ntp` block of a DeepSpeed configuration, checked like everywhere else; an error names `ntp.<key>`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,5 +10,5 @@ BLOCK = "ntp"
 
 
 def read_policy(config: Mapping[str, Any]) -> TrainingPolicy:
-    """What the block says; without one the plugin is off."""
+    """Return the policy of the block; without a block the plugin is off."""
     return schema.read(TrainingPolicy, config.get(BLOCK, {}), where=f"{BLOCK}.")

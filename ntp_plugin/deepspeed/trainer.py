@@ -1,10 +1,10 @@
-"""Report, plan, stand on, for a DeepSpeed job.
+"""A rank's part in a recovery of a DeepSpeed job: report, plan, resume.
 
-What the job stands on is its last vote (`recovery/voted_sections.py`). Without ZeRO every replica holds everything:
-who had not applied a step that others have applies it, joining ranks are handed the state, and all compare; where
-replicas leave whole nothing else is moved, where AutoTP has cut them what the lost slot held is dealt
-(`autotp_replicas.py`). With ZeRO a rank takes its shard with it, so all go back to the newest copies, which may be of
-the step before: the loop goes through that step again. They are put into whatever layout is planned, cut or not.
+The job resumes from its last vote (`recovery/voted_sections.py`). Without ZeRO every replica holds everything: a rank
+that has not applied a step that others have applies it, joining ranks receive the state, and all compare. If replicas
+leave as a whole, nothing else is moved; if AutoTP has cut them, the lost slot's units are dealt to the others
+(`autotp_replicas.py`). With ZeRO a lost rank takes its shard with it, so all ranks go back to the newest copies, which
+may be one step older: the loop takes that step again. Copies are restored into any planned layout, cut or not.
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class EngineProgress:
-    """What goes with the copies of shards: what the engine had counted."""
+    """What goes with the copies of shards: the engine counters."""
 
     def __init__(self, engine: Any, topology: Topology) -> None:
         self._engine, self._topology = engine, topology
         self.found: Mapping[str, Any] = {}
 
     def extras(self) -> dict[str, Any]:
-        """As it is now, between two steps."""
+        """Return the current counters, between two steps."""
         return {
             "framework": "deepspeed",
             "ranks": self._topology.size,
@@ -60,9 +60,9 @@ class EngineProgress:
         }
 
     def go_back(self, extras: Mapping[str, Any]) -> None:
-        """The window restarts from it."""
+        """Keep the counters of the copies, from which the accumulation window restarts."""
         now = self.extras()
-        # The samples of a step are those of replicas and their loaders.
+        # The samples of a step depend on the replicas and their loaders.
         for what in ("framework", "ranks", "replicas", "each"):
             if extras.get(what) != now[what]:
                 raise Refused(
@@ -73,7 +73,7 @@ class EngineProgress:
 
 
 class EngineTrainer:
-    """A `Trainer`; until there is an engine, for a job that cannot go on after a loss."""
+    """A `Trainer` for DeepSpeed. Until there is an engine, its job cannot go on after a loss."""
 
     def __init__(self, rank: ElasticRank) -> None:
         self._rank, self._joiner = rank, rank.place.joining
@@ -84,13 +84,13 @@ class EngineTrainer:
         self.topology: Topology
         self._replicas: CutReplicas | FullWidthReplicas
         self._state: FullWidthState
-        """Where there is no ZeRO, and replicas leave whole."""
+        """Set if there is no ZeRO, and replicas leave as a whole."""
         self._zero: ZeroState | None = None
         self._how_far: EngineProgress
         self._strict: bool
-        """Whether state that nobody knows is refused."""
+        """Whether unknown state is refused."""
         self.copies: JobCopies | None = None
-        """Where there is ZeRO, unless they are switched off."""
+        """Set with ZeRO, unless copies are switched off."""
 
     def take(
         self,
@@ -102,7 +102,7 @@ class EngineTrainer:
         teller: Teller,
         topology: Topology,
     ) -> None:
-        """There is an engine now; all founders come together."""
+        """Take the engine; all founders take part."""
         self._window, self._loop, self._teller, self.topology = window, loop, teller, topology
         if engine.autotp_size() > 1:
             self._replicas = CutReplicas(engine, policy, topology, rank=self._rank, joiner=self._joiner)
@@ -117,7 +117,7 @@ class EngineTrainer:
         self._engine = engine
 
     def together(self) -> Collection[int]:
-        """The slots without which this one cannot train."""
+        """Return the slots without which this one cannot train."""
         return self._replicas.others_of_mine if isinstance(self._replicas, FullWidthReplicas) else ()
 
     def _copy(self, engine: Any, policy: TrainingPolicy, zero: ZeroState) -> None:
@@ -143,7 +143,7 @@ class EngineTrainer:
             self.copies.settle(self._who_trains(tuple(range(self.topology.size))), zero.parts)
 
     def resume(self, folder: Path) -> None:
-        """Begin from the copies of a run that is dead; all founders come together."""
+        """Begin from the copies of a dead run; all founders take part."""
         if self.copies is None or self._zero is None:
             raise Refused(
                 "--ntp-resume: a job without ZeRO, or without copies, has made none that it could begin from",
@@ -164,35 +164,35 @@ class EngineTrainer:
         return WhoTrains(trains=there, present=there, lost_nodes=surviving.lost_nodes)
 
     def weights(self) -> Iterator[Weight]:
-        """What this slot has of the model."""
+        """Yield what this slot holds of the model."""
         replicas = self._replicas
         for name, values in self._engine.module.named_parameters():
             yield Weight(piece=replicas.part(name), values=values, is_cut=replicas.is_cut(name))
 
     def replicated_state(self) -> ReplicatedState:
-        """What every replica has: with ZeRO the weights alone."""
+        """Yield what every replica holds: with ZeRO only the weights."""
         replicas = self._replicas
         if isinstance(replicas, CutReplicas):
             yield from replicas.replicated_state()
             return
         of, stepped = f"r{self.topology.slot_of(self._rank.place.slot).replica}", set[str]()
-        for told in self._state.replicated_state(of) if self._zero is None else ():
-            stepped.add(told[0])
-            yield told
+        for entry in self._state.replicated_state(of) if self._zero is None else ():
+            stepped.add(entry[0])
+            yield entry
         for name, values in self._engine.module.named_parameters():
-            piece = dataclasses.replace(replicas.part(name), whole=of)
-            if piece.tensor not in stepped:
-                yield piece.tensor, "", piece, {WEIGHT: values}
+            tensor_slice = dataclasses.replace(replicas.part(name), whole=of)
+            if tensor_slice.tensor not in stepped:
+                yield tensor_slice.tensor, "", tensor_slice, {WEIGHT: values}
 
     def distrust(self, since: int) -> None:
-        """What was copied of later steps than that; the job stops."""
+        """Discard copies of later steps than `since`, before the job stops."""
         if self.copies is not None:
             self.copies.distrust_since(since)
 
     # ------------------------------------------------ a recovery
 
     def report(self) -> Report:
-        """An update is made in place, so there is no way back but to copies."""
+        """Report what this rank holds. An update is made in place, so there is no way back except to copies."""
         if self._engine is None:
             raise Refused("a rank was lost before there was an engine", way_out="start the job again")
         loop, held = self._loop, ""
@@ -203,23 +203,23 @@ class EngineTrainer:
         return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, joiner=self._joiner, held=held)
 
     def plan(self, agreed: Agreed) -> str:
-        """Who computes what, which follows from the members; and which copies there are."""
+        """Plan who computes what, which follows from the members, and which copies to restore."""
         versions, layout = "", self._replicas.plan(agreed)
         if self._zero is not None:
             found = [] if self.copies is None else self.copies.choose(report.held for report in agreed.reports.values())
             if not found:
                 raise StateLost(
-                    f"{len(agreed.reports)} of {self.topology.size} ranks are left, and there is no version of the"
-                    " shards of all of which all parts are copied",
+                    f"{len(agreed.reports)} of {self.topology.size} ranks are left, and no version of the"
+                    " shards is copied completely",
                     way_out="restart from the last checkpoint; before the next run: switch copies on (ntp.copies.mode),"
                     " or set ntp.copies.count higher",
                 )
             versions = repr(found)
-        told = json.dumps([agreed.view.encode(), repr(agreed.decision), versions, layout])
-        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        fields = json.dumps([agreed.view.encode(), repr(agreed.decision), versions, layout])
+        return hashlib.blake2b(fields.encode(), digest_size=16).hexdigest()
 
     def resume_from(self, agreed: Agreed) -> None:
-        """Roll forward, have the state that all have, and restart the window."""
+        """Roll forward, get the agreed state, and restart the accumulation window."""
         loop, slots = self._loop, agreed.view.slots
         if agreed.decision.roll_forward:
             rolls = self._rank.groups.slot in agreed.decision.roll_forward
@@ -232,27 +232,27 @@ class EngineTrainer:
         else:
             self._have_all(agreed)
         if any(report.joiner for report in agreed.reports.values()):
-            self._tell_what_is_saved()
+            self._share_saved()
         self._joiner = False
         self._have_engine_know()
-        self._tell(agreed)
+        self._record_recovery(agreed)
         self._window.checkpoints.refuse_to_end_behind()
 
-    def _tell_what_is_saved(self) -> None:
-        told: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+    def _share_saved(self) -> None:
+        gathered: list[tuple[int, str] | None] = [None] * dist.get_world_size()
         checkpoints = self._window.checkpoints
-        dist.all_gather_object(told, checkpoints.saved)
+        dist.all_gather_object(gathered, checkpoints.saved)
         if self._joiner:
-            checkpoints.saved = next((one for one in told if one is not None), None)
+            checkpoints.saved = next((one for one in gathered if one is not None), None)
 
     # ------------------------------------------------ without ZeRO
 
     def _have_all(self, agreed: Agreed) -> None:
-        """What the others have, which is compared; and go on, or begin the window again."""
+        """Get and compare the state of the others; then go on, or restart the accumulation window."""
         goes_on = self._window.votes_on == agreed.decision.step
-        told: Mapping[str, Any] = {}
+        progress: Mapping[str, Any] = {}
         if any(report.joiner for report in agreed.reports.values()):
-            told = self._hand_over(knows=not (goes_on or self._joiner))
+            progress = self._hand_over(knows=not (goes_on or self._joiner))
         self._replicas.resume_from(agreed)
         if isinstance(self._replicas, FullWidthReplicas):
             self._state.compare(agreed.view.slots, agreed.decision.step)
@@ -260,20 +260,20 @@ class EngineTrainer:
         if goes_on:
             self._window.go_on(numbers)
         elif self._joiner:
-            self._window.restart(told["step"], numbers, told["engine"])
+            self._window.restart(progress["step"], numbers, progress["engine"])
         else:
             self._window.restart(self._window.step, numbers)
 
     def _hand_over(self, *, knows: bool) -> Mapping[str, Any]:
-        """To joining ranks, by the first who has the decided step and all that follows it behind it; what they are
-        told."""
+        """Send the state to joining ranks, from the first rank that is fully at the decided step; return its
+        progress."""
         lane = self._replicas.lane_of(self._rank.place.slot)
         mine = {"rank": dist.get_rank(), "lane": lane, "step": self._window.step, "engine": self._window.counted()}
-        told: list[Mapping[str, Any] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine if knows else None)
-        givers = {one["lane"]: one for one in reversed(told) if one is not None}
-        if len(givers) < self._replicas.lanes_apart:  # the driver goes on without joining ranks then
-            raise RuntimeError("all members are within a step, and nobody can tell a joining rank where the job stands")
+        gathered: list[Mapping[str, Any] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine if knows else None)
+        givers = {one["lane"]: one for one in reversed(gathered) if one is not None}
+        if len(givers) < self._replicas.lanes_apart:  # the driver then goes on without joining ranks
+            raise RuntimeError("all members are within a step, and none can send its progress to a joining rank")
         giver: Mapping[str, Any] = givers[lane]
         if isinstance(self._replicas, FullWidthReplicas):
             self._state.hand_over(giver["rank"], joiner=self._joiner)
@@ -299,7 +299,7 @@ class EngineTrainer:
     # ------------------------------------------------ afterwards
 
     def _have_engine_know(self) -> None:
-        """Its rank, and who writes for all."""
+        """Update the engine: its rank, and who writes for all."""
         engine, first = self._engine, dist.get_rank() == 0
         became_first = first and engine.global_rank != 0
         engine.global_rank, engine.world_size = dist.get_rank(), dist.get_world_size()
@@ -307,20 +307,20 @@ class EngineTrainer:
             engine.monitor = MonitorMaster(engine._config.monitor_config)
         if isinstance(self._replicas, CutReplicas):
             return
-        # a checkpoint says of how many shards it is
+        # a checkpoint records its number of shards
         engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
         if not engine.use_node_local_storage():
             writes = engine.checkpoint_engine.is_data_parallel_writer
             engine.save_non_zero_checkpoint = writes(groups._get_sequence_data_parallel_rank())
 
-    def _tell(self, agreed: Agreed) -> None:
+    def _record_recovery(self, agreed: Agreed) -> None:
         slots, everybody, shares = set(agreed.view.slots), range(self.topology.size), self._replicas.shares
         named = {slot: str(self.topology.slot_of(slot)) for slot in everybody}
         seconds, phases = self._rank.walked()
         if self._engine.monitor.enabled and not dist.get_rank():
-            told = {"NTP/ranks": len(slots), "NTP/epoch": agreed.view.epoch, "NTP/recovery_s": seconds}
+            numbers = {"NTP/ranks": len(slots), "NTP/epoch": agreed.view.epoch, "NTP/recovery_s": seconds}
             samples = self._window.counted()["counters"]["global_samples"]
-            self._engine.monitor.write_events([(name, value, samples) for name, value in told.items()])
+            self._engine.monitor.write_events([(name, value, samples) for name, value in numbers.items()])
         self._teller.tell(
             Recovered(
                 epoch=agreed.view.epoch,

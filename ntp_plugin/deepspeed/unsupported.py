@@ -1,4 +1,4 @@
-"""What does not work in a DeepSpeed job that is to survive its ranks: refused when the engine is built, by its name."""
+"""Options that the plugin does not support in a DeepSpeed job, refused when the engine is built."""
 
 import functools
 from collections.abc import Callable
@@ -16,16 +16,16 @@ _WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel, with AutoTP or wi
 
 
 def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
-    """Before anything is built."""
+    """Raise for the first unsupported option, before anything is built."""
     if policy.lost:
         raise ConfigError(
-            "ntp.lost names slots that are not there from the start, which a DeepSpeed job cannot begin without",
-            way_out="start with all of them; what is lost later is gone on without",
+            "ntp.lost names slots that are missing from the start, and a DeepSpeed job cannot begin without them",
+            way_out="start with all slots; the job goes on without those that are lost later",
         )
     if policy.batch.mode != "strict":
         raise Refused(
             f"ntp.batch.mode = {policy.batch.mode} leaves samples out, and the loop's loader would not know which",
-            way_out="strict: every sample of the global batch, whoever is left",
+            way_out="strict: every sample of the global batch, whoever is lost",
         )
     if type(engine) is not DeepSpeedEngine:
         raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_WHAT_WORKS)
@@ -75,7 +75,7 @@ def _refuse_one_replica(tp: int, ranks: int) -> None:
 
 
 def _refuse_keys(policy: TrainingPolicy, *, cuts: bool, mpu: Any) -> None:
-    """Of our own block, that would be promised and not kept."""
+    """Raise for keys of the `ntp` block that would have no effect."""
     found = {
         "dropout = exact: masks within a layer that AutoTP has cut follow its width": cuts
         and policy.dropout == "exact",
@@ -95,9 +95,9 @@ def _refuse_keys(policy: TrainingPolicy, *, cuts: bool, mpu: Any) -> None:
 
 
 def refuse_engine(engine: Any) -> None:
-    """When it is built."""
+    """Raise for an engine that cannot go on after a loss, when it is built."""
     if engine.basic_optimizer is None:
-        raise Refused("there is no optimizer that could be taken through a loss", way_out="name one, or leave ntp out")
+        raise Refused("there is no optimizer to keep through a loss", way_out="name one, or leave ntp out")
     if engine.has_moe_layers:
         raise Refused("layers of experts are not held alike by all ranks", way_out=_WHAT_WORKS)
     if engine.autotp_size() > 1 and type(engine.optimizer).__name__ == "FP16_Optimizer":
@@ -120,7 +120,8 @@ def refuse_engine(engine: Any) -> None:
 
 
 def rounds_by_place(optimizer: Any) -> bool:
-    """DeepSpeed's for CPUs does sixteen elements at a time, and what is left over otherwise; that for GPUs does not."""
+    """Whether the optimizer rounds an element by its place: DeepSpeed's CPU Adam computes blocks of sixteen elements
+    and the rest otherwise."""
     on_cpu = all(parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"])
     return on_cpu and (type(optimizer).__module__, type(optimizer).__name__) == _FUSED_ADAM
 
@@ -135,13 +136,13 @@ CALLS = {
 
 
 def refuse_load(original: Any, *, degraded: Callable[[], bool]) -> Callable[..., Any]:
-    """In the place of `load_checkpoint`, where a replica has several slots."""
+    """Replace `load_checkpoint`, if a replica has several slots."""
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
         if degraded():
             raise Refused(
-                "engine.load_checkpoint() while a rank is lost: the files are of other parts than its replica has now",
+                "engine.load_checkpoint() while a rank is lost: the files hold other parts than its replica has now",
                 way_out="load it before the training, or once all ranks are there",
             )
         return original(*args, **kwargs)
@@ -150,12 +151,12 @@ def refuse_load(original: Any, *, degraded: Callable[[], bool]) -> Callable[...,
 
 
 def refuse_call(name: str) -> Callable[..., Any]:
-    """In the place of one of them."""
+    """Replace a method of `CALLS` by one that raises `Refused`."""
 
     def refused(*_: Any, **__: Any) -> Any:
         raise Refused(
             f"engine.{name}() in a job that is to survive its ranks: {CALLS[name]}",
-            way_out="say it in the configuration (train_batch_size, gradient_accumulation_steps), or leave ntp out",
+            way_out="set it in the configuration (train_batch_size, gradient_accumulation_steps), or leave ntp out",
         )
 
     return refused

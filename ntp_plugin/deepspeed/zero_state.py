@@ -1,12 +1,13 @@
-"""ZeRO-1 and ZeRO-2: a rank steps its shard of the flattened parameters, and nobody else holds it.
+"""ZeRO-1 and ZeRO-2: shards as slices of tensors, rebuilt for the members, filled from copies.
 
-RecordedEvent as pieces: the flat shard of a group of parameters is runs of these, with padding that is nobody's. After
-a change of the membership DeepSpeed's own constructor builds the optimizer for those who are there, in the object that
-the script and the scheduler hold; then the shards are filled from copies, and the weights are had from them.
+A rank steps its shard of the flattened parameters, and nobody else holds it. A flat shard is described as slices of
+whole tensors, with padding that belongs to none. After a change of the membership, DeepSpeed's own constructor rebuilds
+the optimizer for the members, in the object that the script and the scheduler hold; then the shards are filled from
+copies, and the weights are computed from them.
 
-Where AutoTP has cut the model a parameter is a part of a tensor, and DeepSpeed shards over the slots that have the same
-part. While somebody is lost there are parts of other sizes, sharded lane by lane: that object is another then
-(`lane_zero.py`), and is DeepSpeed's own again when all are there.
+If AutoTP has cut the model, a parameter is a part of a tensor, and DeepSpeed shards over the slots that hold the same
+part. While a rank is lost the parts have other sizes and are sharded lane by lane: the object then has another class
+(`lane_zero.py`), and is DeepSpeed's own again when all ranks are back.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from ntp_plugin.training.optimizers import element_wise
 
 
 class ZeroState:
-    """Of a rank, in a job with ZeRO."""
+    """One rank's state in a job with ZeRO."""
 
     def __init__(self, engine: Any, replicas: CutReplicas | FullWidthReplicas) -> None:
         self._engine, self._replicas = engine, replicas
@@ -40,22 +41,22 @@ class ZeroState:
         self._dtype = self._kind.shards(zero)[0].values.dtype
         self._parameters: list[list[Any]] = [*self._kind.parameters(zero)]
         self._groups = engine.basic_optimizer.param_groups
-        """All of them: within a step ZeRO has the optimizer see one at a time, and a loss may come there."""
+        """All parameter groups: within a step ZeRO shows the optimizer one at a time, and a loss may come then."""
 
     @property
     def _zero(self) -> Any:
         return self._engine.optimizer
 
-    # ------------------------------------------------ told
+    # ------------------------------------------------ slices of tensors
 
     def parts(self) -> list[Part]:
-        """What is to be copied, where it lives."""
+        """Return what is to be copied, in place."""
         return parts(self._stepped(), self._engine.basic_optimizer)
 
     def _stepped(self) -> list[Stepped]:
         zero = self._zero
         if self._cut is not None and self._cut.lanes:
-            return shards_of_lanes(zero.shards, self._cut.piece_of)
+            return shards_of_lanes(zero.shards, self._cut.slice_of)
         return [
             Stepped(
                 parameter=shard.values,
@@ -68,13 +69,13 @@ class ZeroState:
         ]
 
     def _part(self, parameter: torch.nn.Parameter) -> TensorSlice:
-        """What this rank's parameter is of its tensor."""
+        """Return which slice of its tensor this rank's parameter is."""
         return self._replicas.part(self._engine.param_names[parameter])
 
-    # ------------------------------------------------ built anew
+    # ------------------------------------------------ rebuilt
 
     def build_again(self) -> None:
-        """For the members of now; whatever the shards held is of no use."""
+        """Rebuild the optimizer for the current members; what the shards held is discarded."""
         engine, zero = self._engine, self._zero
         basic = engine.basic_optimizer
         basic.param_groups = self._groups
@@ -103,12 +104,13 @@ class ZeroState:
         )
 
     def make_room(self, kinds: Mapping[str, Any]) -> list[Part]:
-        """Where what the copies have is to be put."""
+        """Return the places into which the copies are restored."""
         return make_room(self._stepped(), self._engine.basic_optimizer, kinds)
 
     @torch.no_grad()
     def have_weights(self, giver: int) -> None:
-        """Of the shards, and what nobody steps from the rank `giver` of this lane; all members come together."""
+        """Compute the weights from the shards, and get the rest from the rank `giver` of this lane; all members take
+        part."""
         zero, module = self._zero, self._engine.module
         if isinstance(zero, LaneZero):
             zero.shards.spread()

@@ -95,4 +95,4 @@ def test_who_comes_in_behind_a_turn_ends_and_the_others_go_on():
     assert sorted(outcomes) == [0, 1, 3]
     assert_same_training(outcomes, rows, job)
     (told,) = (row[1] for row in rows if row[0] == "late")
-    assert "comes in at step 18, in a turn that its script has not come to" in told
+    assert "joins at step 18, in a data epoch that its script has not reached" in told

@@ -154,7 +154,7 @@ def test_who_takes_a_place_where_nothing_is_switched_on_does_not_train_alone(tmp
     said = []
     for line in process.stdout:
         said.append(line)
-        if "the configuration does not switch ntp on" in line or len(said) > 500:
+        if "the configuration does not enable ntp" in line or len(said) > 500:
             break
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
