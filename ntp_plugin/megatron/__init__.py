@@ -1,49 +1,54 @@
-"""The adapter for Megatron: replicas of different TP width train together, in the user's own script.
+"""Lets the replicas of a Megatron job train with different TP widths, so that the job goes on after it loses GPUs. Use
+it from your own training script, or start the script with it:
 
-    python -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable --ntp-lost r1.s0.t3 ...
+    python -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable --ntp-lost r1.s0.t3 ...     slots missing from the start
+    ntp run --nproc-per-node 8 -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable ...      slots lost during training
 
-What a degraded layout needs, and nothing else, is put in place of Megatron's functions when the arguments have been
-parsed; with nobody lost, or without `--ntp-enable`, Megatron runs as if we were not there. The one exception has to
-be asked for: `--ntp-dropout exact` replaces the dropouts from the start, or a later run would draw other masks.
+The adapter replaces some of Megatron's functions when Megatron has parsed its arguments, and only those that a degraded
+layout needs. With nobody lost, or without `--ntp-enable`, Megatron runs unchanged. There is one exception, on request:
+`--ntp-dropout exact` replaces the dropouts from the start, since a later degraded run would draw other masks otherwise.
 
-    __main__.py         starts a script with the flags made known
-    activation.py       the flags, what they mean together, and when the hooks go in
-    cpu_emulation.py              the rehearsal mode: real Megatron on CPU (NTP_CPU=1)
-    unsupported.py         what does not work in a degraded layout, and is refused at start
-    layout.py           PURE: who is lost, which torch rank is which slot, what it holds
-    groups.py           Megatron's process groups, without the lost
-    megatron/layers/uneven_layers.py    layers of any width from unmodified classes; how each parameter is cut
-    megatron/layers/uneven_sequence.py  sequence parallelism where the width does not divide the sequence
-    job.py              the plan that all ranks have made alike
-    stage_links.py      PURE: who sends which rows between two stages
-    pipeline.py         activations between stages of different width
-    megatron/reduction/buckets.py          Megatron's buckets, reduced in lanes
-    megatron/reduction/lane_sync.py        which lanes, the exact scale, what is replicated, and one norm for all
-    megatron/reduction/lane_groups.py      PURE: which process groups the lanes of a layout need
-    megatron/reduction/core_groups.py      this rank's way over core slots, in the groups that were made for it
-    megatron/reduction/lane_optimizer.py   Megatron's optimizer on the shards of lanes
-    megatron/reduction/shards.py           what the optimizer of this rank steps, and which elements of which tensors
-    that is megatron/checkpoint/lane_checkpoints.py what Megatron's distributed optimizer saves, of shards of lanes
-    batch_share.py      each replica's own micro-batches, and losses that are those of the global batch
-    megatron/checkpoint/checkpoints.py      what a degraded layout saves and loads is what the nominal one does
-    megatron/layers/dropout.py          masks that do not depend on the layout, healthy or degraded
-    hooks.py            the table of all hooks, with the reason of each
-    live/               a job under `ntp run` that comes to a degraded layout, and out of it, while it runs
+    __main__.py         starts a script with the `--ntp-...` flags registered
+    activation.py       the `--ntp-...` flags: parsing, checks, and when the hooks are installed
+    unsupported.py      options that a degraded layout does not support, refused at start
+    layout.py           PURE: which slots are lost, which torch rank is which slot, what a slot holds
+    groups.py           Megatron's process groups, without the lost ranks
+    job.py              the recovery plan that all ranks compute and compare
+    batch_share.py      runs each replica's own micro-batches, and reports the losses of the global batch
+    stage_links.py      PURE: which slots of two pipeline stages send to each other, and which rows
+    pipeline.py         sends activations and gradients between stages of different width
+    hooks.py            the table of all Megatron functions that a degraded job replaces, with the reason for each
+    cpu_emulation.py    CPU emulation: unmodified Megatron on CPU and gloo (NTP_CPU=1)
 
-The idea. Megatron's arguments go on saying the nominal layout: TP degree, data-parallel size, padded vocabulary,
-global batch. Only three things are told the truth. The process groups are Megatron's own with the lost struck out.
-The layers are given *virtual* sizes, (what this slot holds) x (the width of its group), so that every division by the
-width gives what it holds; which slot holds what is `planning/`'s decision. And where Megatron reduces gradients over
-replicas, lanes do it. Between the stages of a pipeline a slot of the narrower one sends to several of the wider. Layers
-are found by their types, cut parameters by Megatron's own attributes, nothing by its name.
+    layers/             Megatron's layers in a degraded layout
+        uneven_layers.py     layers of any width from unmodified classes, and how each parameter is cut
+        uneven_sequence.py   sequence parallelism where the width does not divide the sequence
+        dropout.py           dropout masks that do not depend on the layout
+    reduction/          Megatron's gradient buckets and its distributed optimizer, lane by lane
+        lane_groups.py       PURE: which process groups the lanes of a layout need
+        core_groups.py       this rank's exchange over core slots
+        buckets.py           Megatron's gradient buckets, reduced in lanes
+        lane_sync.py         sums gradients lane by lane, with the exact scale and one norm for all ranks
+        lane_optimizer.py    Megatron's optimizer on lane shards
+        shards.py            what this rank's optimizer steps, as slices of tensors
+    checkpoint/         checkpoints of a degraded layout, in Megatron's own format
+        checkpoints.py       checkpoints of a degraded layout, equal to those of the nominal one
+        lane_checkpoints.py  the distributed optimizer's checkpoint entries, from lane shards
+    live/               a job under `ntp run` that loses ranks during training, and takes them back
 
-Exactness. A gradient is (sum over the tokens of the global batch) / (their number), or with Megatron's default the
-mean over all micro-batches; never a mean of replicas' means. Cut parameters are summed lane by lane, replicated ones
-once for each replica, after what their TP group has to add. The norm is one number for all, so clipping is the same
-bits everywhere. Weights begin as a nominal run's, unit for unit, and a digest of every tensor says so before the
-first step.
+How it works. Megatron's arguments keep the nominal layout: TP degree, data-parallel size, padded vocabulary, global
+batch. Three things follow the real layout. The process groups are Megatron's own without the lost ranks. The layers get
+*virtual* sizes, (what this slot holds) x (the width of its group), so that every division by the width gives what the
+slot holds; `planning/` decides which slot holds what. And where Megatron reduces gradients over replicas, lanes do it.
+Between pipeline stages, a slot of the narrower stage sends to several slots of the wider one. The adapter finds layers
+by their types and cut parameters by Megatron's own attributes, never by name.
 
-Public is `enable`.
+Exactness. A gradient is (sum over the tokens of the global batch) / (their number), or, as is Megatron's default, the
+mean over all micro-batches; it is never a mean of replicas' means. Cut parameters are summed lane by lane, replicated
+ones once per replica, after their TP group has added its parts. All ranks clip by the same norm, bit for bit. Initial
+weights equal those of a nominal run, unit for unit; before the first step, a digest of every tensor verifies this.
+
+The public API is `enable`. Next: `layout.py`, then `hooks.py`; for losses during training, `live/__init__.py`.
 """
 
 __all__ = ["enable"]
@@ -52,15 +57,15 @@ __all__ = ["enable"]
 def enable() -> None:
     """Put the plugin into this process. A script calls it before it imports Megatron's `pretrain`.
 
-    A script that `ntp run` or `python -m ntp_plugin.megatron` starts need not: they do it. Megatron's parser then knows
-    the `--ntp-...` flags, and without `--ntp-enable` Megatron runs as it would without the plugin. Only a job that
-    `ntp run` has started survives a loss; for a layout that is planned at the start (`--ntp-lost`) torchrun is enough.
-    A second call does nothing. From here on an error of the plugin that nobody catches ends the process with one line.
+    A script that `ntp run` or `python -m ntp_plugin.megatron` starts need not call it. Megatron's parser then knows the
+    `--ntp-...` flags; without `--ntp-enable` Megatron runs unchanged. Only a job that `ntp run` has started survives a
+    loss; for a layout that is planned at the start (`--ntp-lost`) torchrun is enough. A second call does nothing. After
+    the call, an uncaught error of the plugin ends the process with one line instead of a traceback.
 
     Raises:
-        Refused: It is called too late: Megatron has parsed its arguments, a module has imported `pretrain`, or the
-            process group is made.
-        ConfigError: `NTP_CPU` has a value that is not known.
+        Refused: The call comes too late: Megatron has parsed its arguments, a module has imported `pretrain`, or the
+            process group exists.
+        ConfigError: `NTP_CPU` has an unknown value.
 
     Examples:
         ```python

@@ -1,4 +1,4 @@
-"""Start a script with our flags made known: `torchrun ... -m ntp_plugin.megatron pretrain_gpt.py ARGUMENTS`."""
+"""Starts a script with the `--ntp-...` flags registered: `torchrun ... -m ntp_plugin.megatron pretrain_gpt.py ARGS`."""
 
 import runpy
 import sys
@@ -10,7 +10,7 @@ from ntp_plugin.recovery.script_failure import reported
 
 
 def main() -> None:
-    """Run the script as Python would; an error of ours ends it with one line and its exit code."""
+    """Run the script as Python would; an error of the plugin ends it with one line and its exit code."""
     try:
         if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
             raise ConfigError("no script to run was named", way_out="python -m ntp_plugin.megatron SCRIPT ARGUMENTS")

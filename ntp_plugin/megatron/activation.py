@@ -1,9 +1,9 @@
-"""The flags, what they mean together, and when the hooks go in.
+"""The `--ntp-...` flags: parsing, checks, and when the hooks are installed.
 
-Megatron's parser is given the keys of `[ntp]` as `--ntp-...` flags, and `--ntp-config FILE`. They are read when
-Megatron checks its arguments: everything that a layout depends on is known then, and nothing is built. A degraded
-layout, or exact masks, are refused or their hooks are put in place there. The check itself sees the nominal number of
-processes, and so do all numbers that it derives: data-parallel size, micro-batches, padded vocabulary.
+Megatron's parser gets the keys of `[ntp]` as `--ntp-...` flags, and `--ntp-config FILE`. The plugin reads them when
+Megatron checks its arguments: all that a layout depends on is known then, and nothing is built. It then refuses a
+degraded layout, or exact masks, or installs their hooks. The check itself sees the nominal number of processes, and so
+do all numbers that it derives: data-parallel size, micro-batches, padded vocabulary.
 """
 
 import functools
@@ -32,14 +32,14 @@ class _MegatronHooks:
 
 
 def install() -> None:
-    """Make the flags known, for the rest of this process; again is nothing."""
+    """Register the flags for the rest of this process; a second call does nothing."""
     if not _MegatronHooks.flags:
-        _MegatronHooks.flags = True  # first: the import of what is replaced may come back here, by `ntp run`
+        _MegatronHooks.flags = True  # first: importing the replaced modules may call this again, under `ntp run`
         apply_all(FLAGS)
 
 
 def enable() -> None:
-    """`ntp_plugin.megatron.enable`, whose docstring is the one to read."""
+    """Implement `ntp_plugin.megatron.enable`; see its docstring."""
     if _MegatronHooks.ends:
         return
     sys.excepthook = in_one_line(sys.excepthook)
@@ -51,7 +51,7 @@ def enable() -> None:
 
 
 def _refuse_too_late() -> None:
-    """Where the hooks would be passed by: what the script has already cannot be exchanged any more."""
+    """Raise `Refused` if the hooks would have no effect, because the script already holds what they replace."""
     for found, what in (
         (dist.is_initialized(), "the process group is made"),
         (_arguments_are_parsed(), "Megatron has parsed its arguments"),
@@ -70,7 +70,7 @@ def _arguments_are_parsed() -> bool:
 
 
 def _holders_of_pretrain() -> list[str]:
-    """The modules outside of Megatron that have its function under its name."""
+    """Return the modules outside of Megatron that hold its `pretrain` under that name."""
     pretrain = getattr(sys.modules.get("megatron.training.training"), "pretrain", None)
     holders = {
         module.__name__
@@ -101,7 +101,7 @@ def _then_end(original: Any) -> Any:
 
 
 def end() -> None:
-    """After a script that ended well: the ranks of a live job end together."""
+    """End the ranks of a live job together, after a script that ended well."""
     if "ntp_plugin.megatron.live.start" in sys.modules:
         sys.modules["ntp_plugin.megatron.live.start"].end()
 
@@ -112,7 +112,7 @@ def _with_flags(original: Any) -> Any:
     @functools.wraps(original)
     def add(parser: Any) -> Any:
         parser = original(parser)
-        group = parser.add_argument_group("ntp", "replicas that are degraded (ntp_plugin)")
+        group = parser.add_argument_group("ntp", "degraded replicas (ntp_plugin)")
         group.add_argument("--ntp-config", metavar="FILE", help="a .toml or .json file with an [ntp] block; flags win")
         schema.add_flags(group, TrainingPolicy, prefix=_PREFIX)
         return parser
@@ -159,18 +159,18 @@ def _with_layout(original: Any) -> Any:
 
 
 def read_policy(args: Any) -> TrainingPolicy:
-    """What the flags and the file say."""
-    said = schema.flag_values(TrainingPolicy, args, prefix=_PREFIX)
+    """Return the policy that the flags and the file set."""
+    flags = schema.flag_values(TrainingPolicy, args, prefix=_PREFIX)
     if args.ntp_config is None:
         return schema.build(
-            TrainingPolicy, said, name=lambda path: schema.flag_name(TrainingPolicy, path, prefix=_PREFIX)
+            TrainingPolicy, flags, name=lambda path: schema.flag_name(TrainingPolicy, path, prefix=_PREFIX)
         )
     path = Path(args.ntp_config)
     name = schema.dotted(f"{path}: ntp.")
     written = schema.check(
         TrainingFile, read_file(path, least="write at least [ntp] and enabled = true"), name=schema.dotted(f"{path}: ")
     )
-    return schema.build(TrainingPolicy, said, written.get("ntp", {}), name=name)
+    return schema.build(TrainingPolicy, flags, written.get("ntp", {}), name=name)
 
 
 FLAGS: tuple[Replacement, ...] = (
@@ -181,7 +181,7 @@ FLAGS: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.training.arguments:validate_args",
-        why="the first moment at which the layout is known, and the last before anything is built",
+        why="the layout is known here, and nothing is built yet",
         make=_with_layout,
     ),
 )
@@ -189,7 +189,7 @@ FLAGS: tuple[Replacement, ...] = (
 ENDS: tuple[Replacement, ...] = tuple(
     Replacement(
         target=f"{module}:pretrain",
-        why="the ranks of a live job end together, and a script that is not started by us does not say that it ends",
+        why="the ranks of a live job end together, and a script that the plugin did not start does not report its end",
         make=_then_end,
     )
     for module in ("megatron.training", "megatron.training.training")

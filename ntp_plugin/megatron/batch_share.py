@@ -1,16 +1,16 @@
-"""Each replica's own micro-batches, and losses that are those of the global batch.
+"""Runs each replica's own micro-batches, and reports the losses of the global batch.
 
-Megatron goes on counting nominally: consumed samples, the learning-rate schedule and the log follow the global batch.
-Only the function that runs micro-batches is told this replica's number, and the loader of the training set gives it
-this replica's samples (`training/samples.py`). Evaluation is shared out evenly, as ever.
+Megatron keeps counting nominally: consumed samples, the learning-rate schedule and the log follow the global batch.
+Only the function that runs micro-batches gets this replica's number of them, and the loader of the training set yields
+this replica's samples (`training/samples.py`). Evaluation is shared evenly, as without the plugin.
 
-Micro-batches are smaller where a replica's memory wants it (`--ntp-gpu-memory-gb`): as many times more of them. What
-Megatron and the script know of their size is an argument, which is this replica's while its micro-batches run. The loss
-is per token then: as a mean it would be another one, since the halves of a micro-batch have different numbers of tokens
-that count.
+If a replica's memory requires it (`--ntp-gpu-memory-gb`), its micro-batches are smaller and correspondingly more.
+Megatron and the script know their size from an argument, which is set to this replica's size while its micro-batches
+run. The loss must then be per token: a mean would differ, since the splits of a micro-batch have different numbers of
+counted tokens.
 
-What a script reports for a micro-batch is (sum over its tokens, their number), or a mean. It is summed over all
-micro-batches of all replicas before Megatron sees it, so that the loss in the log is the global batch's.
+A script reports (sum over tokens, their number), or a mean, for each micro-batch. This is summed over all micro-batches
+of all replicas before Megatron sees it, so that the log shows the loss of the global batch.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from ntp_plugin.training.samples import ReplicaSamples, places
 
 type Losses = dict[str, torch.Tensor]
 type Kind = tuple[int, torch.dtype]
-"""How many numbers are reported under a name, and of which type."""
+"""How many numbers a script reports under a name, and their dtype."""
 
 
 class BatchShare:
-    """What is put in place of the schedule, and around the loaders."""
+    """Replaces Megatron's schedule, and wraps its loaders."""
 
     def __init__(self, job: JobPlan, sync: LaneSync) -> None:
         self._job, self._sync = job, sync
@@ -53,7 +53,9 @@ class BatchShare:
     def _run(self, run: Any, *, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
         count = num_microbatches if forward_only else self._job.share.count
         total = num_microbatches * self._job.batch.replicas
-        if self._job.args.sequence_parallel:  # divided by the width, it is the rows that another stage sends
+        if (
+            self._job.args.sequence_parallel
+        ):  # divided by the width, this is the number of rows that another stage sends
             kwargs["seq_length"] = SequenceRows(length=kwargs["seq_length"], width=self._job.layout.width).padded
         if count:
             with self._of_their_size(kwargs, forward_only=forward_only):
@@ -66,7 +68,8 @@ class BatchShare:
 
     @contextlib.contextmanager
     def _of_their_size(self, kwargs: dict[str, Any], *, forward_only: bool) -> Iterator[None]:
-        """While this replica's micro-batches run; an evaluation has those of all."""
+        """Set the micro-batch size of this replica while its micro-batches run; an evaluation keeps the nominal
+        size."""
         args, nominal = self._job.args, self._job.args.micro_batch_size
         if not forward_only:
             args.micro_batch_size = kwargs["micro_batch_size"] = self._job.share.size
@@ -76,7 +79,7 @@ class BatchShare:
             args.micro_batch_size = nominal
 
     def _run_nothing(self, *, model: Any, **kwargs: Any) -> list[Any]:
-        """A replica without micro-batches adds zeros, and joins every sum."""
+        """Run a replica without micro-batches: it adds zeros, and joins every sum."""
         model = model if isinstance(model, list) else [model]
         per_token = model[0].config.calculate_per_token_loss
         tokens = torch.zeros([], dtype=torch.int, device=next(model[0].parameters()).device)
@@ -85,21 +88,23 @@ class BatchShare:
 
     def _over_replicas(self, losses: list[Losses], total: int, *, forward_only: bool) -> Losses:
         kinds = self._kinds_of(losses, forward_only=forward_only)
-        told, pieces = {}, 1 if forward_only else self._job.args.micro_batch_size // self._job.share.size
+        reported, splits = {}, 1 if forward_only else self._job.args.micro_batch_size // self._job.share.size
         for name, (numbers, dtype) in kinds.items():
-            mine = [loss[name].detach().reshape(-1) / (pieces if numbers == 1 else 1) for loss in losses]
+            mine = [loss[name].detach().reshape(-1) / (splits if numbers == 1 else 1) for loss in losses]
             none = torch.zeros(numbers, dtype=dtype, device=self._sync.device)
             summed = self._sync.over_replicas(torch.stack(mine).sum(0) if mine else none)
-            told[name] = summed / total if numbers == 1 else summed
-        return told
+            reported[name] = summed / total if numbers == 1 else summed
+        return reported
 
     def _kinds_of(self, losses: list[Losses], *, forward_only: bool) -> Mapping[str, Kind]:
-        """What the script reports, which a replica without micro-batches cannot know by itself; asked for once."""
+        """Return what the script reports; gathered once, because a replica without micro-batches cannot know it."""
         if forward_only not in self._kinds:
             mine = {name: (loss.numel(), loss.dtype) for name, loss in (losses[0] if losses else {}).items()}
-            told: list[dict[str, Kind]] = [{}] * dist.get_world_size(self._sync.everybody)
-            dist.all_gather_object(told, mine, group=self._sync.everybody)
-            self._kinds[forward_only] = dict(sorted({**dict(pair for kinds in told for pair in kinds.items())}.items()))
+            gathered: list[dict[str, Kind]] = [{}] * dist.get_world_size(self._sync.everybody)
+            dist.all_gather_object(gathered, mine, group=self._sync.everybody)
+            self._kinds[forward_only] = dict(
+                sorted({**dict(pair for kinds in gathered for pair in kinds.items())}.items())
+            )
         return self._kinds[forward_only]
 
     # ------------------------------------------------ samples
@@ -116,7 +121,7 @@ class BatchShare:
         return build
 
     def loader(self, original: Any) -> Any:
-        """`build_pretraining_data_loader`: the training set by this replica's share."""
+        """`build_pretraining_data_loader`: load the training set by this replica's share."""
 
         @functools.wraps(original)
         def build(dataset: Any, consumed_samples: int) -> Any:
@@ -146,9 +151,10 @@ class BatchShare:
         return build
 
     def firsts(self, _: int) -> list[int]:
-        """Of each of this replica's micro-batches in the global batch, however many it had nominally."""
+        """Return the first sample of each of this replica's micro-batches in the global batch, for any nominal number
+        of them."""
         return [place * self._job.share.size for place in places(self._job.batch, self._job.share)]
 
     def samples(self, dataset: Any, consumed: int) -> Any:
-        """The batch sampler of the training set."""
+        """Return the batch sampler of the training set."""
         return ReplicaSamples(nominal=self._job.batch, share=self._job.share, consumed=consumed, available=len(dataset))

@@ -1,14 +1,14 @@
-"""The rehearsal mode: unmodified Megatron on CPU and gloo, so that a recipe can be tried on a laptop.
+"""CPU emulation: unmodified Megatron on CPU and gloo, so that a recipe can be tried on a laptop.
 
-`NTP_CPU=1` switches it on; without it nothing here is touched. Everything that is replaced stands in the tables
-below, each with its reason. Megatron asks for a GPU in three ways: it asks CUDA (streams, seeds, memory: answered
-with what does nothing), it puts tensors on "cuda" (they stay on the CPU), and it compares type names. The answer to
-"is there a GPU" is yes for callers in Megatron only: torch itself would believe it, and break.
+`NTP_CPU=1` switches it on; without it this module changes nothing. The tables below list everything that is replaced,
+each with its reason. Megatron needs a GPU in three ways: it asks CUDA (streams, seeds, memory: the answers do nothing),
+it puts tensors on "cuda" (they stay on the CPU), and it compares type names. Only callers in Megatron get
+the answer that there is a GPU: torch itself would believe it, and fail.
 
-`NTP_CPU=float64` also has every tensor that Megatron calls float32 be float64, as a measure for exactness: what is
-wrong in float32 by rounding is right there by eight more digits, and what is wrong by design is not.
+`NTP_CPU=float64` also turns every tensor that Megatron calls float32 into float64, to measure exactness: an error by
+rounding in float32 shrinks by eight more digits, and an error by design does not.
 
-A script needs these arguments besides; each of them asks for a kernel or a service that a CPU has not:
+A script also needs these arguments; each of them avoids a kernel or a service that a CPU lacks:
     --transformer-impl local --distributed-backend gloo --use-cpu-initialization --attention-backend unfused
     --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
     --no-gradient-accumulation-fusion --no-persist-layer-norm
@@ -40,20 +40,20 @@ class _CpuPatches:
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> str:
-    """What the variable says: `OFF`, `ON` or `FLOAT64`."""
-    said = environment.get(VARIABLE, OFF)
-    if said not in (OFF, "0", ON, FLOAT64):
-        raise ConfigError(f"{VARIABLE} = {said!r} is not known", way_out=f"{ON} or {FLOAT64}; leave it out on a GPU")
-    return OFF if said == "0" else said
+    """Return what the variable asks for: `OFF`, `ON` or `FLOAT64`."""
+    mode = environment.get(VARIABLE, OFF)
+    if mode not in (OFF, "0", ON, FLOAT64):
+        raise ConfigError(f"{VARIABLE} = {mode!r} is not known", way_out=f"{ON} or {FLOAT64}; leave it out on a GPU")
+    return OFF if mode == "0" else mode
 
 
 def is_installed() -> bool:
-    """Whether a mode is switched on in this process."""
+    """Whether CPU emulation is on in this process."""
     return _CpuPatches.mode != OFF
 
 
 def install(mode: str) -> None:
-    """Switch on what the mode says, for the rest of this process; again is nothing. Before Megatron is imported."""
+    """Switch CPU emulation on for the rest of this process, before Megatron is imported; a second call does nothing."""
     if mode in (OFF, _CpuPatches.mode):
         return
     _CpuPatches.mode = mode
@@ -70,7 +70,7 @@ def install(mode: str) -> None:
 
 
 class _Nothing:
-    """A stream or an event that has nothing to wait for."""
+    """A stream or an event that never waits."""
 
     device = _CPU
 
@@ -93,20 +93,20 @@ class _Nothing:
 
 
 class _Properties:
-    """The GPU that Megatron believes in: one whose kernels it does not choose by size."""
+    """The properties of the emulated GPU: Megatron does not choose its kernels by size."""
 
     major, minor, total_memory, name, multi_processor_count, uuid = 9, 0, 80 * _GIB, "cpu", 1, "cpu"
 
 
 def _answer(value: Any) -> Callable[[Any], Any]:
-    """A function that says the same to whatever it is asked."""
+    """A function that returns the same value for any arguments."""
     return lambda _: lambda *_, **__: value
 
 
-def _said_once(original: Any) -> Any:
-    """A function that goes on saying what it says now."""
-    said = original()
-    return lambda: said
+def _constant(original: Any) -> Any:
+    """A function that keeps returning its current value."""
+    value = original()
+    return lambda: value
 
 
 def _instead(replacement: Any) -> Callable[[Any], Any]:
@@ -114,7 +114,7 @@ def _instead(replacement: Any) -> Callable[[Any], Any]:
 
 
 def _to_megatron(value: Callable[[], Any]) -> Callable[[Any], Any]:
-    """An answer for callers in Megatron; all others get torch's own."""
+    """A function that returns `value()` to callers in Megatron, and torch's own result to all others."""
 
     def make(original: Any) -> Any:
         @functools.wraps(original)
@@ -134,7 +134,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(original: Any) -> Any:
-    """A factory that makes on the CPU what is asked for on a GPU, and pins nothing."""
+    """A tensor factory that uses the CPU instead of a GPU, and pins nothing."""
 
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> Any:
@@ -170,18 +170,18 @@ def _type(original: Any) -> Any:
 
 
 def _type_of_double(original: Any) -> Any:
-    """After `_type`: a double is what Megatron calls a float."""
+    """Wraps `_type`: a double is what Megatron calls a float."""
 
     @functools.wraps(original)
     def type_(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        told = original(tensor, dtype, *args, **kwargs)
-        return told.replace("DoubleTensor", "FloatTensor") if dtype is None else told
+        type_name = original(tensor, dtype, *args, **kwargs)
+        return type_name.replace("DoubleTensor", "FloatTensor") if dtype is None else type_name
 
     return type_
 
 
 def _without(*names: str) -> Callable[[Any], Any]:
-    """The function without some keyword arguments."""
+    """The function, ignoring some keyword arguments."""
 
     def make(original: Any) -> Any:
         @functools.wraps(original)
@@ -205,13 +205,13 @@ def _quiet_fork(logging: Any) -> Any:
 
 
 def _local_norm(_: Any) -> Any:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415  (what is rehearsed, if it is)
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415  (only with CPU emulation)
 
     return WrappedTorchNorm
 
 
 def _marked_norm(original: Any) -> Any:
-    """A norm of torch's that says of its parameters what apex's says: their gradients are sums over a slot's rows."""
+    """A torch norm that marks its parameters as apex's does: their gradients are sums over a slot's rows."""
 
     @functools.wraps(original)
     def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ TORCH: tuple[Replacement, ...] = (
     Replacement(
         target="torch.utils._device:_device_constructors",
         why="`with torch.device(...)` knows factories by identity, and some are replaced here",
-        make=_said_once,
+        make=_constant,
     ),
     Replacement(
         target="torch.cuda:is_available",
@@ -289,10 +289,7 @@ TORCH: tuple[Replacement, ...] = (
         target="torch.cuda:memory_stats", why="is logged", make=_instead(lambda *_, **__: collections.defaultdict(int))
     ),
     Replacement(target="torch.cuda:mem_get_info", why="is logged", make=_answer((80 * _GIB, 80 * _GIB))),
-    *(
-        Replacement(target=f"torch:{name}", why='Megatron says device="cuda" in its own words', make=_on_cpu)
-        for name in _FACTORIES
-    ),
+    *(Replacement(target=f"torch:{name}", why='Megatron passes device="cuda"', make=_on_cpu) for name in _FACTORIES),
     Replacement(target="torch:Tensor.cuda", why="tensors are where they have to be", make=_itself),
     Replacement(target="torch.nn:Module.cuda", why="modules are where they have to be", make=_itself),
     Replacement(target="torch:Tensor.pin_memory", why="there is nothing to pin for", make=_itself),
@@ -304,7 +301,7 @@ TORCH: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="torch.utils.data:DataLoader.__init__",
-        why="the loaders are told to pin memory",
+        why="Megatron has its loaders pin memory",
         make=_without("pin_memory"),
     ),
     Replacement(target="torch.distributed:init_process_group", why="gloo knows no device", make=_without("device_id")),
@@ -315,8 +312,8 @@ DOUBLE: tuple[Replacement, ...] = (
     *(
         Replacement(
             target=f"torch.storage:{name}",
-            why="torch makes this table when it first reads a tensor from a file, of names that mean doubles by then",
-            make=_said_once,
+            why="torch builds this table when it first reads a tensor from a file, when its names already mean doubles",
+            make=_constant,
         )
         for name in ("_dtype_to_storage_type_map", "_storage_type_to_dtype_map")
     ),
@@ -343,12 +340,12 @@ MEGATRON: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.core.tensor_parallel.random:logging",
-        why="it warns in every layer that the CPU's generator has moved, which is what is wanted",
+        why="it warns in every layer that the CPU's generator has moved, which is intended here",
         make=_quiet_fork,
     ),
     Replacement(
         target="megatron.training.training:set_jit_fusion_options",
-        why="draws as many numbers from a GPU's generator as the TP degree says; here that would change the weights",
+        why="draws numbers from a GPU's generator, by the TP degree; on the CPU that would change the weights",
         make=_answer(None),
     ),
     Replacement(
@@ -358,7 +355,7 @@ MEGATRON: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        why="it refuses sequence parallelism, for which apex has the norm, and apex is for GPUs",
+        why="it refuses sequence parallelism; apex has a norm for that, but needs a GPU",
         make=_marked_norm,
     ),
     Replacement(
@@ -373,7 +370,7 @@ MEGATRON: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
-        why="a queue between processes, for which it starts one that imports everything again; here one process writes",
+        why="its queue starts a process that imports everything again; here one process writes",
         make=_instead(lambda *_, **__: queue.Queue()),
     ),
 )

@@ -1,17 +1,17 @@
-"""Megatron's process groups, without the lost.
+"""Megatron's process groups, without the lost ranks.
 
-Megatron computes all its groups from numbers, and makes them one by one. It is told the nominal numbers, and in the
-lists of ranks that come out the lost are struck: a TP group is as wide as its replica, a data-parallel group has
-those of its replicas whose slot is there. Everything that Megatron and the user's script ask of `parallel_state` is
-then true of this rank's replica.
+Megatron computes all its groups from numbers, and makes them one by one. It gets the nominal numbers, and the lost
+ranks are removed from the resulting lists: a TP group is as wide as its replica, a data-parallel group has the ranks of
+those replicas whose slot survives. Everything that Megatron and the user's script ask of `parallel_state` is then true
+for this rank's replica.
 
-The data-parallel size and rank are what they are nominally: they say who consumes which samples. What Megatron sums
-over a data-parallel group would miss the replicas whose slot is lost; the sums that matter are ours
+The data-parallel size and rank stay nominal: they determine who consumes which samples. A sum of Megatron's over a
+data-parallel group would miss the replicas whose slot is lost; the sums that matter are the plugin's
 (`megatron/reduction/lane_sync.py`, `batch_share.py`).
 
-A pipeline group has one rank of each stage, so that it says rightly which stage this is and how many there are: it is
-this slot's column (`layout.py`). There are no embedding groups: rows that the first and the last stage share are cut
-differently there, and lanes sum them.
+A pipeline group has one rank of each stage, so that it gives the right stage and number of stages: it is this slot's
+column (`layout.py`). There are no embedding groups: rows that the first and the last stage share are cut differently
+there, and lanes sum them.
 """
 
 import functools
@@ -25,14 +25,14 @@ from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.topology import Slot
 
 type MakeGroups = Callable[[Sequence[Sequence[Slot]]], list[Any]]
-"""Makes a group of each of these lists of slots; every rank calls it with the same lists. What stands for a group
-that this rank is not in is not to be used."""
+"""Makes a group of each of these lists of slots; every rank calls it with the same lists. The result for a group
+without this rank must not be used."""
 
 _PIPELINE = "pp"
 
 
 def by_torch(layout: Layout) -> MakeGroups:
-    """As torch makes groups: one after the other, for good."""
+    """Make groups with torch, one after the other."""
 
     def make(wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         return [dist.new_group([layout.ranks[slot] for slot in slots]) for slots in wanted]
@@ -41,12 +41,12 @@ def by_torch(layout: Layout) -> MakeGroups:
 
 
 def alone() -> Any:
-    """A group of this rank by itself."""
+    """Return a group of this rank alone."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def without_lost(layout: Layout) -> Callable[[Any], Any]:
-    """`RankGenerator` whose lists have only those who are there, by their torch ranks."""
+    """`RankGenerator` whose lists hold only the present slots, by their torch ranks."""
 
     def make(original: Any) -> Any:
         class WithoutLost(original):  # type: ignore[misc]
@@ -70,7 +70,9 @@ def of_nominal_size(layout: Layout) -> Callable[[Any], Any]:
             parallel_state.set_data_parallel_rank(layout.slot.replica)
             if layout.topology.pp > 1:
                 _keep_own_column(layout)
-                dist.barrier(group=parallel_state.get_model_parallel_group())  # NCCL wants all before it sends to some
+                dist.barrier(
+                    group=parallel_state.get_model_parallel_group()
+                )  # NCCL needs a first collective of all ranks
 
         return initialize
 
@@ -78,7 +80,8 @@ def of_nominal_size(layout: Layout) -> Callable[[Any], Any]:
 
 
 def _keep_own_column(layout: Layout) -> None:
-    """Who stands in for others is in several columns, and Megatron then has a list of groups."""
+    """Keep this rank's own column: a slot that stands in for others is in several, and Megatron then has a list of
+    groups."""
     parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
     columns = parallel_state._PIPELINE_GLOBAL_RANKS
     if isinstance(columns[0], list):

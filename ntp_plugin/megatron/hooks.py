@@ -1,10 +1,10 @@
-"""The table of everything of Megatron's that a job has replaced, with the reason of each.
+"""The table of all Megatron functions that a degraded job replaces, with the reason for each.
 
-A job that begins degraded has the most of it. Masks that do not depend on the layout are in place from the start where
-they are asked for, or a run that is degraded later would not be the same. Any other job, or one without `--ntp-enable`,
-has nothing replaced. Each line is a wish to upstream as well: what it would take for the hook not to be needed stands
-in `patches/README.md`. Where a fork has applied a patch from there, its function is told what is wanted, and the hook
-does not go in.
+A job that begins degraded has most of them. Masks that do not depend on the layout are installed from the start if the
+user asks for them; otherwise a run that degrades later would differ. Any other job, or one without `--ntp-enable`, has
+nothing replaced. Each line is also a request to upstream: `patches/README.md` says what would make the hook
+unnecessary. If a fork has applied a patch from there, the plugin calls the patched function instead of installing the
+hook.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ _PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
 
 def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacement, ...]:
-    """The hooks of one job."""
+    """Return the hooks of one job."""
     if not layout.lost:
         return _masks(layout, policy, args, nominal_firsts(layout, args))
     job = JobPlan(layout, policy, args, make_groups=groups.by_torch(layout), alone=groups.alone)
@@ -51,7 +51,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
 
 
 def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Replacement, ...]:
-    """Those that a layout needs, whether a job begins with it or comes to it."""
+    """Return the hooks that a degraded layout needs, from the start of a job or after a loss."""
     return (
         *of_layers(layers),
         *_sums(sync),
@@ -63,7 +63,7 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
 
 
 def _groups(layout: Layout) -> tuple[Replacement, ...]:
-    """Who is in a group."""
+    """Return the hooks that decide who is in a group."""
     ranks = Offer(
         function="megatron.core.parallel_state:set_rank_lists",
         told=(layout.without_lost, layout.topology.size, layout.topology.dp, layout.slot.replica),
@@ -71,13 +71,13 @@ def _groups(layout: Layout) -> tuple[Replacement, ...]:
     return (
         Replacement(
             target="megatron.core.parallel_state:RankGenerator",
-            why="all groups have the same size upstream; the lost are struck from its lists",
+            why="all groups have the same size upstream; the lost ranks are removed from its lists",
             make=groups.without_lost(layout),
             offer=ranks,
         ),
         Replacement(
             target="megatron.core.parallel_state:initialize_model_parallel",
-            why="it divides the number of ranks by that of a replica's slots",
+            why="it divides the number of ranks by the number of slots of a replica",
             make=groups.of_nominal_size(layout),
             offer=ranks,
         ),
@@ -85,7 +85,7 @@ def _groups(layout: Layout) -> tuple[Replacement, ...]:
 
 
 def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
-    """How wide a layer is, and what it begins with."""
+    """Return the hooks that set how wide a layer is, and its initial weights."""
     rows = Offer(function="megatron.core.tensor_parallel.utils:set_vocab_range", told=(layers.vocabulary_range(None),))
     return (
         Replacement(
@@ -105,22 +105,22 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_LAYERS}:ColumnParallelLinear.__init__",
-            why="the output layer divides the vocabulary evenly; any other that we do not know is refused",
+            why="the output layer divides the vocabulary evenly; any other unknown layer is refused",
             make=layers.column,
         ),
         Replacement(
             target=f"{_LAYERS}:RowParallelLinear.__init__",
-            why="one that stands in neither attention nor MLP is refused",
+            why="one outside of attention and MLP is refused",
             make=layers.row,
         ),
         Replacement(
             target=f"{_LAYERS}:_initialize_affine_weight_cpu",
-            why="it draws the whole matrix in the size that it was told, which is virtual, and takes an even part",
+            why="it draws the whole matrix in its virtual size, and takes an even part",
             make=layers.initial_weight,
         ),
         Replacement(
             target="megatron.core.tensor_parallel.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",
-            why="the cross entropy takes all slots before for as wide as this one",
+            why="the cross entropy assumes that all earlier slots are as wide as this one",
             make=layers.vocabulary_range,
             offer=rows,
         ),
@@ -128,7 +128,7 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
 
 
 def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
-    """Gradients, and their norm."""
+    """Return the hooks for gradients, and their norm."""
     norm = Offer(function="megatron.core.optimizer.clip_grads:set_norm_agreement", told=(sync.agreed_norm,))
     return (
         Replacement(
@@ -138,7 +138,7 @@ def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
         ),
         Replacement(
             target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
-            why="each replica finds it by itself, with other last bits",
+            why="each replica computes it alone, with other last bits",
             make=sync.norm,
             offer=norm,
         ),
@@ -146,7 +146,7 @@ def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
 
 
 def _questions(sync: LaneSync) -> tuple[Replacement, ...]:
-    """What Megatron asks of all in a step, where some are there that take none."""
+    """Return the hooks for what Megatron asks of all ranks in a step, if some ranks are idle."""
     return (
         Replacement(
             target="megatron.core.rerun_state_machine:RerunStateMachine._reduce_any",
@@ -157,18 +157,18 @@ def _questions(sync: LaneSync) -> tuple[Replacement, ...]:
 
 
 def of_the_optimizer(sync: LaneSync) -> tuple[Replacement, ...]:
-    """What steps, wherever it is built."""
+    """Return the hooks for the optimizer, wherever it is built."""
     return (
         Replacement(
             target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
-            why="the distributed optimizer cuts its state over replicas of one width; one that nobody knows is refused",
+            why="the distributed optimizer cuts its state over replicas of one width; an unknown one is refused",
             make=LaneOptimizer(sync).build,
         ),
     )
 
 
 def _stages(pipeline: Pipeline) -> tuple[Replacement, ...]:
-    """What goes from stage to stage."""
+    """Return the hooks for what stages send each other."""
     return (
         Replacement(
             target=f"{_P2P}:_batched_p2p_ops",
@@ -184,7 +184,7 @@ def _stages(pipeline: Pipeline) -> tuple[Replacement, ...]:
 
 
 def _batch(share: BatchShare) -> tuple[Replacement, ...]:
-    """How many micro-batches a replica runs, and of which samples."""
+    """Return the hooks that decide how many micro-batches a replica runs, and of which samples."""
     sampler = Offer(function="megatron.training.datasets.data_samplers:set_training_sampler", told=(share.samples,))
     return (
         Replacement(
@@ -194,7 +194,7 @@ def _batch(share: BatchShare) -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_TRAINING}:build_train_valid_test_datasets",
-            why="the loader is not told which set it is for",
+            why="the loader does not know which set it is for",
             make=share.data_sets,
             offer=sampler,
         ),
@@ -208,26 +208,26 @@ def _batch(share: BatchShare) -> tuple[Replacement, ...]:
 
 
 def _checkpoints(checkpoints: CheckpointHooks) -> tuple[Replacement, ...]:
-    """What is saved and loaded, by whom."""
+    """Return the hooks that decide what is saved and loaded, by which rank."""
     return (
         Replacement(
             target="megatron.training.checkpointing:generate_state_dict",
-            why="it takes every slot's part for an even share, and counts replicas in groups that have gaps",
+            why="it assumes even shares, and counts replicas in groups that have gaps",
             make=checkpoints.state,
         ),
         Replacement(
             target="megatron.training.checkpointing:_build_sharded_state_dict_metadata",
-            why="a sharded optimizer is written by parameters: its buckets are those of one layout",
+            why="a sharded optimizer is written by parameters: its buckets belong to one layout",
             make=in_parameter_shapes,
         ),
         Replacement(
             target=f"{_TRAINING}:load_checkpoint",
-            why="what was loaded is compared over the replicas",
+            why="the replicas compare what they have loaded",
             make=checkpoints.load,
         ),
         Replacement(
             target=f"{_PARALLEL}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-            why="it knows a shard by where it begins, and replicas of another width have longer ones there",
+            why="it identifies a shard by its beginning, and replicas of another width have longer shards there",
             make=checkpoints.share_out_nothing,
         ),
         Replacement(
@@ -239,20 +239,20 @@ def _checkpoints(checkpoints: CheckpointHooks) -> tuple[Replacement, ...]:
 
 
 def nominal_firsts(layout: Layout, args: Any) -> Firsts:
-    """Of this replica's micro-batches, where nobody is lost."""
+    """Return the first sample of each of this replica's micro-batches, if nobody is lost."""
     replica, replicas, size = layout.slot.replica, layout.topology.dp, args.micro_batch_size
     return lambda count: range(replica * size, count * replicas * size, replicas * size)
 
 
 def _masks(layout: Layout, policy: TrainingPolicy, args: Any, firsts: Firsts) -> tuple[Replacement, ...]:
-    """The dropouts, where they are to be exact."""
+    """Return the hooks for the dropouts, if their masks are to be exact."""
     if not draws_exact_masks(args, policy):
         return ()
     exact = ExactDropout(layout, args, firsts)
     return (
         Replacement(
             target=f"{_TRAINING}:setup_model_and_optimizer",
-            why="dropouts draw their masks from a generator of the slot, in the order of calls",
+            why="dropouts draw their masks from the slot's generator, in the order of calls",
             make=exact.model,
         ),
         *of_masks(exact),
@@ -260,16 +260,16 @@ def _masks(layout: Layout, policy: TrainingPolicy, args: Any, firsts: Firsts) ->
 
 
 def of_masks(exact: ExactDropout) -> tuple[Replacement, ...]:
-    """What tells dropouts that are exact which samples they see."""
+    """Return the hooks that give exact dropouts the samples they see."""
     return (
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",
-            why="no layer is told which samples it sees",
+            why="no layer knows which samples it sees",
             make=exact.schedule,
         ),
         Replacement(
             target=f"{_RANDOM}:_get_all_rng_states",
-            why="what is recomputed later must know which samples it saw",
+            why="a recomputation must know which samples it saw",
             make=exact.random_state,
         ),
         Replacement(
@@ -281,7 +281,8 @@ def of_masks(exact: ExactDropout) -> tuple[Replacement, ...]:
 
 
 def _sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
-    """Those of `--sequence-parallel`: none in a replica of nominal width, few where the width divides the sequence."""
+    """Return the hooks of `--sequence-parallel`: none in a replica of nominal width, few if the width divides the
+    sequence."""
     rows = SequenceRows(length=args.seq_length, width=layout.width)
     if not args.sequence_parallel or (layout.width == layout.topology.tp and not rows.pads):
         return ()
@@ -299,7 +300,7 @@ def _sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_MAPPINGS}:_gather_along_first_dim",
-            why="it takes all rows of all slots for the sequence's",
+            why="it takes the pads for rows of the sequence",
             make=sequence.gather,
         ),
         Replacement(
@@ -309,7 +310,7 @@ def _sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
-            why="it gathers by itself, and takes all rows of all slots for the sequence's",
+            why="it gathers by itself, and takes the pads for rows of the sequence",
             make=sequence.column_linear,
         ),
     )

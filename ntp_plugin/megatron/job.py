@@ -1,7 +1,7 @@
-"""What all parts of the adapter know of a job that begins degraded, and the plan that all ranks have made alike.
+"""The recovery plan that all ranks compute and compare, for a job that begins degraded.
 
-An interleaved schedule takes micro-batches in groups of a fixed size. Replicas share out whole groups then: to planning
-a group is one nominal micro-batch, which is run in as many pieces.
+An interleaved schedule takes micro-batches in groups of a fixed size. Replicas then share out whole groups: for
+planning, a group is one nominal micro-batch, which runs in that many splits.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _NO_COPIES = CopyPolicy(count=0)
 
 
 class JobPlan:
-    """The layout from the beginning; the plan from when the model has been built and described, if none is given."""
+    """The layout from the beginning; the plan once the model is built and described, unless one is given."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class JobPlan:
         alone: Callable[[], Any],
         plan: RecoveryPlan | None = None,
     ) -> None:
-        """`alone` makes a group of this rank by itself."""
+        """`alone` makes a group of this rank alone."""
         self.layout, self.policy, self.args = layout, policy, args
         self.make_groups, self.alone = make_groups, alone
         _taken_together(args, layout.topology.dp)  # refused here, before anything is built
@@ -42,7 +42,7 @@ class JobPlan:
 
     @property
     def planned(self) -> bool:
-        """Whether there is a plan already."""
+        """Whether there is a plan."""
         return self._plan is not None
 
     @property
@@ -51,17 +51,17 @@ class JobPlan:
         return self._plan
 
     def agree(self, units: StageUnits) -> RecoveryPlan:
-        """Plan, and make sure that every rank has planned the same; all ranks call this together."""
+        """Plan, and raise `PlansDiffer` unless all ranks planned the same; all ranks call this together."""
         nominal = nominal_job(self.layout, self.policy, self.args, share_units(self.layout, units))
         self._plan = plan_recovery(nominal, lost=self.layout.lost, lost_before=self.layout.lost)
-        told: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(told, self._plan.digest)
-        _compare(told, self.layout)
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, self._plan.digest)
+        _compare(digests, self.layout)
         return self._plan
 
     @property
     def batch(self) -> NominalBatch:
-        """The global batch as whole replicas would share it out."""
+        """The global batch as full-width replicas would share it out."""
         topology, batch = self.layout.topology, self.plan.nominal.batch
         return NominalBatch(
             replicas=topology.dp,
@@ -73,12 +73,12 @@ class JobPlan:
 
     @property
     def share(self) -> Share:
-        """What this rank's replica computes of it."""
+        """The part of the global batch that this rank's replica computes."""
         return next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
 
 
 def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
-    """The job with nobody lost, as planning knows it."""
+    """Return the job with nobody lost, as planning describes it."""
     together = _taken_together(args, layout.topology.dp)
     return Nominal(
         topology=layout.topology,
@@ -93,7 +93,7 @@ def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelU
 
 
 def _guard(args: Any, limit: float) -> Guard:
-    """What the job puts into a GPU's memory, as its arguments say."""
+    """Return what the job puts into a GPU's memory, from its arguments."""
     low = args.bf16 or args.fp16
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     return Guard(
@@ -123,12 +123,12 @@ def _guard(args: Any, limit: float) -> Guard:
 
 
 def share_units(layout: Layout, units: StageUnits) -> ModelUnits:
-    """What each stage is made of, as its own ranks say; all ranks call this together."""
-    told: list[StageUnits] = [units] * dist.get_world_size()
-    dist.all_gather_object(told, units)
+    """Return what each stage is made of, gathered from its own ranks; all ranks call this together."""
+    units_of_ranks: list[StageUnits] = [units] * dist.get_world_size()
+    dist.all_gather_object(units_of_ranks, units)
     found: dict[int, StageUnits] = {}
-    for slot, said in zip(layout.slots, told, strict=True):
-        if found.setdefault(slot.stage, said) != said:
+    for slot, reported in zip(layout.slots, units_of_ranks, strict=True):
+        if found.setdefault(slot.stage, reported) != reported:
             raise PlansDiffer(
                 f"{slot} has other layers than the first slot of stage {slot.stage}",
                 way_out="start all with the same arguments",
@@ -137,7 +137,7 @@ def share_units(layout: Layout, units: StageUnits) -> ModelUnits:
 
 
 def _taken_together(args: Any, replicas: int) -> int:
-    """How many micro-batches a replica can only run together."""
+    """Return how many micro-batches a replica can only run together."""
     if args.virtual_pipeline_model_parallel_size is None:
         return 1
     together: int = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
@@ -145,18 +145,18 @@ def _taken_together(args: Any, replicas: int) -> int:
     if each % together:
         raise Refused(
             f"a replica has {each} micro-batches, and an interleaved pipeline takes them in groups of {together}: "
-            "they cannot be shared out to replicas of different width",
+            "replicas of different width cannot share them",
             way_out=f"--global-batch-size with a multiple of {args.micro_batch_size * replicas * together}",
         )
     return together
 
 
 def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
-    """Nothing is copied yet, so nothing is planned for it; and each host may have a file of events of its own."""
+    """Plan without copies, since none exist yet; and without an events file, which may differ by host."""
     return dataclasses.replace(policy, copies=_NO_COPIES, events=None)
 
 
-def _compare(told: Sequence[str], layout: Layout) -> None:
-    if len(set(told)) > 1:
-        plans = ", ".join(f"{slot} {digest}" for slot, digest in zip(layout.slots, told, strict=True))
+def _compare(digests: Sequence[str], layout: Layout) -> None:
+    if len(set(digests)) > 1:
+        plans = ", ".join(f"{slot} {digest}" for slot, digest in zip(layout.slots, digests, strict=True))
         raise PlansDiffer(f"the ranks made different plans: {plans}", way_out="start all with the same arguments")

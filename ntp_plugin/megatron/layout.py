@@ -1,12 +1,12 @@
-"""Who is lost from the start, which torch rank is which slot, and what a slot holds. PURE.
+"""Which slots are lost, which torch rank is which slot, what a slot holds. PURE.
 
 Slots are numbered as Megatron numbers ranks (TP fastest, then replicas, then stages), as if nobody were lost. The
-processes that are there take the torch ranks in that order. How many replicas there are nominally follows from how
-many processes were started and how many slots are lost.
+present processes take the torch ranks in that order. The nominal number of replicas follows from the number of started
+processes and of lost slots.
 
-A *column* is the slots, one of each stage, between which activations go. A whole replica has one for each TP slot. All
-slots of a stage have the same activations, so in a column that has lost a slot another of that stage stands in: the
-survivors in turn.
+A *column* is the set of slots, one of each stage, between which activations go. A full-width replica has one column for
+each TP slot. All slots of a stage have the same activations, so in a column that has lost a slot another slot of that
+stage stands in: the survivors in turn.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from ntp_plugin.planning.topology import Pattern, Slot, SurvivingReplicas, Topol
 from ntp_plugin.planning.units import Family
 
 SHARED = "shared vocabulary"
-"""The family of a word embedding that stands in the first and in the last stage."""
+"""The family of a word embedding that is in both the first and the last stage."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """The nominal layout without the lost slots, as one of its ranks sees it. Slots of replicas that are too narrow to
-    go on are `idle`: they are there, and train nothing."""
+    go on are `idle`: they are present, and train nothing."""
 
     topology: Topology
     lost: frozenset[Slot]
@@ -36,28 +36,28 @@ class Layout:
 
     @property
     def degraded(self) -> bool:
-        """Whether somebody trains less, or not at all."""
+        """Whether any slot is lost."""
         return bool(self.lost)
 
     @functools.cached_property
     def present(self) -> tuple[Slot, ...]:
-        """Who is there, by torch rank."""
+        """The present slots, by torch rank."""
         everybody = (self.topology.slot_of(number) for number in range(self.topology.size))
         return tuple(slot for slot in everybody if slot not in self.lost)
 
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """Who trains."""
+        """The slots that train."""
         return tuple(slot for slot in self.present if slot not in self.idle)
 
     @functools.cached_property
     def ranks(self) -> dict[Slot, int]:
-        """The torch rank of everybody who trains."""
+        """The torch rank of each slot that trains."""
         return {slot: rank for rank, slot in enumerate(self.present) if slot not in self.idle}
 
     @property
     def slot(self) -> Slot:
-        """This rank's."""
+        """This rank's slot."""
         return self.present[self.rank]
 
     @property
@@ -71,17 +71,17 @@ class Layout:
 
     @property
     def is_held_once(self) -> bool:
-        """Whether a single replica is left that trains, and nobody else has what it has."""
+        """Whether only one replica still trains, so that no other rank holds what it holds."""
         return len({slot.replica for slot in self.slots}) == 1
 
     @property
     def pattern(self) -> Pattern:
-        """What this rank's group has lost."""
+        """The slots that this rank's group has lost."""
         return self.surviving.pattern(self.slot.replica, self.slot.stage)
 
     @property
     def survivors(self) -> list[int]:
-        """The TP slots of this rank's group that are there, in the order of its ranks."""
+        """The present TP slots of this rank's group, in the order of its ranks."""
         return [tp for tp in range(self.topology.tp) if tp not in self.pattern]
 
     @property
@@ -91,24 +91,24 @@ class Layout:
 
     @property
     def is_replica_leader(self) -> bool:
-        """Whether this slot speaks for its group in sums to which all of its slots would add the same."""
+        """Whether this slot contributes for its group to sums in which all of its slots have the same value."""
         return self.slot.tp == self.survivors[0]
 
     @property
     def last(self) -> bool:
-        """Whether this is the last stage, the only one that knows losses."""
+        """Whether this is the last stage, the only one with losses."""
         return self.slot.stage == self.topology.pp - 1
 
     def held(self, family: Family) -> Spans:
-        """The units of a family that this slot holds, in storage order."""
+        """Return the units of a family that this slot holds, in storage order."""
         return self.held_by(family)[self.slot.tp]
 
     def held_by(self, family: Family) -> Sequence[Spans]:
-        """The same for every TP slot of this rank's group; a lost one holds nothing."""
+        """Return the same for every TP slot of this rank's group; a lost one holds nothing."""
         return lay_out(family, self.topology.tp, self.pattern).holdings
 
     def without_lost(self, groups: Iterable[Iterable[int]]) -> list[list[int]]:
-        """Groups of nominal ranks as groups of torch ranks; one that has lost everybody is left out."""
+        """Return groups of nominal ranks as groups of torch ranks, without groups that have lost all ranks."""
         slots = ([self.topology.slot_of(number) for number in group] for group in groups)
         living = ([self.ranks[slot] for slot in group if slot in self.ranks] for group in slots)
         return [group for group in living if group]
@@ -116,7 +116,7 @@ class Layout:
     # ------------------------------------------------ columns
 
     def column(self, replica: int, tp: int) -> tuple[Slot, ...]:
-        """The slots of a column, first stage to last."""
+        """Return the slots of a column, first stage to last."""
         return tuple(self._in_column(Slot(replica=replica, stage=stage, tp=tp)) for stage in range(self.topology.pp))
 
     def _in_column(self, slot: Slot) -> Slot:
@@ -127,7 +127,7 @@ class Layout:
         return dataclasses.replace(slot, tp=survivors[pattern.index(slot.tp) % len(survivors)])
 
     def receivers(self, stage: int) -> tuple[Slot, ...]:
-        """The slots of another stage of this replica that are sent to by this one: those in whose columns it is."""
+        """Return the slots of another stage of this replica that this one sends to: those in whose columns it is."""
         group = self.topology.group(self.slot.replica, stage)
         return tuple(
             slot
@@ -136,7 +136,8 @@ class Layout:
         )
 
     def columns(self, groups: Iterable[Iterable[int]]) -> list[list[int]]:
-        """Pipeline groups of nominal ranks as columns of torch ranks; one that has lost everybody is left out."""
+        """Return pipeline groups of nominal ranks as columns of torch ranks, without groups that have lost all
+        ranks."""
         found = []
         for first, *_ in groups:
             slot = self.topology.slot_of(first)
@@ -147,30 +148,30 @@ class Layout:
 
 
 def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: int) -> Layout:
-    """The layout that so many processes make, without the slots that are named as lost."""
+    """Return the layout of this number of processes, without the slots named as lost."""
     problem: ConfigError | None = None
     for dp in range(-(-processes // (tp * pp)), processes + 1):
         topology = Topology.of(Parallel(tp=tp, pp=pp, dp=dp))
         try:
             named = parse_slots(lost, topology)
-        except ConfigError as error:  # it names a replica that so few have not: there may be more
+        except ConfigError as error:  # a slot may belong to a replica beyond this dp: try more
             problem = error
             continue
         if topology.size - len(named) == processes:
             layout = Layout(topology=topology, lost=named, rank=rank)
-            _refuse_gone(layout)
+            _refuse_lost_stages(layout)
             return layout
         problem = None
     raise problem or ConfigError(
-        f"{processes} processes are not whole replicas of TP {tp} x PP {pp} but for {', '.join(lost) or 'nobody'}",
+        f"{processes} processes are not full-width replicas of TP {tp} x PP {pp} but for {', '.join(lost) or 'nobody'}",
         way_out="start one process for each slot that is not lost",
     )
 
 
-def _refuse_gone(layout: Layout) -> None:
+def _refuse_lost_stages(layout: Layout) -> None:
     for (replica, stage), pattern in layout.surviving.patterns.items():
         if len(pattern) == layout.topology.tp:
             raise Refused(
                 f"replica {replica} has no slot in stage {stage}",
-                way_out="leave the whole replica out: start fewer processes, and divide the global batch by that",
+                way_out="leave the replica out: start fewer processes, and divide the global batch by their number",
             )

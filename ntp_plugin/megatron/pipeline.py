@@ -1,16 +1,16 @@
-"""Activations and their gradients between stages of different width.
+"""Sends activations and gradients between stages of different width.
 
-Megatron's schedules send what a stage has made to the next rank of their pipeline group, and gradients to the one
-before. Without sequence parallelism all slots of a stage have made the same, bit for bit, so each needs to receive it
-from one slot of the other stage: its column's (`layout.py`). Where slots are lost, one slot is in several columns and
-sends several times; where the receiver is lost, nobody sends. With sequence parallelism each slot has rows of its own,
-and sends to every slot of the other stage the rows that both have (`planning/sequence_rows.py`); its pads stay zero.
-The schedules and the buffers stay Megatron's; only the operations that they start are ours.
+Megatron's schedules send a stage's activations to the next rank of their pipeline group, and gradients to the one
+before. Without sequence parallelism all slots of a stage have the same values, bit for bit, so each receives them from
+one slot of the other stage: its column's (`layout.py`). If slots are lost, one slot is in several columns and sends
+several times; if the receiver is lost, nobody sends. With sequence parallelism each slot has rows of its own, and sends
+to every slot of the other stage the rows that both have (`planning/sequence_rows.py`); its pads stay zero. The
+schedules and the buffers stay Megatron's; only the operations that they start are the plugin's.
 
-All go through the group of the whole replica, since a pair of ranks need not have a column in common with a third.
-Between two ranks activations and gradients are told apart by a tag, where the backend has tags (gloo). NCCL has none,
-and matches by the order in which both sides start: each starts with what it sends forward, or with what the other
-sends forward, by the parity of its stage, as Megatron does.
+All go through the group of the full replica, since two ranks need not share a column with a third. Between two ranks, a
+tag separates activations from gradients, if the backend has tags (gloo). NCCL has none, and matches operations by the
+order in which both sides start them: the parity of its stage decides whether a slot starts with what it sends forward,
+or with what the other sends forward, as in Megatron.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,13 +33,13 @@ class Handles:
         self._works = works
 
     def wait(self) -> None:
-        """Have all of them done."""
+        """Wait for all of them."""
         for work in self._works:
             work.wait()
 
 
 class Pipeline:
-    """What is put in place where Megatron starts to send and receive."""
+    """Replaces the functions by which Megatron starts to send and receive."""
 
     def __init__(self, layout: Layout, args: Any) -> None:
         links = Links(layout, sequence=args.seq_length if args.sequence_parallel else None)
@@ -48,21 +48,21 @@ class Pipeline:
         self._even = layout.slot.stage % 2 == 0
 
     def batched(self, _: Any) -> Any:
-        """`_batched_p2p_ops`: all at once."""
+        """`_batched_p2p_ops`: start all at once."""
 
-        def begin(**said: Any) -> list[Any]:
-            ops = [op for _, group in self._operations(**said) for op in group]
+        def begin(**kwargs: Any) -> list[Any]:
+            ops = [op for _, group in self._operations(**kwargs) for op in group]
             return dist.batch_isend_irecv(ops) if ops else []
 
         return begin
 
     def one_by_one(self, _: Any) -> Any:
-        """`_p2p_ops`: each can be waited for by its name."""
+        """`_p2p_ops`: start each, to be waited for by its name."""
 
-        def begin(**said: Any) -> dict[str, Handles]:
+        def begin(**kwargs: Any) -> dict[str, Handles]:
             return {
                 name: Handles([op.op(op.tensor, op.peer, op.group, op.tag) for op in ops])
-                for name, ops in self._operations(**said)
+                for name, ops in self._operations(**kwargs)
             }
 
         return begin
@@ -76,7 +76,7 @@ class Pipeline:
         tensor_recv_next: torch.Tensor | None,
         **_: Any,
     ) -> Iterator[tuple[str, list[dist.P2POp]]]:
-        """By Megatron's names, in the order in which they are to be started."""
+        """Yield the operations by Megatron's names, in the order in which they must start."""
         send, receive = dist.isend, dist.irecv
         todo = [
             ("send_next", send, tensor_send_next, self._to_after, _FORWARD),
@@ -97,6 +97,6 @@ class Pipeline:
 
 
 def _clear_pads(values: torch.Tensor, links: Sequence[Link]) -> None:
-    """Nobody sends them, and what norms make of them must be nothing."""
+    """Zero the pads, which nobody sends: norms must compute nothing from them."""
     filled = max((len(values) if link.rows.stop is None else link.rows.stop for link in links), default=0)
     values[filled:].zero_()

@@ -1,6 +1,6 @@
-"""Which slots of two stages send to each other, and which rows. PURE.
+"""Which slots of two pipeline stages send to each other, and which rows. PURE.
 
-Both sides find it alone, from the layout: what one expects to receive is what the other sends.
+Both sides compute it alone, from the layout: what one expects to receive is what the other sends.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from ntp_plugin.planning.sequence_rows import SequenceRows
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A rank of another stage, and the rows of this slot's tensor that are also its."""
+    """A rank of another stage, and the rows of this slot's tensor that it shares."""
 
     peer: int
     rows: slice = slice(None)
 
 
 class Links:
-    """Whom a slot has to do with: it receives from some, and what it sends goes to some, in each direction."""
+    """The links of a slot to other stages: its senders and receivers."""
 
     def __init__(self, layout: Layout, *, sequence: int | None) -> None:
         """`sequence` is the length of the sequence that is cut over the slots, if it is."""
@@ -27,14 +27,14 @@ class Links:
         self._layout, self._sequence = layout, sequence
 
     def senders(self, stage: int) -> list[Link]:
-        """Those of another stage from whom this slot gets what it needs."""
+        """Return the slots of another stage that send to this one."""
         if self._sequence is not None:
             return self._by_rows(stage, self._sequence)
         slot, layout = self._layout.slot, self._layout
         return [Link(peer=layout.ranks[layout.column(slot.replica, slot.tp)[stage]])]
 
     def receivers(self, stage: int) -> list[Link]:
-        """Those of another stage who get what they need from this slot."""
+        """Return the slots of another stage that this one sends to."""
         if self._sequence is not None:
             return self._by_rows(stage, self._sequence)
         return [Link(peer=self._layout.ranks[slot]) for slot in self._layout.receivers(stage)]

@@ -1,6 +1,6 @@
-"""What does not work in a degraded layout, or with exact masks, and is refused at start: by its flag, with the way out.
+"""Options that a degraded layout, or exact masks, do not support, refused at start by their flag.
 
-A line here is a promise that nothing is computed wrongly in silence. Whoever builds a feature takes its line out.
+A line here promises that nothing is computed wrongly in silence. Whoever builds a feature removes its line.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from ntp_plugin.megatron.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One thing that is refused: when, and what to do instead."""
+    """One unsupported option: when it applies, why, and what to do instead."""
 
     flag: str
     applies: Callable[[Any], object]
@@ -31,22 +31,22 @@ def _given(name: str) -> Callable[[Any], object]:
 
 
 def _has_checkpoints(args: Any) -> bool:
-    """Whether the job may write or read one."""
+    """Whether the job may write or read a checkpoint."""
     return any(getattr(args, name, None) for name in ("save", "load", "pretrained_checkpoint"))
 
 
 def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way_out: str = "") -> Refusal:
-    """Something that could work, and is not built yet."""
+    """Refuse something that could work, and is not built yet."""
     return Refusal(
         flag=flag,
         applies=applies or _given(flag.removeprefix("--").replace("-", "_")),
         why="is not built yet for replicas of different width",
-        way_out=way_out or f"leave {flag} out, or start with whole replicas",
+        way_out=way_out or f"leave {flag} out, or start with full-width replicas",
     )
 
 
 def _not_yet_live(flag: str, applies: Callable[[Any], object]) -> Refusal:
-    """Something that works in a degraded layout, but not yet while a job goes over into it."""
+    """Refuse something that works in a degraded layout, but not yet when a running job changes into it."""
     return Refusal(
         flag=flag,
         applies=applies,
@@ -63,21 +63,21 @@ _NO_HYBRID_LAYERS = {
     "E": "experts",
     "/": "multi-token prediction",
 }
-"""What a hybrid model may have besides self-attention and MLP, by its symbol in the pattern."""
+"""Layers of a hybrid model besides self-attention and MLP, by their symbols in the pattern."""
 
 
 def _pattern(args: Any) -> str:
-    """That of a hybrid model, which has an older flag as well; else nothing."""
+    """Return the pattern of a hybrid model, from either of its flags; empty for other models."""
     flags = ("hybrid_layer_pattern", "hybrid_override_pattern")
     return "".join(getattr(args, flag, None) or "" for flag in flags)
 
 
 def _hybrid(symbol: str, name: str) -> Refusal:
-    """Layers of a hybrid model that are not built yet."""
+    """Refuse layers of a hybrid model that are not built yet."""
     return _not_built(
         f"--hybrid-layer-pattern with {symbol} ({name})",
         lambda args: symbol in _pattern(args),
-        way_out="a pattern of * (attention) and - (MLP), or start with whole replicas",
+        way_out="a pattern of * (attention) and - (MLP), or start with full-width replicas",
     )
 
 
@@ -154,8 +154,8 @@ TABLE: tuple[Refusal, ...] = (
         Refusal(
             flag=flag,
             applies=_given(flag.removeprefix("--").replace("-", "_")),
-            why="finds logits by the nominal rank that computed a micro-batch, and here others compute it",
-            way_out="leave it out, or start with whole replicas",
+            why="identifies logits by the nominal rank that computed a micro-batch, and here other ranks compute it",
+            way_out="leave it out, or start with full-width replicas",
         )
         for flag in ("--logits-save-dir", "--logits-load-dir")
     ),
@@ -163,8 +163,8 @@ TABLE: tuple[Refusal, ...] = (
         Refusal(
             flag=flag,
             applies=_given(flag.removeprefix("--").replace("-", "_")),
-            why="passes over as many micro-batches as a whole replica would have had",
-            way_out="leave it out, or start with whole replicas",
+            why="skips as many micro-batches as a full-width replica would have had",
+            way_out="leave it out, or start with full-width replicas",
         )
         for flag in ("--iterations-to-skip", "--result-rejected-tracker-filename")
     ),
@@ -183,7 +183,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         flag="--cross-entropy-fusion-impl",
         applies=lambda args: getattr(args, "cross_entropy_fusion_impl", None) == "te",
-        why="te takes all slots before for as wide as this one",
+        why="te assumes that all earlier slots are as wide as this one",
         way_out="--cross-entropy-fusion-impl native",
     ),
     Refusal(
@@ -201,7 +201,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         flag="--log-params-norm",
         applies=lambda args: getattr(args, "log_params_norm", False) and getattr(args, "overlap_param_gather", False),
-        why="would tell the norm of the step before: parameters are still on their way (--overlap-param-gather)",
+        why="would log the norm of the step before: parameters are still on their way (--overlap-param-gather)",
         way_out="leave one of the two out",
     ),
     Refusal(
@@ -226,7 +226,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         flag="--use-cpu-initialization",
         applies=lambda args: not args.use_cpu_initialization,
-        why="is needed: drawn on GPUs, the weights of a lost slot are known to nobody",
+        why="is needed: if weights are drawn on GPUs, nobody knows those of a lost slot",
         way_out="--use-cpu-initialization",
     ),
     Refusal(
@@ -238,7 +238,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         flag="--dataloader-type",
         applies=lambda args: args.dataloader_type not in (None, "single"),
-        why="shares samples out by itself, and evenly",
+        why="distributes samples by itself, and evenly",
         way_out="--dataloader-type single",
     ),
     Refusal(
@@ -277,18 +277,18 @@ EXACT_MASKS: tuple[Refusal, ...] = (
         way_out="leave it out",
     ),
 )
-"""What masks that do not depend on the layout cannot have, in a healthy one either."""
+"""What exact masks do not support, in a healthy layout either."""
 
 _DROPOUTS = ("hidden_dropout", "attention_dropout")
 
 
 def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
-    """Whether the job has dropouts, and their masks are ours."""
+    """Whether the job has dropouts, and the plugin draws their masks."""
     return policy.enabled and policy.dropout == "exact" and any(_above(name, 0)(args) for name in _DROPOUTS)
 
 
 def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
-    """Raise for the first thing in the arguments that a degraded layout, or masks that are exact, cannot have."""
+    """Raise for the first argument that a degraded layout, or exact masks, do not support."""
     if layout.lost:
         _refuse_degraded(args, policy, layout)
         _refuse_broken_groups(args, layout.topology.tp)
@@ -301,11 +301,11 @@ LIVE: tuple[Refusal, ...] = (
     _not_yet_live("--log-straggler", _given("log_straggler")),
     _not_yet_live("--log-params-norm", _given("log_params_norm")),
 )
-"""What a degraded layout could have, and a job that comes to it by a loss cannot yet."""
+"""What a degraded layout supports, but not yet in a job that degrades during training."""
 
 
 def refuse_live(args: Any, policy: TrainingPolicy) -> None:
-    """Raise for the first thing in the arguments that a job could not have once a slot is lost."""
+    """Raise for the first argument that a job does not support once a slot is lost."""
     cause = "--ntp-enable under `ntp run`, where any slot may be lost"
     _refuse_first(TABLE, cause, args)
     _refuse_first(LIVE, cause, args)
@@ -349,7 +349,7 @@ def _refuse_other_masks(args: Any, policy: TrainingPolicy, cause: str) -> None:
             flag = "--" + name.replace("_", "-")
             raise Refused(
                 f"with {cause}, {flag} {getattr(args, name)} would draw other masks than with nobody lost",
-                way_out=f"--ntp-dropout exact, here and in the run that this one goes on for; or {flag} 0",
+                way_out=f"--ntp-dropout exact, here and in the run that this one continues; or {flag} 0",
             )
 
 
@@ -378,5 +378,5 @@ def _refuse_policy(policy: TrainingPolicy, layout: Layout) -> None:
             raise Refused(
                 f"replica {replica} is {width} slots wide in stage {stage}, "
                 f"below --ntp-min-tp-width {policy.min_tp_width}",
-                way_out="lower it, or leave the whole replica out",
+                way_out="lower it, or leave the replica out",
             )

@@ -343,7 +343,7 @@ def test_a_single_replica_that_is_left_is_told_where_nothing_is_copied(events):
     assert_same_training(lived)
     assert_every_sample_once(rows)
     (only,) = told(events, CopyTrouble)
-    assert "replica 1 is the only one left" in only.what
+    assert "only replica 1 still trains" in only.what
     assert "--ntp-copies-protect all" in only.what
 
 

@@ -61,7 +61,7 @@ def test_every_unit_is_held_once_in_each_replica():
 @pytest.mark.parametrize(
     ("lost", "processes", "said"),
     [
-        (("r1.s0.t3",), 8, "8 processes are not whole replicas of TP 4 x PP 1 but for r1.s0.t3"),
+        (("r1.s0.t3",), 8, "8 processes are not full-width replicas of TP 4 x PP 1 but for r1.s0.t3"),
         (("r9.s0.t0",), 7, "r9.s0.t0 is not in this layout"),
         (("r1.s0.t7",), 7, "r1.s0.t7 is not in this layout"),
         (("third",), 7, "does not name a slot"),

@@ -1,1 +1,1 @@
-"""Checkpoints of a degraded layout, in Megatron's own format: any layout loads what any other saved."""
+"""Saves and loads checkpoints of a degraded layout in Megatron's own format: any layout loads what any other saved."""

@@ -1,24 +1,24 @@
-"""Checkpoints of a degraded layout, which are the same as those of the nominal one.
+"""Checkpoints of a degraded layout, equal to those of the nominal one.
 
-A `torch_dist` checkpoint holds whole tensors. Each rank tells where the parts that it has stand in them, and whoever
-loads one asks for other parts. Megatron tells that in even shares of the TP group; here it is told by units. An entry
-of a cut parameter becomes a factory, of the kind that Megatron has for SwiGLU: of a tensor it makes one piece for each
-range of the whole that the slot holds, and of the pieces that were loaded the tensor again. Since a factory makes the
-same of whatever has the parameter's shape, Megatron's optimizers save and load their state through it by themselves.
-So neither side has to know how the other was cut, a whole layout included.
+A `torch_dist` checkpoint holds whole tensors. Each rank describes where its parts are in them, and a rank that loads
+asks for other parts. Megatron describes even shares of the TP group; here the description is by units. The entry of a
+cut parameter becomes a factory, of the kind that Megatron has for SwiGLU: it makes one slice for each range of the
+whole tensor that the slot holds, and merges loaded slices into the local tensor. A factory does the same with anything
+of the parameter's shape, so Megatron's optimizers save and load their state through it. Neither side has to know how
+the other was cut, and the nominal layout can be either side.
 
-Which replica writes. All replicas have all of a model, and exactly one may write a piece. Megatron counts replicas by
-their rank in a data-parallel group, and shares the writing out there shard by shard; in a degraded layout these groups
-have gaps, and shards of other sizes. Here it is counted by the replicas that stand, and the writing is shared out to
-them tensor by tensor, all parts of a tensor to one replica, the largest share of work never far from the others'.
+Which replica writes. All replicas hold the whole model, and exactly one may write a slice. Megatron counts replicas by
+their rank in a data-parallel group, and distributes the writing there shard by shard; in a degraded layout these groups
+have gaps, and shards of other sizes. Here the surviving replicas are counted, and the writing is distributed tensor by
+tensor, all parts of a tensor to one replica, so that the shares of work stay close to each other.
 
-What is left out. Generators of random numbers are saved by the stage and TP slot of the nominal layout, for some of
-which there is nobody. Nothing that a degraded layout accepts draws from them while it trains: dropout is zero, or its
-masks are a function of the sample. So they are not saved, as with `--no-save-rng`, which tells that to whoever loads;
-and a degraded job that loads keeps its own. Nor is the state of the rerun machine: it names ranks, and samples of
-their shares.
+What is not saved. Megatron saves random number generators by the stage and TP slot of the nominal layout, and some of
+these slots are lost. Nothing that a degraded layout accepts draws from them in training: dropout is zero, or its masks
+are a function of the sample. So they are not saved, as with `--no-save-rng`, which a loading job sees; and a degraded
+job that loads keeps its own. The state of the rerun machine is not saved either: it names ranks, and samples of their
+shares.
 
-After loading, the weights of all replicas are compared by their digests, as at the start of any degraded job.
+After loading, all replicas compare digests of their weights, as at the start of any degraded job.
 """
 
 import copy
@@ -43,7 +43,7 @@ type Entry = Any
 
 
 class CheckpointHooks:
-    """What is put in place of Megatron's description of what it saves and loads."""
+    """Replaces Megatron's description of what it saves and loads."""
 
     def __init__(self, layout: Layout, args: Any, sync: LaneSync) -> None:
         self._layout, self._sync = layout, sync
@@ -56,21 +56,21 @@ class CheckpointHooks:
 
         @functools.wraps(original)
         def generate(
-            args: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, rng_state: Any, **said: Any
+            args: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, rng_state: Any, **kwargs: Any
         ) -> Any:
-            told = copy.copy(args)
-            told.no_save_rng = True
+            save_args = copy.copy(args)
+            save_args.no_save_rng = True
             chunks = [_Recut(chunk, self.recut) for chunk in model]
-            said["rerun_state"] = None
-            state = original(told, chunks, optimizer, opt_param_scheduler, None, **said)
+            kwargs["rerun_state"] = None
+            state = original(save_args, chunks, optimizer, opt_param_scheduler, None, **kwargs)
             if rng_state is not None:
-                state["rng_state"] = LocalNonpersistentObject(rng_state.data)  # not saved; its own when it is loaded
+                state["rng_state"] = LocalNonpersistentObject(rng_state.data)  # not saved; keeps its own on loading
             return state
 
         return generate
 
     def load(self, original: Any) -> Any:
-        """`load_checkpoint`: nobody trains on weights that are not the same in all replicas."""
+        """`load_checkpoint`: raise unless the loaded weights are the same in all replicas."""
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,8 @@ class CheckpointHooks:
         return load
 
     def share_out_nothing(self, _: Any) -> Any:
-        """`FullyParallelSaveStrategyWrapper.apply_saving_parallelization`: who writes is in the entries already."""
+        """`FullyParallelSaveStrategyWrapper.apply_saving_parallelization`: the entries already say which replica
+        writes."""
         return lambda *_: None
 
     def each_for_itself(self, _: Any) -> Any:
@@ -91,7 +92,7 @@ class CheckpointHooks:
     # ------------------------------------------------ entries
 
     def recut(self, state: dict[str, Entry]) -> dict[str, Entry]:
-        """The entries of a model, by units and with the replica that writes each."""
+        """Return the entries of a model, cut by units, each with the replica that writes it."""
         writers = self._writers(list(state.values()))
         return {name: self._entry(entry, writer) for (name, entry), writer in zip(state.items(), writers, strict=True)}
 
@@ -110,7 +111,8 @@ class CheckpointHooks:
         return self._layout.surviving.replicas
 
     def _writers(self, entries: list[Entry]) -> list[int]:
-        """Which of the replicas writes each entry: the one with least to write so far. All slots of a stage agree."""
+        """Return which replica writes each entry: the one with the least to write so far. All slots of a stage
+        agree."""
         work = [0] * (len(self._replicas) if self._shared_out else 1)
         found = []
         for entry in entries:
@@ -120,7 +122,7 @@ class CheckpointHooks:
 
 
 class _Recut:
-    """A chunk of the model, as far as saving and loading ask it."""
+    """A model chunk, reduced to what saving and loading call."""
 
     def __init__(self, chunk: Any, recut: Callable[[dict[str, Entry]], dict[str, Entry]]) -> None:
         self._chunk, self._recut = chunk, recut
@@ -130,7 +132,7 @@ class _Recut:
 
 
 def _elements(entry: Entry) -> int:
-    """Of the whole tensor, so that it is the same for all of its slots."""
+    """Count the elements of the whole tensor, so that the count is the same for all of its slots."""
     cut = cut_of(entry.data)
     if cut is not None:
         return cut[0].elements
@@ -138,10 +140,10 @@ def _elements(entry: Entry) -> int:
 
 
 def in_pieces(entry: Entry, whole: Tensor, places: Spans) -> ShardedTensorFactory:
-    """An entry whose data stand at these places of a whole tensor, along the dim that is cut, in this order.
+    """Return an entry whose data are at these places of a whole tensor, along the dim that is cut, in this order.
 
-    Megatron puts the layers of a model in one tensor, along axes before the parameter's own. A piece has these axes
-    itself: it is not a matter of even shares, and there they cannot be added later.
+    Megatron stacks the layers of a model in one tensor, along axes before the parameter's own. Each slice gets these
+    axes here: slices are not even shares, and Megatron cannot add the axes to them later.
     """
     even = next(iter(nested_values([entry.build() if isinstance(entry, ShardedTensorFactory) else entry])))
     ahead = even.prepend_axis_num

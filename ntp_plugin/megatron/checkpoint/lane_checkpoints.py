@@ -1,12 +1,12 @@
-"""What Megatron's distributed optimizer saves, of shards of lanes: the same entries, so that either loads the other's.
+"""The distributed optimizer's checkpoint entries, from lane shards: equal to Megatron's, so that either loads the
+other's.
 
-Megatron has several formats for a sharded optimizer. In the one that it calls `fully_reshardable` each value stands in
-the shape of its parameter and under its parameter's name, which depends on no layout; it is the only one that a
-degraded layout can write or read. To write it the shards of a lane are gathered, kind by kind, into the shape of the
-parameters; from there on it is as with any other optimizer (`checkpoints.py`). To read it each member cuts its shard
-out.
+Megatron has several formats for a sharded optimizer. In `fully_reshardable` each value has the shape and the name of
+its parameter, and depends on no layout; it is the only one that a degraded layout can write or read. To write it, the
+shards of a lane are gathered, kind by kind, into the shape of the parameters; from there on it works like any other
+optimizer (`checkpoints.py`). To read it, each member cuts out its shard.
 
-That takes memory for one more copy of the optimizer's state of this slot's parameters while a checkpoint is written or
+This takes memory for one more copy of the optimizer state of this slot's parameters while a checkpoint is written or
 read, as it does in Megatron.
 """
 
@@ -29,11 +29,11 @@ from ntp_plugin.training.optimizers import Numbers, element_wise
 FORMAT = "fully_reshardable"
 _TYPE = "distrib_optim_sharding_type"
 _MAIN = "param"
-"""What is stepped, as Megatron calls it there."""
+"""Megatron's name for what is stepped."""
 
 
 def in_parameter_shapes(original: Any) -> Any:
-    """`_build_sharded_state_dict_metadata`: a checkpoint says in which format it is."""
+    """`_build_sharded_state_dict_metadata`: record the format of the checkpoint."""
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def in_parameter_shapes(original: Any) -> Any:
 
 
 class LaneCheckpoints:
-    """What is put into Megatron's optimizer of lanes."""
+    """Replaces the saving and loading of Megatron's optimizer on lane shards."""
 
     def __init__(self, sync: LaneSync, optimizer: Any) -> None:
         self._sync, self._optimizer = sync, optimizer
@@ -54,7 +54,7 @@ class LaneCheckpoints:
         self._known = element_wise(self._inner)
 
     def into(self) -> None:
-        """Have it save and load in this way."""
+        """Install the replacements."""
         self._optimizer.sharded_state_dict = self.save
         self._optimizer.load_state_dict = self.load
 
@@ -67,7 +67,7 @@ class LaneCheckpoints:
         metadata: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """`sharded_state_dict`; where it is asked for to load, the entries are what is to be read."""
+        """`sharded_state_dict`; when loading, the entries say what is to be read."""
         found = (metadata or {}).get(_TYPE)
         if found != FORMAT:
             raise Refused(
@@ -91,12 +91,12 @@ class LaneCheckpoints:
         steps = self._set_options(state_dict["optimizer"]["param_groups"])
         names = list(self._sync.parameters)
         for kind in self._all_kinds():
-            tensors = {names[int(number)]: said[kind] for number, said in state_dict["param_state"].items()}
+            tensors = {names[int(number)]: entry[kind] for number, entry in state_dict["param_state"].items()}
             with torch.no_grad():
                 for lanes in self._sync.shards:
                     for shard, values in lanes.cut(tensors):
                         self._values(kind, shard).copy_(values)
-        if "step" in self._known.kept:  # which Megatron's own preparation of torch's Adam leaves out
+        if "step" in self._known.kept:  # Megatron's own preparation of torch's Adam leaves it out
             for parameter, step in steps.items():
                 self._inner.state[parameter]["step"] = torch.tensor(float(step), dtype=torch.float32)
 
@@ -123,20 +123,21 @@ class LaneCheckpoints:
     # ------------------------------------------------ options
 
     def _options(self) -> dict[str, Any]:
-        """As the distributed optimizer tells them: without parameters, with the step that all of them have."""
+        """Return the options as the distributed optimizer does: without parameters, with the step that all of them
+        share."""
         numbers = Numbers(self._inner)
         kept = [numbers.of(parameter) for group in self._inner.param_groups for parameter in group["params"]]
         steps = {float(one["step"]) for one in kept if "step" in one}
         assert len(steps) <= 1, "all parameters have been stepped together"
-        told: Callable[[float], float] = int if "step" in self._known.of_group else float  # as Megatron tells either
-        step = {"step": told(steps.pop())} if steps else {}
+        as_number: Callable[[float], float] = int if "step" in self._known.of_group else float  # as in Megatron
+        step = {"step": as_number(steps.pop())} if steps else {}
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in self._inner.param_groups
         ]
         return {"param_groups": [one | step for one in options]}
 
     def _set_options(self, saved: list[dict[str, Any]]) -> dict[torch.Tensor, float]:
-        """Of each group; and the step of each parameter, where it is kept with these."""
+        """Set the options of each group; return the step of each parameter, if it is kept per parameter."""
         by_kind = {_identity(group): group for group in saved}
         steps: dict[torch.Tensor, float] = {}
         for group in self._inner.param_groups:
@@ -152,13 +153,13 @@ class LaneCheckpoints:
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells groups of parameters apart, as Megatron does."""
+    """Return what distinguishes groups of parameters, as in Megatron."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
 
 
 def _as(entry: Any, kind: str, values: torch.Tensor) -> Any:
-    """The entry of a parameter, for something of its shape."""
-    told: dict[str, Any] = {"key": f"optimizer.state.{kind}.{entry.key}", "data": values}
+    """Return a parameter's entry for another value of its shape."""
+    fields: dict[str, Any] = {"key": f"optimizer.state.{kind}.{entry.key}", "data": values}
     if not isinstance(entry, ShardedTensorFactory):
-        told["dtype"] = values.dtype
-    return dataclasses.replace(entry, **told)
+        fields["dtype"] = values.dtype
+    return dataclasses.replace(entry, **fields)

@@ -1,1 +1,1 @@
-"""Megatron's layers in a degraded layout: uneven widths from unmodified classes, sequence parallelism, dropout."""
+"""Builds Megatron's layers for a degraded layout: uneven widths, sequence parallelism, dropout."""

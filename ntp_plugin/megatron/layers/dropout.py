@@ -1,19 +1,19 @@
-"""Megatron's dropouts with masks that do not depend on the layout (`training/dropout.py`): `--ntp-dropout exact`.
+"""Dropout masks that do not depend on the layout (`training/dropout.py`): `--ntp-dropout exact`.
 
-Three things have to be known where a mask is drawn.
+Three things must be known when a mask is drawn.
 
-Which dropout it is. Once the model is built its modules are walked: the dropout of an embedding, the one of an
-attention's weights, and everything that was built to be `get_bias_dropout_add` in a layer with a number. A dropout of
-any other kind, or two with one name, are refused. Megatron numbers layers over all stages.
+Which dropout it is. Once the model is built, the plugin goes through its modules: the dropout of an embedding, the one
+of an attention's weights, and everything that was built to be `get_bias_dropout_add` in a layer with a number. It
+refuses a dropout of any other kind, and two with one name. Megatron numbers layers over all stages.
 
 Which heads and rows. A slot knows the query groups that it holds. Under sequence parallelism it has a part of the rows
-between the parallel layers, where all slots store equally many in their order; otherwise it has them all.
+between the parallel layers, where all slots store the same number of rows, in order; otherwise it has all rows.
 
-Which samples. They are numbered in the order of training: the samples before this step, and the place of the
-micro-batch in the global batch. Megatron's schedules run the micro-batches of a model chunk forward in their order,
-so the function that begins one can count them. The number is then part of Megatron's random state, which every kind
-of recomputation keeps and puts back: a micro-batch that is recomputed while others are under way draws its own masks
-again. Where no number is known, no mask is drawn: an error says so.
+Which samples. They are numbered in the order of training: the samples before this step, plus the position of the
+micro-batch in the global batch. Megatron's schedules run the forward of a model chunk's micro-batches in order, so the
+function that begins one can count them. The number then becomes part of Megatron's random state, which every kind of
+recomputation saves and restores: so a micro-batch that is recomputed among others draws its own masks again. If no
+number is known, no mask is drawn, and an error says so.
 """
 
 import collections
@@ -32,17 +32,17 @@ from ntp_plugin.planning.units import ATTENTION, Family
 from ntp_plugin.training.dropout import dropout, row_keys, stream
 
 type Firsts = Callable[[int], Sequence[int]]
-"""The first sample of each of this replica's micro-batches in the global batch, told how many it has nominally."""
+"""The first sample of each of this replica's micro-batches in the global batch, given its nominal number of them."""
 
 
 class ExactDropout:
-    """What is put in place of the dropouts, and what tells them where they are."""
+    """Replaces the dropouts, and tracks which samples they see."""
 
     def __init__(self, layout: Layout, args: Any, firsts: Firsts) -> None:
         self._args = args
         self.stand_in(layout, firsts)
         self._first: int | None = None
-        """The number of the first sample of the micro-batch under way."""
+        """The number of the first sample of the current micro-batch."""
 
     def stand_in(self, layout: Layout, firsts: Firsts) -> None:
         """Draw for this layout from now on."""
@@ -122,7 +122,7 @@ class ExactDropout:
                     names.add(name)
 
     def _take_over(self, module: Any, where: str) -> Iterator[tuple[str, int]]:
-        """Replace the dropouts that stand in a module itself, and tell their names."""
+        """Replace the dropouts that a module holds itself, and yield their names."""
         for attribute, value in (*vars(module).items(), *module.named_children()):
             name = (attribute, getattr(module, "layer_number", 0))
             which = stream(self._args.seed, *name)
@@ -133,7 +133,7 @@ class ExactDropout:
             elif isinstance(value, torch.nn.Dropout) and isinstance(module, LanguageModelEmbedding):
                 _have_drop(value, self.over_rows, which)
             elif value is get_bias_dropout_add or (isinstance(value, torch.nn.Dropout) and value.p):
-                raise _unknown(f"what {where}.{attribute} drops is not known")
+                raise _unknown(f"{where}.{attribute} is an unknown kind of dropout")
             else:
                 continue
             yield name
@@ -154,14 +154,14 @@ class ExactDropout:
     # ------------------------------------------------ which heads and rows
 
     def over_rows(self, which: int, x: torch.Tensor, p: float) -> torch.Tensor:
-        """Dropout from [row of the sequence, sample, hidden]."""
+        """Apply dropout to [row of the sequence, sample, hidden]."""
         rows, samples, _ = x.shape
         first = self._place * rows if self._args.sequence_parallel else 0
         keys = row_keys(which, self._samples(samples, x.device), torch.arange(first, first + rows, device=x.device))
         return dropout(x, p, keys.T)
 
     def over_heads(self, which: int, x: torch.Tensor, p: float) -> torch.Tensor:
-        """Dropout from [sample, this slot's heads, query, key]."""
+        """Apply dropout to [sample, this slot's heads, query, key]."""
         samples, _, rows, _ = x.shape
         places = self._samples(samples, x.device), self._heads(x.device), torch.arange(rows, device=x.device)
         return dropout(x, p, row_keys(which, *places))
@@ -175,7 +175,7 @@ class ExactDropout:
         return torch.arange(self._first, self._first + count, device=device)
 
     def _heads(self, device: torch.device) -> torch.Tensor:
-        """The model's heads that this slot holds, in their order."""
+        """Return the model's heads that this slot holds, in order."""
         args = self._args
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         each = args.num_attention_heads // groups
@@ -184,7 +184,7 @@ class ExactDropout:
 
 
 def _have_drop(module: torch.nn.Dropout, over: Callable[[int, torch.Tensor, float], torch.Tensor], which: int) -> None:
-    """It stays the module that it is: others may have hooks on it, as DDP has where parameters are on their way."""
+    """Replace only the forward: hooks of others may be on the module, as DDP has when parameters arrive late."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return over(which, x, module.p) if module.training else x

@@ -1,18 +1,18 @@
 """Layers of any width from unmodified classes, and how each parameter is cut.
 
-Megatron's layers divide global sizes by the width of their TP group. Each is given the *virtual* size (what this slot
-holds) x (the width), so that the division gives what it holds. Attention and MLP get them in a copy of their
-configuration, vocabulary layers as the number of rows. Only where Megatron computes where a slot's rows begin must it
-be told.
+Megatron's layers divide global sizes by the width of their TP group. Each gets the *virtual* size (what this slot
+holds) x (the width), so that the division gives what the slot holds. Attention and MLP get it in a copy of their
+configuration, vocabulary layers as the number of rows. The plugin only corrects where Megatron computes the beginning
+of a slot's rows.
 
-Which layers these are is a matter of their types: `SelfAttention` and `MLP`, with the parallel layers inside; the
-embedding, and a column-parallel layer outside of both with as many rows as the vocabulary: the output. Any other
-parallel layer is refused. How a parameter is cut follows from the attributes that Megatron's layers put on it: parallel
-or not, along which dim, in how many runs (`partition_stride`). It is written down as a `planning` tensor in an
-attribute of ours.
+The types decide which layers these are: `SelfAttention` and `MLP`, with the parallel layers inside; the embedding; and
+a column-parallel layer outside of both with as many rows as the vocabulary, which is the output layer. Any other
+parallel layer is refused. How a parameter is cut follows from the attributes that Megatron's layers set on it: parallel
+or not, along which dim, in how many runs (`partition_stride`). The plugin stores it as a `planning` tensor in an
+attribute of its own.
 
-Initial weights: Megatron draws the whole matrix and takes the slot's part. It is drawn in its nominal shape, so that
-everything that is drawn later is the same too, and the part is that of the slot's units.
+Initial weights: Megatron draws the whole matrix and takes the slot's part. Here the matrix is drawn in its nominal
+shape, so that everything that is drawn later is the same too, and the part is made of the slot's units.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _CUT = "ntp_cut"
 
 
 class UnevenLayers:
-    """What is put in place of the constructors of Megatron's layers."""
+    """Replaces the constructors of Megatron's layers."""
 
     def __init__(self, layout: Layout, args: Any, *, granule: int | None) -> None:
         self._layout, self._args, self._granule = layout, args, granule
@@ -136,7 +136,7 @@ class UnevenLayers:
 
         return init
 
-    # ------------------------------------------------ where rows are, and what they begin with
+    # ------------------------------------------------ where rows are, and their initial values
 
     def vocabulary_range(self, _: Any) -> Any:
         """`VocabUtility.vocab_range_from_per_partition_vocab_size`."""
@@ -163,8 +163,8 @@ class UnevenLayers:
             whole = torch.empty(cut.shape, dtype=weight.dtype)
             kwargs |= {"rank": 0, "world_size": 1, "skip_set_tensor_parallel_attributes": True}
             original(whole, *cut.shape, cut.shape[dim], dim, *rest, **kwargs)
-            pieces = [whole.narrow(dim, a, b - a) for a, b in cut.local_index(self._layout.held(self._open))]
-            weight.data.copy_(torch.cat(pieces, dim))
+            parts = [whole.narrow(dim, a, b - a) for a, b in cut.local_index(self._layout.held(self._open))]
+            weight.data.copy_(torch.cat(parts, dim))
             set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim, stride=stride)
 
         return initialize
@@ -172,7 +172,7 @@ class UnevenLayers:
     # ------------------------------------------------ families and cuts
 
     def _family(self, kind: str, units: int, *, label: int | None = None) -> Family:
-        """Layers with the same number of units are cut alike."""
+        """Return the family of layers with this number of units, which are cut alike."""
         return Family(name=f"{kind} of {label or units}", units=units)
 
     def _vocabulary_of(self, rows: int) -> Family:
@@ -191,7 +191,7 @@ class UnevenLayers:
             self._open = None
 
     def _cut(self, family: Family, local: tuple[int, ...], dim: int, stride: int) -> Tensor:
-        """The whole tensor of which a part with this shape is held."""
+        """Return the whole tensor of which the slot holds a part with this shape."""
         unit, rest = divmod(local[dim], stride * sp.size(self._layout.held(family)))
         assert not rest, f"a part of {tuple(local)} is not made of whole units of {family.name}"
         runs = tuple(Run(start=run * unit * family.units, unit_size=unit) for run in range(stride))
@@ -206,13 +206,14 @@ class UnevenLayers:
 
 
 def cut_of(parameter: Any) -> tuple[Tensor, Family] | None:
-    """The whole of which a parameter is a part, and its family; none of what is replicated, or is no parameter."""
+    """Return the whole tensor of which a parameter is a part, and its family; None if it is replicated, or no
+    parameter."""
     return getattr(parameter, _CUT, None)
 
 
 def copy_cuts(module: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Let a model's parameters be cut as another's, that was built of our layers; cuts are of the whole tensor, and the
-    same in every layout."""
+    """Copy the cuts of a model that was built of the plugin's layers to another one; cuts describe the whole tensor,
+    and are the same in every layout."""
     built = dict(model.named_parameters())
     for name, parameter in module.named_parameters():
         cut = cut_of(built[name])
@@ -222,20 +223,20 @@ def copy_cuts(module: torch.nn.Module, model: torch.nn.Module) -> None:
 
 def _unknown(what: str) -> Refused:
     return Refused(
-        f"{what} is neither in self-attention nor in an MLP, nor is it the output layer: how it is cut is not known",
-        way_out="start with whole replicas",
+        f"{what} is neither in self-attention nor in an MLP, nor is it the output layer: how it is cut is unknown",
+        way_out="start with full-width replicas",
     )
 
 
-# ---------------------------------------------------------------- what planning is told
+# ---------------------------------------------------------------- for planning
 
 
 def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: bool) -> StageUnits:
-    """The units of the layers that were built: cut parameters by their families, all others replicated."""
+    """Return the units of the layers that were built: cut parameters by their families, all others replicated."""
     tensors, families = [], dict[str, Family]()
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
-            raise Refused(f"{name} is frozen, and lanes sum all gradients", way_out="start with whole replicas")
+            raise Refused(f"{name} is frozen, and lanes sum all gradients", way_out="start with full-width replicas")
         cut = cut_of(parameter)
         if cut is None:
             if getattr(parameter, "tensor_model_parallel", False):
@@ -255,7 +256,8 @@ def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: 
 
 
 def _flops(family: Family, tensors: list[Tensor], sequence: int, *, last: bool) -> int:
-    """Per token and unit, forward; what attention does with its past is half of the sequence on average, twice."""
+    """Return the forward operations per token and unit; attention over the past adds half of the sequence on average,
+    twice."""
     mine = [tensor for tensor in tensors if tensor.family == family.name]
     if family.contiguous:
         return 2 * mine[0].shape[1] if last else 0  # an embedding is looked up; the output is computed

@@ -1,22 +1,22 @@
 """Sequence parallelism in a replica whose width does not divide the sequence.
 
-Between the parallel layers each slot has its own rows of the sequence, and Megatron's collectives want equally many of
-all. So the last slots store rows that no token stands in, the pads (`planning/sequence_rows.py`). They exist only
-there: whoever works on the whole sequence (attention, MLP, loss) sees exactly its rows.
+Between the parallel layers each slot has its own rows of the sequence, and Megatron's collectives need the same number
+of rows from all. So the last slots store extra rows without tokens, the pads (`planning/sequence_rows.py`). They exist
+only there: attention, MLP and loss, which use the whole sequence, see exactly its rows.
 
     scatter             pads with zeros, then splits
-    gather              gathers, then leaves the pads out
+    gather              gathers, then removes the pads
     reduce-scatter      pads with zeros, then adds up and splits
 
-Megatron's autograd functions are made of these three and of nothing else, each one the other's backward: so a pad's
-gradient is zero wherever it is, and what norms and biases compute on pads adds nothing to their gradients. The
-functions themselves, which slot adds what, and the order of the sums stay Megatron's.
+Megatron's autograd functions are made of only these three, each one the other's backward. So a pad's gradient is zero
+everywhere, and what norms and biases compute on pads adds nothing to their gradients. The functions themselves, which
+slot adds what, and the order of the sums stay Megatron's.
 
-A column-parallel layer gathers by itself, and again in its backward, while it computes. It is left to work on the
-padded sequence, and its result is cut: its gradient on pads is then zero as well. So a slot keeps no more than its own
-rows for the backward, as upstream, and computes at most width - 1 rows too many.
+A column-parallel layer gathers by itself, and again in its backward, while it computes. It works on the padded
+sequence, and its result is cut: its gradient on pads is then zero as well. So a slot keeps no more than its own rows
+for the backward, as upstream, and computes at most width - 1 extra rows.
 
-The true length is that of the arguments. Whatever else comes along is refused rather than cut wrongly.
+The true length is that of the arguments. Any other length is refused rather than cut wrongly.
 """
 
 import functools
@@ -30,7 +30,7 @@ from ntp_plugin.planning.sequence_rows import SequenceRows
 
 
 class UnevenSequence:
-    """What is put in place of Megatron's functions that split a sequence and put it together."""
+    """Replaces Megatron's functions that split a sequence and join it."""
 
     def __init__(self, rows: SequenceRows) -> None:
         self._rows = rows
@@ -100,5 +100,5 @@ def _require_rows(tensor: torch.Tensor, rows: int) -> None:
     if tensor.shape[0] != rows:
         raise Refused(
             f"--sequence-parallel: a tensor of {tensor.shape[0]} rows where those of --seq-length make {rows}",
-            way_out="make all sequences as long as --seq-length says, or start with whole replicas",
+            way_out="make all sequences as long as --seq-length says, or start with full-width replicas",
         )

@@ -1,7 +1,7 @@
-"""What a job counts outside of its model and optimizer, as a joining rank is told it.
+"""What a job counts outside of its model and optimizer, for joining ranks.
 
-A checkpoint holds the same: how far the training has come, how many samples it has consumed, where the schedule of the
-learning rate stands. A joining rank comes in where a step begins, or not at all: its own loop can begin nowhere else.
+A checkpoint holds the same: how far the training has come, how many samples it has consumed, the position of the
+learning-rate schedule. A joining rank joins where a step begins, or not at all: its own loop can begin nowhere else.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _ARGUMENTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Of a member, at the beginning of a section."""
+    """The counts of a member at the beginning of a section."""
 
     in_step: bool
     iteration: int
@@ -30,11 +30,11 @@ class Counts:
     kinds: Mapping[str, int] | None
     arguments: dict[str, Any]
     scheduled: int
-    """Samples, as the schedule of the learning rate counts them."""
+    """Samples, as the learning-rate schedule counts them."""
 
 
 def count(args: Any, model_rebuild: ModelRebuild, loop: Loop) -> Counts:
-    """Of this rank."""
+    """Return the counts of this rank."""
     return Counts(
         in_step=loop.in_step,
         iteration=args.curr_iteration,
@@ -46,7 +46,7 @@ def count(args: Any, model_rebuild: ModelRebuild, loop: Loop) -> Counts:
 
 
 def adopt(counts: Counts, args: Any, model_rebuild: ModelRebuild, loop: Loop) -> None:
-    """Go on from there."""
+    """Continue from these counts, on a joining rank."""
     if not counts.in_step:
         raise Excluded(
             f"the others were not about to take a step, after {counts.iteration} iterations",
@@ -56,4 +56,4 @@ def adopt(counts: Counts, args: Any, model_rebuild: ModelRebuild, loop: Loop) ->
     args.iteration = args.curr_iteration = counts.iteration
     get_rerun_state_machine().current_iteration = counts.iteration
     loop.done, loop.kinds = counts.sections, counts.kinds
-    model_rebuild.scheduler.num_steps = counts.scheduled  # what it has set the optimizer to came with that
+    model_rebuild.scheduler.num_steps = counts.scheduled  # its settings of the optimizer came with the optimizer

@@ -1,7 +1,7 @@
-"""The state of now as a checkpoint of Megatron's, by a run that is there only to write it (`recovery/exporting.py`).
+"""Writes copies as a Megatron checkpoint, in a run that does nothing else (`recovery/exporting.py`).
 
-The process ends where Megatron would go on to the data sets. Megatron writes last of all which step a folder has
-(`latest_checkpointed_iteration.txt`), and without that nobody takes what is there for a checkpoint.
+The process ends where Megatron would go on to the data sets. Megatron writes the step of a folder last
+(`latest_checkpointed_iteration.txt`); without that file nobody takes the folder for a checkpoint.
 """
 
 from pathlib import Path
@@ -20,17 +20,17 @@ _FOR_WHO_TRAINS = {
     "log_progress": False,
     "save_retain_interval": None,
 }
-"""What a job's arguments ask for that would be read in vain, or written where the job itself writes."""
+"""Arguments of a job that an export would read in vain, or that would make it write where the job writes."""
 
 
 def only_to_save(args: Any, folder: Path) -> None:
-    """Have the arguments be those of a run that only saves there."""
+    """Change the arguments to those of a run that only saves to `folder`."""
     vars(args).update(_FOR_WHO_TRAINS)
     args.save = str(folder)
 
 
 def save(args: Any, model_rebuild: ModelRebuild) -> None:
-    """Where the arguments say; all ranks come together."""
+    """Save a checkpoint where the arguments say; all ranks take part."""
     training.save_checkpoint(
         args.iteration,
         model_rebuild.chunks,

@@ -1,4 +1,5 @@
-"""The moments of a live Megatron job (`recovery/fault_points.py`)."""
+"""The points in a step and in a recovery where faults can be injected, in a live Megatron job
+(`recovery/fault_points.py`)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from ntp_plugin.reduction.sharded_optimizer import LaneShards
 
 
 def tell(job: start.MegatronJob, reached: Reached) -> None:
-    """Those of its steps, and of the recoveries that it takes as a member; who comes in is driven later:
+    """Report the fault points of steps, and of recoveries of a member. A joining rank gets its driver later:
     `tell_of_recoveries`."""
     fault_points = FaultPoints(reached, "step", lambda: int(job.loop.done) + 1)
     fault_points.at(job.step.watch, "look", "compare")
@@ -24,7 +25,7 @@ def tell(job: start.MegatronJob, reached: Reached) -> None:
     fault_points.at(job.loop, "vote", "vote")
     fault_points.at(job.loop, "apply", "apply", "applied")
     fault_points.at(job.loop, "between", "between")
-    fault_points.at(job.step, "_told", "scheduled")
+    fault_points.at(job.step, "_step_result", "scheduled")
     fault_points.at(schedules, "forward_step", "forward")
     fault_points.at(schedules, "backward_step", "backward")
     fault_points.at(P2PCommunicator, "_communicate", "exchange")
@@ -36,7 +37,7 @@ def tell(job: start.MegatronJob, reached: Reached) -> None:
 
 
 def tell_of_recoveries(job: start.MegatronJob, reached: Reached) -> None:
-    """Once it is driven."""
+    """Report the fault points of recoveries, once the driver exists."""
     fault_points = of_recoveries(job.driver, job.trainer, reached)
     fault_points.at(job.trainer, "_put_in", "moved")
     fault_points.at(job.model_rebuild, "wrap_again", "built", "made")
@@ -45,15 +46,15 @@ def tell_of_recoveries(job: start.MegatronJob, reached: Reached) -> None:
 
 def _weights(job: start.MegatronJob) -> Iterator[Weight]:
     state = job.trainer.state
-    for tensor, piece in state.pieces(job.trainer.layout_now):
-        yield Weight(piece=piece, values=state.live.parameters[tensor.name], is_cut=bool(tensor.family))
+    for tensor, tensor_slice in state.slices(job.trainer.layout_now):
+        yield Weight(piece=tensor_slice, values=state.live.parameters[tensor.name], is_cut=bool(tensor.family))
 
 
 def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
-    """In a process that will have one; `is_here` is told of it."""
+    """Report all fault points of a job that this process will have; calls `is_here` when it has one."""
     begin = start.MegatronJob.__init__
 
-    def told(job: Any, *args: Any) -> None:
+    def init(job: Any, *args: Any) -> None:
         begin(job, *args)
         slot = job.topology.slot_of(job.rank.place.slot)
         is_here(str(slot), lambda: _weights(job))
@@ -70,4 +71,4 @@ def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
         else:
             tell_of_recoveries(job, reached)
 
-    setattr(start.MegatronJob, "__init__", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(start.MegatronJob, "__init__", init)  # noqa: B010  (a plain assignment is not for methods)

@@ -1,4 +1,4 @@
-"""What the training of a Megatron rank depends on, for the comparison with all others (`recovery/same_settings.py`)."""
+"""What a Megatron rank's training depends on, compared with all other ranks (`recovery/same_settings.py`)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ FREE: Mapping[str, str] = {
     **dict.fromkeys(("memory_snapshot_path", "rl_profile_dir", "profile_ranks"), "where a profile goes"),
     **dict.fromkeys(("data_cache_path", "object_storage_cache_path"), "a folder of this host, made from the data"),
     **dict.fromkeys(("num_workers", "num_dataset_builder_threads"), "how data are read, not which"),
-    "iteration": "of the newest checkpoint, where arguments are read from it; a joining rank has the others' steps",
-    "ntp_config": "the policy that comes of it is compared",
+    "iteration": "from the newest checkpoint, if arguments are read from it; a joining rank has the others' steps",
+    "ntp_config": "the resulting policy is compared",
 }
 """Arguments that may differ from rank to rank, and why. So may those of `_DATA`, whose files are compared."""
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -34,7 +34,7 @@ _FREE_POLICY = ("events",)
 
 
 def settings(args: Any, policy: TrainingPolicy) -> Fingerprint:
-    """What is known as soon as Megatron has checked its arguments, before anything counts in them."""
+    """Return the fingerprint of what is known once Megatron has checked its arguments, before it counts in them."""
     free = {*FREE, *_DATA, *_FILES}
     words = {name: value for name, value in vars(args).items() if not name.startswith(_OURS)}
     return same_settings.settings(
@@ -45,7 +45,7 @@ def settings(args: Any, policy: TrainingPolicy) -> Fingerprint:
 
 
 def training(args: Any, parameters: Mapping[str, torch.Tensor], slot: Slot) -> Fingerprint:
-    """What is known before the first step: the model of this pipeline stage and TP slot, and the data files that are on
+    """Return the fingerprint before the first step: the model of this pipeline stage and TP slot, and the data files on
     this host."""
     sections: dict[str, fp.Section] = {f"model of s{slot.stage}.t{slot.tp}": same_settings.described(parameters)}
     for name in (*_DATA, *_FILES):

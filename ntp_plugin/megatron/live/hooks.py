@@ -1,7 +1,7 @@
-"""Everything of Megatron's that a live job has replaced from its start, with the reason of each.
+"""The table of all Megatron functions that a live job replaces from its start, with the reason for each.
 
-With nobody lost none of it computes anything but the vote. What a degraded layout needs is put in place by the recovery
-(`trainer.py`), and taken out again when everybody is back.
+With nobody lost, they compute nothing but the vote. The recovery (`trainer.py`) installs what a degraded layout needs,
+and removes it when all slots are back.
 """
 
 import functools
@@ -24,13 +24,13 @@ _TRAINING = "megatron.training.training"
 
 
 def table(job: "MegatronJob") -> tuple[Replacement, ...]:
-    """The hooks of a live job."""
+    """Return the hooks of a live job."""
     return (*_what_is_built(job), *_sections(job), *_between(job.loop), _WRITES_BY_ITSELF)
 
 
 _WRITES_BY_ITSELF = Replacement(
     target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
-    why="a queue between processes, for which it starts one that stays behind when this rank is killed",
+    why="its queue starts a process that stays behind when this rank is killed",
     make=lambda _: lambda *_, **__: queue.Queue(),
 )
 
@@ -44,27 +44,27 @@ def _what_is_built(job: "MegatronJob") -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_TRAINING}:get_megatron_optimizer",
-            why="one that is sharded is built again for other shards, by the same recipe",
+            why="a sharded optimizer is built again for other shards, by the same recipe",
             make=job.model_rebuild.built_optimizer,
         ),
         Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            why="its buffers are made again, with what it was first given",
+            why="its buffers are made again, with its first arguments",
             make=job.model_rebuild.wrapper,
         ),
         Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.no_sync",
-            why="a schedule that a loss breaks off leaves it suspended, to go on whenever Python collects what is left",
+            why="a schedule that a loss interrupts leaves it suspended, and garbage collection resumes it later",
             make=lambda _: no_sync,
         ),
         Replacement(
             target=f"{_TRAINING}:build_train_valid_test_datasets",
-            why="another slot may become the first of its TP group, which alone reads samples",
+            why="another slot may become the first of its TP group, and only the first reads samples",
             make=job.samples.data_sets,
         ),
         Replacement(
             target=f"{_TRAINING}:build_pretraining_data_loader",
-            why="a step that is taken again needs its samples again, by another share maybe",
+            why="a repeated step needs its samples again, maybe by another share",
             make=job.samples.loader,
         ),
     )
@@ -74,12 +74,12 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
     return (
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",
-            why="it is asked for once, and which micro-batches it is to run changes with the layout",
+            why="Megatron calls it once, and the micro-batches to run change with the layout",
             make=lambda original: _schedule(job, original),
         ),
         Replacement(
             target=f"{_TRAINING}:train",
-            why="sections begin here, and joining ranks come in before it asks how many iterations are done",
+            why="sections begin here, and ranks join before it asks how many iterations are done",
             make=lambda original: _first(job.begin_sections, _then(original, job.end_sections)),
         ),
         Replacement(
@@ -89,24 +89,23 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_TRAINING}:save_checkpoint_and_time",
-            why="the same, after a comparison of replicas, and how its groups share the writing out is kept from the"
-            " first time on",
+            why="the same, after a comparison of replicas; Megatron caches how groups share the writing",
             make=lambda original: _voted(job, _by_groups_of_now(job, original), before=_compared(job, original)),
         ),
         Replacement(
             target="megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
-            why="a rank that raises alone leaves the others waiting: it tells them with its vote, and they compare",
+            why="a rank that raises alone leaves the others waiting: it reports with its vote, and they compare",
             make=lambda original: _rejected(job, original),
         ),
         Replacement(
             target=f"{_TRAINING}:disable_forward_pre_hook",
-            why="with --overlap-param-gather the last parameters are gathered there, before evaluations and at the end",
+            why="with --overlap-param-gather it gathers the last parameters, before evaluations and at the end",
             make=lambda original: _gathered(job, original),
         ),
         *(
             Replacement(
                 target=f"{_TRAINING}:{name}",
-                why="ranks must know whether all have ended it, before they go on",
+                why="before they go on, ranks must know whether all have ended it",
                 make=lambda original: _voted(job, original),
             )
             for name in ("evaluate_and_print_results", *_decisions(job.args))
@@ -115,7 +114,7 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
 
 
 def _decisions(args: Any) -> tuple[str, ...]:
-    """Where Megatron asks all ranks after each step whether to go on, if it does."""
+    """Return the function in which Megatron asks all ranks after each step whether to go on, if it does."""
     asks = args.exit_duration_in_mins or args.exit_signal_handler
     return ("checkpoint_and_decide_exit",) if asks else ()
 
@@ -124,7 +123,7 @@ def _between(loop: Loop) -> tuple[Replacement, ...]:
     return (
         Replacement(
             target="torch.distributed:barrier",
-            why="Megatron's timers and messages wait for everybody between steps, and can do without",
+            why="Megatron's timers and messages wait for all ranks between steps, and need not",
             make=lambda original: _left_out(loop, original),
         ),
         *(
@@ -137,7 +136,7 @@ def _between(loop: Loop) -> tuple[Replacement, ...]:
         ),
         Replacement(
             target=f"{_TRAINING}:reduce_max_stat_across_model_parallel_group",
-            why="the log asks for a learning rate that all have",
+            why="the log asks for a learning rate that all ranks share",
             make=lambda original: _left_out(loop, original, lambda stat, *_, **__: stat),
         ),
     )
@@ -163,14 +162,14 @@ def _first(before: Any, function: Any) -> Any:
 
 
 def _schedule(job: "MegatronJob", original: Any) -> Any:
-    """`get_forward_backward_func`: by this replica's share while somebody is lost, else Megatron's own."""
+    """`get_forward_backward_func`: by this replica's share while a rank is lost, else Megatron's own."""
 
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
-        def run(**said: Any) -> Any:
+        def run(**run_kwargs: Any) -> Any:
             share = job.trainer.share
-            losses = (share.schedule(original) if share else original)(*args, **kwargs)(**said)
-            if not said.get("forward_only"):
+            losses = (share.schedule(original) if share else original)(*args, **kwargs)(**run_kwargs)
+            if not run_kwargs.get("forward_only"):
                 job.step.reported(losses, of_all=share is not None)
             return losses
 
@@ -180,7 +179,7 @@ def _schedule(job: "MegatronJob", original: Any) -> Any:
 
 
 def _voted(job: "MegatronJob", original: Any, *, before: Any = lambda *_, **__: None) -> Any:
-    """A section that changes nothing of the training; all ranks do `before` in it, also those that do not train."""
+    """Make a section that changes nothing of the training; all ranks run `before` in it, also idle ones."""
     loop = job.loop
 
     @functools.wraps(original)
@@ -196,14 +195,14 @@ def _voted(job: "MegatronJob", original: Any, *, before: Any = lambda *_, **__: 
             loop.vote(lambda _: results.append(bool(loop.outcome[0])), torch.tensor([float(bool(result))]))
             return results[-1]
 
-        # A checkpoint before an exit is a part of the section that decides on the exit, whose vote is for both.
+        # A checkpoint before an exit belongs to the section that decides on the exit, whose vote is for both.
         return once() if loop.inside else loop.section(work, lambda: results[-1])
 
     return section
 
 
 def _compared(job: "MegatronJob", original: Any) -> Any:
-    """What comes before `save_checkpoint_and_time`: nobody is to go on from what one replica alone holds."""
+    """Compare replicas before `save_checkpoint_and_time`: nobody should resume from what only one replica holds."""
 
     def compare(*args: Any, **kwargs: Any) -> None:
         job.step.watch.before_it_counts(inspect.signature(original).bind(*args, **kwargs).arguments["iteration"])
@@ -212,7 +211,7 @@ def _compared(job: "MegatronJob", original: Any) -> Any:
 
 
 def _rejected(job: "MegatronJob", original: Any) -> Any:
-    """`validate_result` of the machine that repeats steps, where it is switched off."""
+    """`validate_result` of the rerun machine, if it is switched off."""
 
     @functools.wraps(original)
     def validate(machine: Any, result: Any, rejection_func: Any, message: str, *args: Any, **kwargs: Any) -> None:
@@ -226,8 +225,7 @@ def _rejected(job: "MegatronJob", original: Any) -> Any:
 
 
 def _gathered(job: "MegatronJob", original: Any) -> Any:
-    """`disable_forward_pre_hook`: which is a section, unless it is a part of one. Who stands idle has nothing to
-    gather."""
+    """`disable_forward_pre_hook`: make it a section, unless it is part of one. An idle rank has nothing to gather."""
 
     @functools.wraps(original)
     def disable(chunks: Any, optimizer: Any = None, param_sync: bool = True) -> None:
@@ -242,8 +240,8 @@ def _gathered(job: "MegatronJob", original: Any) -> Any:
 
 
 def _by_groups_of_now(job: "MegatronJob", original: Any) -> Any:
-    """`save_checkpoint_and_time`: in another epoch its groups are others, and a joining rank has kept nothing, neither
-    of the checkpoints before nor of the one that the job began from."""
+    """`save_checkpoint_and_time`: drop cached strategies in a new epoch. Its groups are others then, and a joining rank
+    has cached nothing, neither from earlier checkpoints nor from the one that the job began from."""
     saved_in = 0
 
     @functools.wraps(original)

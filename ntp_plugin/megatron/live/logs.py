@@ -1,4 +1,4 @@
-"""A recovery in Megatron's own logs: TensorBoard and wandb, on the rank that has their writers."""
+"""Writes a recovery to Megatron's own logs, TensorBoard and wandb, on the rank that has their writers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ntp_plugin.telemetry import Recovered
 
 
 def into_logs(event: Recovered, step: int) -> None:
-    """Where there is a writer on this rank."""
+    """Log a recovery, if this rank has a writer."""
     tensorboard: Any = get_tensorboard_writer()
     wandb: Any = get_wandb_writer()
     numbers = {

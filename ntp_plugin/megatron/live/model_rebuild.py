@@ -1,13 +1,13 @@
-"""A model that is built again elsewhere, and whose sizes the real one takes over.
+"""Builds the model again for a new layout, and copies the sizes into the real one.
 
-A layer's width is written into many attributes of its modules, and the number of slots into what DDP keeps. None of
-them is computed here. The model is built once more by the user's own recipe, on the meta device, where nothing is
-allocated or drawn, with the layers of the new layout; then every real module takes over the attributes that are
-numbers, words or configurations. Parameters, buffers, hooks and whatever else a module has stay its own. DDP's
-constructor is run again on the same object, with what it was first given: it makes new buffers and buckets.
+A layer's width is written into many attributes of its modules, and the number of slots into what DDP keeps. The plugin
+computes none of them. It builds the model again by the user's own recipe, with the layers of the new layout, on the
+meta device, where nothing is allocated or drawn. Then every real module takes over the attributes that are numbers,
+strings or configurations. Parameters, buffers, hooks and all else of a module stay its own. DDP's constructor runs
+again on the same object, with its first arguments: it makes new buffers and buckets.
 
-Autograd keeps with a parameter what DDP hung there, also while nobody does but the trace of an error. It forgets that
-only where the parameter's dtype changes, so that is what happens, for a moment.
+Autograd keeps what DDP attached to a parameter, even if only the traceback of an error refers to it. It forgets that
+only when the parameter's dtype changes, so the dtype is changed for a moment.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from ntp_plugin.megatron.layers.uneven_layers import copy_cuts
 from ntp_plugin.megatron.reduction.lane_sync import bare
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
-"""What every module has, its `training` among them."""
+"""The attributes that every module has, including `training`."""
 
 
 class ModelRebuild:
-    """The model of this rank, and how it came to be."""
+    """The model of this rank, and how it was built."""
 
     def __init__(self, args: Any) -> None:
         self._args = args
@@ -39,14 +39,14 @@ class ModelRebuild:
         self.chunks: list[Any] = []
         self.optimizer: Any = None
         self.masks: ExactDropout | None = None
-        """What stands in the place of the model's dropouts."""
+        """Replaces the model's dropouts, if masks are exact."""
         self.scheduler: Any = None
         self._build_optimizer: Callable[[], Any] | None = None
 
-    # ------------------------------------------------ seeing it being built
+    # ------------------------------------------------ recording how it is built
 
     def set_up(self, original: Any) -> Any:
-        """`setup_model_and_optimizer`: remember how the model is built, and what came of it."""
+        """`setup_model_and_optimizer`: remember how the model is built, and the result."""
 
         @functools.wraps(original)
         def set_up(model_type: Any, model_provider_func: Any = None, *rest: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ class ModelRebuild:
         return set_up
 
     def built_optimizer(self, original: Any) -> Any:
-        """`get_megatron_optimizer`: remember what it is given."""
+        """`get_megatron_optimizer`: remember its arguments."""
 
         @functools.wraps(original)
         def build(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class ModelRebuild:
         return build
 
     def wrapper(self, original: Any) -> Any:
-        """`DistributedDataParallel.__init__`: remember what it is given."""
+        """`DistributedDataParallel.__init__`: remember its arguments."""
 
         @functools.wraps(original)
         def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class ModelRebuild:
     # ------------------------------------------------ building it again
 
     def elsewhere(self) -> list[torch.nn.Module]:
-        """The chunks of the model as the layers that are in place now make them, without values."""
+        """Return the model chunks as the current layers make them, without values."""
         assert self._build is not None, "a model has been set up"
         with torch.device("meta"), _on_its_own(self._args, bare(self.chunks[0]).config):
             chunks = self._build()
@@ -90,7 +90,7 @@ class ModelRebuild:
         return chunks
 
     def take_over(self, wanted: list[torch.nn.Module]) -> None:
-        """Have the real modules be as wide as these."""
+        """Give the real modules the sizes of these."""
         for chunk, new in zip(self.chunks, wanted, strict=True):
             real = bare(chunk)
             pairs = zip(real.named_modules(), new.named_modules(), strict=True)
@@ -101,7 +101,7 @@ class ModelRebuild:
             _have_groups_of(real, chunk)
 
     def wrap_again(self) -> None:
-        """Have DDP make its buffers, buckets and hooks anew, for the parameters of now."""
+        """Have DDP make its buffers, buckets and hooks again, for the current parameters."""
         for ddp, args, kwargs in self._wrapped:
             ddp.grad_accs, ddp.buffers, ddp.bucket_groups, ddp.param_to_bucket_group = [], [], [], {}
             training, waiting = ddp.training, forward_waits(ddp)
@@ -114,9 +114,9 @@ class ModelRebuild:
             ddp.train(training)
 
     def build_optimizer_again(self) -> None:
-        """Have the object that everybody knows be what Megatron builds for the parameters of now."""
+        """Turn the existing optimizer object into what Megatron builds for the current parameters."""
         assert self._build_optimizer is not None, "an optimizer has been built"
-        self.optimizer.chained_optimizers.clear()  # what the old one kept may be as large as the new one
+        self.optimizer.chained_optimizers.clear()  # frees the old state first, which may be as large as the new
         vars(self.optimizer).update(vars(self._build_optimizer()))
 
 
@@ -126,7 +126,7 @@ def forward_waits(ddp: Any) -> bool:
 
 
 def set_forward_waits(ddp: Any, *, waits: bool) -> None:
-    """Have it so."""
+    """Switch this waiting on or off."""
     if waits and not forward_waits(ddp):
         ddp.enable_forward_pre_hook()
     if forward_waits(ddp) and not waits:
@@ -134,7 +134,7 @@ def set_forward_waits(ddp: Any, *, waits: bool) -> None:
 
 
 def _chunks(model_type: Any, provider: Any, container: Any) -> list[Any]:
-    """The model without wrappers, as `setup_model_and_optimizer` has it built in either of its ways."""
+    """Return the model without wrappers, as `setup_model_and_optimizer` builds it in either of its ways."""
     from megatron.training import get_args  # noqa: PLC0415
 
     config = getattr(container, "model", None)
@@ -159,12 +159,12 @@ _WHILE_BUILT = {
     "init_model_with_meta_device": True,
     "perform_initialization": False,
 }
-"""So that Megatron names no other device, sums no embeddings over stages, and draws nothing."""
+"""With these, Megatron names no other device, sums no embeddings over stages, and draws nothing."""
 
 
 @contextlib.contextmanager
 def _on_its_own(*configured: Any) -> Iterator[None]:
-    """What is built on the meta device concerns no other rank, and leaves the generators as they are."""
+    """Build on the meta device without other ranks, and without changes to the generators."""
     state = torch.get_rng_state()
     before = [{key: getattr(one, key) for key in _WHILE_BUILT} for one in configured]
     for one in configured:
@@ -189,8 +189,8 @@ def _take_sizes(module: torch.nn.Module, model: torch.nn.Module, configs: tuple[
 
 
 def _have_groups_of(model: torch.nn.Module, wrapper: Any) -> None:
-    """What a model in half precision is wrapped in has kept the groups that the model had when it was wrapped, and is
-    asked for them first."""
+    """Update the groups that a half-precision wrapper has kept since it wrapped the model: Megatron asks the wrapper
+    first."""
     while wrapper is not model:
         if isinstance(getattr(wrapper, "pg_collection", None), ProcessGroupCollection):
             wrapper.pg_collection = model.pg_collection
@@ -204,7 +204,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _as_changed(real: Any, built: Any, own: Any) -> Any:
-    """The real configuration with the numbers in which a module's own differs from its model's."""
+    """Return the real configuration with the numbers in which a module's own differs from its model's."""
     changed = {
         key: value
         for key, value in vars(own).items()

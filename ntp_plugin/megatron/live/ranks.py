@@ -1,13 +1,12 @@
 """Megatron's lists of ranks, after its groups were edited.
 
-The groups are edited in place, so that every handle that Megatron and the user's script keep goes on. Beside them
-Megatron has the ranks of its groups as lists, and two numbers that it may be told: how many replicas there are, and
-which one this is. In a degraded layout they stay the nominal ones, as in a job that begins degraded
-(`megatron/groups.py`).
+The groups are edited in place, so that every handle that Megatron and the user's script keep stays valid. Besides them
+Megatron has the ranks of its groups as lists, and two numbers that can be set: how many replicas there are, and which
+one this is. In a degraded layout these stay nominal, as in a job that begins degraded (`megatron/groups.py`).
 
-A pipeline's group is the one that cannot be edited: in a column that has lost a slot another of its stage stands in,
-which is not among those that the group was made of. So in a degraded layout it is one of the groups of the epoch, and
-there are no embedding groups, again as in a job that begins degraded.
+A pipeline's group is the one that cannot be edited: in a column that has lost a slot, another slot of its stage stands
+in, which is not a member of the original group. So in a degraded layout it is one of the groups of the epoch, and there
+are no embedding groups, again as in a job that begins degraded.
 """
 
 from typing import Any
@@ -33,13 +32,13 @@ _OF_A_PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP", "_EMBEDD
 
 
 class MegatronRanks:
-    """What Megatron believes."""
+    """Updates Megatron's lists of ranks."""
 
     def __init__(self) -> None:
         self._nominal: dict[str, Any] = {}
 
     def tell(self, layout: Layout, make_groups: MakeGroups) -> None:
-        """Have Megatron's own numbers be those of the groups as they are now; all ranks call this together."""
+        """Set Megatron's own numbers to those of the current groups; all ranks call this together."""
         self._nominal = self._nominal or {name: getattr(parallel_state, name) for name in _OF_A_PIPELINE}
         vars(parallel_state).update(self._nominal)
         degraded = layout.degraded

@@ -1,9 +1,9 @@
-"""Loaders that are made when they are asked for a sample, and made again from another one on.
+"""Loaders that are built on demand, and again from another sample.
 
-Megatron builds its loaders once, on the first slot of each TP group. A step that is taken again needs its samples
-again, maybe by another share of the batch, and maybe on a slot that is the first of its group only now. So every slot
-of a group has the data sets, which are maps of files, and a `Rewindable` in place of each loader: nothing is read, and
-no worker started, until it is asked. How many samples the job has consumed is counted by Megatron, in its arguments.
+Megatron builds its loaders once, on the first slot of each TP group. A repeated step needs its samples again, maybe by
+another share of the batch, and maybe on a slot that has just become the first of its group. So every slot of a group
+has the data sets, which are maps of files, and a `Rewindable` in place of each loader: it reads nothing, and starts no
+worker, until it is asked. Megatron counts the consumed samples of the job, in its arguments.
 """
 
 import functools
@@ -18,14 +18,14 @@ type Make = Callable[[Any, int], Any]
 
 
 class Rewindable:
-    """An iterator over a loader's batches."""
+    """An iterator over a loader's batches that can restart from another sample."""
 
     def __init__(self, make: Callable[[int], Any], consumed: int, *, note: Callable[[Any], None] | None = None) -> None:
-        """`note` is told which samples each batch has, where the loader says that."""
+        """`note` is called with the samples of each batch, if the loader knows them."""
         self._make, self._consumed, self._note = make, consumed, note
         self._batches: Iterator[Any] | None = None
         self._ahead: deque[Any] = deque()
-        """What a loader has asked of its sampler, and not handed out yet."""
+        """What a loader has asked of its sampler, and not yielded yet."""
 
     def __iter__(self) -> "Rewindable":
         return self
@@ -45,19 +45,19 @@ class Rewindable:
         return len(self._make(0))
 
     def rewind(self, consumed: int) -> None:
-        """The next sample is the one after so many."""
+        """Continue after this number of consumed samples."""
         self._batches, self._consumed = None, consumed
         self._ahead.clear()
 
     def _look_into(self, loader: Any) -> None:
-        """torch's loaders keep their sampler from being replaced, but it only has to be looked at."""
+        """Observe the sampler of a loader; torch's loaders do not allow replacing it."""
         sampler = getattr(loader, "batch_sampler", None)
         if sampler is not None:
             vars(loader)["batch_sampler"] = _Seen(sampler, self._ahead)
 
 
 class _Seen:
-    """A sampler whose batches are noted as they are asked for."""
+    """A sampler that notes its batches as they are asked for."""
 
     def __init__(self, sampler: Any, ahead: deque[Any]) -> None:
         self._sampler, self._ahead = sampler, ahead
@@ -72,21 +72,21 @@ class _Seen:
 
 
 class SampleHooks:
-    """What is put around Megatron's data sets and loaders."""
+    """Wraps Megatron's data sets and loaders."""
 
     def __init__(self, args: Any, *, noted: bool = False) -> None:
-        """`noted`: whether somebody wants to know which samples were drawn."""
+        """`noted`: whether anyone needs the numbers of the drawn samples."""
         self._args, self._noted = args, noted
         self.drawn: list[int] = []
-        """By this process, from the training set, since the section was begun; if they are noted."""
+        """Samples that this process has drawn from the training set in this section, if they are noted."""
         self._sets: tuple[Any, Any, Any] = (None, None, None)
         self._training: list[Rewindable] = []
         self._validation: list[Rewindable] = []
         self.make_training: Callable[[Make], Make] = lambda even: even
-        """How the training loader is made in the layout of now, of how Megatron makes it."""
+        """Wraps Megatron's way to make the training loader, for the current layout."""
 
     def data_sets(self, original: Any) -> Any:
-        """`build_train_valid_test_datasets`: on every slot of a TP group as on its first."""
+        """`build_train_valid_test_datasets`: build them on every slot of a TP group as on its first."""
 
         @functools.wraps(original)
         def build(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class SampleHooks:
         return build
 
     def loader(self, original: Any) -> Any:
-        """`build_pretraining_data_loader`: later, and as often as it takes."""
+        """`build_pretraining_data_loader`: build it later, and as often as needed."""
 
         @functools.wraps(original)
         def build(dataset: Any, consumed: int) -> Any:
@@ -121,7 +121,7 @@ class SampleHooks:
         return build
 
     def rewind(self) -> None:
-        """To what Megatron has counted as consumed."""
+        """Rewind the loaders to what Megatron has counted as consumed."""
         for loader in self._training:
             loader.rewind(self._args.consumed_train_samples)
         for loader in self._validation:

@@ -1,8 +1,8 @@
-"""What happens when Megatron has parsed the arguments of a job that `ntp run` started with `--ntp-enable`.
+"""Builds the live job when Megatron has parsed its arguments, and ends it; for jobs of `ntp run` with `--ntp-enable`.
 
-Connections are opened and the world is made here, before Megatron would make it; Megatron finds it made. The rank
-begins to watch for losses at once: until the first section there is no way to go on after one, and whoever waits for
-the lost is let out with an error. It begins to beat with the first section, because what comes before may take long.
+It opens connections and makes the world before Megatron would; Megatron finds the world made. The rank watches for
+losses at once: until the first section there is no way to go on after one, and whoever waits for the lost rank gets an
+error. Heartbeats start with the first section, because what comes before may take long.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ class MegatronJob:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
         self.args, self.topology, self._policy = args, topology, policy
-        settings = fingerprints.settings(args, policy)  # before anything counts in the arguments
-        # An export is no part of the run that its copies are of, whose file of events this may be.
+        settings = fingerprints.settings(args, policy)  # before Megatron counts in the arguments
+        # An export must not write into the events file of the run that made its copies.
         record = (policy.events or place.events) if place.export is None else None
         self.teller = Teller(record, str(topology.slot_of(place.slot)))
         if place.export is not None:
@@ -89,7 +89,7 @@ class MegatronJob:
         )
         self._alone = Alone()
         if place.joining:
-            args.load = args.pretrained_checkpoint = None  # it gets all from the others
+            args.load = args.pretrained_checkpoint = None  # the other ranks send it everything
             apply_all(self._alone.table())
         else:
             self.driver = self.rank.drive(self.trainer)
@@ -107,7 +107,7 @@ class MegatronJob:
         return self.topology.slot_of(self.rank.place.slot).replica == 0
 
     def model_is_built(self) -> None:
-        """The last moment before training at which all ranks are together."""
+        """Begin the recovery state and copies: the last point before training at which all ranks are together."""
         if self.model_rebuild.masks is not None:
             self.model_rebuild.masks.into(self.model_rebuild.chunks)
         self.trainer.begin()
@@ -117,7 +117,7 @@ class MegatronJob:
         self.step.into(self.model_rebuild.optimizer)
 
     def _export(self, folder: Path) -> NoReturn:
-        """All that this process is for; the rest of the user's script is about training."""
+        """Write the export, which is all that this process is for; the rest of the user's script is about training."""
         self.trainer.resume()
         slot = self.topology.slot_of(self.rank.place.slot)
         with contextlib.closing(Teller(self._policy.events, str(slot))) as teller:
@@ -129,7 +129,7 @@ class MegatronJob:
         sys.exit(0)
 
     def _warn(self) -> None:
-        """What a loss would end the job by, said while something can still be done about it."""
+        """Warn of losses that would end the job, while something can still be done about it."""
         if self.rank.place.slot:
             return
         self._warn_of_memory()
@@ -137,8 +137,8 @@ class MegatronJob:
         if copies is not None:
             if copies.are_near_only:
                 _LOG.warning(
-                    "copies of what only one rank holds stay on its own host: a lost process is survived, and a lost"
-                    " host ends this job"
+                    "copies of what only one rank holds stay on its own host: the job survives a lost process, and a"
+                    " lost host ends it"
                 )
         elif self.args.use_distributed_optimizer:
             _LOG.warning(
@@ -156,15 +156,15 @@ class MegatronJob:
         if width:
             hint = "" if self.args.calculate_per_token_loss else " (--calculate-per-token-loss lets them be smaller)"
             _LOG.warning(
-                "a replica of fewer than %d slots would not fit into --ntp-gpu-memory-gb %s by its micro-batches%s, so"
-                " that it would go on without training",
+                "a replica of fewer than %d slots would not fit into --ntp-gpu-memory-gb %s with its micro-batches%s,"
+                " so it would be idle",
                 width,
                 self._policy.gpu_memory_gb,
                 hint,
             )
 
     def begin_sections(self) -> None:
-        """The job is driven from here on; a joining rank comes in."""
+        """Begin the sections: from here on the job survives losses, and a joining rank takes part."""
         slot = self.topology.slot_of(self.rank.place.slot)
         training = fingerprints.training(self.args, dict(named(self.model_rebuild.chunks)), slot)
         same_settings.require_same(self.rank, training, leaves=self._is_in_the_first_replica)
@@ -176,9 +176,9 @@ class MegatronJob:
             self.rank.watch()
         self.trainer.resume()
         self.loop.driver = self.driver
-        self._tell_the_beginning()
+        self._record_start()
 
-    def _tell_the_beginning(self) -> None:
+    def _record_start(self) -> None:
         each = self.args.global_batch_size // (self.args.micro_batch_size * self.topology.dp)
         framework = {"megatron-core": megatron.core.__version__}
         self.teller.tell(
@@ -186,12 +186,13 @@ class MegatronJob:
         )
 
     def end_sections(self) -> None:
-        """The training is over, and what it has come to is what everybody has."""
+        """Compare what the training has come to with all ranks, when it is over."""
         if self.trainer.copies is not None or self.step.watch.is_on:
             self.loop.section(self.step.compare_at_the_end, lambda: None)
 
     def end(self) -> None:
-        """With the others: a process that ends without it is lost, whatever its code."""
+        """End together with the other ranks: a process that ends without this counts as lost, whatever its exit
+        code."""
         if self.loop.driver is not None:
             self.driver.finish()
         if self.trainer.copies is not None:
@@ -214,7 +215,7 @@ def begin(args: Any, policy: TrainingPolicy) -> None:
 
 
 def end() -> None:
-    """After the user's script, where it ended well."""
+    """End the job after a script that ended well."""
     if Jobs.now is not None:
         sys.stdout.flush()
         Jobs.now.end()

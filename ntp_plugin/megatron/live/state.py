@@ -1,8 +1,8 @@
-"""What this rank trains: its weights, what its optimizer steps and keeps, in the layout of now.
+"""This rank's weights and optimizer state, moved from peers or restored from copies.
 
-Moved from peers it stays what it is, tensor by tensor (`resharding/sharded_state.py`). From copies all of it is put in
-anew: first every parameter is given the size that it will have, then Megatron's model, DDP and optimizer are those of
-the new layout, then what the optimizer steps is filled in, and last the weights are had from it.
+State that is moved from peers keeps its objects, tensor by tensor (`resharding/sharded_state.py`). From copies all of
+it is rebuilt: first every parameter gets its new size, then Megatron's model, DDP and optimizer become those of the new
+layout, then what the optimizer steps is filled in, and last the weights are computed from it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ type AmongThoseWhoTrain = Callable[[Callable[[], None]], None]
 
 
 class TrainedState:
-    """Of one rank."""
+    """The trained state of one rank."""
 
     def __init__(
         self,
@@ -45,37 +45,42 @@ class TrainedState:
         self.live = ShardedState(parameters, model_rebuild.optimizer.optimizer, mains=mains, joiner=joiner)
         self.live.refuse_what_cannot_be_cut()
         self.sync: LaneSync | None = None
-        """In a degraded layout."""
+        """Set in a degraded layout."""
         self._named: Naming | None = None
-        """In the layout that was asked for last."""
+        """Names in the layout of the last call."""
 
-    # ------------------------------------------------ told
+    # ------------------------------------------------ slices of tensors
 
     def parts(self, layout: Layout) -> list[Part]:
-        """What is to be copied, where it lives."""
+        """Return what is to be copied, in place."""
         return parts(self._stepped(layout), self._model_rebuild.optimizer.optimizer)
 
     def replicated_state(self, layout: Layout) -> Iterator[tuple[str, str, TensorSlice, dict[str, torch.Tensor]]]:
-        """What every replica has: its name, among which replica digests it is, and the piece that this rank has of it.
-        What is replicated over a TP group is compared with the same slot's in other replicas: only these sum their
+        """Yield what every replica has: its name, among which replica digests it is, and the slice that this rank has
+        of it. What is replicated over a TP group is compared with the same slot in other replicas: only these sum their
         gradients together, bit for bit."""
-        for tensor, piece in self.pieces(layout):
+        for tensor, tensor_slice in self.slices(layout):
             entries, of_slot = self.live.entries(tensor.name), f" of TP slot {layout.slot.tp}" * (not tensor.family)
-            among = piece.tensor if tensor.family == SHARED else f"stage {layout.slot.stage}{of_slot}"
-            yield piece.tensor + of_slot, among, piece, {WEIGHT: entries[WEIGHT]} if self._sharded else entries
+            among = tensor_slice.tensor if tensor.family == SHARED else f"stage {layout.slot.stage}{of_slot}"
+            yield (
+                tensor_slice.tensor + of_slot,
+                among,
+                tensor_slice,
+                {WEIGHT: entries[WEIGHT]} if self._sharded else entries,
+            )
 
-    def pieces(self, layout: Layout) -> Iterator[tuple[Tensor, TensorSlice]]:
-        """What this rank has of each tensor, of which its replica has a whole."""
+    def slices(self, layout: Layout) -> Iterator[tuple[Tensor, TensorSlice]]:
+        """Yield what this rank has of each tensor; its replica has the whole."""
         naming, slot = self._naming(layout), layout.slot
         for name, tensor in naming.tensors.items() if not layout.is_idle else ():
             size = self.live.parameters[name].numel()
             whole = f"r{slot.replica}{naming.stage(name)}"
-            yield tensor, naming.piece(name, naming.places(name), 0, size, whole)
+            yield tensor, naming.tensor_slice(name, naming.places(name), 0, size, whole)
 
     # ------------------------------------------------ from copies
 
     def lose(self, layout: Layout, version: int) -> None:
-        """Make room for parts of the size that they will have; whatever lives is of no use."""
+        """Allocate the parameters in their new sizes; their current values are discarded."""
         naming = self._naming(layout)
         for name, tensor in naming.tensors.items():
             shape = (0,) if layout.is_idle else local_shape(tensor, naming.units(tensor))
@@ -88,7 +93,7 @@ class TrainedState:
         self.live.switch()
 
     def shard_again(self, layout: Layout, among_those_who_train: AmongThoseWhoTrain) -> None:
-        """With the distributed optimizer, have it be what Megatron builds for the shards of now."""
+        """With the distributed optimizer, rebuild it as Megatron does for the current shards."""
         if not self._sharded:
             return
         take_back = apply_all(hooks.of_the_optimizer(self.sync), offered=False) if self.sync else None
@@ -101,14 +106,14 @@ class TrainedState:
             self.live.have_optimizer(self._model_rebuild.optimizer.optimizer)
 
     def make_room(self, layout: Layout, kinds: Mapping[str, Any]) -> list[Part]:
-        """Where what the copies have is to be put."""
+        """Return the places into which the copies are restored."""
         if layout.is_idle:
             return []
         return make_room(self._stepped(layout), self._model_rebuild.optimizer.optimizer, kinds)
 
     @torch.no_grad()
     def have_weights(self) -> None:
-        """Of what is stepped; all who train come together."""
+        """Compute the weights from what is stepped; all ranks that train take part."""
         if not self._sharded:
             for name, main in _mains(self._model_rebuild.optimizer, self.live.parameters).items():
                 self.live.parameters[name].data.copy_(main)
@@ -123,7 +128,7 @@ class TrainedState:
 
     @torch.no_grad()
     def wait_for_weights(self) -> None:
-        """With `--overlap-param-gather` they are on their way when a step ends."""
+        """Wait for weights that are on their way when a step ends, with `--overlap-param-gather`."""
         for chunk in self._model_rebuild.chunks if self._sharded else ():
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -145,12 +150,12 @@ class TrainedState:
 
 
 def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
-    """The float32 copies that are stepped instead of parameters in bf16, by the parameters' names."""
+    """Return the float32 copies that are stepped instead of bf16 parameters, by the parameters' names."""
     names = {parameter: name for name, parameter in parameters.items()}
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(chained) != 1:
         raise Refused(
-            f"Megatron made {len(chained)} optimizers for this model, and only one can be taken through a loss",
+            f"Megatron made {len(chained)} optimizers for this model, and only one can be kept through a loss",
             way_out="leave out what some parameters have an optimizer of their own for, or start by torchrun",
         )
     (optimizer,) = chained

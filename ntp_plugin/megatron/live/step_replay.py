@@ -1,8 +1,8 @@
-"""What a section changes before its vote besides gradients, and how it is had back for another try.
+"""Saves and restores what a section changes before its vote, apart from gradients.
 
-A section can be left anywhere. Then timers of Megatron's run that nobody stopped, or stand still and should run; its
-machine for repeated steps believes to be in one; an evaluation has switched dropouts off and timers away and has
-counted samples. Loaders stand somewhere, and after a recovery they are to be those of another share of the batch.
+A loss can interrupt a section anywhere. Then some of Megatron's timers still run that nobody stopped, or are stopped
+and should run; its rerun machine believes that it is in a step; an evaluation has switched off dropouts and timers and
+has counted samples. Loaders are at some sample, and after a recovery they must follow another share of the batch.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ntp_plugin.megatron.live.samples import SampleHooks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SectionSnapshot:
-    """What was so when a section began."""
+    """The state of the loop when a section began."""
 
     args: Any
     model_rebuild: ModelRebuild
@@ -31,7 +31,7 @@ class SectionSnapshot:
     waiting: tuple[bool, ...]
 
     def restore(self) -> None:
-        """Have it so again."""
+        """Restore this state."""
         for name, timer in get_timers()._timers.items():
             if name not in self.running:
                 timer._started = False
@@ -48,18 +48,18 @@ class SectionSnapshot:
 
 
 class LoopState:
-    """Looks at what is so, and has loaders follow the epochs."""
+    """Takes snapshots of the loop, and rewinds loaders in a new epoch."""
 
     def __init__(self, args: Any, model_rebuild: ModelRebuild, samples: SampleHooks, groups: ElasticGroups) -> None:
         self._args, self._model_rebuild, self._samples, self._groups = args, model_rebuild, samples, groups
         self._epoch = 0
         self.consumed: Callable[[], int] = lambda: args.consumed_train_samples
-        """Samples that are in the state, which may be older than what the job has come to, where copies had it so."""
+        """Returns the consumed samples in the state, which may be older than the job if it is from copies."""
         self.catch_up: Callable[[], None] = _nothing
-        """Have the state that the job has come to."""
+        """Brings the state up to the job."""
 
     def recall(self) -> SectionSnapshot:
-        """As it is now."""
+        """Return a snapshot of the current state."""
         machine, config = get_rerun_state_machine(), self._model_rebuild.chunks[0].config
         return SectionSnapshot(
             args=self._args,
@@ -73,7 +73,7 @@ class LoopState:
         )
 
     def begin_work(self) -> None:
-        """A section is begun, for the first time or again: after a recovery, from the samples that are consumed."""
+        """Begin a section, for the first time or again; after a recovery, from the consumed samples."""
         self._samples.drawn.clear()
         come_to, self._args.consumed_train_samples = self._args.consumed_train_samples, self.consumed()
         try:
@@ -81,10 +81,10 @@ class LoopState:
                 self._samples.rewind()
                 self._epoch = self._groups.epoch
             self.catch_up()
-            assert self._args.consumed_train_samples == come_to, "steps that are taken again consume the same samples"
+            assert self._args.consumed_train_samples == come_to, "repeated steps consume the same samples"
         finally:
             self._args.consumed_train_samples = come_to  # also where a loss interrupts it
 
 
 def _nothing() -> None:
-    """There are no copies."""
+    """Do nothing, without copies."""

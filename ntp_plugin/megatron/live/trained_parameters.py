@@ -1,7 +1,7 @@
-"""Those who train, where some stand idle: what Megatron does with the whole world is done by them as if they were that.
+"""Runs work among the ranks that train, where other ranks are idle, as if they were the whole world.
 
-Slots of a replica that is too narrow to go on are members of the job, and train nothing. Megatron knows nobody of that
-kind: it sums over the world, and asks all of it.
+Slots of a replica that is too narrow to go on are members of the job, and train nothing. Megatron does not know such
+ranks: it sums over the world, and waits for all of it.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ type MakeGroups = Callable[[Sequence[Sequence[Slot]]], list[Any]]
 
 
 class Trainees:
-    """Of the layout of now."""
+    """The ranks that train in the current layout."""
 
     def __init__(self, make_groups: MakeGroups, alone: Callable[[], Any]) -> None:
-        """`alone` is the group of this rank by itself."""
+        """`alone` returns the group of this rank alone."""
         self._make_groups, self._alone = make_groups, alone
         self._worlds: dict[int, Any] = {}
 
     def do[Result](self, work: Callable[[], Result], layout: Layout, epoch: int) -> Result | None:
-        """All members call this; it does nothing on those who do not train."""
+        """Run `work` on the ranks that train; all members call this."""
         if not layout.idle:
             return work()
         world = self._world(layout, epoch)
@@ -36,7 +36,7 @@ class Trainees:
             return work()
 
     def _world(self, layout: Layout, epoch: int) -> Any:
-        """A group, made once in an epoch."""
+        """Return the group of the ranks that train, made once in an epoch."""
         if self._worlds.keys() != {epoch}:
             (made,) = self._make_groups([layout.slots])
             self._worlds = {epoch: made or self._alone()}
@@ -45,7 +45,7 @@ class Trainees:
 
 @contextlib.contextmanager
 def _instead_of_the_world(group: Any) -> Iterator[None]:
-    """Its ranks are the global ones then."""
+    """Make a group the world; its ranks become the global ones."""
     everybody, ranks = dist.group.WORLD, c10d._world.pg_group_ranks[group]
     c10d._world.pg_group_ranks[group] = {own: own for own in ranks.values()}
     c10d._update_default_pg(group)

@@ -1,9 +1,8 @@
-"""What a rank of a live Megatron job does in a recovery: where it stands, what comes next, and to stand on that.
+"""A rank's part in a recovery of a live Megatron job: report, plan, resume.
 
-`resume_from` may be interrupted anywhere. Parameters and optimizer state are held together by `resharding/reshard.py`.
-Everything else is made from nothing each time: Megatron's own functions are put back first, and then what the new
-layout needs is put in their place. So the way does not matter by which a layout was come to, and with nobody lost
-Megatron runs by itself again.
+A loss may interrupt `resume_from` anywhere. `resharding/reshard.py` keeps parameters and optimizer state consistent.
+Everything else is rebuilt each time: Megatron's own functions are restored first, then what the new layout needs is
+installed. So the result does not depend on the layouts before, and with nobody lost Megatron runs unchanged again.
 """
 
 import functools
@@ -49,11 +48,11 @@ from ntp_plugin.telemetry import CopyTrouble, Recovered, Teller
 _LOG = logging.getLogger(__name__)
 _UNITS = "units of all stages"
 _CONNECT_S = 5.0
-"""For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""
+"""Time for a member to connect to a lane. A death ends the wait at once, so this is only for undetected trouble."""
 
 
 class MegatronTrainer:
-    """A `Trainer` of one rank."""
+    """The `Trainer` of one rank."""
 
     def __init__(
         self,
@@ -73,21 +72,22 @@ class MegatronTrainer:
         self._loop, self._model_rebuild, self._samples = loop, model_rebuild, samples
         self._joiner, self._teller = joiner, teller
         self.share: BatchShare | None = None
-        """Of the global batch, while somebody is lost."""
+        """This replica's share of the global batch, while any slot is lost."""
         self.idle, self.first = False, self._groups.slot == 0
-        """Whether this rank trains nothing, its replica being too narrow; and whether it is the first of who trains."""
+        """Whether this rank trains nothing, because its replica is too narrow; whether it is the first rank that
+        trains."""
         self._idle: frozenset[Slot] = frozenset()
-        """All of them."""
+        """All idle slots."""
         self._trainees = Trainees(self._make_groups, lambda: self._alone)
         self._plan: NextPlan
         self.state: TrainedState
         self.copies: JobCopies | None = None
-        """Where this job makes them."""
+        """The copies, if this job makes them."""
         self.how_far: LoopProgress
-        """Goes with them."""
+        """Goes with the copies."""
         self._held_once = topology.dp == 1
         self._put_together = False
-        """Whether state was begun to be put together from copies, and that has not ended."""
+        """Whether restoring state from copies has begun and not ended."""
         self._sharded = bool(args.use_distributed_optimizer)
         self._alone: Any = None
         self._own: tuple[Any, Any] | None = None
@@ -97,23 +97,23 @@ class MegatronTrainer:
         self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
 
     def layout(self, lost: frozenset[Slot] = frozenset(), idle: frozenset[Slot] = frozenset()) -> Layout:
-        """Of those who are members, without the lost."""
+        """Return the layout of the members, without the lost slots."""
         rank = self._groups.rank_of(self._groups.slot)
         return Layout(topology=self._topology, lost=lost, idle=idle, rank=rank)
 
     @property
     def too_large_below(self) -> int:
-        """Fewer slots than this would not fit into the memory that the job was given; 0 where all would."""
+        """Replicas of fewer slots would not fit into the memory limit of the job; 0 if all fit."""
         return self._plan.too_large_below
 
     @property
     def lost(self) -> frozenset[Slot]:
-        """Who is not a member now."""
+        """The slots that are not members now."""
         newest = self._lost[max(self._lost)]
         return frozenset(map(self._topology.slot_of, newest))
 
     def begin(self) -> None:
-        """Know the model, now that there is one; what could not be cut is refused here. All ranks come together."""
+        """Take the model, once there is one, and refuse what could not be cut; all ranks take part."""
         layout, model_rebuild = self.layout(), self._model_rebuild
         layers = UnevenLayers(layout, self._args, granule=self._policy.granule)
         take_back = apply_all(hooks.of_layers(layers), offered=False)
@@ -165,13 +165,13 @@ class MegatronTrainer:
         refuse_unequal_replicas(plan_relayout(self._plan.nominal, held, 0), self.state.live, self._groups)
 
     def resume(self) -> None:
-        """Begin from what a dead run has left in memory, if that is what is wanted; all founders come together."""
+        """Begin from what a dead run has left in memory, if the user wants that; all founders take part."""
         folder = self._rank.place.resume
         if folder is None or self._joiner:
             return
         if self.copies is None:
             raise Refused(
-                "--ntp-resume: this job makes no copies, so none of its kind were made",
+                "--ntp-resume: this job makes no copies, so there are none to resume from",
                 way_out="--ntp-copies-protect all in both runs, or begin from the last checkpoint",
             )
         layout = self.layout()
@@ -185,7 +185,7 @@ class MegatronTrainer:
     # ------------------------------------------------ a recovery
 
     def report(self) -> Report:
-        """An update is made in place, so there is no way back."""
+        """Report what this rank holds. An update is made in place, so there is no way back."""
         loop = self._loop
         live = None if self._sharded or self._put_together else self.state.live.held(self._lost).encode()
         copied = None if self.copies is None else self.copies.describe()
@@ -193,11 +193,11 @@ class MegatronTrainer:
         return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, joiner=self._joiner, held=held)
 
     def plan(self, agreed: Agreed) -> str:
-        """Who holds what, computes what and sends what, from what everybody reported."""
+        """Plan who holds, computes and sends what, from what all ranks reported."""
         return self._plan.make(agreed, known=None if self._joiner else self.lost, copies=self.copies)
 
     def resume_from(self, agreed: Agreed) -> None:
-        """Roll forward, move what changes hands, compare everything, and have Megatron run in the new layout."""
+        """Roll forward, move what changes hands, compare everything, and set Megatron up for the new layout."""
         if agreed.decision.roll_forward:
             mine = self._groups.slot in agreed.decision.roll_forward
             self._loop.roll_forward(mine=mine, joiner=self._joiner, really=not self._plan.from_copies)
@@ -206,15 +206,15 @@ class MegatronTrainer:
         self._rest = _nothing
         if self._plan.from_copies:
             self._put_together = True
-            gone = tuple(rank for rank in range(self._topology.size) if rank not in agreed.reports)
-            self._lost = {agreed.view.epoch: gone}
+            lost_ranks = tuple(rank for rank in range(self._topology.size) if rank not in agreed.reports)
+            self._lost = {agreed.view.epoch: lost_ranks}
             self.state.lose(self.layout(self.lost, frozenset(self._plan.goal.idle)), agreed.view.epoch)
         else:
             self._lost = self._plan.moves[self.layout().slot.stage].lost
             self._move(agreed)
         if any(report.joiner for report in agreed.reports.values()):
             self._share_counts()
-        assert self._loop.done == agreed.decision.step, "all stand on one step"
+        assert self._loop.done == agreed.decision.step, "all ranks resume from one step"
         self._idle = frozenset(self._plan.goal.idle)
         layout = self.layout_now
         self._ranks.tell(layout, self._make_groups)
@@ -228,11 +228,12 @@ class MegatronTrainer:
         if self.copies is not None:
             self._settle_copies(self.copies, layout)
         self._joiner = False
-        self._tell(agreed)
-        self._tell_if_held_once(layout)
+        self._record_recovery(agreed)
+        self._warn_if_held_once(layout)
 
     def _move(self, agreed: Agreed) -> None:
-        """What a joining rank's optimizer keeps comes while all train; but copies are of whole states."""
+        """Move state. A joining rank's optimizer state comes while all train, unless there are copies, which are of
+        whole states."""
         ahead = self.copies is None and any(report.joiner for report in agreed.reports.values())
         moved = (relayout_weights if ahead else relayout)(
             self._plan.moves, self.state.live, self._groups, step=agreed.decision.step
@@ -241,24 +242,25 @@ class MegatronTrainer:
             self._rest = moved
 
     def have_the_rest(self) -> None:
-        """Of the state, where joining ranks came in with weights alone; all members call this, before anybody steps."""
+        """Receive the rest of the state, if joining ranks began with weights alone; all members call this before
+        anybody steps."""
         if self._rest is not _nothing:
             self.wait_for_the_rest()
 
     def wait_for_the_rest(self) -> None:
-        """Also those who had it all compare it with theirs; chaos comes here too."""
+        """Wait for the rest, and compare it on all ranks. Faults can be injected here."""
         self._rest()
         self._rest = _nothing
 
-    def _tell_if_held_once(self, layout: Layout) -> None:
-        """Once, until there are several again. Whether copies are made was decided at the start, by how many there
-        were."""
+    def _warn_if_held_once(self, layout: Layout) -> None:
+        """Warn once, until there are several replicas again. The number of replicas at the start decides whether copies
+        are made."""
         news, self._held_once = layout.is_held_once and not self._held_once, layout.is_held_once
         if self.copies is not None or not (news and self.first):
             return
         what = (
-            f"replica {layout.slots[0].replica} is the only one left that trains, what its slots hold is held once from"
-            " now on, and this job makes no copies: another loss ends it unless replicas come back before"
+            f"only replica {layout.slots[0].replica} still trains, so no other rank holds what its slots hold, and this"
+            " job makes no copies: another loss ends it unless replicas come back before"
             " (--ntp-copies-protect all, at the start, has everything copied)"
         )
         _LOG.warning("copies: %s", what)
@@ -275,8 +277,8 @@ class MegatronTrainer:
             self._put_together = False
         copies.settle(who_trains(layout), functools.partial(self.state.parts, layout))
 
-    def _tell(self, agreed: Agreed) -> None:
-        """Whoever looks on hears that this rank goes on, and in which layout."""
+    def _record_recovery(self, agreed: Agreed) -> None:
+        """Record that this rank goes on, and in which layout."""
         topology, lost = self._topology, self.lost
         surviving = self._plan.nominal.surviving(lost)
         size, stages = self._args.micro_batch_size, range(topology.pp)
@@ -299,11 +301,11 @@ class MegatronTrainer:
         into_logs(event, self._args.curr_iteration + 1)
 
     def _share_counts(self) -> None:
-        """What the job has counted so far, from who was there to joining ranks."""
-        told: list[Counts | None] = [None] * len(self._groups.members)
-        dist.all_gather_object(told, None if self._joiner else count(self._args, self._model_rebuild, self._loop))
+        """Send the counts of the job to joining ranks."""
+        gathered: list[Counts | None] = [None] * len(self._groups.members)
+        dist.all_gather_object(gathered, None if self._joiner else count(self._args, self._model_rebuild, self._loop))
         if self._joiner:
-            adopt(next(counts for counts in told if counts), self._args, self._model_rebuild, self._loop)
+            adopt(next(counts for counts in gathered if counts), self._args, self._model_rebuild, self._loop)
             if self.copies is not None:
                 self.copies.steps = self.copies.state_of = self._args.iteration
 
@@ -314,27 +316,27 @@ class MegatronTrainer:
 
     @property
     def stage(self) -> int:
-        """Which this rank is in, whoever is lost."""
+        """The stage of this rank, whoever is lost."""
         return self._topology.slot_of(self.slot_number).stage
 
     @property
     def layout_now(self) -> Layout:
-        """The one that the last recovery came to."""
+        """The layout of the last recovery."""
         return self.layout(self.lost, self._idle)
 
     def distrust(self, since: int) -> None:
-        """What was copied of later steps than that; the job stops."""
+        """Discard copies of later steps than `since`, before the job stops."""
         if self.copies is not None:
             self.copies.distrust_since(since)
 
     def replicated_state(self) -> ReplicatedState:
-        """What all replicas have, with what is on its way; all members call this."""
+        """Yield what all replicas have, including what is on its way; all members call this."""
         self.have_the_rest()
         self.state.wait_for_weights()
         yield from self.state.replicated_state(self.layout_now)
 
     def among_those_who_train[Result](self, work: Callable[[], Result]) -> Result | None:
-        """Something that Megatron does with the whole world; all members call this."""
+        """Run something that Megatron does with the whole world; all members call this."""
         return self._trainees.do(work, self.layout_now, self._groups.epoch)
 
     # ------------------------------------------------ Megatron's functions
@@ -349,7 +351,7 @@ class MegatronTrainer:
 
     def _put_in(self, layout: Layout) -> None:
         model_rebuild, args = self._model_rebuild, self._args
-        if self._own is None:  # Megatron sets it when training begins, which a joining rank comes in before
+        if self._own is None:  # Megatron sets it when training begins, and a rank joins before that
             config = model_rebuild.chunks[0].config
             self._own = config, config.finalize_model_grads_func or finalize_model_grads
         job = JobPlan(
@@ -385,7 +387,7 @@ class MegatronTrainer:
 
 
 def _nothing() -> None:
-    """There is nothing to take back."""
+    """Nothing to undo."""
 
 
 def _as_it_is(even: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The section that is a training step.
+"""The section that is a training step: votes, then applies; rebuilds the result if interrupted.
 
-Megatron's `train_step` runs as it is. The vote is put where the optimizer would change something: before it applies
-gradients that are reduced and clipped, or where it skips a step because of them. What follows in `train_step` is for
-the log: the norm, the losses, the schedule of the learning rate. A rank that a loss keeps from that, after the vote,
-tells the same by what it remembers. The losses of the global batch travel with the vote.
+Megatron's `train_step` runs unchanged. The vote comes where the optimizer would change something: before it applies
+reduced and clipped gradients, or where it skips a step because of them. What follows in `train_step` is for the log:
+the norm, the losses, the learning-rate schedule. If a loss keeps a rank from that after the vote, the rank returns the
+same from what it remembers. The losses of the global batch travel with the vote.
 """
 
 import functools
@@ -29,13 +29,13 @@ from ntp_plugin.telemetry import Committed, Teller
 
 _SOMEBODY_ASKS, _NORM, _REJECTED, _COPIES = range(4)
 _LOSSES = _COPIES + WORDS
-"""What the numbers of the vote are; the last are as many as the losses have."""
+"""Positions in the vector that the vote sums; the last part has one number per value of the losses."""
 
 type Losses = list[dict[str, torch.Tensor]]
 
 
 class TrainingStep:
-    """What is put around `train_step` and into the optimizer."""
+    """Wraps `train_step` and the optimizer."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class TrainingStep:
         self.watch = watch
         loop.not_finite = lambda: watch.not_finite(self._in_the_state)
         self.over = 0
-        """Training steps that are over, as far as this process took part in them; 0 before the first one."""
+        """Completed training steps, as far as this process took part in them; 0 before the first one."""
         self._rejected = ""
-        """Why Megatron would end the job by the step in flight: a result that is not finite."""
+        """Why Megatron would end the job at the step in flight: a result that is not finite."""
         surroundings.catch_up, surroundings.consumed = self.catch_up, self._consumed
         self._somebody_asks = False
         self._kinds: tuple[int, Mapping[str, int]] | None = None
-        """As all said in an epoch, until a step is done."""
+        """The kinds of losses that all ranks reported in an epoch, until a step is done."""
         self._losses: Losses = []
         self._global = False
         self._norm: Any = None
@@ -69,9 +69,9 @@ class TrainingStep:
         self._scheduled_before = 0
         self._voted = False
         self._take: Callable[[], Any] = _nothing
-        """A step, as Megatron last asked for it."""
+        """A step, as Megatron last called it."""
         self._again = False
-        """Whether it is one that was over before."""
+        """Whether the step was over before, and is repeated."""
 
     def section(self, original: Any) -> Any:
         """`train_step`."""
@@ -82,8 +82,8 @@ class TrainingStep:
             self._scheduled_before = self._scheduler.num_steps
             self._take = functools.partial(original, *args, **kwargs)
             work, began_at = self._begin, time.monotonic()
-            result = self._loop.section(work, self._told, is_step=True)
-            self._tell(time.monotonic() - began_at)
+            result = self._loop.section(work, self._step_result, is_step=True)
+            self._record_step(time.monotonic() - began_at)
             return result
 
         return step
@@ -98,25 +98,25 @@ class TrainingStep:
         if self._trainer.idle:
             self._trainer.have_the_rest()
             self._vote(_nothing)
-            return self._told()
+            return self._step_result()
         result = self._take()
-        if not self._voted:  # Megatron has computed the step again, to the same end, and would leave without a word
+        if not self._voted:  # Megatron has repeated the step with the same result, and would skip it silently
             self.reject("see Megatron's log above")
             self._vote(_nothing)
         return result
 
     @property
     def _in_the_state(self) -> int:
-        """Training steps that this rank's state has in it, while the next one is taken."""
+        """Training steps in this rank's state, while the next one is taken."""
         copies = self._trainer.copies
         return int(self._args.curr_iteration) if copies is None else copies.state_of
 
     def reject(self, why: str) -> None:
-        """A result of the step in flight is not finite: nobody applies it."""
+        """Note that a result of the step in flight is not finite: nobody applies it."""
         self._rejected = self._rejected or why
 
     def compare_at_the_end(self) -> None:
-        """In a section of its own, after the last step."""
+        """Compare replicas after the last step, in a section of its own."""
         self.watch.before_it_counts(self.over)
         self._loop.vote(lambda _: None, torch.zeros(1))
 
@@ -126,21 +126,21 @@ class TrainingStep:
         return self._trainer.how_far.consumed if behind else counted
 
     def catch_up(self) -> None:
-        """Have the state that the job has come to, and compare and copy it if it is time; before any section."""
+        """Bring the state up to the job, then compare and copy it if due; called before any section."""
         copies = self._trainer.copies
         if not self._loop.in_step:
             self._trainer.have_the_rest()
         if copies is None:
             self.watch.look(self._args.curr_iteration)
             return
-        if copies.state_of < copies.steps:  # it has just been put together, and compared
+        if copies.state_of < copies.steps:  # it has just been restored and compared
             copies.begin()
             self._take_again(copies)
         self.watch.look(copies.steps)
         copies.begin()
 
     def _take_again(self, copies: JobCopies) -> None:
-        """The steps that are over and not in the state."""
+        """Repeat the steps that are over and not in the state."""
         args = self._args
         while copies.state_of < copies.steps:
             before, self._again = self._surroundings.recall(), True
@@ -155,18 +155,18 @@ class TrainingStep:
                 self._again = False
             args.consumed_train_samples += args.global_batch_size
             before.restore()
-            self._samples.drawn.clear()  # that step was told of when it was taken first
+            self._samples.drawn.clear()  # the step was recorded when it was taken first
 
     def reported(self, losses: Losses, *, of_all: bool) -> None:
-        """What the micro-batches of this replica reported, or of all replicas already."""
+        """Keep what the micro-batches of this replica reported, or of all replicas."""
         self._losses, self._global = losses, of_all
 
     # ------------------------------------------------ the optimizer
 
     def into(self, optimizer: Any) -> None:
-        """Have an optimizer of Megatron's vote before it changes anything, or where it does not because of a norm."""
+        """Have an optimizer of Megatron vote before it changes anything, or where it skips a step because of a norm."""
         for group in SEPARATE_GRAD_NORM_GROUPS:
-            optimizer.has_grad_norm_group(group)  # asked of all once, and kept: not in a step, that some may do twice
+            optimizer.has_grad_norm_group(group)  # cached now: it asks all ranks, and in a step some may ask twice
         step, apply = optimizer.step, optimizer.step_with_ready_grads
 
         @functools.wraps(step)
@@ -219,13 +219,13 @@ class TrainingStep:
         self._somebody_asks = bool(self._loop.outcome[_SOMEBODY_ASKS])
         self.over = self._args.curr_iteration + 1
         if self._loop.kinds is None:
-            assert self._kinds is not None, "the numbers were made of them"
+            assert self._kinds is not None, "the numbers were made from them"
             self._loop.kinds = self._kinds[1]
         copies = self._trainer.copies
         if copies is None:
             return apply()
         result = self._heard_again(apply, self._loop.outcome) if really else None
-        copies.steps += 1  # not before: a loss that interrupts what is applied may have the step taken once more
+        copies.steps += 1  # not before: a loss during the update may repeat the step
         return result
 
     def _refuse_what_is_rejected(self) -> None:
@@ -241,21 +241,21 @@ class TrainingStep:
 
     def _heard_again(self, apply: Any, outcome: torch.Tensor) -> Any:
         copies, members = self._trainer.copies, dist.get_world_size()
-        assert copies is not None, "steps are taken again by what is copied"
+        assert copies is not None, "only copies repeat steps"
         copies.heard([int(number) == members for number in outcome[_COPIES:_LOSSES]])
         return copies.stepped(apply)
 
-    # ------------------------------------------------ what is told
+    # ------------------------------------------------ what is reported
 
     def _kinds_of_losses(self) -> Mapping[str, int]:
-        """Name -> how many numbers are reported under it, which only the last stage knows by itself."""
+        """Return name -> how many numbers are reported under it; only the last stage knows it alone."""
         if self._loop.kinds is not None:
             return self._loop.kinds
         if self._kinds is None or self._kinds[0] != self._rank.groups.epoch:
             mine = {name: value.numel() for name, value in (self._losses[0] if self._losses else {}).items()}
-            told: list[dict[str, int]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(told, mine)
-            self._kinds = self._rank.groups.epoch, dict(sorted(pair for kinds in told for pair in kinds.items()))
+            gathered: list[dict[str, int]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(gathered, mine)
+            self._kinds = self._rank.groups.epoch, dict(sorted(pair for kinds in gathered for pair in kinds.items()))
         return self._kinds[1]
 
     def _is_replica_leader(self) -> bool:
@@ -272,8 +272,8 @@ class TrainingStep:
             return mean if self._global else mean / parallel_state.get_data_parallel_world_size()
         return torch.stack(values).sum(0)
 
-    def _told(self) -> tuple[Any, ...]:
-        """What `train_step` would have returned."""
+    def _step_result(self) -> tuple[Any, ...]:
+        """Return what `train_step` would have returned."""
         copies = self._trainer.copies
         behind = copies is not None and copies.state_of < copies.steps  # the step will be taken again, schedule and all
         if not (self._skipped or behind) and self._scheduler.num_steps == self._scheduled_before:
@@ -288,7 +288,7 @@ class TrainingStep:
         self._scheduler.step(increment=samples * args.gtp_weight_remat_size)
 
     def _losses_of_all(self) -> dict[str, torch.Tensor]:
-        """As the vote summed them."""
+        """Return the losses that the vote summed."""
         losses, at = {}, _LOSSES
         assert self._loop.kinds is not None, "there was a vote"
         for name, size in self._loop.kinds.items():
@@ -297,8 +297,8 @@ class TrainingStep:
             at += size
         return losses
 
-    def _tell(self, seconds: float) -> None:
-        """Whoever looks on hears of the step."""
+    def _record_step(self, seconds: float) -> None:
+        """Record the committed step."""
         if not self._teller.is_heard:
             return
         self._teller.tell(
@@ -313,4 +313,4 @@ class TrainingStep:
 
 
 def _nothing() -> None:
-    """A step that is skipped applies nothing."""
+    """Apply nothing, in a skipped step."""

@@ -1,16 +1,16 @@
-"""Micro-batches whose gradients are not summed yet, as Megatron marks them, in a form that can be broken off.
+"""`no_sync` that a loss can interrupt: marks micro-batches whose gradients are not summed yet, as Megatron's does.
 
 `DistributedDataParallel.no_sync` is a generator. The schedule of a pipeline enters it by hand, so a loss leaves it
-suspended, and whenever Python comes to collect what was left of that step, some steps later and in the middle of
-another one, it says then and there that the last micro-batch has come. The buckets were summed too early, without an
-error: weights were off by half a percent (tests/megatron/test_live.py has both). This one says nothing by itself.
+suspended. Whenever Python collects it, some steps later and in the middle of another one, it marks the last micro-batch
+as come. The buckets were then summed too early, without an error: weights were off by half a percent
+(tests/megatron/test_live.py covers both). This one does nothing by itself.
 """
 
 from typing import Any
 
 
 class Unsynced:
-    """In the place of what `no_sync` gives."""
+    """Replaces the result of `no_sync`."""
 
     def __init__(self, ddp: Any) -> None:
         self._ddp = ddp
@@ -27,5 +27,5 @@ class Unsynced:
 
 
 def no_sync(ddp: Any) -> Unsynced:
-    """A method of DDP."""
+    """Replaces the method of DDP."""
     return Unsynced(ddp)

@@ -1,1 +1,1 @@
-"""Megatron's gradient buckets and its distributed optimizer, lane by lane."""
+"""Reduces Megatron's gradient buckets and runs its distributed optimizer lane by lane, in a degraded layout."""

@@ -1,15 +1,15 @@
-"""Megatron's buckets, reduced in lanes.
+"""Megatron's gradient buckets, reduced in lanes.
 
-DDP tells a bucket group when its gradients are complete, and waits for it when the step ends; with
+DDP signals a bucket group when its gradients are complete, and waits for it when the step ends. With
 `--overlap-param-gather` it also waits for a group's parameters, before the first module that needs them and where
-training pauses. The bucket groups of a degraded job are ours in these places, and Megatron's in all others.
+training pauses. A degraded job replaces the bucket groups' methods for these, and keeps Megatron's others.
 
-Parameters are on their way since the optimizer's step, all groups' in one order (`lane_optimizer.py`). Megatron begins
-each when the forward comes to it; a replica without micro-batches runs none, and the others would wait for it.
+Parameters are on their way after the optimizer's step, all groups' in one order (`lane_optimizer.py`). Megatron starts
+each when the forward reaches it; but a replica without micro-batches runs no forward, and the others would wait for it.
 
-With overlap there are several, and a lane is summed once for each. So they must hold the same parameters in every
-replica, whatever its width: they are cut by the sizes of whole parameters. Gradient buffers stay whole also with the
-distributed optimizer, whose shards are those of the lanes (`lane_optimizer.py`).
+With overlap there are several buckets, and a lane is summed once for each. So they must hold the same parameters in
+every replica, whatever its width: they are cut by the sizes of whole parameters. Gradient buffers also stay whole with
+the distributed optimizer, whose shards are those of the lanes (`lane_optimizer.py`).
 """
 
 import copy
@@ -28,22 +28,22 @@ class Gathered(Protocol):
     """Parameters that may be on their way from all members of a lane."""
 
     def finish_spread(self) -> None:
-        """Have them in place."""
+        """Wait until the parameters are in place."""
 
 
 class Reduction(Protocol):
-    """Sums that are under way."""
+    """Sums in flight."""
 
     def finish(self) -> None:
-        """Have them in place."""
+        """Wait until the sums are in place."""
 
 
 type Sums = Callable[[Mapping[str, torch.Tensor]], Reduction]
-"""Begins to sum gradients."""
+"""Starts to sum gradients."""
 
 
 class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """A bucket group whose gradients go into lanes. Made of Megatron's own by `take_over`."""
+    """A bucket group whose gradients go into lanes, made from Megatron's own by `take_over`."""
 
     begin: Sums
     names: Mapping[Any, str]
@@ -55,7 +55,7 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     def take_over(
         cls, group: Any, begin: Sums, names: Mapping[Any, str], scale: float, gathered: Sequence[Gathered]
     ) -> None:
-        """Have a bucket group of Megatron's be one of ours: `begin` starts to sum its gradients."""
+        """Convert a bucket group of Megatron's; `begin` starts to sum its gradients."""
         group.__class__ = cls
         group.begin, group.gathered = begin, gathered
         group.names = {parameter: names[parameter] for bucket in group.buckets for parameter in bucket.params_list}
@@ -63,7 +63,7 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             bucket.gradient_scaling_factor = scale
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
-        """Begin to sum; a second call in the same step is Megatron's first-batch habit, and does nothing."""
+        """Start to sum. A second call in the same step does nothing; Megatron makes one with the first batch."""
         if self.grad_reduce_handle is not None:
             return
         if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
@@ -78,7 +78,7 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self.grad_reduce_handle = self.begin({name: parameter.main_grad for parameter, name in self.names.items()})
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
-        """Have the sums in place."""
+        """Wait until the sums are in place."""
         if self.grad_reduce_finished:
             return
         self.start_grad_sync()
@@ -88,28 +88,28 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.grad_reduce_handle, self.grad_reduce_finished = None, True
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """The optimizer's step has begun it; forced, have the parameters in place."""
+        """Do nothing, since the optimizer's step has started it; with `force_sync`, wait for the parameters."""
         if force_sync:
             self.finish_param_sync()
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:  # noqa: ARG002
-        """Have the parameters in place."""
+        """Wait until the parameters are in place."""
         with torch.no_grad():
             for part in self.gathered:
                 part.finish_spread()
 
 
 def with_whole_buffers(ddp_config: Any) -> Any:
-    """The configuration of DDP without a distributed optimizer; it waits for parameters all the same."""
+    """Return the configuration of DDP without a distributed optimizer; it still waits for parameters."""
     whole = copy.copy(ddp_config)
     whole.use_distributed_optimizer = False
     return whole
 
 
 def even_buckets(args: Any, ddp_config: Any, sizes: Mapping[Any, int], topology: Topology) -> Any:
-    """DDP's layout of parameters, with a new bucket whenever whole parameters of a bucket's size x TP are together.
+    """Return DDP's layout of parameters, with a new bucket whenever whole parameters reach a bucket's size x TP.
 
-    What a bucket's size is must not be asked of DDP's configuration: it follows from this rank's groups and shards.
+    The bucket size must not come from DDP's configuration: there it depends on this rank's groups and shards.
     """
     if args.ddp_num_buckets is not None:
         enough = sum(sizes.values()) // args.ddp_num_buckets
@@ -123,7 +123,7 @@ def even_buckets(args: Any, ddp_config: Any, sizes: Mapping[Any, int], topology:
 
 
 def _cut(parameters: list[Any], indices: list[int], sizes: Mapping[Any, int], enough: int) -> Any:
-    """One buffer, in the order in which gradients become complete."""
+    """Lay out one buffer, in the order in which gradients become complete."""
     places, bounds, start, collected = {}, [0], 0, 0
     for parameter in parameters:
         places[parameter] = (start, start + parameter.numel(), len(bounds) - 1)

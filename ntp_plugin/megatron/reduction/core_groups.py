@@ -1,4 +1,4 @@
-"""This rank's way over core slots, in the groups that were made for it (`lane_groups.py`)."""
+"""This rank's exchange over core slots, in the groups that `lane_groups.py` describes."""
 
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.reduction.lane_groups import Made, Wanted
@@ -8,7 +8,7 @@ from ntp_plugin.reduction.core_slices import find_core_slices
 
 
 def find_core_exchange(layout: Layout, plan: RecoveryPlan, wanted: Wanted, made: Made) -> CoreExchange | None:
-    """None where this rank's stage does not go over cores."""
+    """Return the exchange, or None if this rank's stage uses no cores."""
     stage = layout.slot.stage
     cores = plan.routes[stage].cores
     if cores is None:

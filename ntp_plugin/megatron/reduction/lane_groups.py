@@ -1,14 +1,14 @@
 """Which process groups the lanes of a layout need. PURE.
 
-Every rank makes all of them, at once and in this order, whether it is in them or not:
+Every rank makes all of them, at once and in this order, whether it is a member or not:
 
-    lane        who holds the same units of a stage, where gradients go directly
-    stage       all slots of a stage, for what is replicated
-    shared      who holds the same rows of an embedding that stands in two stages
-    domain      the slots of one replica's stage, on the way over cores: apart from Megatron's own TP group, which is at
-                work while something is lent
-    core        who is the same core in each replica
-    all         everybody who trains, where others are there as well
+    lane        slots that hold the same units of a stage, if gradients go directly
+    stage       all slots of a stage, for replicated parameters
+    shared      slots that hold the same rows of an embedding that is in two stages
+    domain      the slots of one replica's stage, for the exchange over cores: apart from Megatron's own TP group, which
+                is busy while something is lent
+    core        the slots that are the same core in each replica
+    all         all slots that train, if others are present as well
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ type Made = Mapping[Key, Any]
 
 
 def wanted_groups(layout: Layout, plan: RecoveryPlan) -> Wanted:
-    """All groups, with their members."""
+    """Return all groups, with their members."""
     wanted: Wanted = {}
     surviving = layout.surviving
     for route in plan.routes:

@@ -1,11 +1,11 @@
-"""Megatron's optimizer on the shards of lanes: `--use-distributed-optimizer` in a degraded layout.
+"""Megatron's optimizer on lane shards: `--use-distributed-optimizer` in a degraded layout.
 
 Megatron's distributed optimizer cuts its buffers evenly over a data-parallel group. Here each lane has its own shards
 (`reduction/sharded_optimizer.py`): Megatron's ordinary float32 optimizer is built for these instead of the parameters,
-with Megatron's own groups of them (which have weight decay, which learning rate), and after its step the shards are
+with Megatron's own parameter groups (which have weight decay, which learning rate), and after its step the shards are
 spread. Every element of the model is in one shard of one rank, so the norm is a sum over the world.
 
-With `--overlap-param-gather` nobody waits for the parameters here: those of the first layers come first, and DDP's
+With `--overlap-param-gather` nothing waits for the parameters here: those of the first layers come first, and DDP's
 hooks have the forward wait for each bucket group when it gets there (`buckets.py`).
 """
 
@@ -23,7 +23,7 @@ from ntp_plugin.training.optimizers import element_wise
 
 
 class LaneOptimizer:
-    """What is put in place where Megatron builds an optimizer for groups of parameters."""
+    """Replaces the function by which Megatron builds an optimizer for groups of parameters."""
 
     def __init__(self, sync: LaneSync) -> None:
         self._sync = sync
@@ -80,7 +80,7 @@ class LaneOptimizer:
 
 
 def _known(optimizer: Any) -> Any:
-    """Megatron's optimizer, if what it wraps is element-wise."""
+    """Return Megatron's optimizer, or raise if what it wraps is not element-wise."""
     if optimizer.optimizer is not None:
         element_wise(optimizer.optimizer)
     return optimizer

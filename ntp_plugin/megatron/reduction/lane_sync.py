@@ -1,19 +1,19 @@
-"""Gradients lane by lane where Megatron reduces its buckets; the exact scale; one norm for all.
+"""Sums gradients lane by lane, with the exact scale and one norm for all ranks.
 
 Cut parameters go into the lanes of this rank, or over the cores of its group, as their buckets become complete
 (`buckets.py`). Replicated ones wait until the TP group has added what only its slots together know (the norms of
-queries and keys, all norms under sequence parallelism), and then are summed over the whole stage, once for each
+queries and keys, and all norms under sequence parallelism); then they are summed over the whole stage, once for each
 replica.
 
-A pipeline's stages have lanes of their own. Only a word embedding that is the output layer too stands in the first and
-in the last of them. Its rows go into lanes over both stages, also late, when both have ended their backward.
+Each pipeline stage has lanes of its own. Only a word embedding that is also the output layer is in both the first and
+the last stage. Its rows go into lanes over both stages, late, when both have ended their backward.
 
-Scale. Without `calculate_per_token_loss` Megatron's gradient is the mean over micro-batches: a replica has divided
-its own by how many it ran, and weighs as much as its part of them. With it, gradients are sums over tokens, to be
+Scale. Without `calculate_per_token_loss` Megatron's gradient is the mean over micro-batches: a replica has divided its
+own by how many it ran, and its weight is its share of all micro-batches. With it, gradients are sums over tokens, to be
 divided by the number of tokens in the global batch.
 
-Norm. Each replica computes it from the same gradients, cut differently, so its last bits differ. The largest of them
-is taken by all, and so all clip by the same bits.
+Norm. Each replica computes it from the same gradients, cut differently, so its last bits differ. All ranks take the
+largest of them, and so all clip by the same bits.
 """
 
 import copy
@@ -44,31 +44,32 @@ from ntp_plugin.reduction.sharded_optimizer import LaneShards
 from ntp_plugin.resharding.cuts import WHOLE_UNITS, global_ranges, local_ranges
 
 _SUMMED_TOGETHER = 1 << 13
-"""Elements of a gradient."""
+"""Elements of a gradient that are summed together for the norm."""
 
 
 class LaneSync:
-    """What is put in place of DDP's constructor and of the norm."""
+    """Replaces DDP's constructor and the norm."""
 
     def __init__(self, job: JobPlan) -> None:
         self._job, self._layout = job, job.layout
         self.parameters: dict[str, Any] = {}
-        """Of all chunks of this rank's model, once there is one."""
+        """The parameters of all chunks of this rank's model, once there is one."""
         self.tensors: dict[str, Tensor] = {}
-        """The same as planning knows them."""
+        """The same as planning describes them."""
         self.shards: list[LaneShards] = []
-        """With the distributed optimizer: all that this rank has to keep state for. What is summed late comes first."""
+        """With the distributed optimizer, all shards that this rank keeps state for. What is summed late comes
+        first."""
         self.everybody: Any = None
-        """The group of all who train; None where that is the world."""
+        """The group of all ranks that train; None if that is the world."""
         self._sharded = False
         self._core_exchange: CoreExchange | None = None
         self._sum_late: Sums
         self._chunks: list[Any] = []
 
     def model_wrapper(self, original: Any) -> Any:
-        """`DistributedDataParallel.__init__`: whole buffers, even buckets, and with the last chunk all that is ours.
+        """`DistributedDataParallel.__init__`: whole buffers, even buckets, and with the last chunk the lanes.
 
-        As Megatron has it, only the first chunk of the first stage has more than one bucket.
+        As in Megatron, only the first chunk of the first stage has more than one bucket.
         """
 
         @functools.wraps(original)
@@ -87,11 +88,11 @@ class LaneSync:
         return init
 
     def _take_over(self) -> None:
-        """Plan, make the lanes, check the weights, and have the buckets go into lanes."""
+        """Plan, make the lanes, compare the weights, and connect the buckets to the lanes."""
         self.parameters = dict(named(self._chunks))
         units = self._units_of(self.parameters)
         self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
-        at_start = not self._job.planned  # later weights have been moved, and compared
+        at_start = not self._job.planned  # later, weights have been moved and compared
         plan = self._job.agree(units) if at_start else self._job.plan
         wanted = wanted_groups(self._layout, plan)
         made = dict(zip(wanted, self._job.make_groups(list(wanted.values())), strict=True))
@@ -115,13 +116,13 @@ class LaneSync:
 
     @property
     def scale(self) -> float:
-        """What this replica's gradients weigh in the sum."""
+        """The weight of this replica's gradients in the sum."""
         if self._job.args.calculate_per_token_loss:
             return 1.0
         return self._job.share.count * self._job.share.size / (self._job.batch.total * self._job.batch.micro_batch)
 
     def held(self) -> dict[str, Spans]:
-        """The units of every tensor that this slot holds, in storage order."""
+        """Return the units of every tensor that this slot holds, in storage order."""
         stage = self._job.plan.nominal.units.stages[self._layout.slot.stage]
         families = {family.name: family for family in stage.families}
         return {
@@ -136,18 +137,18 @@ class LaneSync:
             self._title(name): (self._holder(tensor), _digest(tensor, held[name], self.parameters[name]))
             for name, tensor in self.tensors.items()
         }
-        told: list[dict[str, tuple[str, int]]] = [{}] * len(self._layout.slots)
-        dist.all_gather_object(told, mine)
-        _require_equal(told)
+        gathered: list[dict[str, tuple[str, int]]] = [{}] * len(self._layout.slots)
+        dist.all_gather_object(gathered, mine)
+        _require_equal(gathered)
 
     def _title(self, name: str) -> str:
-        """What a tensor is called among all stages."""
+        """Return a tensor's name, unique among all stages."""
         if self.tensors[name].family == SHARED:
             return "the shared word embedding"
         return f"{name} of stage {self._layout.slot.stage}" if self._layout.topology.pp > 1 else name
 
     def _holder(self, tensor: Tensor) -> str:
-        """Who holds the whole of it together."""
+        """Return the name of the ranks that hold the whole tensor together."""
         if not tensor.family:
             return f"rank {self._layout.rank}"
         slot = self._layout.slot
@@ -156,7 +157,7 @@ class LaneSync:
     # ------------------------------------------------ lanes
 
     def _make_lanes(self, made: Made) -> list[GradientLane]:
-        """The lanes of this rank, where its stage has some."""
+        """Return the lanes of this rank, if its stage has some."""
         mine, stage = [], self._layout.slot.stage
         route = self._job.plan.routes[stage]
         for number, lane in enumerate(route.lanes.lanes if route.cores is None else ()):
@@ -166,7 +167,7 @@ class LaneSync:
         return mine
 
     def _stage_lane(self, made: Made) -> GradientLane:
-        """What is replicated, over the whole of this rank's stage."""
+        """Return the lane of replicated parameters, over this rank's whole stage."""
         whole = tuple(
             Slice(name=name, dim=0, ranges=((0, tensor.shape[0]),), places=((0, tensor.shape[0]),))
             for name, tensor in self.tensors.items()
@@ -176,7 +177,8 @@ class LaneSync:
         return GradientLane(group=group, slices=whole, counted=self._layout.is_replica_leader)
 
     def _shared_lanes(self, made: Made, *, even_out: bool) -> list[GradientLane]:
-        """The rows that stand in the first and in the last stage; there they begin as zeros, and are sent here."""
+        """Return the lanes of rows that are in the first and the last stage; the last stage begins with zeros, and gets
+        them here."""
         mine, values = [], {name: parameter.data for name, parameter in self.parameters.items()}
         shared = plan_shared_lanes(self._layout.surviving, self._job.plan.nominal.units, SHARED)
         for number, (members, units) in enumerate(shared):
@@ -192,14 +194,14 @@ class LaneSync:
         return mine
 
     def _sums(self, lanes: list[GradientLane]) -> Sums:
-        """How the gradients of some lanes are summed: whole, or each rank its shard of them."""
+        """Return how the gradients of some lanes are summed: whole, or each rank its shard."""
         if not self._sharded:
             return functools.partial(GradientLanes, lanes)
         self.shards.append(LaneShards(lanes))
         return self.shards[-1].begin
 
     def _sums_of(self, lanes: list[GradientLane], names: Collection[str]) -> Sums:
-        """How the gradients of these parameters are summed, by the route that was planned."""
+        """Return how the gradients of these parameters are summed, by the planned route."""
         if self._core_exchange is None:
             return self._sums(only(lanes, names))
         core_exchange = self._core_exchange.only({name for name in names if self.tensors[name].family != SHARED})
@@ -241,7 +243,7 @@ class LaneSync:
                     part.scale_gradients(1.0 / max(int(tokens), 1))
 
     def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over the replicas of what all slots of a replica's last stage say alike."""
+        """Return the sum over the replicas of a value that all slots of a replica's last stage share."""
         value = value.clone() if self._layout.is_replica_leader and self._layout.last else torch.zeros_like(value)
         dist.all_reduce(value, group=self.everybody)
         return value
@@ -251,12 +253,12 @@ class LaneSync:
 
         @functools.wraps(original)
         def norm(gradients: Any, *args: Any, **kwargs: Any) -> float:
-            return self.agreed_norm(float(original(_in_pieces(gradients), *args, **kwargs)))
+            return self.agreed_norm(float(original(_split(gradients), *args, **kwargs)))
 
         return norm
 
     def agreed_norm(self, found: float) -> float:
-        """The largest of what the replicas found."""
+        """Return the largest norm of all replicas."""
         norm = torch.tensor([found], dtype=torch.float64, device=self.device)
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self.everybody)
         return float(norm)
@@ -264,11 +266,11 @@ class LaneSync:
     def any_of_all(self, _: Any) -> Any:
         """`RerunStateMachine._reduce_any`."""
 
-        def any_of_all(_: Any, said: bool | list[bool]) -> bool | tuple[bool, ...]:
-            told = torch.tensor(said if isinstance(said, list) else [said], dtype=torch.int32, device=self.device)
-            dist.all_reduce(told, group=self.everybody)
-            answers = tuple(bool(answer) for answer in told.tolist())
-            return answers if isinstance(said, list) else answers[0]
+        def any_of_all(_: Any, flags: bool | list[bool]) -> bool | tuple[bool, ...]:
+            summed = torch.tensor(flags if isinstance(flags, list) else [flags], dtype=torch.int32, device=self.device)
+            dist.all_reduce(summed, group=self.everybody)
+            answers = tuple(bool(answer) for answer in summed.tolist())
+            return answers if isinstance(flags, list) else answers[0]
 
         return any_of_all
 
@@ -279,35 +281,35 @@ class LaneSync:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         device: torch.device = next(iter(self.parameters.values())).device
         return device
 
 
 def named(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """The parameters of all chunks of a model, whatever wraps them; with the chunk's number where there are several."""
+    """Yield the parameters of all chunks of a model, without wrappers; with the chunk's number if there are several."""
     for number, chunk in enumerate(chunks):
         for name, parameter in bare(chunk).named_parameters():
             yield f"{number}.{name}" if len(chunks) > 1 else name, parameter
 
 
 def bare(chunk: Any) -> torch.nn.Module:
-    """The model inside of what Megatron wraps it in."""
+    """Return the model inside of the wrappers of Megatron."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     module: torch.nn.Module = chunk
     return module
 
 
-def _in_pieces(gradients: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-    """A shard of a lane is as long as many parameters, and the longer a sum in float32 is, the more of it is rounded
-    away: 1e-6 of the norm of the test model."""
+def _split(gradients: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """Split gradients for the norm. A lane shard is as long as many parameters, and a longer sum in float32 loses more
+    to rounding: 1e-6 of the norm of the test model."""
     each = [gradients] if isinstance(gradients, torch.Tensor) else gradients
-    return [piece for gradient in each for piece in torch.split(gradient.reshape(-1), _SUMMED_TOGETHER)]
+    return [part for gradient in each for part in torch.split(gradient.reshape(-1), _SUMMED_TOGETHER)]
 
 
 def _sum_losses_alone(chunks: list[Any], alone: Any) -> None:
-    """What Megatron would sum over this model's data-parallel group is the global batch's already."""
+    """Keep Megatron from summing losses over this model's data-parallel group: they are the global batch's already."""
     for chunk in chunks:
         owner = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
         owner.pg_collection = copy.copy(owner.pg_collection)
@@ -315,16 +317,17 @@ def _sum_losses_alone(chunks: list[Any], alone: Any) -> None:
 
 
 def _digest(tensor: Tensor, held: Spans, parameter: torch.nn.Parameter) -> int:
-    """Of the part that is held; those of all parts add up to the whole's, whatever the cut."""
+    """Return the digest of the held part; the digests of all parts add up to that of the whole, for any cut."""
     runs = runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held))
     return digest.digest(parameter.detach(), runs, salt=tensor.family if tensor.family == SHARED else tensor.name)
 
 
-def _require_equal(told: Iterable[Mapping[str, tuple[str, int]]]) -> None:
-    """Of each rank: tensor -> who holds the whole of it together with others, and the digest of this rank's part."""
+def _require_equal(digests_of_ranks: Iterable[Mapping[str, tuple[str, int]]]) -> None:
+    """Raise unless replicas agree. Takes for each rank: tensor -> the holders of the whole, and the digest of this
+    rank's part."""
     tensors: dict[str, dict[str, int]] = {}
-    for said in told:
-        for title, (holder, value) in said.items():
+    for digests in digests_of_ranks:
+        for title, (holder, value) in digests.items():
             replica_digests = tensors.setdefault(title, {})
             replica_digests[holder] = (replica_digests.get(holder, 0) + value) % MODULUS
     for title, replica_digests in tensors.items():

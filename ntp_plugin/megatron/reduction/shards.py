@@ -1,12 +1,12 @@
-"""What the optimizer of this rank steps, and which elements of which tensors that is.
+"""What this rank's optimizer steps, as slices of tensors.
 
-    without the distributed optimizer    each parameter of this slot, or its copy of more digits, whole
-    with it, and everybody there         Megatron's own shards: a range of each parameter, made flat
-    with it, in a degraded layout            shards of lanes: ranges of several parameters, one after the other
+    without the distributed optimizer       each parameter of this slot, or its float32 copy, whole
+    with it, and nobody lost                Megatron's own shards: a range of each parameter, flattened
+    with it, in a degraded layout           lane shards: ranges of several parameters, one after the other
 
-RecordedEvent as pieces of whole tensors (`copies/slices.py`), all three are the same to whoever copies them and brings
-them back into another layout. The weights themselves are not told: they are what is stepped, rounded, and are had from
-it.
+Described as slices of whole tensors (`copies/slices.py`), all three look the same to the code that copies them and
+restores them in another layout. The weights themselves are not described: they are what is stepped, rounded, and are
+computed from it.
 """
 
 import functools
@@ -26,17 +26,17 @@ from ntp_plugin.resharding.cuts import WHOLE_UNITS, global_ranges
 
 
 class Naming:
-    """Tensors of one stage, as the whole job calls them."""
+    """The tensors of one stage, under names that are unique in the job."""
 
     def __init__(self, layout: Layout, units: StageUnits) -> None:
         self.layout = layout
         self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
         self._families = {family.name: family for family in units.families}
-        # They are asked for with each copy, and are the same for as long as there is this layout.
-        self.piece, self.places = functools.cache(self._piece), functools.cache(self._places)
+        # Each copy asks for them, and they stay the same for this layout.
+        self.tensor_slice, self.places = functools.cache(self._tensor_slice), functools.cache(self._places)
 
-    def _piece(self, name: str, places: Spans, start: int, stop: int, whole: str) -> TensorSlice:
-        """Of a tensor, by its name on this rank."""
+    def _tensor_slice(self, name: str, places: Spans, start: int, stop: int, whole: str) -> TensorSlice:
+        """Return a slice of a tensor, by its name on this rank."""
         tensor, stage = self.tensors[name], self.layout.slot.stage
         title = f"s{stage}.{name}" if self.layout.topology.pp > 1 else name
         return TensorSlice(
@@ -50,16 +50,16 @@ class Naming:
         )
 
     def units(self, tensor: Tensor) -> Spans:
-        """That this slot has, in storage order."""
+        """Return the units of a tensor that this slot holds, in storage order."""
         return self.layout.held(self._families[tensor.family]) if tensor.family else WHOLE_UNITS
 
     def _places(self, name: str) -> Spans:
-        """Of this slot's part."""
+        """Return the places of this slot's part in the whole tensor."""
         tensor = self.tensors[name]
         return global_ranges(tensor, self.units(tensor))
 
     def stage(self, name: str) -> str:
-        """What tells replica digests of several stages apart, where they have the same tensor."""
+        """Return a name for the stage if several stages have the same tensor, to keep their replica digests apart."""
         return f"s{self.layout.slot.stage}" if self.tensors[name].family == SHARED else ""
 
 
@@ -67,18 +67,18 @@ class Naming:
 
 
 def whole_parameters(stepped: Mapping[str, torch.Tensor], naming: Naming, layout: Layout) -> list[Stepped]:
-    """Name -> what is stepped for it."""
+    """Return the slices of whole parameters. `stepped`: name -> what is stepped for it."""
     found = []
     for name, parameter in stepped.items():
         slot = layout.slot
         whole = f"r{slot.replica}{naming.stage(name)}" + f"t{slot.tp}" * (not naming.tensors[name].family)
-        piece = naming.piece(name, naming.places(name), 0, parameter.numel(), whole)
-        found.append(Stepped(parameter=parameter, pieces=((piece, 0),)))
+        tensor_slice = naming.tensor_slice(name, naming.places(name), 0, parameter.numel(), whole)
+        found.append(Stepped(parameter=parameter, pieces=((tensor_slice, 0),)))
     return found
 
 
 def megatrons_shards(optimizer: Any, names: Mapping[Any, str], naming: Naming, layout: Layout) -> list[Stepped]:
-    """Of `DistributedOptimizer`. What is replicated over a TP group has a whole in each of its slots."""
+    """Return the slices of `DistributedOptimizer`. Each slot of a TP group has a whole of replicated tensors."""
     found = []
     pairs = [
         *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
@@ -88,15 +88,15 @@ def megatrons_shards(optimizer: Any, names: Mapping[Any, str], naming: Naming, l
         for parameter, shard in zip(parameters, shards, strict=True):
             name, places = names[parameter], optimizer._get_model_param_range_map(parameter)["param"]
             whole = naming.stage(name) + f"t{layout.slot.tp}" * (not naming.tensors[name].family)
-            piece = naming.piece(name, naming.places(name), places.start, places.end, whole)
-            found.append(Stepped(parameter=shard, pieces=((piece, 0),)))
+            tensor_slice = naming.tensor_slice(name, naming.places(name), places.start, places.end, whole)
+            found.append(Stepped(parameter=shard, pieces=((tensor_slice, 0),)))
     return found
 
 
 def shards_of_lanes(sync: LaneSync, naming: Naming) -> list[Stepped]:
-    """Every element of the job is in one of these, once."""
+    """Return the slices of lane shards; every element of the job is in one of them, once."""
 
-    def piece_of(name: str, places: Spans, start: int, stop: int) -> TensorSlice:
-        return naming.piece(name, places, start, stop, "")
+    def slice_of(name: str, places: Spans, start: int, stop: int) -> TensorSlice:
+        return naming.tensor_slice(name, places, start, stop, "")
 
-    return stepped.shards_of_lanes([shard for lanes in sync.shards for shard in lanes], piece_of)
+    return stepped.shards_of_lanes([shard for lanes in sync.shards for shard in lanes], slice_of)
