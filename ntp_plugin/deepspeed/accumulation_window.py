@@ -305,7 +305,7 @@ class AccumulationWindow:
             self._somebody_asks = False
             self._report_data_epoch()
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
-                raise PeerLost("a joining rank comes in")
+                raise PeerLost("a joining rank is admitted")
 
     def _report_data_epoch(self) -> None:
         assert self._followed is not None, "it was drawn from"

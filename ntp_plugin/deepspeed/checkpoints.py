@@ -202,7 +202,7 @@ class EngineCheckpoints:
         if self._has_ended and step < self._newest:
             raise StateLost(
                 f"a rank was lost after the script's last step, {self._newest}, and its part of the optimizer's state"
-                f" is copied up to step {step} only: the survivors are there, and nobody goes on",
+                f" is copied only up to step {step}: the survivors cannot go on",
                 way_out="resume from the copies (ntp run --ntp-resume latest), or from the last checkpoint; a script"
                 " that ends with engine.save_checkpoint has copies of its last step",
             )

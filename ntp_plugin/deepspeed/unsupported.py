@@ -46,7 +46,7 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         "an mpu with sequence parallelism of its own": _sequence_parallel_size(mpu) > 1,
         "an mpu without get_data_parallel_group": mpu is not None and not hasattr(mpu, "get_data_parallel_group"),
         "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
-        "managed_gradient_accumulation = false leaves nobody who knows which micro-batches a step has": raw.get(
+        "managed_gradient_accumulation = false hides which micro-batches a step has": raw.get(
             "managed_gradient_accumulation", True
         )
         is False,
@@ -81,13 +81,12 @@ def _refuse_keys(policy: TrainingPolicy, *, cuts: bool, mpu: Any) -> None:
         and policy.dropout == "exact",
         "dropout = exact: an mpu's layers draw their masks by rules of their own": mpu is not None
         and policy.dropout == "exact",
-        "min_tp_width > 1: a replica that is narrower would stand idle, which is not built": cuts
-        and policy.min_tp_width > 1,
+        "min_tp_width > 1: idle replicas are not built for DeepSpeed": cuts and policy.min_tp_width > 1,
         "route = via_core: gradients go lane by lane here": policy.route == "via_core",
-        "gpu_memory_gb: micro-batches have one size here, and no replica is left out for want of memory": (
+        "gpu_memory_gb: micro-batches have one size here, and no replica is left out for its memory": (
             policy.gpu_memory_gb is not None
         ),
-        "actions: what is done about a loss is not chosen here": policy.actions != ActionsPolicy(),
+        "actions: a DeepSpeed job does not choose what to do about a loss": policy.actions != ActionsPolicy(),
     }
     for what, is_so in found.items():
         if is_so:
@@ -127,8 +126,8 @@ def rounds_by_place(optimizer: Any) -> bool:
 
 
 CALLS = {
-    "set_train_batch_size": "steps of one size are what samples are counted by",
-    "set_train_micro_batch_size": "steps of one size are what samples are counted by",
+    "set_train_batch_size": "samples are counted in steps of one size",
+    "set_train_micro_batch_size": "samples are counted in steps of one size",
     "no_sync": "gradients are reduced where the step wants it",
     "coalesce_grad_reduction": "gradients are reduced where the step wants it",
 }
@@ -143,7 +142,7 @@ def refuse_load(original: Any, *, degraded: Callable[[], bool]) -> Callable[...,
         if degraded():
             raise Refused(
                 "engine.load_checkpoint() while a rank is lost: the files hold other parts than its replica has now",
-                way_out="load it before the training, or once all ranks are there",
+                way_out="load it before the training, or once all ranks are back",
             )
         return original(*args, **kwargs)
 

@@ -238,13 +238,13 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         flag="--dataloader-type",
         applies=lambda args: args.dataloader_type not in (None, "single"),
-        why="distributes samples by itself, and evenly",
+        why="distributes samples evenly by itself",
         way_out="--dataloader-type single",
     ),
     Refusal(
         flag="--optimizer",
         applies=lambda args: args.optimizer not in ("adam", "sgd"),
-        why="is not element-wise, or nobody has tried it: units of one matrix would depend on where they are",
+        why="is not element-wise, or nobody has tried it: a unit of a matrix would depend on its place",
         way_out="--optimizer adam or sgd",
     ),
 )

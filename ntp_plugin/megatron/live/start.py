@@ -147,7 +147,7 @@ class MegatronJob:
             )
         elif self.args.data_parallel_size == 1:
             _LOG.warning(
-                "there is one replica, nobody else holds what a lost rank held, and copies are off"
+                "there is one replica, so no other rank holds what a lost rank held, and copies are off"
                 " (--ntp-copies-mode), so a loss will end this job"
             )
 

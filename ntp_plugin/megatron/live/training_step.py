@@ -92,7 +92,7 @@ class TrainingStep:
         if self._somebody_asks:
             self._somebody_asks = False
             if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
-                raise PeerLost("a joining rank comes in")
+                raise PeerLost("a joining rank is admitted")
         self._losses, self._norm, self._skipped = [], None, False
         self._voted, self._rejected = False, ""
         if self._trainer.idle:
