@@ -1,4 +1,4 @@
-"""Train a small network whose layers this script cuts itself, over the groups of an `mpu`, without a line of ntp_plugin.
+"""Train a small network whose layers this script cuts itself, over the groups of an `mpu`.
 
   cd recipes/deepspeed
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=2 train_mpu.py --deepspeed_config ds_config_mpu.json

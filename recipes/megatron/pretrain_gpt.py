@@ -2,16 +2,16 @@
 
 docs/tutorials/megatron-recipe.md goes through it. Under `ntp run` a rank may die at any time, and the others go on:
 
-  NTP_CPU=1 OMP_NUM_THREADS=1 ntp run --standalone --nproc-per-node=8 --ntp-respawn=1 recipes/megatron/pretrain_gpt.py \\
-      @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable
+  NTP_CPU=1 OMP_NUM_THREADS=1 ntp run --standalone --nproc-per-node=8 --ntp-respawn=1 \\
+      recipes/megatron/pretrain_gpt.py @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable
 
-Start with a missing slot: two replicas of TP 4, the second without one slot, so 7 processes. About half a minute on CPU:
+Start with a missing slot: two replicas of TP 4, the second without one, so 7 processes. About half a minute on CPU:
 
   NTP_CPU=1 OMP_NUM_THREADS=1 torchrun --nproc-per-node=7 -m ntp_plugin.megatron recipes/megatron/pretrain_gpt.py \\
       @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable --ntp-lost r1.s0.t3
 
-You see Megatron's own log. With 8 processes and without the last three words the losses are the same, except for the last
-digits. A layout that does not work is refused before anything is built, with a fix.
+You see Megatron's own log. With 8 processes and without the last two words the losses are the same, except for the
+last digits. A layout that does not work is refused before anything is built, with a fix.
 
 On GPUs leave NTP_CPU out; of tiny.args' last three lines keep `--transformer-impl local` and `--use-cpu-initialization`
 (nothing has run on GPUs yet). The data are mock (`--mock-data`), or tokens in a file (`--data-path PREFIX`;

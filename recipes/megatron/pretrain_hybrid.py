@@ -7,7 +7,7 @@ Two replicas of TP 4, the second without one slot, so 7 processes. About half a 
       --ntp-enable --ntp-lost r1.s0.t3
 
 In the pattern `*` is an attention layer and `-` an MLP. Megatron's other layers (Mamba, experts) are refused while a
-replica is degraded. You see Megatron's own log. With 8 processes and without the last three words the losses are the
+replica is degraded. You see Megatron's own log. With 8 processes and without the last two words the losses are the
 same, except for the last digits.
 """
 
