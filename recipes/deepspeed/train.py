@@ -1,16 +1,19 @@
-"""A small Llama, trained by DeepSpeed: an ordinary script, without a line of ours.
+"""Train a small Llama with DeepSpeed: an ordinary script without a line of ntp_plugin.
+
+docs/tutorials/deepspeed-recipe.md goes through it.
 
   cd recipes/deepspeed
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config.json
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config_tp.json
 
-The first is data parallel with ZeRO; in the second AutoTP cuts the model over two ranks of each of two replicas. Both
-run on CPU as they are (the model is random, nothing is downloaded). While it runs, kill one of the four workers (their
-pids are printed): the others go on at once, with its samples, and with its part of the model where it had one of its
-own; and some twenty seconds later a new process takes its place. Without the `ntp` block of the configuration, by
-`ntp run` or by torchrun, it is the same script without us. The last line is that of an undisturbed run but for the last
-digits (Adam's eps is 1e-4 here; at 1e-8 it makes a thousandth of what is rounding before it, whoever rounds). Takes a
-minute or two; PAUSE_S, the pause after each step, gives you and the new process time.
+The first is data parallel with ZeRO. In the second, AutoTP cuts the model over two ranks in each of two replicas. Both
+run on CPU as they are: the model is random, and nothing is downloaded. While it runs, kill one of the four workers
+(their pids are printed). The others go on at once with its samples, and with its part of the model where it had one.
+Some twenty seconds later a new process takes its place.
+
+The last line is that of an undisturbed run, except for the last digits. (Adam's eps is 1e-4 here; at 1e-8 Adam turns
+rounding into differences of a thousandth.) Without the `ntp` block of the configuration the plugin is off. Takes a
+minute or two; PAUSE_S is the pause after each step in seconds, which gives you and the new process time.
 """
 
 import argparse
@@ -46,16 +49,16 @@ class Text(torch.utils.data.Dataset):
 
 
 def arguments():
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--save", help="a folder for checkpoints: one after each turn through the data")
+    parser.add_argument("--save", help="a folder for checkpoints: one after each epoch")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     return deepspeed.add_config_arguments(parser).parse_args()
 
 
 def main():
-    """Two turns through the data."""
+    """Train for two epochs."""
     args, pause_s = arguments(), float(os.environ.get("PAUSE_S", "0.2"))
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,12 +1,13 @@
-"""A small network whose layers this script cuts itself, over groups of its own (an `mpu`): without a line of ours.
+"""Train a small network whose layers this script cuts itself, over the groups of an `mpu`.
 
   cd recipes/deepspeed
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=2 train_mpu.py --deepspeed_config ds_config_mpu.json
 
-Two replicas of two ranks. While it runs, kill one of the four workers (their pids are printed). How these layers are
-cut is known here alone, so the other rank of that replica leaves too, and the other replica goes on with all samples;
-some twenty seconds later two new processes take its place together. The last line is that of an undisturbed run but for
-the last digits. Takes a minute; PAUSE_S, the pause after each step, gives you and the new processes time.
+Two replicas of two ranks. While it runs, kill one of the four workers (their pids are printed). Only this script knows
+how its layers are cut, so the other rank of that replica leaves too, and the other replica goes on with all samples.
+Some twenty seconds later two new processes take their places together. The last line is that of an undisturbed run,
+except for the last digits. Takes a minute; PAUSE_S is the pause after each step in seconds, which gives you and the new
+processes time.
 """
 
 import argparse
@@ -21,7 +22,7 @@ TP, FEATURES, SAMPLES = 2, 16, 1024
 
 
 class Mpu:
-    """What DeepSpeed asks of it."""
+    """The groups, sizes and ranks that DeepSpeed asks for."""
 
     def __init__(self):
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -30,36 +31,36 @@ class Mpu:
         self._replica, self._place = rank // TP, rank % TP
 
     def get_model_parallel_group(self):
-        """The ranks of this replica."""
+        """Return the group of this replica."""
         return self._replicas[self._replica]
 
     def get_model_parallel_world_size(self):
-        """Of these."""
+        """Return the size of that group."""
         return dist.get_world_size(self.get_model_parallel_group())
 
     def get_model_parallel_rank(self):
-        """In them."""
+        """Return this rank's place in that group."""
         return dist.get_rank(self.get_model_parallel_group())
 
     def get_data_parallel_group(self):
-        """The ranks that hold the same as this one."""
+        """Return the group of the ranks that hold the same part as this one."""
         return self._same[self._place]
 
     def get_data_parallel_world_size(self):
-        """Of these."""
+        """Return the size of that group."""
         return dist.get_world_size(self.get_data_parallel_group())
 
     def get_data_parallel_rank(self):
-        """In them."""
+        """Return this rank's place in that group."""
         return dist.get_rank(self.get_data_parallel_group())
 
 
 class Summed(torch.autograd.Function):
-    """Over a replica, on the way back or on the way there."""
+    """A sum over a replica, in the forward or in the backward."""
 
     @staticmethod
     def forward(context, x, group, there):
-        """The sum of all parts, or what all have."""
+        """Sum the parts (`there`), or return the input."""
         context.group = None if there else group
         if there:
             x = x.contiguous().clone()
@@ -68,7 +69,7 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(context, gradient):
-        """The other way round."""
+        """Return the gradient, or its sum where the forward did not sum."""
         if context.group is not None:
             gradient = gradient.contiguous().clone()
             dist.all_reduce(gradient, group=context.group)
@@ -93,13 +94,13 @@ class Block(torch.nn.Module):
         return part
 
     def forward(self, x):
-        """As if nothing were cut."""
+        """Compute what an uncut block would."""
         hidden = torch.nn.functional.linear(Summed.apply(x, self.group, False), self.up).tanh()
         return x + Summed.apply(torch.nn.functional.linear(hidden, self.down), self.group, True) + self.bias
 
 
 class Numbers(torch.utils.data.Dataset):
-    """And what is to be learnt of them."""
+    """Random vectors with the sum of their sines as the target."""
 
     def __len__(self):
         return SAMPLES
@@ -110,7 +111,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def arguments():
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
@@ -118,7 +119,7 @@ def arguments():
 
 
 def main():
-    """Two turns through the data."""
+    """Train for two epochs."""
     args, pause_s = arguments(), float(os.environ.get("PAUSE_S", "0.1"))
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,20 +1,21 @@
-"""GPT by Megatron, a script of the usual shape that knows nothing of ntp_plugin, on GPUs or on a laptop.
+"""Train a GPT with Megatron: an ordinary script without a line of ntp_plugin, on GPUs or on a laptop.
 
-Two replicas of TP 4, and one slot of the second is not there: 7 processes, on CPU, in about half a minute:
+docs/tutorials/megatron-recipe.md goes through it. Under `ntp run` a rank may die at any time, and the others go on:
+
+  NTP_CPU=1 OMP_NUM_THREADS=1 ntp run --standalone --nproc-per-node=8 --ntp-respawn=1 \\
+      recipes/megatron/pretrain_gpt.py @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable
+
+Start with a missing slot: two replicas of TP 4, the second without one, so 7 processes. About half a minute on CPU:
 
   NTP_CPU=1 OMP_NUM_THREADS=1 torchrun --nproc-per-node=7 -m ntp_plugin.megatron recipes/megatron/pretrain_gpt.py \\
       @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable --ntp-lost r1.s0.t3
 
-You see Megatron's own log. Start 8 processes without the last three words, and the losses are the same but for the last
-digits. A layout that does not work is refused before anything is built, with the way out.
+You see Megatron's own log. With 8 processes and without the last two words the losses are the same, except for the
+last digits. A layout that does not work is refused before anything is built, with a fix.
 
-Under `ntp run` a rank may die at any time, and the others go on; `make demo` kills two, and shows what comes of it:
-
-  NTP_CPU=1 OMP_NUM_THREADS=1 ntp run --standalone --nproc-per-node=8 recipes/megatron/pretrain_gpt.py \\
-      @recipes/megatron/tiny.args --tensor-model-parallel-size 4 --ntp-enable
-
-The data are mock (`--mock-data`), or tokens in a file (`--data-path PREFIX`; tokenize_text.py makes one of a text).
-Logs go where Megatron's own flags say: `--tensorboard-dir`, `--wandb-project`.
+On GPUs leave NTP_CPU out; of tiny.args' last three lines keep `--transformer-impl local` and `--use-cpu-initialization`
+(nothing has run on GPUs yet). The data are mock (`--mock-data`), or tokens in a file (`--data-path PREFIX`;
+tokenize_text.py makes one of a text). Logs go where Megatron's own flags say: `--tensorboard-dir`, `--wandb-project`.
 """
 
 import functools
@@ -38,7 +39,7 @@ KEYS = ("tokens", "labels", "position_ids", "loss_mask")
 
 
 def datasets(sizes: list[int], vp_stage: int | None = None) -> Any:  # noqa: ARG001
-    """The training, validation and test sets."""
+    """Build the training, validation and test sets."""
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -61,7 +62,7 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def get_batch(samples: Iterator[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """The next micro-batch, from the first of the TP group to the others."""
+    """Return the next micro-batch; the first rank of the TP group draws it and broadcasts it to the others."""
     args, group = get_args(), parallel_state.get_tensor_model_parallel_group()
     first, shape = parallel_state.get_tensor_model_parallel_src_rank(), (args.micro_batch_size, args.seq_length)
     device = torch.cuda.current_device()
@@ -77,13 +78,13 @@ def get_batch(samples: Iterator[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """The sum of the losses of a micro-batch's tokens, and how many they are."""
+    """Return the sum of the losses of a micro-batch's tokens, and their number."""
     total, count = (output.float() * loss_mask).sum(), loss_mask.sum().to(torch.int)
     return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
 
 
 def forward_step(samples: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """One micro-batch forward."""
+    """Compute the forward pass of one micro-batch."""
     tokens, labels, position_ids, loss_mask = get_batch(samples)
     return model(tokens, position_ids, None, labels=labels), functools.partial(loss_func, loss_mask)
 
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def read_files(words: list[str]) -> list[str]:
-    """Each @FILE among the words is replaced by the words in the file."""
+    """Replace each @FILE among the words by the words in the file."""
     return [part for word in words for part in (Path(word[1:]).read_text().split() if word[0] == "@" else [word])]
 
 

@@ -1,14 +1,14 @@
-"""A hybrid model by Megatron: attention and MLP layers in any order, which is what follows its GPTModel.
+"""Train a hybrid model with Megatron: attention and MLP layers in any order.
 
-Two replicas of TP 4, and one slot of the second is not there: 7 processes, on CPU, in about half a minute:
+Two replicas of TP 4, the second without one slot, so 7 processes. About half a minute on CPU:
 
   NTP_CPU=1 OMP_NUM_THREADS=1 torchrun --nproc-per-node=7 -m ntp_plugin.megatron recipes/megatron/pretrain_hybrid.py \\
       @recipes/megatron/tiny.args --hybrid-layer-pattern "*-*-" --tensor-model-parallel-size 4 \\
       --ntp-enable --ntp-lost r1.s0.t3
 
-In the pattern `*` is an attention layer and `-` an MLP; what else Megatron knows (Mamba, experts) is refused while a
-replica is degraded. You see Megatron's own log. Start 8 processes without the last three words, and the losses are the
-same but for the last digits.
+In the pattern `*` is an attention layer and `-` an MLP. Megatron's other layers (Mamba, experts) are refused while a
+replica is degraded. You see Megatron's own log. With 8 processes and without the last two words the losses are the
+same, except for the last digits.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from pretrain_gpt import datasets, forward_step, read_files
 
 
 def local_stack(args: Any) -> ModuleSpec:
-    """Layers of Megatron's own; those that it names by default are TransformerEngine's."""
+    """Return Megatron's local layers; its default names TransformerEngine's."""
     both = get_gpt_layer_local_submodules(normalization=args.normalization, qk_layernorm=args.qk_layernorm)
     attention = dataclasses.replace(both, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
     mlp = dataclasses.replace(both, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)

@@ -1,9 +1,9 @@
-"""A text file as Megatron reads it: a token for each byte, a document for each line. A few seconds for some megabytes.
+"""Write a text file in Megatron's format: a token for each byte, a document for each line. Takes a few seconds.
 
   python recipes/megatron/tokenize_text.py TEXT PREFIX        writes PREFIX.bin and PREFIX.idx
 
-Then, in the place of the mock data, `--data-path PREFIX --split 90,5,5`, with `--tokenizer-type NullTokenizer` and
-`--vocab-size 256`. What Megatron's own tools write is read the same way.
+Then replace `--mock-data` by `--data-path PREFIX --split 90,5,5`, with `--tokenizer-type NullTokenizer` and
+`--vocab-size 256`. Files that Megatron's own tools write are used in the same way.
 """
 
 import sys
@@ -14,11 +14,11 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 END = 0
-"""The token behind each line: no text has this byte."""
+"""The token that ends each line: no text has this byte."""
 
 
 def tokenize(text: Path, prefix: Path) -> int:
-    """Write both files; returns how many tokens there are."""
+    """Write both files and return the number of tokens."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
     tokens = 0
     for line in text.read_bytes().splitlines():
@@ -30,7 +30,7 @@ def tokenize(text: Path, prefix: Path) -> int:
 
 
 def main(words: list[str]) -> None:
-    """From the command line."""
+    """Run from the command line."""
     if len(words) != 2 or not Path(words[0]).is_file():
         print("usage: tokenize_text.py TEXT PREFIX, and TEXT is a file", file=sys.stderr)
         sys.exit(2)

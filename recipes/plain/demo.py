@@ -1,7 +1,7 @@
 """Kill a rank of a tensor-parallel job in plain PyTorch and watch. About a minute on 2 cores.
 
-Runs train_tp.py twice: undisturbed, and with a worker killed by SIGKILL whose place a warm spare takes. Shows
-what the second run said, and both last losses, which agree but for the last digits.
+Runs train_tp.py twice: undisturbed, and with a worker killed by SIGKILL, whose place a warm spare takes. Prints
+the second run's log, and both last losses, which agree except for the last digits.
 """
 
 import os
@@ -18,7 +18,7 @@ STEPS, PAUSE_S = 40, 0.25
 
 
 def start(log: Path, *flags: str, pause_s: float) -> subprocess.Popen[bytes]:
-    """`ntp run` on the recipe, as you would type it."""
+    """Start `ntp run` on the recipe, as you would type it."""
     ntp = [sys.executable, "-m", "ntp_plugin.cli.main"]
     words = [*ntp, "run", "--standalone", "--nproc-per-node=4", *flags, str(SCRIPT)]
     environment = os.environ | {"STEPS": str(STEPS), "PAUSE_S": str(pause_s), "OMP_NUM_THREADS": "1"}
@@ -27,7 +27,7 @@ def start(log: Path, *flags: str, pause_s: float) -> subprocess.Popen[bytes]:
 
 
 def wait_for(log: Path, pattern: str, job: subprocess.Popen[bytes]) -> re.Match[str]:
-    """Until the job has said something."""
+    """Wait until the log of the job has the pattern."""
     while not (found := re.search(pattern, log.read_text())):
         if job.poll() is not None:
             sys.exit(f"the job ended with {job.returncode}:\n{log.read_text()}")
@@ -36,7 +36,7 @@ def wait_for(log: Path, pattern: str, job: subprocess.Popen[bytes]) -> re.Match[
 
 
 def last_loss(log: Path) -> float:
-    """What the last line says."""
+    """Read the loss in the last line."""
     found = re.search(rf"step {STEPS}: loss (\S+), members \(0, 1, 2, 3\)", log.read_text())
     if found is None:
         sys.exit(f"the job did not come to its end with all members:\n{log.read_text()}")
@@ -44,7 +44,7 @@ def last_loss(log: Path) -> float:
 
 
 def main() -> None:
-    """Both runs, and what came of them."""
+    """Run both, and compare the losses."""
     folder = Path(tempfile.mkdtemp(prefix="ntp-demo-"))
     calm, degraded = folder / "calm", folder / "degraded"
     print(f"1. {STEPS} steps undisturbed: 2 replicas of 2 slots ({calm})", flush=True)
