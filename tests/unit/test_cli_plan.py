@@ -164,7 +164,7 @@ BAD_FILES = {
     "broken json": ("job.json", b'{"parallel": ', "is not valid JSON"),
     "nested too deep": ("job.json", b"[" * 100_000, "is not valid JSON"),
     "json list": ("job.json", b"[1]", "must hold one JSON object"),
-    "json key twice": ("job.json", b'{"lose": [], "lose": []}', "the key 'lose' stands twice"),
+    "json key twice": ("job.json", b'{"lose": [], "lose": []}', "the key 'lose' appears twice"),
     "json NaN": ("job.json", b'{"ntp": {"batch": {"epsilon": NaN}}}', "NaN is not a number that JSON allows"),
     "wrong ending": ("job.yaml", b"tp: 4", "has no known ending"),
     "unknown table": ("job.toml", b"[paralel]\ntp = 4", 'paralel is not a known key. Way out: did you mean "parallel"'),

@@ -328,7 +328,7 @@ def test_a_sink_that_fails_is_left_out_and_the_others_hear_on(tmp_path):
     relay.close()
     assert (broken.heard, working.closed) == (3, True)
     assert working.heard == len(Follower(tmp_path).news())
-    assert said == ["Broken failed and hears no more of this job: ConnectionError: the server is away"]
+    assert said == ["Broken failed and is dropped: ConnectionError: the server is away"]
 
 
 @pytest.mark.parametrize(
