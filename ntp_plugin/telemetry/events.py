@@ -189,7 +189,7 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Weighed:
-    """The final weights of this process, as numbers by which two runs are compared (`copies/sketch.py`). Recorded only by
+    """The final weights of this process, as numbers that compare two runs (`copies/sketch.py`). Recorded only by
     workers of a campaign (`chaos/worker.py`)."""
 
     cut: list[float]
