@@ -134,7 +134,7 @@ class DeviceMeshes:
         self._originals.clear()
         self._made.clear()
 
-    def tell(self, members: tuple[int, ...]) -> None:
+    def update(self, members: tuple[int, ...]) -> None:
         """Update all meshes to these slots of the world, in the order of their ranks."""
         self._members = members
         for made in list(self._made.values()):

@@ -51,11 +51,11 @@ class Operations:
         self._originals.clear()
         self._heard_by.clear()
 
-    def tell(self, group: dist.ProcessGroup, started: Started) -> None:
+    def observe(self, group: dist.ProcessGroup, started: Started) -> None:
         """Call `started` for each operation of a group from now on."""
         self._heard_by[group] = started
 
-    def tell_no_more(self, group: dist.ProcessGroup) -> None:
+    def stop_observing(self, group: dist.ProcessGroup) -> None:
         """Stop observing a group that is about to be destroyed."""
         self._heard_by.pop(group, None)
 

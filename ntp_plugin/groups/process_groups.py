@@ -160,7 +160,7 @@ class ElasticGroups:
             return handle, store
         if not ranks:
             self.members, self._of_world = tuple(range(size)), (backend, kinds, options["timeout"])
-            self._meshes.tell(self.members)
+            self._meshes.update(self.members)
         slots = tuple(self.members[other] for other in ranks) if ranks else self.members
         group = self._remember(handle, store, slots, kinds=kinds, timeout=options["timeout"])
         if group.nccl is not None and not self._joining:
@@ -209,7 +209,7 @@ class ElasticGroups:
             if only_gloo or kind_of_device(given) == "cpu":
                 self._waits.register(work, manner_of(name))
 
-        self._operations.tell(group.handle, started)
+        self._operations.observe(group.handle, started)
 
     # ------------------------------------------------ leaving, and coming together again
 
@@ -289,7 +289,7 @@ class ElasticGroups:
                 group.connected = group.members
         # Torch names groups by a counter, and a joining rank has not made groups that the others had dropped.
         c10d._world.group_count = epoch * _GROUPS_IN_AN_EPOCH
-        self._meshes.tell(members)
+        self._meshes.update(members)
         with self._lock:
             if self._broken_for > epoch:  # it revoked the old communicators; gloo's waits end by themselves
                 self._revoke()
@@ -353,7 +353,7 @@ class ElasticGroups:
         self._put_aside = [lane for lane in lanes if lane.busy()]
         for lane in lanes:
             if lane not in self._put_aside and lane.handle in c10d._world.pg_map:
-                self._operations.tell_no_more(lane.handle)
+                self._operations.stop_observing(lane.handle)
                 dist.destroy_process_group(lane.handle)
 
     @contextlib.contextmanager

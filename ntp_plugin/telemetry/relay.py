@@ -46,10 +46,10 @@ class Relay:
     """Hands the events of one record to sinks."""
 
     def __init__(
-        self, follower: Follower, sinks: Sequence[Sink], *, come_to: Path, said: Callable[[str], None]
+        self, follower: Follower, sinks: Sequence[Sink], *, come_to: Path, log: Callable[[str], None]
     ) -> None:
         """`come_to`: the file that stores how far the relay has come."""
-        self._follower, self._sinks, self._log, self._come_to = follower, list(sinks), said, come_to
+        self._follower, self._sinks, self._log, self._come_to = follower, list(sinks), log, come_to
         self._job, self._all_hear = JobState(), True
         self._hand_over(follower.news(until=_read_position(come_to)), again=True)
 
@@ -110,8 +110,8 @@ def main(words: Sequence[str]) -> None:
     if asked.prometheus is not None:
         sinks.append(PrometheusSink(asked.prometheus))
     if asked.wandb:
-        sinks.append(WandbSink(asked.wandb, asked.folder, os.environ, said=_say))
-    relay = Relay(Follower(asked.folder), sinks, come_to=asked.folder / "handed-over.json", said=_say)
+        sinks.append(WandbSink(asked.wandb, asked.folder, os.environ, log=_say))
+    relay = Relay(Follower(asked.folder), sinks, come_to=asked.folder / "handed-over.json", log=_say)
     relay.hand_over()
     for page in sinks:
         if isinstance(page, PrometheusSink):

@@ -35,10 +35,10 @@ class WandbSink:
     """Writes one wandb run."""
 
     def __init__(
-        self, project: str, folder: Path, environment: Mapping[str, str], *, said: Callable[[str], None]
+        self, project: str, folder: Path, environment: Mapping[str, str], *, log: Callable[[str], None]
     ) -> None:
         """`environment`: that of the workers. `folder`: where wandb keeps its files."""
-        self._project, self._folder, self._environment, self._log = project, folder, environment, said
+        self._project, self._folder, self._environment, self._log = project, folder, environment, log
         self._wandb: Any = None
         self._run: Any = None
         self._rows: list[tuple[Any, ...]] = []
