@@ -45,9 +45,7 @@ class Sink(Protocol):
 class Relay:
     """Hands the events of one record to sinks."""
 
-    def __init__(
-        self, follower: Follower, sinks: Sequence[Sink], *, come_to: Path, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, follower: Follower, sinks: Sequence[Sink], *, come_to: Path, log: Callable[[str], None]) -> None:
         """`come_to`: the file that stores how far the relay has come."""
         self._follower, self._sinks, self._log, self._come_to = follower, list(sinks), log, come_to
         self._job, self._all_hear = JobState(), True
