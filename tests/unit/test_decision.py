@@ -83,7 +83,7 @@ def test_where_nothing_is_allowed_a_job_is_refused_before_anything_is_lost():
 def test_where_nothing_that_is_allowed_can_be_done_it_says_why():
     found = plan(nominal(forbid=["drop-replica"]), "r1.s0.t2")
     narrower = dataclasses.replace(found, nominal=with_min_tp_width(found.nominal, 4))
-    with pytest.raises(Refused, match=r"nothing can be done .*reduce tp: narrower than .*; drop replica: forbidden"):
+    with pytest.raises(Refused, match=r"no action is possible .*reduce tp: narrower than .*; drop replica: forbidden"):
         decide(narrower)
 
 
