@@ -1,8 +1,9 @@
-"""What a user may say: one schema, read from TOML files, JSON objects and command-line flags alike.
+"""Reads and checks the user's configuration: one schema for TOML files, JSON objects and command-line flags.
 
-    sections.py   the keys themselves, with types, defaults, bounds and relations
-    schema.py     how a section is checked, built and turned into flags; knows no key by name
-    files.py      a TOML or JSON file on disk into a plain mapping
+    sections.py   the keys, with types, defaults, bounds and relations
+    schema.py     checks and builds a section, and turns it into flags; knows no key by name
+    files.py      reads a TOML or JSON file into a plain mapping
 
-Every route ends in `schema.build`, so a value means the same wherever it was written.
+Every source ends in `schema.build`, so a value means the same wherever the user wrote it. Next: `planning/`, which
+works from these sections.
 """

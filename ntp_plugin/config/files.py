@@ -1,4 +1,4 @@
-"""A TOML or JSON file on disk into a plain mapping."""
+"""Reads a TOML or JSON file into a plain mapping."""
 
 import json
 import tomllib
@@ -13,10 +13,10 @@ def read_file(path: Path, *, least: str = "") -> dict[str, Any]:
 
     Args:
         path: A `.toml` or `.json` file in UTF-8, with or without a byte-order mark.
-        least: What to write into a file that is empty, for the error that says so.
+        least: The fix to suggest in the error if the file is empty.
 
     Raises:
-        ConfigError: The file cannot be read, or is not what its ending says.
+        ConfigError: The file cannot be read, or its content does not match its suffix.
     """
     text = _text_of(path)
     if not text.strip():
@@ -49,7 +49,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:
-            raise ValueError(f"the key {name!r} stands twice in one object")
+            raise ValueError(f"the key {name!r} appears twice in one object")
         table[name] = value
     return table
 

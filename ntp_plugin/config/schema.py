@@ -1,8 +1,8 @@
-"""How a section is checked, built and turned into command-line flags. Knows no key by name.
+"""Checks and builds a section of the configuration, and turns it into command-line flags. Knows no key by name.
 
 A *section* is a frozen dataclass whose fields are made by `key`. Values arrive as plain mappings (from TOML,
-JSON or flags), are checked one by one against the field's type and rule, and are merged, later mappings first,
-into the dataclass. A relation between keys is checked by the section's own `__post_init__`, which raises
+JSON or flags). `check` compares each with its field's type and rule; `build` merges them into the dataclass, where
+earlier mappings take precedence. The section's own `__post_init__` checks relations between keys, and raises
 `ConfigError`.
 """
 
@@ -20,7 +20,7 @@ from ntp_plugin.errors import ConfigError
 
 type Values = dict[str, Any]
 type Naming = Callable[[tuple[str, ...]], str]
-"""Says how a key's path is written where the user wrote it: `model.heads`, `--heads`, `ntp.copies.count`."""
+"""Formats the path of a key as the user wrote it: `model.heads`, `--heads`, `ntp.copies.count`."""
 
 LARGEST_NUMBER = 10**12
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -29,7 +29,7 @@ _TRUE_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False,
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What a key's value must satisfy beyond its type, and how the key is shown."""
+    """Constraints on a key's value beyond its type, and how its flag is shown."""
 
     help: str
     at_least: float | None = None
@@ -40,17 +40,17 @@ class Rule:
 
 
 def key(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
-    """A field of a section: its default (none: the key is required) and its `Rule`."""
+    """Declare a field of a section, with its default (none: the key is required) and its `Rule`."""
     return dataclasses.field(default=default, metadata={"rule": Rule(**rule)})
 
 
 def subsection(section: type, *, prefix: str = "") -> Any:
-    """A nested section; its flags carry `prefix`."""
+    """Declare a nested section; its flags carry `prefix`."""
     return dataclasses.field(default_factory=section, metadata={"prefix": prefix})
 
 
 def dotted(where: str = "") -> Naming:
-    """Keys as files write them, after `where`."""
+    """Format keys as files write them, after `where`."""
     return lambda path: where + ".".join(path)
 
 
@@ -58,7 +58,7 @@ def dotted(where: str = "") -> Naming:
 
 
 def check(section: type, raw: object, *, name: Naming, path: tuple[str, ...] = ()) -> Values:
-    """The values of `raw` with types and bounds checked; nested mappings for nested sections."""
+    """Return the values of `raw` with types and bounds checked; nested mappings for nested sections."""
     if not isinstance(raw, Mapping):
         place = name(path).rstrip(". :") or "the file"
         raise ConfigError(
@@ -80,15 +80,15 @@ def check(section: type, raw: object, *, name: Naming, path: tuple[str, ...] = (
 
 
 def build[Section](section: type[Section], *layers: Values, name: Naming, path: tuple[str, ...] = ()) -> Section:
-    """The section from checked values; what an earlier layer says wins over a later one."""
+    """Build the section from checked values; earlier layers take precedence."""
     merged: Values = {}
     kinds = typing.get_type_hints(section)
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
-        said = [layer[field.name] for layer in layers if field.name in layer]
+        given = [layer[field.name] for layer in layers if field.name in layer]
         if dataclasses.is_dataclass(kinds[field.name]):
-            merged[field.name] = build(kinds[field.name], *said, name=name, path=(*path, field.name))
-        elif said:
-            merged[field.name] = said[0]
+            merged[field.name] = build(kinds[field.name], *given, name=name, path=(*path, field.name))
+        elif given:
+            merged[field.name] = given[0]
         elif field.default is dataclasses.MISSING:
             raise ConfigError(
                 f"{name((*path, field.name))} is missing", way_out=f"give it: {_rule(section, field.name).help}"
@@ -97,12 +97,12 @@ def build[Section](section: type[Section], *layers: Values, name: Naming, path: 
 
 
 def read[Section](section: type[Section], raw: object, *, where: str) -> Section:
-    """A section straight from one mapping, e.g. the `ntp` block of a `ds_config.json` with `where="ntp."`."""
+    """Build a section from one mapping, e.g. the `ntp` block of a `ds_config.json` with `where="ntp."`."""
     return build(section, check(section, raw, name=dotted(where)), name=dotted(where))
 
 
 def checked[Section](section: Section) -> Section:
-    """A section that a program made, checked and converted as one that a user wrote."""
+    """Check and convert a section that a program made, as if a user had written it."""
     return read(type(section), _as_written(section), where="")
 
 
@@ -142,7 +142,7 @@ def _checked_value(value: object, kind: Any, rule: Rule, named: str) -> object:
 
 
 def _is_choice(value: str, choice: str) -> bool:
-    """A choice that ends with `:N` stands for those with a whole number there."""
+    """A choice that ends with `:N` matches values with a whole number there."""
     name, colon, _ = choice.rpartition(":N")
     return value == choice if not colon else re.fullmatch(re.escape(name) + r":\d{1,9}", value, re.ASCII) is not None
 
@@ -160,7 +160,7 @@ def _check_bounds(value: float, rule: Rule, named: str) -> None:
 
 
 def add_flags(parser: argparse._ActionsContainer, section: type, *, prefix: str = "") -> None:
-    """One flag per key of the section; what they say is fetched by `flag_values`."""
+    """Add one flag per key of the section; `flag_values` reads them."""
     for flag, target, kind, rule in _flags(section, prefix):
         default = _default_text(target[0], target[1][-1])
         text = f"{rule.help}{default}".replace("%", "%%")
@@ -175,21 +175,21 @@ def add_flags(parser: argparse._ActionsContainer, section: type, *, prefix: str 
 
 
 def flag_values(section: type, parsed: argparse.Namespace, *, prefix: str = "") -> Values:
-    """What the flags said, checked, as the nested mapping that `build` takes. Flags left out are absent."""
+    """Return the checked values of the flags as the nested mapping that `build` takes. Omitted flags are absent."""
     values: Values = {}
     for flag, (_, path), kind, rule in _flags(section, prefix):
-        said = getattr(parsed, _dest(flag))
-        if said is None:
+        given = getattr(parsed, _dest(flag))
+        if given is None:
             continue
         table = values
         for part in path[:-1]:
             table = table.setdefault(part, {})
-        table[path[-1]] = _checked_value(_from_text(said, kind, flag), kind, rule, flag)
+        table[path[-1]] = _checked_value(_from_text(given, kind, flag), kind, rule, flag)
     return values
 
 
 def flags(section: type, *, prefix: str = "") -> list[str]:
-    """The flags of all keys of the section."""
+    """List the flags of all keys of the section."""
     return [flag for flag, *_ in _flags(section, prefix)]
 
 
@@ -212,16 +212,16 @@ def _flags(section: type, prefix: str, path: tuple[str, ...] = ()) -> Iterator[_
             yield "--" + prefix + (rule.flag or field.name.replace("_", "-")), (section, here), kind, rule
 
 
-def _from_text(said: object, kind: Any, flag: str) -> object:
-    if not isinstance(said, str):  # booleans and lists come typed from argparse
-        return said
+def _from_text(given: object, kind: Any, flag: str) -> object:
+    if not isinstance(given, str):  # booleans and lists come typed from argparse
+        return given
     kind = _without_none(kind)
     try:
         if kind is bool:
-            return _TRUE_WORDS[said.lower()]
-        return kind(said)
+            return _TRUE_WORDS[given.lower()]
+        return kind(given)
     except (ValueError, KeyError):
-        raise ConfigError(f"{flag} = {_show(said)} must be {_TYPE_WORDS[kind]}") from None
+        raise ConfigError(f"{flag} = {_show(given)} must be {_TYPE_WORDS[kind]}") from None
 
 
 def _dest(flag: str) -> str:

@@ -10,14 +10,14 @@ from ntp_plugin.config.schema import key, require_valid, subsection
 from ntp_plugin.errors import ConfigError
 
 MAX_GPUS = 4_194_304
-"""Thirty times the largest cluster that we plan for: above it a number is a slip of the keyboard."""
+"""Thirty times the largest planned cluster: a larger number is a typing error."""
 MAX_SHARERS = 64
-"""Of one parity: all of them but one are read to have that one again."""
+"""Most members of one parity: to rebuild one of them, all others are read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """The nominal layout of the job, and where its ranks stand."""
+    """The nominal layout of the job, and the placement of its ranks."""
 
     tp: int = key(help="tensor-parallel degree", at_least=1, at_most=1024)
     pp: int = key(1, help="pipeline stages", at_least=1, at_most=1024)
@@ -90,7 +90,7 @@ class Batch:
     )
 
     def micro_batches_per_replica(self, dp: int) -> int:
-        """What every replica runs in the nominal layout."""
+        """Number of micro-batches that every replica runs in the nominal layout."""
         if self.global_batch is None:
             return 16
         if self.global_batch % (self.micro_batch * dp):
@@ -103,7 +103,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """What a parameter costs in memory, whether replicas share optimizer state, and which activations are kept."""
+    """Memory per parameter, whether replicas share optimizer state, and which activations are kept."""
 
     weight_bytes: int = key(2, help="bytes per parameter of the weights (bf16: 2)", at_least=1, at_most=16)
     gradient_bytes: int = key(
@@ -118,7 +118,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """What a GPU and its links can do; the defaults are an H100 NVL8 host with one 400 Gb/s NIC per GPU."""
+    """Memory and bandwidth of a GPU; the defaults are an H100 NVL8 host with one 400 Gb/s NIC per GPU."""
 
     gpu_memory_gb: float | None = key(
         None,
@@ -134,7 +134,7 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPolicy:
-    """How the global batch is shared out while a replica is degraded."""
+    """How the global batch is divided while a replica is degraded."""
 
     mode: str = key(
         "strict",
@@ -186,14 +186,14 @@ class CopyPolicy:
 
     @property
     def sharers(self) -> int:
-        """Members of each parity; 0 where there are none but whole copies."""
+        """Members of each parity; 0 if the copies are whole."""
         kind, _, number = self.mode.partition(":")
         return int(number) if kind == "xor" else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ActionsPolicy:
-    """What may be done about a loss, and what to expect of it."""
+    """Which actions a loss may cause, and their expected costs."""
 
     forbid: tuple[str, ...] = key(
         (), help="what is never done: reduce-tp or drop-replica; repeatable", metavar="ACTION"
@@ -204,7 +204,7 @@ class ActionsPolicy:
         " ends the job for one where that is worth it (default: never)",
         at_least=0.0,
     )
-    recovery_s: float = key(1.0, help="seconds that the job stands still when it goes on", at_least=0.0)
+    recovery_s: float = key(1.0, help="seconds that the job pauses for a recovery", at_least=0.0)
     repair_s: float = key(432_000.0, help="seconds until what is lost is expected back (default: 5 days)", at_least=1.0)
     failures_per_gpu_day: float = key(
         0.00047, help="how often a GPU fails (default: 419 failures of 16,384 GPUs in 54 days)", at_least=0.0
@@ -213,7 +213,7 @@ class ActionsPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """The plugin's own block, the same in every recipe."""
+    """The plugin's own block, the same for every framework."""
 
     enabled: bool = key(False, help="switch the plugin on in a training job", flag="enable")
     min_tp_width: int = key(
@@ -277,14 +277,14 @@ class TrainingPolicy(Policy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingFile:
-    """What a file that `--ntp-config` names may hold: the `[ntp]` block."""
+    """Content of a file named by `--ntp-config`: the `[ntp]` block."""
 
     ntp: TrainingPolicy = subsection(TrainingPolicy)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Everything that `ntp plan` is told."""
+    """The complete input of `ntp plan`."""
 
     parallel: Parallel = subsection(Parallel)
     model: Model = subsection(Model)

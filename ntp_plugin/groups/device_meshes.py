@@ -1,16 +1,16 @@
-"""torch's device meshes, which follow the groups.
+"""Keeps torch's device meshes in step with the groups.
 
-A `DeviceMesh` remembers ranks: a grid of them, and where in it this process is. Its groups are edited like all others,
-but after a loss its ranks are out of date. So every mesh is remembered when it is made, by its slots, and after each
-edit of the groups it is told the truth:
+A `DeviceMesh` stores ranks: a grid of them, and this process's place in it. Its groups are edited like all others, but
+after a loss its ranks are out of date. So every mesh is registered by its slots when it is made, and updated after each
+edit of the groups:
 
-    its slots are all members           the grid as it was made, with the ranks of today
-    a row, a column, a plane is lost    the grid without it, as many dimensions as before
+    its slots are all members           the grid as it was made, with the current ranks
+    a row, a column, a plane is lost    the grid without it, with as many dimensions as before
     else the grid is uneven             there is no grid: `mesh`, `shape` and `get_coordinate()` are refused; sizes,
-                                        local ranks, groups and slices are those of this process' own rows
+                                        local ranks, groups and slices are those of this process's own rows
 
-One-dimensional meshes are never uneven. A slice is taken from the mesh as it was made, and then told. Flattening and
-unflattening make groups, so that all members are needed. A pickled mesh, or a copy, is not remembered.
+One-dimensional meshes are never uneven. A slice is taken from the mesh as it was made, and then updated. Flattening and
+unflattening make groups, so all members are needed. A pickled mesh, or a copy, is not registered.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ntp_plugin.errors import Refused
 
-_TOLD = ("_layout", "_rank_map", "_flatten_rank_map", "_rank", "_coordinate_on_dim", "_hash")
-"""All that a mesh remembers of ranks."""
+_RANK_ATTRIBUTES = ("_layout", "_rank_map", "_flatten_rank_map", "_rank", "_coordinate_on_dim", "_hash")
+"""The attributes of a mesh that depend on ranks."""
 
 
 class _NoGrid:
-    """In place of what an uneven mesh does not have: any use of it is refused."""
+    """Stands in for the grid of an uneven mesh: any use of it is refused."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise Refused(
@@ -60,10 +60,10 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class _UnevenLayout(_NoGrid):
-    """The layout of an uneven mesh: what does not need a grid."""
+    """The layout of an uneven mesh: the queries that do not need a grid."""
 
     rows: tuple[_Row, ...]
-    """For each dimension, the members of this process' own row; of length 0 where it is not in the mesh."""
+    """Per dimension, the members of this process's own row; of length 0 if it is not in the mesh."""
     total: int
 
     def __len__(self) -> int:  # type: ignore[override]
@@ -82,9 +82,9 @@ class _Made:
 
     mesh: weakref.ref[DeviceMesh]
     members: tuple[int, ...]
-    """Of the world at that time."""
+    """Members of the world at that time."""
     slots: torch.Tensor
-    told: dict[str, Any]
+    attributes: dict[str, Any]
 
 
 class DeviceMeshes:
@@ -100,7 +100,7 @@ class DeviceMeshes:
         self._originals: dict[str, Any] = {}
 
     def attach(self) -> None:
-        """See every mesh that is made from now on."""
+        """Register every mesh that is made from now on."""
         assert not self._originals, "meshes are attached once"
         self._originals = {name: getattr(DeviceMesh, name) for name in self._CHANGED}
         meshes, original = self, self._originals
@@ -128,26 +128,26 @@ class DeviceMeshes:
             setattr(DeviceMesh, name, changed)
 
     def detach(self) -> None:
-        """Leave torch as it was; the meshes stay as they are."""
+        """Restore torch's methods; the meshes stay as they are."""
         for name, original in self._originals.items():
             setattr(DeviceMesh, name, original)
         self._originals.clear()
         self._made.clear()
 
-    def tell(self, members: tuple[int, ...]) -> None:
-        """These are the slots of the world now, in the order of their ranks."""
+    def update(self, members: tuple[int, ...]) -> None:
+        """Update all meshes to these slots of the world, in the order of their ranks."""
         self._members = members
         for made in list(self._made.values()):
-            self._tell(made)
+            self._update(made)
 
     # ------------------------------------------------ one mesh
 
     def _remember(self, mesh: DeviceMesh) -> None:
         members = self._making_for or self._members
-        if not members:  # there is no world, and so nothing to follow
+        if not members:  # there is no world to follow
             return
         grid = mesh._layout.remap_to_tensor(mesh._rank_map)
-        if grid.size(0) > 1:  # a slice: all of its kind, of which this process is in one or in none
+        if grid.size(0) > 1:  # a slice: it holds all slices of its kind, of which this process is in one or none
             mine = (grid == members.index(self._slot)).flatten(1).any(1).nonzero().flatten().tolist()
             if not mine:
                 return
@@ -155,20 +155,20 @@ class DeviceMeshes:
         else:
             grid = grid[0]
         slots = torch.tensor(members)[grid.long()]
-        told = {name: getattr(mesh, name, None) for name in _TOLD} | {"_hash": None}
+        attributes = {name: getattr(mesh, name, None) for name in _RANK_ATTRIBUTES} | {"_hash": None}
         key = id(mesh)
         reference = weakref.ref(mesh, lambda _: self._made.pop(key, None))
-        self._made[key] = _Made(mesh=reference, members=members, slots=slots, told=told)
+        self._made[key] = _Made(mesh=reference, members=members, slots=slots, attributes=attributes)
 
-    def _tell(self, made: _Made) -> None:
+    def _update(self, made: _Made) -> None:
         mesh = made.mesh()
         if mesh is None:
             return
-        told = made.told if made.members == self._members else self._truth(made)
-        for name, value in told.items():
+        attributes = made.attributes if made.members == self._members else self._current(made)
+        for name, value in attributes.items():
             setattr(mesh, name, value)
 
-    def _truth(self, made: _Made) -> dict[str, Any]:
+    def _current(self, made: _Made) -> dict[str, Any]:
         ranks = {slot: rank for rank, slot in enumerate(self._members)}
         here = torch.isin(made.slots, torch.tensor(self._members))
         kept = (
@@ -208,7 +208,7 @@ class DeviceMeshes:
 
     @contextlib.contextmanager
     def _as_made(self, mesh: DeviceMesh) -> Iterator[None]:
-        """With this mesh and its root as they were made; whatever is made of them meanwhile is told the truth."""
+        """Restore this mesh and its root as they were made; update them, and all meshes made meanwhile, afterwards."""
         parts = [made for part in (mesh, mesh._get_root_mesh()) if (made := self._made.get(id(part))) is not None]
         if all(made.members == self._members for made in parts):
             yield
@@ -226,12 +226,12 @@ class DeviceMeshes:
             self._making_for = None
             for key, made in list(self._made.items()):
                 if made in parts or key not in known:
-                    self._tell(made)
+                    self._update(made)
 
     def _set(self, made: _Made) -> None:
         mesh = made.mesh()
         assert mesh is not None, "it is being sliced"
-        for name, value in made.told.items():
+        for name, value in made.attributes.items():
             setattr(mesh, name, value)
 
     def _require_all(self, mesh: DeviceMesh) -> None:

@@ -1,8 +1,8 @@
-"""Tensors from rank to rank, as a plan says: all sends and receives of one move at once.
+"""Exchanges tensors between ranks, as a plan says: all sends and receives of one move at once.
 
-The transfers of a plan name slots and units; whoever turns them into tensors (`resharding/reshard.py`) does so in the
-plan's order, so that the k-th tensor from one slot to another is the same one on both sides. Sender and receiver count
-alone, and no description travels. What goes to one slot goes as one message: what costs is each wait, not the bytes.
+The transfers of a plan name slots and units. `resharding/reshard.py` turns them into tensors in the plan's order, so
+that the k-th tensor from one slot to another is the same one on both sides: both count alone, and no description
+travels. All tensors for one slot go as one message: each wait costs, not the bytes.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 _ALIGNED = 16
-"""Bytes: each tensor of a message begins at a multiple, so that it can be used where it lies."""
+"""Bytes: each tensor of a message begins at a multiple of it, so that it can be used in place."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Parcel:
-    """A contiguous tensor that goes to a slot; or, with `arriving`, one that comes from it: that is a shape and a dtype
-    (on the meta device) until it is there."""
+    """A contiguous tensor for a slot, or with `arriving`, one from it: until it arrives it has only a shape and a dtype
+    (on the meta device)."""
 
     peer: int
     tensor: torch.Tensor
@@ -26,12 +26,12 @@ class Parcel:
 
     @property
     def room(self) -> int:
-        """Bytes of a message that it takes."""
+        """Bytes that it takes in a message."""
         return -(-self.tensor.nbytes // _ALIGNED) * _ALIGNED
 
 
 class Exchange:
-    """Parcels on their way, over the world group."""
+    """Parcels in flight, over the world group."""
 
     def __init__(self, parcels: Sequence[Parcel], rank_of: Callable[[int], int], device: torch.device) -> None:
         leaving, self._arriving = _by_peer(parcels, arriving=False), _by_peer(parcels, arriving=True)
@@ -45,7 +45,7 @@ class Exchange:
         ]
 
     def wait(self) -> None:
-        """Until every one is through; what arrives has its values then."""
+        """Wait until all parcels are through; arriving ones have their values then."""
         for work in self._works:
             assert work is not None, "every member is in the world group"
             work.wait()
@@ -65,7 +65,7 @@ def _message(parcels: Sequence[Parcel]) -> Iterator[torch.Tensor]:
 
 
 def _by_peer(parcels: Sequence[Parcel], *, arriving: bool) -> dict[int, list[Parcel]]:
-    """Those that are not empty, in their order."""
+    """The non-empty parcels by peer, in order."""
     found: dict[int, list[Parcel]] = {}
     for parcel in parcels:
         if parcel.arriving == arriving and parcel.tensor.numel():

@@ -1,10 +1,10 @@
-"""Gloo's part in a process group.
+"""The gloo backend of a process group.
 
-Gloo's `abort()` does nothing, so its sockets are shut instead (`sockets.py`). And gloo can lose a send or receive that
-stands in a broken connection: nobody ever ends it, and it keeps one of the backend's two worker threads until its time
-limit. A backend with such an operation is replaced by a fresh one before the edit; its peers see only another handle.
-So is one whose edit was left behind: a member that waits for the connection of a peer that has just died would wait for
-five time limits, and nothing in gloo can end that.
+Gloo's `abort()` does nothing, so its sockets are shut instead (`sockets.py`). And gloo can lose a send or receive on a
+broken connection: it never ends, and occupies one of the backend's two worker threads until its time limit. A backend
+with such an operation is replaced by a fresh one before the edit; its peers only see another address. So is one whose
+edit was left behind: a member that waits for the connection of a peer that has just died would wait for five time
+limits, and nothing in gloo can end that.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from ntp_plugin.groups.waits import BreakableWaits
 
 _CPU = torch.device("cpu")
 _FIRST_FRESH_TYPE = 16
-"""Backend types that torch has no name for: `setBackend` takes a second backend of a known type for the first."""
+"""Backend types without a name in torch: `setBackend` confuses a second backend of a known type with the first."""
 
 
 class GlooBackend:
-    """The gloo backend of one group, and what must be remembered of it."""
+    """The gloo backend of one group, and its state between edits."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class GlooBackend:
         """An edit was left behind, and a thread may still be in it."""
 
     def busy(self) -> bool:
-        """Whether some operation, or an edit, still holds a thread."""
+        """Return True if an operation, or an edit, still occupies a thread."""
         return self._half_edited or self._waits.busy(self)
 
     def ready(self, rank: int, members: Sequence[int]) -> bool:
-        """Replace this backend if it is still busy; whether that was so."""
+        """Replace this backend if it is still busy; return whether that was so."""
         replaced = self.busy()
         if replaced:
             self._make_fresh(rank, members)
@@ -58,11 +58,11 @@ class GlooBackend:
         return replaced
 
     def reach(self) -> str:
-        """How others reach this process in the next epoch."""
+        """The address by which others connect to this process in the next epoch."""
         return str(self._backend.get_reconfigure_handle())
 
     def edit(self, uuid: int, handles: list[str], timeout_s: float) -> None:
-        """Connect anew, to these and no others."""
+        """Connect to these members and no others."""
         options = ReconfigureOptions()
         options.uuid, options.handles, options.timeout = uuid, handles, timedelta(seconds=timeout_s)
         self._half_edited = True
@@ -70,13 +70,13 @@ class GlooBackend:
         self._half_edited = False
 
     def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
-        """Until then nobody answers for the others."""
+        """Replace this backend by a fake one, which answers for the other members, until the context ends."""
         default = self._default
         return nobody_in_the_place_of(self._handle, self._kind, _CPU, rank=rank, size=size, default=default)
 
     @property
     def _kind(self) -> BackendType:
-        """By which torch knows the backend that there is."""
+        """The type under which torch knows the current backend."""
         return BackendType(_FIRST_FRESH_TYPE + self._generation) if self._generation else BackendType.GLOO
 
     def _make_fresh(self, rank: int, members: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a process group asks of each of its backends: all that differs between gloo and NCCL."""
+"""The interface of a process group to its backends: all that differs between gloo and NCCL."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -9,16 +9,17 @@ class GroupBackend(Protocol):
     """One backend of one group."""
 
     def busy(self) -> bool:
-        """Whether an operation that a break-out should have ended is still there."""
+        """Return True if an operation that an interrupt should have ended is still running."""
 
     def ready(self, rank: int, members: Sequence[int]) -> bool:
-        """After a break-out: become such that an edit can succeed; whether it took a replacement."""
+        """Prepare for an edit after an interrupt; return True if the backend had to be replaced."""
 
     def reach(self) -> str:
-        """How others reach this process in the next epoch."""
+        """The address by which others connect to this process in the next epoch."""
 
     def edit(self, uuid: int, handles: list[str], timeout_s: float) -> None:
-        """Connect anew, to these and no others, in this order; a uuid is used once."""
+        """Connect to these members and no others, in this order; a uuid is used once."""
 
     def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
-        """Until then nobody answers for the others, at once (`substitute_backend.py`)."""
+        """Replace the backend by a fake one, which answers at once, until the context ends
+        (`substitute_backend.py`)."""

@@ -1,7 +1,7 @@
-"""Threads that wait in the place of the main thread, and may be left behind.
+"""Threads that wait in place of the main thread, and may be left behind.
 
-They are daemons: one that stands in an operation that nobody ends must not hold up the end of the process, as the
-threads of an executor would.
+They are daemons: a thread in an operation that never ends must not delay the end of the process, as the threads of an
+executor would.
 """
 
 import queue
@@ -14,7 +14,7 @@ type _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class Helpers:
-    """As many threads as there are calls at once; they are kept for the next ones."""
+    """A pool with as many threads as there are simultaneous calls; idle threads are reused."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -23,7 +23,7 @@ class Helpers:
         self._lock = threading.Lock()
 
     def submit[Result](self, call: Callable[[], Result]) -> Future[Result]:
-        """Begin a call on a thread that has nothing to do."""
+        """Run a call on an idle thread, or on a new one."""
         future: Future[Result] = Future()
         with self._lock:
             if self._idle:
@@ -35,7 +35,7 @@ class Helpers:
         return future
 
     def close(self) -> None:
-        """Every thread ends when it has nothing to do."""
+        """End every thread as soon as it is idle."""
         with self._lock:
             for _ in range(self._threads):
                 self._calls.put(None)
@@ -46,8 +46,8 @@ class Helpers:
             future, call = asked
             try:
                 future.set_result(call())
-            except BaseException as error:  # whoever asked for the result raises it
+            except BaseException as error:  # the caller that asks for the result raises it
                 future.set_exception(error)
-            del asked, future, call  # while it waits for the next one, a helper keeps nothing alive
+            del asked, future, call  # an idle helper keeps nothing alive
             with self._lock:
                 self._idle += 1

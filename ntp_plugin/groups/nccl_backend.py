@@ -1,16 +1,16 @@
-"""NCCL's part in a process group. Written from torch 2.15's sources, and not yet run on GPUs.
+"""The NCCL backend of a process group. Written from torch 2.15's sources, and not yet run on GPUs.
 
 "nccl" is the class `ProcessGroupNCCL2` in torch 2.15. It can be edited only if it was made with `enable_reconfigure`,
-and is then without a communicator until its first edit, which torch leaves to us. In that state it never ends the
-process: its own watchdog revokes the communicator where it would else abort, and so does our `abort()`.
+and then has no communicator until its first edit, which torch leaves to us. In that state it never ends the process:
+its own watchdog revokes the communicator where it would otherwise abort, and so does our `abort()`.
 
-A revoke (`ncclCommRevoke`) ends what the communicator has on the device, from any thread and at once. But a wait on
-NCCL only orders streams, so that nobody stands in `Work.wait`: the host stands in a synchronise, which a revoke ends
-*as if all were well*, with whatever was in the buffers. So there is `failed()`, and `ElasticGroups.confirm()` asks it
-between the device's results and their use.
+A revoke (`ncclCommRevoke`) ends the communicator's work on the device, from any thread and at once. But a wait on NCCL
+only orders streams, so the host never blocks in `Work.wait`: it blocks in a synchronise, which a revoke ends *as if all
+were well*, with arbitrary data in the buffers. So there is `failed()`, and `ElasticGroups.confirm()` asks it between
+the device's results and their use.
 
-Nothing is ever lost in NCCL as in gloo: after a revoke all its works are done, with an error, and an edit makes a new
-communicator. Only the first of the members sends others where to meet, through the group's store; a uuid is used once.
+NCCL never loses operations as gloo does: after a revoke all its works are done, with an error, and an edit makes a new
+communicator. Only the first member publishes the meeting address, through the group's store; a uuid is used once.
 """
 
 import os
@@ -27,12 +27,12 @@ from ntp_plugin.groups.substitute_backend import BackendType, nobody_in_the_plac
 
 _CUDA = torch.device("cuda")
 CONNECT_S = 30.0
-"""An edit has so long at least: a communicator over many hosts takes seconds to make. Who waits for an id in it is
-freed by the store; who waits for the others to connect is not, and no second edit may begin beside the first."""
+"""Least time limit of an edit: a communicator over many hosts takes seconds to make. The store ends a wait for an id; a
+wait for the others to connect has no such end, and no second edit may begin beside the first."""
 
 
 def device_of(asked: torch.device | None, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """The device of this process: the one asked for, or the current one, or the one of its local rank, as in torch."""
+    """The device of this process: the requested one, the current one, or the one of its local rank, as in torch."""
     if asked is not None and asked.index is not None:
         return asked
     chosen: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -45,40 +45,40 @@ class NcclBackend:
     """The NCCL backend of one group."""
 
     def __init__(self, handle: dist.ProcessGroup, device: torch.device) -> None:
-        """`device` is bound, because an edit may happen on a thread whose current device is another."""
+        """`device` is bound, because an edit may run on a thread whose current device is another one."""
         backend: Any = handle._get_backend(_CUDA)
         backend.bound_device_id = device
         self._handle, self._backend, self._device = handle, backend, device
 
     def busy(self) -> bool:
-        """Never: after a break-out nothing runs any more."""
+        """Return False: after an interrupt nothing runs any more."""
         return False
 
     def break_out(self) -> None:
-        """Revoke the communicator; from any thread."""
+        """Revoke the communicator, from any thread."""
         self._backend.abort()
 
     def ready(self, _rank: int, _members: Sequence[int]) -> bool:
-        """Wait until the device is through with the broken step, so that nothing of it writes into the next."""
+        """Wait until the device has finished the interrupted step, so that nothing of it writes into the next."""
         torch.cuda.synchronize(self._device)
         return False
 
     def reach(self) -> str:
-        """How others reach this process in the next epoch."""
+        """The address by which others connect to this process in the next epoch."""
         return str(self._backend.get_reconfigure_handle())
 
     def edit(self, uuid: int, handles: list[str], timeout_s: float) -> None:
-        """Make a new communicator, of these and no others."""
+        """Make a new communicator with these members and no others."""
         options = ReconfigureOptions()
         options.uuid, options.handles = uuid, handles
         options.timeout = timedelta(seconds=max(timeout_s, CONNECT_S))
         self._backend.reconfigure(options)
 
     def failed(self) -> bool:
-        """Whether the communicator was revoked, by whomever, since the last edit: torch says so before it revokes."""
+        """Return True if any process has revoked the communicator since the last edit: torch records it before."""
         torch.cuda.synchronize(self._device)
         return bool(self._backend.get_error() != ErrorType.SUCCESS)
 
     def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
-        """Until then nobody answers for the others."""
+        """Replace this backend by a fake one, which answers for the other members, until the context ends."""
         return nobody_in_the_place_of(self._handle, BackendType.NCCL, _CUDA, rank=rank, size=size, default=True)

@@ -1,7 +1,7 @@
-"""What must hold before the first NCCL group is made: versions, and the environment that torch reads when it makes one.
+"""Checks versions and environment variables before the first NCCL group is made.
 
-Looked at once, by the process that is about to make the group. What somebody asked for and cannot be had is refused;
-what nobody asked for is set.
+The process that is about to make the group checks them once. A value that the user set and that cannot work is refused;
+a value that nobody set is set here.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ import torch.distributed as dist
 from ntp_plugin.errors import Refused
 
 TORCH = (2, 15)
-"""The first with `ProcessGroup.reconfigure` for NCCL."""
+"""The first version with `ProcessGroup.reconfigure` for NCCL."""
 NCCL = (2, 28)
-"""The first with `ncclCommRevoke`; RCCL on AMD GPUs: 2.30.7, see torch's NcclApi.hpp."""
+"""The first version with `ncclCommRevoke`; RCCL on AMD GPUs: 2.30.7, see torch's NcclApi.hpp."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NcclVariable:
-    """One variable of the environment: the value that is set where it has none, and values that cannot be."""
+    """An environment variable, the value to set if it has none, and the values that cannot work."""
 
     name: str
     value: str | None = None
     instead_of: tuple[str, ...] = ()
-    """Values that others set without being asked, and that are replaced."""
+    """Values that others set without being asked; they are replaced."""
     refused: tuple[str, ...] = ()
     why: str
 
@@ -46,7 +46,7 @@ SETTINGS = (
     NcclVariable(
         name="TORCH_DISTRIBUTED_USE_TORCHCOMMS",
         refused=("1", "true", "True"),
-        why="torchcomms makes groups in another way, that is not seen here",
+        why="torchcomms makes groups in another way, which is not observed here",
     ),
     NcclVariable(
         name="TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -58,13 +58,13 @@ SETTINGS = (
     NcclVariable(
         name="TORCH_FR_DUMP_ON_TIMEOUT",
         value="0",
-        why="else the first break-out writes the flight recorder to disk, and may wait 15 s for it, before it revokes",
+        why="else the first interrupt writes the flight recorder to disk, and may wait 15 s for it, before it revokes",
     ),
 )
 
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what must be set, and refuse what somebody set against it."""
+    """Set the required variables; refuse values of the user's that contradict them."""
     for setting in SETTINGS:
         found = environment.get(setting.name)
         if found is not None and found in setting.refused:
@@ -93,7 +93,7 @@ def require_versions(torch_version: str, nccl_versions: dict[str, tuple[int, ...
 
 
 def require_nccl() -> None:
-    """All of it, for this process."""
+    """Check all requirements for this process."""
     if not dist.is_nccl_available():
         raise Refused("this torch was built without NCCL", way_out="install torch for CUDA, or use gloo")
     nccl: Any = dist.ProcessGroupNCCL

@@ -1,24 +1,24 @@
-"""Process groups that are edited in place, so that every handle that a framework keeps stays valid.
+"""Edits process groups in place, so that every handle that a framework keeps stays valid.
 
-torch 2.15 edits a group in place (`ProcessGroup.reconfigure`). This room sees every group being made, at the one place
+torch 2.15 edits a group in place (`ProcessGroup.reconfigure`). `ElasticGroups` registers every group at the one place
 where all are made, and can then
 
-    break_out   end whatever this process waits for in any group
-    offer       say how others reach this process in the next epoch
+    break_out   interrupt whatever this process waits for in any group
+    offer       return the addresses by which others connect to this process in the next epoch
     regroup     edit all groups at once to the members of a view
-    make_lanes  make groups that live until the next regroup, as far as they are not there
-    alone       go without the others through what a group does together
+    make_lanes  make groups that live until the next regroup, unless they exist already
+    alone       run code that was written for a group without the other members
 
-Slots are for life; ranks are dense and change with every view. A group is remembered by the slots that it was made of,
-and holds those of them that are in the view. `torch`'s own table of ranks is mended after each edit.
+Slots are permanent; ranks are dense and change with every view. A group is registered by the slots that it was made of,
+and contains those of them that are in the view. `torch`'s own table of ranks is updated after each edit.
 
-A group has a backend for each kind of device, at most one of gloo and one of NCCL, and all are edited. What a backend
-needs for that is its own file's matter (`gloo_backend.py`, `nccl_backend.py`); `GroupBackend` is what they share.
-Device meshes are mended in `device_meshes.py`.
+A group has a backend for each kind of device, at most one of gloo and one of NCCL, and all are edited. The details of
+a backend are in its own file (`gloo_backend.py`, `nccl_backend.py`); `GroupBackend` is their common interface.
+`device_meshes.py` updates device meshes.
 
-Lanes change with every view, so they are not edited but made anew: unconnected, then connected by handles that are
-exchanged over the world. So no counter of groups has to be the same in a joining rank. The next regroup destroys them;
-one that holds a lost operation is put aside until the operation has ended, because gloo would wait for it right there.
+Lanes change with every view, so they are not edited but made anew: unconnected, then connected by addresses that are
+exchanged over the world. So no counter of groups has to agree on a joining rank. The next regroup destroys them; one
+with a lost operation is put aside until the operation has ended, because gloo would block in its destruction.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from ntp_plugin.groups.waits import BreakableWaits, Manner
 from ntp_plugin.membership.wait_progress import CollectiveWait, Movement
 
 _GROUPS_IN_AN_EPOCH = 10_000
-"""More than anybody makes between two changes of the membership."""
+"""More groups than a job makes between two changes of the membership."""
 
 
 def require_reconfigure() -> None:
@@ -68,7 +68,7 @@ class _Group:
     gloo: GlooBackend | None
     nccl: NcclBackend | None
     connected: tuple[int, ...]
-    """The members of its last edit that came through."""
+    """Members of the last edit that completed."""
 
     def busy(self) -> bool:
         return any(backend.busy() for backend in self.backends().values())
@@ -79,7 +79,7 @@ class _Group:
 
 
 def kinds_of(backend: Any) -> frozenset[str]:
-    """Which of gloo and NCCL serve a group that torch is asked to make with this backend; none else can be edited."""
+    """Which of gloo and NCCL serve a group of this backend; refuses all others, which cannot be edited."""
     names = {str(name) for name in c10d.BackendConfig(c10d.Backend(str(backend))).get_device_backend_map().values()}
     unknown = names - {"gloo", "nccl", "nccl2"}
     if unknown:
@@ -99,8 +99,8 @@ class ElasticGroups:
         self.epoch = 0
         self.members: tuple[int, ...] = ()
         self.replaced = 0
-        """Inner backends that were replaced because they held a lost operation. torch keeps each old one, with its
-        three threads and four descriptors, until its group is destroyed."""
+        """Number of backends that were replaced because of a lost operation. torch keeps each old one, with its three
+        threads and four descriptors, until its group is destroyed."""
         self._joining = joining
         self._broken_for = 0
         self._groups: list[_Group] = []
@@ -110,20 +110,20 @@ class ElasticGroups:
         self._waits = BreakableWaits()
         self._operations = Operations()
         self._connections = Connections()
-        """Gloo's."""
+        """The connections of gloo."""
         self._meshes = DeviceMeshes(slot)
         self._lock = threading.Lock()
         self._make_group: Any = None
         self._device: torch.device | None = None
         self._of_world: tuple[Any, frozenset[str], timedelta] | None = None
-        """Its backend as torch was asked for it, the kinds of that, and its time limit: lanes are made alike."""
+        """Backend of the world as requested from torch, its kinds, and its time limit: lanes are made alike."""
         self._meeting: MeetingStore | None = None
-        """Kept, because torch's side of a store does not keep Python's."""
+        """Referenced here, because torch's side of a store does not keep Python's alive."""
 
     # ------------------------------------------------ seeing groups being made
 
     def attach(self) -> None:
-        """See every group that is made from now on; call it before `init_process_group`."""
+        """Register every group that is made from now on; call it before `init_process_group`."""
         assert self._make_group is None, "groups are attached once"
         self._waits.attach()
         self._operations.attach()
@@ -132,7 +132,7 @@ class ElasticGroups:
         c10d._new_process_group_helper = self._make_and_remember  # type: ignore[assignment]
 
     def detach(self) -> None:
-        """Leave torch as it was; the groups stay as they are."""
+        """Restore torch's functions; the groups stay as they are."""
         assert self._make_group is not None, "groups are attached"
         c10d._new_process_group_helper = self._make_group
         self._make_group = None
@@ -146,13 +146,13 @@ class ElasticGroups:
         self, size: int, rank: int | None, ranks: list[int], backend: Any, store: Any, *args: Any, **options: Any
     ) -> Any:
         kinds = kinds_of(backend)
-        if self._joining or "nccl" in kinds:  # unconnected until an edit; a joining rank's is with all the others
+        if self._joining or "nccl" in kinds:  # unconnected until an edit; a joining rank is edited with all others
             options["enable_reconfigure"] = True
         if "nccl" in kinds:
             require_nccl()
             self._device = self._device or device_of(options.get("device_id"))
-            options["device_id"] = None  # with it torch would split groups off the world, which needs all ranks of it
-        if not ranks:  # the world; torch makes the stores of all other groups from its store
+            options["device_id"] = None  # with it torch would split groups off the world, which needs all its ranks
+        if not ranks:  # the world; torch derives the stores of all other groups from its store
             store = self._meeting = MeetingStore(store, self.check)
         with self._connections.made_here():
             handle, store = self._make_group(size, rank, ranks, backend, store, *args, **options)
@@ -160,7 +160,7 @@ class ElasticGroups:
             return handle, store
         if not ranks:
             self.members, self._of_world = tuple(range(size)), (backend, kinds, options["timeout"])
-            self._meshes.tell(self.members)
+            self._meshes.update(self.members)
         slots = tuple(self.members[other] for other in ranks) if ranks else self.members
         group = self._remember(handle, store, slots, kinds=kinds, timeout=options["timeout"])
         if group.nccl is not None and not self._joining:
@@ -187,7 +187,7 @@ class ElasticGroups:
         return group
 
     def _connect(self, group: _Group, store: Any, timeout: timedelta) -> None:
-        """The first edit of a group that was made unconnected; its members meet in its store."""
+        """Make the first edit of a group that was made unconnected; its members meet in its store."""
         rank, size = group.members.index(self.slot), len(group.members)
         for kind, backend in group.backends().items():
             store.set(f"ntp/{kind}/{rank}", backend.reach())
@@ -195,7 +195,7 @@ class ElasticGroups:
             backend.edit(self.epoch, handles, timeout.total_seconds())
 
     def _watch_works(self, group: _Group, timeout: timedelta) -> None:
-        """See gloo's works. On NCCL's nobody waits on the host, and a barrier is NCCL's where there are both."""
+        """Register gloo's works. The host never waits for NCCL's, and with both a barrier is NCCL's."""
         gloo, only_gloo, limit_s = group.gloo, group.nccl is None, timeout.total_seconds()
         if gloo is None:
             return
@@ -209,14 +209,14 @@ class ElasticGroups:
             if only_gloo or kind_of_device(given) == "cpu":
                 self._waits.register(work, manner_of(name))
 
-        self._operations.tell(group.handle, started)
+        self._operations.observe(group.handle, started)
 
     # ------------------------------------------------ leaving, and coming together again
 
     def break_out(self, epoch: int) -> int:
-        """End what this process waits for, on the way to `epoch`; from any thread, and once for each epoch.
+        """Interrupt whatever this process waits for, on the way to `epoch`; from any thread, once per epoch.
 
-        Returns the number of gloo's connections that were broken: none where that epoch, or a later one, is reached
+        Returns the number of gloo's connections that were broken: none if that epoch, or a later one, is reached
         already, so that a late call never hits the new connections.
         """
         with self._lock:
@@ -228,25 +228,26 @@ class ElasticGroups:
             return self._connections.shut()
 
     def check(self) -> None:
-        """Raise where a break-out is under way: for loops that enter no collective."""
+        """Raise `PeerLost` if an interrupt is under way: for loops that enter no collective."""
         if self._broken_for > self.epoch:
             raise PeerLost(f"the membership changes to epoch {self._broken_for}")
 
     def confirm(self) -> None:
-        """Raise unless all that was started so far came through, on the device as well; with gloo alone it always has.
+        """Raise unless all operations started so far completed, on the device as well; with gloo alone they always
+        have.
 
-        NCCL breaks off without a word to who waits for the device. So call this before the vote, so that nobody calls
-        himself prepared who holds rubbish, and again between the vote and what rests on it.
+        NCCL breaks off without telling those that wait for the device. So call this before the vote, so that no rank
+        calls itself prepared while it holds garbage, and again between the vote and the use of its result.
         """
         failed = [group.nccl.failed() for group in (*self._groups, *self._lanes) if group.nccl is not None]
         if any(failed):
             self.check()
             raise RuntimeError(
-                f"NCCL broke off in {sum(failed)} of {len(failed)} groups, and nobody is known to be lost"
+                f"NCCL broke off in {sum(failed)} of {len(failed)} groups, and no rank is known to be lost"
             )
 
     def offer(self) -> dict[str, str]:
-        """Backend and group -> how others reach this process in it. Gloo that holds a lost operation is made fresh."""
+        """Return the address of this process per backend and group. Replaces gloo backends with a lost operation."""
         while any(backend.busy() for backend in self._backends()) and not self._waits.given_up():
             time.sleep(0.002)
         self._drop_lanes()
@@ -259,7 +260,7 @@ class ElasticGroups:
         return offer
 
     def unmatched(self, offers: Mapping[int, Mapping[str, str]]) -> dict[int, list[str]]:
-        """Slot -> this process' groups with it that it did not make: it ran other code before it came in."""
+        """Slot -> this process's groups with it that it did not make, because it ran other code before it joined."""
         unmatched: dict[int, list[str]] = {}
         for group in self._groups:
             name = group.handle.group_name
@@ -280,23 +281,23 @@ class ElasticGroups:
             for group in self._groups:
                 group.members = tuple(slot for slot in group.slots if slot in ranks)
                 c10d._world.pg_group_ranks[group.handle] = {ranks[slot]: own for own, slot in enumerate(group.members)}
-                if group.nccl is None and group.connected == group.members == (self.slot,):  # alone, as ever
+                if group.nccl is None and group.connected == group.members == (self.slot,):  # still alone
                     continue
                 for kind, backend in group.backends().items():
                     handles = [offers[slot][f"{kind}/{group.handle.group_name}"] for slot in group.members]
                     backend.edit(epoch, handles, timeout_s)
                 group.connected = group.members
-        # Torch names groups by a counter, and a joining rank has not made those that others had dropped.
+        # Torch names groups by a counter, and a joining rank has not made groups that the others had dropped.
         c10d._world.group_count = epoch * _GROUPS_IN_AN_EPOCH
-        self._meshes.tell(members)
+        self._meshes.update(members)
         with self._lock:
-            if self._broken_for > epoch:  # it found the old communicators: gloo's waits leave by themselves
+            if self._broken_for > epoch:  # it revoked the old communicators; gloo's waits end by themselves
                 self._revoke()
 
     # ------------------------------------------------ groups for one epoch
 
     def make_lanes(self, slots_of: Sequence[tuple[int, ...]], *, timeout_s: float) -> list[dist.ProcessGroup | None]:
-        """A group for each tuple of slots, None where this slot is not in it or alone; all end at the next regroup.
+        """Return a group per tuple of slots, None if this slot is alone or not in it; valid until the next regroup.
 
         Every member of the world calls this with the same tuples; the order of a tuple is the order of its ranks.
         """
@@ -309,20 +310,20 @@ class ElasticGroups:
         mine = {
             (index, kind): backend.reach() for index, lane in lanes.items() for kind, backend in lane.backends().items()
         }
-        told: list[dict[tuple[int, str], str]] = [{}] * len(self.members)
-        dist.all_gather_object(told, mine)
+        addresses: list[dict[tuple[int, str], str]] = [{}] * len(self.members)
+        dist.all_gather_object(addresses, mine)
         with self._connections.made_here():
-            for index, lane in lanes.items():  # ascending everywhere: nobody waits for who waits for it
+            for index, lane in lanes.items():  # ascending everywhere, so that no two members wait for each other
                 for kind, backend in lane.backends().items():
-                    handles = [told[self.rank_of(slot)][index, kind] for slot in lane.slots]
+                    handles = [addresses[self.rank_of(slot)][index, kind] for slot in lane.slots]
                     backend.edit(self.epoch, handles, timeout_s)
         there |= {index: lane.handle for index, lane in lanes.items()}
         return [there.get(index) for index in range(len(slots_of))]
 
     def _group_of(self, slots: tuple[int, ...]) -> _Group | None:
-        """One that is there anyway, as most of a framework's data-parallel groups are; the last that was made, because
-        the first may be the world itself. None where NCCL is: operations on one communicator wait for each other, and
-        sends between the stages of a pipeline might be among them."""
+        """Return an existing group of these slots, as most of a framework's data-parallel groups are; the last one
+        made, because the first may be the world itself. None with NCCL: operations on one communicator wait for each
+        other, and sends between the stages of a pipeline might be among them."""
         assert self._of_world is not None, "there is a world"
         if "nccl" in self._of_world[1]:
             return None
@@ -331,7 +332,7 @@ class ElasticGroups:
     def _make_lane(self, index: int, slots: tuple[int, ...]) -> _Group:
         assert self._of_world is not None, "there is a world"
         backend, kinds, timeout = self._of_world
-        # Gloo's members meet in the store under the name and the epoch, so no name may come twice in an epoch.
+        # Gloo's members meet in the store under the name and the epoch, so no name may occur twice in an epoch.
         name = c10d.GroupName(f"ntp/lane/{self.epoch}/{self._lanes_made}/{index}/{'-'.join(map(str, slots))}")
         ranks = [self.rank_of(slot) for slot in slots]
         handle, store = self._make_group(
@@ -352,27 +353,27 @@ class ElasticGroups:
         self._put_aside = [lane for lane in lanes if lane.busy()]
         for lane in lanes:
             if lane not in self._put_aside and lane.handle in c10d._world.pg_map:
-                self._operations.tell_no_more(lane.handle)
+                self._operations.stop_observing(lane.handle)
                 dist.destroy_process_group(lane.handle)
 
     @contextlib.contextmanager
     def alone(self, slots: Collection[int]) -> Iterator[None]:
-        """Go, without the others, through what these slots do together: their groups give something of the right shape,
-        and wait for nobody. Not for groups that others are in as well."""
+        """Run code that these slots run together, without the others: their groups return results of the right shape,
+        and wait for no member. Not for groups that other slots are in as well."""
         with contextlib.ExitStack() as until_then:
             for group in self._groups:
-                if set(group.slots) <= set(slots):  # also one of this slot alone: a joining rank's is not connected yet
+                if set(group.slots) <= set(slots):  # also a group of this slot alone: a joining rank's is unconnected
                     rank, size = group.slots.index(self.slot), len(group.slots)
                     for backend in group.backends().values():
                         until_then.enter_context(backend.alone(rank, size))
             yield
 
     def moved(self) -> Movement:
-        """When this process last entered or left a wait for others, and when the one under way last polled, if any."""
+        """When this process last entered or left a wait for others, and when its current wait last polled, if any."""
         return self._waits.moved()
 
     def waiting(self) -> CollectiveWait:
-        """While this process waits for others by other means than its groups; whose loop then calls `poll`."""
+        """A context in which this process waits for others outside of its groups; the wait loop then calls `poll`."""
         return self._waits.collective_wait()
 
     def _revoke(self) -> None:

@@ -1,12 +1,12 @@
-"""The store through which the members of a group find each other's addresses, with waits that a break-out ends.
+"""The store through which the members of a group find each other's addresses, with interruptible waits.
 
-Gloo asks the store for the address of each peer, and waits for those that have not come yet. On a bare TCPStore such a
-wait cannot be ended from outside, and it holds the connection for as long: a member that dies on the way into a group
-would hold up the others, and their next attempt, for the full time limit. This store looks again and again instead.
+Gloo asks the store for the address of each peer, and waits for peers that have not come yet. On a bare TCPStore such a
+wait cannot be ended from outside, and it blocks the connection: a member that dies on the way into a group would delay
+the others, and their next attempt, for the full time limit. This store polls instead.
 
-An address is written once, so what a look has found is kept until gloo takes it, which asks three times for each peer;
-and its own, which it asks for as well, is not looked for at all. A round trip wakes the store's process, and while a
-job regroups each of its members makes hundreds.
+An address is written once, so a found one is cached until gloo takes it, which asks three times for each peer; its own
+address, which gloo asks for as well, is not looked up at all. A round trip wakes the store's process, and each member
+makes hundreds while a job regroups.
 """
 
 import time
@@ -20,28 +20,28 @@ from torch.distributed.distributed_c10d import Store
 from ntp_plugin.membership.store import look_up
 
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.005
-"""Each look comes half as long again after the one before: they all wake the same process."""
+"""First and longest polling interval, each half as long again as the one before: all polls wake the same process."""
 _ADDRESS = "/reconfigure/"
-"""In the keys of all addresses, and in no others."""
+"""Part of the keys of all addresses, and of no others."""
 
 
 class MeetingStore(Store):
-    """Another store, but whoever waits in it asks `check` between two looks, which may raise."""
+    """Wraps a store; a wait in it calls `check` between two polls, which may raise."""
 
     def __init__(self, inner: Store, check: Callable[[], None]) -> None:
         super().__init__()
         self._inner, self._check = inner, check
         self._addresses: dict[str, bytes] = {}
-        """Found or written, and not yet taken."""
+        """Addresses found or written, and not yet taken."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there; raises what `check` raises, and after the timeout torch's error."""
+        """Wait until all keys exist; raises what `check` raises, and torch's error after the timeout."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
         pause = FIRST_POLL_S
         while missing := [key for key in keys if not self._is_there(key)]:
             self._check()
             if time.monotonic() > deadline:
-                raise DistStoreError(f"nobody has set {', '.join(missing)} in time")
+                raise DistStoreError(f"no process has set {', '.join(missing)} in time")
             time.sleep(pause)
             pause = min(1.5 * pause, LAST_POLL_S)
 

@@ -1,11 +1,11 @@
-"""The sockets that process groups opened, found again, and shut from outside.
+"""Finds the sockets that process groups opened, and shuts them from outside.
 
-Gloo's `abort()` does nothing, and a collective whose peer is gone would wait for its full time limit. What does end it
-is that its sockets break. A socket is remembered by descriptor *and* inode, so that a descriptor that was closed and
-used again by somebody else is never touched.
+Gloo's `abort()` does nothing, and a collective with a lost peer would wait for its full time limit. Breaking its
+sockets does end it. A socket is identified by descriptor *and* inode, so that a descriptor that was closed and reused
+elsewhere is never touched.
 
-All groups are broken off together, so one look before and one after serve any number of them: a look asks the kernel
-for every descriptor of this process, and there are a hundred.
+All groups are interrupted together, so one scan before and one after serve any number of them: a scan asks the kernel
+for every descriptor of this process, about a hundred.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 type SocketAction = Callable[[socket.socket], object]
 type SocketId = tuple[int, str]
-"""A descriptor, and what it must still point to ("socket:[inode]")."""
+"""A descriptor, and its expected target ("socket:[inode]")."""
 
 
 class Connections:
-    """Those of all groups of this process."""
+    """The sockets of all groups of this process."""
 
     def __init__(self) -> None:
         self._sockets: frozenset[SocketId] = frozenset()
 
     @contextlib.contextmanager
     def made_here(self, *, instead: bool = False) -> Iterator[None]:
-        """Find what groups open in this block; `instead` of all that are known, which are shut."""
+        """Record the sockets that groups open in this block; with `instead`, shut and forget all earlier ones."""
         before = open_sockets()
         try:
             yield
@@ -36,12 +36,12 @@ class Connections:
             self._sockets = found if instead else self._sockets | found
 
     def shut(self) -> int:
-        """Break them all; from any thread. Returns how many there were."""
+        """Break all connections, from any thread; return how many there were."""
         return shut(self._sockets)
 
 
 def open_sockets() -> frozenset[SocketId]:
-    """All sockets of this process."""
+    """List all sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  (a recovery looks twice for each group: paths are slow)
         descriptor = int(name)
@@ -52,17 +52,17 @@ def open_sockets() -> frozenset[SocketId]:
 
 
 def connected_since(before: frozenset[SocketId]) -> frozenset[SocketId]:
-    """The sockets with a peer that were opened since `before`; listeners are left out."""
+    """The connected sockets that were opened since `before`; listeners are left out."""
     return frozenset(found for found in open_sockets() - before if _with_socket(found, socket.socket.getpeername))
 
 
 def shut(sockets: Iterable[SocketId]) -> int:
-    """Break both directions of those that are still open; returns how many. Their owner closes them."""
+    """Break both directions of the sockets that are still open; return how many. Their owner closes them."""
     return sum(_with_socket(found, lambda open_: open_.shutdown(socket.SHUT_RDWR)) for found in sockets)
 
 
 def _with_socket(found: SocketId, act: SocketAction) -> bool:
-    """Act on a duplicate of the descriptor, if it is still the same socket; whether that went well."""
+    """Act on a duplicate of the descriptor, if it is still the same socket; return whether that succeeded."""
     descriptor, inode = found
     try:
         duplicate = os.dup(descriptor)
@@ -80,7 +80,7 @@ def _with_socket(found: SocketId, act: SocketAction) -> bool:
 
 
 def _inode(descriptor: int) -> str:
-    """What a descriptor of a socket points to, as /proc names it; nothing where it is none, or closed."""
+    """The target of a socket's descriptor, as /proc names it; empty if it is no socket, or closed."""
     try:
         found = os.fstat(descriptor)
     except OSError:

@@ -1,12 +1,12 @@
-"""Joiners come in where the members let them: between two steps, so that nobody's work is interrupted.
+"""Admits joining ranks between two steps, so that no member's work is interrupted.
 
-A joining rank asks, on the job's store, and waits. One member looks whether somebody asks, tells the others with its
-next vote, and opens; then all wait a moment for the view with the joining rank in it, which breaks nothing off.
-Askings of one epoch are numbered, so that one who asked and died does not hold the members up twice.
+A joining rank writes a request to the job's store, and waits. One member checks for requests, tells the others with its
+next vote, and opens the admission. All members then wait a moment for the view that contains the joining rank, which
+interrupts nothing. Requests of an epoch are numbered, so that one whose process died does not delay the members twice.
 
-Where slots can only train together joining ranks ask together: each says that it has come, and asks once all others of
-its replica have said so. The first makes the view that it is in, the others the next ones. Who had said so and has
-died is waited for there by the driver, for a moment.
+If slots can only train together, their joining ranks ask together: each announces that it is ready, and asks once all
+others of its replica have done so. The first one creates the view that contains it, the others the next ones. If one
+that was announced has died, the driver waits for it there, for a moment.
 """
 
 import math
@@ -18,15 +18,15 @@ from ntp_plugin.membership.protocol import View, newest_view
 from ntp_plugin.membership.store import KeyStore
 
 _POLL_S = 0.01
-"""A joining rank's look at the store, and a member's for the view that it has opened for."""
+"""Polling interval of a joining rank, and of a member that waits for the view after an admission."""
 _LOOK_S = 0.25
-"""From one look of the members to the next: one costs some tenths of a millisecond, and steps may be short."""
+"""Interval between two checks for requests: one costs some tenths of a millisecond, and steps may be short."""
 _WAIT_S = 2.0
-"""From the opening to the joining rank's view: it takes some milliseconds, unless the joining rank has just died."""
+"""Longest wait from the admission to the new view: that takes milliseconds, unless the joining rank has just died."""
 
 
 def _asked(epoch: int, number: int, settings: str) -> str:
-    """Where a process asks that trains by these settings: members look for their own only."""
+    """Key of a request. It contains the process's settings: members only look for their own."""
     return f"asked/{epoch}/{number}" + f"/{settings}" * bool(settings)
 
 
@@ -41,21 +41,31 @@ def _has_come(epoch: int, slot: int) -> str:
 def wait_to_be_let_in(
     store: KeyStore, first: View, *, slot: int, together: Collection[int] = (), settings: str = ""
 ) -> None:
-    """As a joining rank: ask, again in each epoch, until a member opens; also who asks with others is let in.
-    `together`: slots without which this one cannot train; `settings`: the digest of what this process trains by."""
+    """Ask for admission as a joining rank, again in each epoch, until a member grants it.
+
+    Args:
+        store: The job's store.
+        first: The view to begin the search for the newest one from.
+        slot: The slot of this process.
+        together: Slots without which this one cannot train.
+        settings: Digest of the settings that this process trains by.
+
+    Raises:
+        Excluded: All members have left the job.
+    """
     view, number = newest_view(store.read, first), 0
-    while not view.over:  # whoever joins then is told that it comes too late
+    while not view.over:  # after the end, `Agreement.joining` raises an error that says so
         if not view.member_ids:
-            raise Excluded("all members have left the job, and nobody is there to let this process in")
+            raise Excluded("all members have left the job, and none is left to admit this process")
         if together:
             store.create(_has_come(view.epoch, slot), "")
-            if set(view.joiners) & set(together):  # the members wait for this one
+            if set(view.joiners) & set(together):  # the members wait for this rank too
                 return
             if not _have_come(store, view, together):
                 time.sleep(_POLL_S)
                 view = newest_view(store.read, view)
                 continue
-        while store.present([_opened(view.epoch, number)]):  # for those who asked before
+        while store.present([_opened(view.epoch, number)]):  # admissions of earlier requests
             number += 1
         store.create(_asked(view.epoch, number, settings), "")
         while (newest := newest_view(store.read, view)) == view:
@@ -66,12 +76,12 @@ def wait_to_be_let_in(
 
 
 def _have_come(store: KeyStore, view: View, slots: Collection[int]) -> bool:
-    """And none of them is a member that is about to leave, because this slot is lost."""
+    """True if all these slots are ready, and none is still a member (one that leaves because this slot is lost)."""
     return not set(slots) & set(view.slots) and store.present([_has_come(view.epoch, slot) for slot in slots])
 
 
 class AdmissionControl:
-    """The members' side, in each of them; one of them is the one who looks."""
+    """The members' side of admission; exists in each of them, and one of them checks for requests."""
 
     def __init__(
         self,
@@ -85,10 +95,10 @@ class AdmissionControl:
         self._of_epoch, self._number = 0, 0
         self._looks_at = -math.inf
         self.settings = ""
-        """The digest of what the job trains by: who asks under another one is not let in."""
+        """Digest of the settings that the job trains by; requests under another digest are ignored."""
 
     def somebody_asks(self) -> bool:
-        """Whether the door should be opened, as far as was looked by now."""
+        """Return True if the latest check found a request."""
         now = self._now()
         if now < self._looks_at:
             return False
@@ -97,7 +107,10 @@ class AdmissionControl:
         return self._store.present([_asked(self._epoch(), self._number, self.settings)])
 
     def open(self, *, mine: bool) -> bool:
-        """All members call this, and it is `mine` to say on one. Whether somebody is coming in."""
+        """Open the admission, and wait for the view with the joining rank; return whether it came.
+
+        All members call this; the one with `mine` writes the admission to the store.
+        """
         self._begin_epoch()
         if mine:
             self._store.create(_opened(self._epoch(), self._number), "")

@@ -1,12 +1,12 @@
-"""The protocol of `protocol.py` on a live store: one call takes a member from a broken epoch to the next.
+"""Runs the protocol of `protocol.py` on a live store: one call takes a member from an interrupted epoch to the next.
 
-The loop looks, advances, writes, and sleeps some milliseconds where nothing changed. Who dies or hangs in an agreement
-is found by the detector, whose verdict makes another view. The time limit is for whatever the detector does not find:
-members that are missing when it has passed are evicted by those that wait for them, and the others agree again. Every
-eviction leaves fewer members, so this ends.
+The loop reads, advances, writes, and sleeps some milliseconds if nothing changed. The failure detector finds members
+that die or hang in an agreement, and its failure creates another view. The time limit covers what the detector does not
+find: members that are missing when it has passed are evicted by those that wait for them, and the others agree again.
+Every eviction leaves fewer members, so this ends.
 
-All members ask one store, so what a member has read it does not read again, and who only waits looks the more rarely
-the more they are. Who puts values together looks often: the others wait for these.
+All members ask one store. So a member does not read a key again that it has read, and polls less often the more members
+wait as it does. A member that aggregates values polls often, because the others wait for it.
 """
 
 import collections
@@ -27,18 +27,18 @@ from ntp_plugin.membership.wait_progress import CollectiveWait
 _LOG = logging.getLogger(__name__)
 
 END_POLL_S = 0.02
-"""While others still train or write their last checkpoint nothing is in a hurry."""
+"""Polling interval at the end: others still train or write their last checkpoint, so nothing is urgent."""
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.01
-"""Each look comes half as long again after the one before, as long as nothing changes."""
+"""First and longest polling interval; while nothing changes each interval is half as long again as the one before."""
 POLL_PER_MEMBER_S = 0.0002
-"""A look is two questions, and a store answers tens of thousands in a second."""
+"""Extra interval per member: a poll is two requests, and a store answers tens of thousands per second."""
 _SHOW_S = 0.1
-"""Who waits shows so often that it polls, however rarely it looks."""
+"""Longest time between two `poll` calls of a wait, however rarely it reads the store."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Agreed:
-    """What all members of the view know alike."""
+    """The agreed facts, equal on all members of the view."""
 
     view: View
     reports: Mapping[int, Report]
@@ -46,7 +46,7 @@ class Agreed:
 
 
 def publish_lost(store: KeyStore, since: View, member_ids: Collection[MemberId]) -> View:
-    """Make sure that none of the seats is in the newest view, which follows `since`; returns it."""
+    """Create views until none contains these members; return the newest view, which follows `since`."""
     while True:
         view = protocol.newest_view(store.read, since)
         lost = [member_id.slot for member_id in view.member_ids if member_id in member_ids]
@@ -57,22 +57,22 @@ def publish_lost(store: KeyStore, since: View, member_ids: Collection[MemberId])
 
 
 class Agreement:
-    """This process in the protocol, from epoch to epoch."""
+    """The protocol state of this process, from epoch to epoch."""
 
     def __init__(self, store: KeyStore, member: Member, *, fan: int = FAN) -> None:
         self._store, self._fan = store, fan
         self._known: dict[str, str] = {}
-        """Of this epoch."""
+        """Keys read in this epoch."""
         self.member = member
 
     @classmethod
     def founding(cls, store: KeyStore, view: View, member_id: MemberId, *, fan: int = FAN) -> "Agreement":
-        """A member of the first view, which runs from the start."""
+        """Create a member of the first view, which runs from the start."""
         return cls(store, Member(member_id=member_id, view=view, phase=Phase.RUNNING), fan=fan)
 
     @classmethod
     def joining(cls, store: KeyStore, first: View, member_id: MemberId, *, fan: int = FAN) -> "Agreement":
-        """A joining rank: it creates the view that it is in, after whichever is the newest when it gets to write."""
+        """Create a joining member, and the view that contains it, after the newest view."""
         while True:
             newest = protocol.newest_view(store.read, first)
             if newest.over:
@@ -86,22 +86,22 @@ class Agreement:
                 return cls(store, Member(member_id=member_id, view=wanted, phase=Phase.REPORTING), fan=fan)
 
     def newer_view_exists(self) -> bool:
-        """Whether this member must agree again before it trains on."""
+        """Return True if this member must agree again before it trains on."""
         return self._store.present([protocol.view_key(self.member.view.epoch + 1)])
 
     def go_on_without(self, slots: Iterable[int]) -> None:
-        """Call for a new epoch without some members; without none, where this one could not begin."""
+        """Propose a new epoch without some members; without an empty set, if this member could not begin."""
         following = protocol.without(self.member.view, slots)
         self._store.create(protocol.view_key(following.epoch), following.encode())
 
     def everybody_is_done(self, poll: Callable[[], None] = lambda: None) -> bool:
-        """Say that this member is done, and wait for the others; False where a newer view must agree first. `poll` is
-        called in each turn of the wait."""
+        """Report that this member is done, and wait for the others; False if a newer view must agree first. `poll` is
+        called in each iteration of the wait."""
         return self._meet(protocol.finish, protocol.done_of(self.member.view, self._fan), poll)
 
     def everybody_has_come(self, poll: Callable[[], None] = lambda: None) -> bool:
-        """Say that this member has come to the end of its work, and wait for the others, however long their scripts
-        take; False where a newer view must agree first. `poll` is called in each turn of the wait."""
+        """Report that this member has come to the end of its work, and wait for the others, however long their scripts
+        take; False if a newer view must agree first. `poll` is called in each iteration of the wait."""
         return self._meet(protocol.arrive, protocol.arrived_of(self.member.view, self._fan), poll)
 
     def _meet(
@@ -130,20 +130,34 @@ class Agreement:
         waiting: Callable[[], contextlib.AbstractContextManager[CollectiveWait]],
         timeout_s: float,
     ) -> Agreed:
-        """Until the newest view has agreed. `report` and `plan` may be called again, for each view on the way. Entered
-        while this process does nothing but wait for others is `waiting`: who does not come is found by that. Who has
-        not come when this member has waited for `timeout_s` is evicted."""
+        """Agree on the newest view.
+
+        Args:
+            lost: Returns the slots that are known to be lost.
+            report: Returns this member's report; called again for each newer view on the way.
+            plan: Returns the digest of this member's plan; called again likewise.
+            waiting: Context that is entered while this process only waits for others, so that the failure detector can
+                tell it from those that do not come.
+            timeout_s: Members that have not come after so long a wait are evicted.
+
+        Raises:
+            Excluded: The newest view does not contain this member.
+            NoAgreement: The view did not agree in time, and no missing member can be named.
+            PlansDiffer: Members made different plans.
+        """
         waited = RunningTime()
-        agreed, digest, told = None, None, Report(applied=0, oldest=0)
+        agreed, digest, own_report = None, None, Report(applied=0, oldest=0)
 
         def look() -> Step:
-            return protocol.advance(self.member, self._read, lost=lost(), report=told, digest=digest, fan=self._fan)
+            return protocol.advance(
+                self.member, self._read, lost=lost(), report=own_report, digest=digest, fan=self._fan
+            )
 
         while True:
             before = self.member
             if before.phase is Phase.REPORTING:
                 self._known.clear()
-                agreed, digest, told = None, None, report(before.view)
+                agreed, digest, own_report = None, None, report(before.view)
                 waited.begin_again()
             elif before.phase is Phase.PLANNING and agreed is None and not self.newer_view_exists():
                 agreed = self._gather(before.view)
@@ -185,7 +199,7 @@ class Agreement:
         return max(LAST_POLL_S, alike * POLL_PER_MEMBER_S)
 
     def _read(self, key: str) -> str | None:
-        """Keys are written once: what was read is not read again."""
+        """Read a key once; keys never change."""
         if key not in self._known:
             value = self._store.read(key)
             if value is None:
@@ -208,18 +222,18 @@ class Agreement:
             )
 
     def _evict_the_missing(self, look: Callable[[], Step], timeout_s: float) -> None:
-        """Make the next view without whoever holds this agreement up; the next look finds it."""
+        """Create the next view without the members that delay this agreement; the next poll finds it."""
         awaited = protocol.awaited_of(self.member, self._fan)
         late = awaited.late(self._read) if awaited else ()
         epoch, mine = self.member.view.epoch, self.member.member_id.slot
         if not late or mine in late:
-            if look() != (self.member, None):  # what was missing has come just now
+            if look() != (self.member, None):  # the missing value has just arrived
                 return
             raise NoAgreement(
-                f"epoch {epoch} did not agree within {timeout_s} s, and slot {mine} does not see for whom it waits",
+                f"epoch {epoch} did not agree within {timeout_s} s, and slot {mine} cannot tell who is missing",
                 way_out="look at the job's store; restart from the last checkpoint",
             )
-        assert awaited is not None, "somebody is late"
+        assert awaited is not None, "some member is late"
         _LOG.warning(
             "epoch %d: slots %s evicted: no %s within %g s", epoch, ", ".join(map(str, late)), awaited.kind, timeout_s
         )

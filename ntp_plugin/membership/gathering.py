@@ -1,18 +1,17 @@
-"""What every member of a view writes for all to read, put together on the way: else N members would read N keys each,
-and one store answer N x N questions.
+"""Aggregates the values that all members of a view write for all to read. Without it N members would read N keys each,
+and one store answer N x N requests.
 
-Members stand in the order of the view. Up to `fan` of them read what each has written. Of more, the first of every
-`fan` in turn puts the values of these together into one, the first of every `fan` of such values does the same with
-them, until no more than `fan` are left, and those are what all read:
+Members are ordered as in the view. Up to `fan` members read each other's values directly. With more, the first of each
+`fan` members combines their values into one, the first of each `fan` of such values combines these, and so on until no
+more than `fan` are left; those are what all read:
 
     KIND/E/SLOT             a member's own value
     KIND/E/LEVEL.INDEX      the values of `fan ** LEVEL` members, from the one at `INDEX * fan ** LEVEL` on
 
-Nobody is awaited for this who is not awaited anyway: a member puts values together while it waits for all of them
-itself, and what it waits for last rests on what it has put together. If it dies before, that makes another view, with
-a tree of its own.
+This adds no member to wait for: a member combines values while it waits for all of them itself, and what it waits for
+last depends on what it has combined. If it dies before that, its loss makes another view, with its own tree.
 
-Pure: no clock, no store. Every key is written once, so what was read once need not be read again.
+Pure: no clock, no store. Every key is written once, so a value that was read need not be read again.
 """
 
 import dataclasses
@@ -21,15 +20,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 
 FAN = 8
-"""As many as most hosts have ranks, which stand side by side in a view."""
+"""As many as most hosts have ranks; the ranks of a host are neighbours in a view."""
 
 type Read = Callable[[str], str | None]
-"""The value of a key, or None while nobody has created it."""
+"""Returns the value of a key, or None while it does not exist."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """Create the key with this value, unless somebody has created it before."""
+    """A key to create with this value, unless it exists."""
 
     key: str
     value: str
@@ -37,7 +36,7 @@ class Write:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """One value of each member of an epoch."""
+    """The aggregation of one value per member of an epoch."""
 
     kind: str
     epoch: int
@@ -45,18 +44,18 @@ class Gathering:
     fan: int = FAN
 
     def __post_init__(self) -> None:
-        assert self.fan > 1, "putting values together leaves fewer"
+        assert self.fan > 1, "combining values must leave fewer"
 
     def own_key(self, slot: int) -> str:
-        """Where a member's own value stands."""
+        """Key of a member's own value."""
         return f"{self.kind}/{self.epoch}/{slot}"
 
     def gathers(self, slot: int) -> bool:
-        """Whether others wait for what this member puts together."""
+        """Return True if others wait for values that this member combines."""
         return self._levels > 0 and self.slots.index(slot) % self.fan == 0
 
     def due(self, slot: int, read: Read) -> Write | None:
-        """What this member has to put together next, where all of that is there."""
+        """Return the next combined value that this member has to write, if all its parts exist."""
         place = self.slots.index(slot)
         for level in range(1, self._levels + 1):
             index, beside = divmod(place, self.fan**level)
@@ -70,15 +69,15 @@ class Gathering:
         return None
 
     def complete(self, read: Read) -> bool:
-        """Whether all values are there, in the places where all read them."""
+        """Return True if all values that every member reads exist."""
         return all(read(self._key(*node)) is not None for node in self._top())
 
     def values(self, read: Read) -> dict[int, str]:
-        """Slot -> its value, as far as they are there."""
+        """Slot -> its value, for the values that exist."""
         return dict(self._together(self._top(), read))
 
     def late(self, read: Read) -> tuple[int, ...]:
-        """The slots that hold all others up: they have not written their own value, or not put together what is due."""
+        """The slots that delay all others: their own value, or a combined value that is due, is missing."""
         return tuple(sorted({self._writer(*node) for top in self._top() for node in self._missing(top, read)}))
 
     def _missing(self, node: tuple[int, int], read: Read) -> list[tuple[int, int]]:
@@ -92,7 +91,7 @@ class Gathering:
 
     @functools.cached_property
     def _levels(self) -> int:
-        """How often values are put together."""
+        """Number of levels of combined values."""
         levels = 0
         while self.fan ** (levels + 1) < len(self.slots):
             levels += 1
@@ -102,7 +101,7 @@ class Gathering:
         return [(self._levels, index) for index in range(-(-len(self.slots) // self.fan**self._levels))]
 
     def _parts(self, level: int, index: int) -> Iterator[tuple[int, int]]:
-        """What a value is put together from."""
+        """The nodes that a value is combined from."""
         if level:
             below = -(-len(self.slots) // self.fan ** (level - 1))
             for part in range(index * self.fan, min((index + 1) * self.fan, below)):

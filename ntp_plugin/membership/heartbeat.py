@@ -1,16 +1,16 @@
-"""What the supervisor of a host and its ranks tell each other, through a file in shared memory.
+"""Heartbeats of the ranks of a host, and the newest epoch for them, in a file in shared memory.
 
-A rank writes its own record, that it lives and moves; the supervisor writes the newest epoch that it has seen in the
-job's store, so that one look at the store serves all ranks of a host. Nobody waits for anybody. When a beat came is
-told by the supervisor's clock alone, as the moment at which it saw the count change.
+A rank writes its own record, which shows that it lives and moves. The supervisor writes the newest epoch that it has
+seen in the job's store, so that one poll of the store serves all ranks of a host. Neither side waits for the other. The
+supervisor's clock alone dates a heartbeat: its time is when the supervisor saw the count change.
 
-Nobody locks anything, so what must be read together is in one word of eight bytes, which is stored in one go: when
-a rank last moved, whether it waits, whether only for the end, and whether it leaves. When its wait last polled is
-stored before that word and read after it, so that it is never older than what the word says. The count of its beats is
-stored last.
+There are no locks, so fields that must be read together share one word of eight bytes, which is stored in one go: when
+a rank last moved, whether it waits, whether only for the end, and whether it leaves. The time of its last poll is
+stored before that word and read after it, so it is never older than what the word says. The heartbeat count is stored
+last.
 
-A rank that is ready to run, and gets no CPU, does not hang: on a loaded machine the time for which the system has kept
-it waiting is no time in which it stood still.
+A rank that is ready to run and gets no CPU is not hung: on a loaded machine the time in which the system has kept it
+waiting does not count as time without movement.
 """
 
 import atexit
@@ -32,21 +32,21 @@ _COUNT, _STATE, _POLLED, _WORDS_OF_A_RECORD = 0, 1, 2, 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """What a rank last wrote."""
+    """The latest record of a rank."""
 
     count: int
     moved_at: float
-    """On the monotonic clock, which is one for all processes of a host, and later by what it waited for a CPU since."""
+    """On the monotonic clock, which all processes of a host share, plus the time that it has waited for a CPU since."""
     polled_at: float | None
-    """When the loop of the wait that it stands in last turned, likewise; None: it does not wait for others."""
+    """When the loop of its current wait last polled, likewise; None: it does not wait for others."""
     done: bool = False
-    """It waits for the end of the job, and for nothing else."""
+    """It waits for the end of the job only."""
     leaving: bool = False
-    """It was the last one: the process ends."""
+    """This is the last heartbeat: the process ends."""
 
 
 class HeartbeatFile:
-    """The newest epoch, how often the supervisor has looked, and the records of all slots of the job; those of other
+    """The newest epoch, the number of scans by the supervisor, and the records of all slots of the job; those of other
     hosts stay empty."""
 
     def __init__(self, path: Path, slots: int) -> None:
@@ -55,16 +55,16 @@ class HeartbeatFile:
             size = (_FIRST_RECORD + _WORDS_OF_A_RECORD * slots) * _WORD
             file.truncate(size)
             self._memory = mmap.mmap(file.fileno(), size)
-        # Not by `struct`, which fills with zeros before it packs: the other side would see them now and then.
+        # Not with `struct`, which writes zeros before it packs: the other side would sometimes see them.
         self._words = memoryview(self._memory).cast("Q")
 
     def close(self) -> None:
-        """Let go of the memory; the file stays until its owner removes it."""
+        """Release the memory; the file stays until its owner removes it."""
         self._words.release()
         self._memory.close()
 
     def announce_epoch(self, epoch: int, slots: Iterable[int]) -> None:
-        """And have these look, if it is a newer one."""
+        """Store the epoch, and wake these slots if it is newer than the stored one."""
         newer = epoch > self._words[_EPOCH]
         self._words[_EPOCH] = epoch
         if newer:
@@ -74,11 +74,11 @@ class HeartbeatFile:
         return self._words[_EPOCH]
 
     def count_look(self) -> None:
-        """The supervisor has looked at all ranks of the host once more, and published whom it found lost."""
+        """Count one more scan of all ranks by the supervisor, with the losses it found published."""
         self._words[_LOOKS] += 1
 
     def looks(self) -> int:
-        """How often it has: while this number stands still nobody on this host would notice a loss."""
+        """Number of scans; while it does not grow, no loss on this host would be noticed."""
         return self._words[_LOOKS]
 
     def write(self, slot: int, heartbeat: Heartbeat) -> None:
@@ -99,7 +99,7 @@ class HeartbeatFile:
 
 
 class HeartbeatThread:
-    """Beats for one rank, on a thread of its own."""
+    """Sends the heartbeats of one rank, on a thread of its own."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class HeartbeatThread:
         moved: Callable[[], Movement],
         starved: Callable[[], float] | None = None,
     ) -> None:
-        """`moved` tells when the rank last moved, and when its wait for others last polled, if it waits now; `starved`,
-        for how long in all it has waited for a CPU (by default: the thread that makes this heart)."""
+        """`moved` returns when the rank last moved, and when its wait last polled, if it waits now. `starved` returns
+        for how long in all it has waited for a CPU (by default: the thread that creates this object)."""
         self._file, self._slot, self._every_s, self._moved = file, slot, every_s, moved
         self._wait_for_cpu = WaitForCpu(threading.get_native_id())
         self._starved = starved or self._wait_for_cpu
@@ -121,8 +121,8 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._beat, name="ntp-heart", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat. A process that ends without `stop`, by an error say, stops when the interpreter does: what it
-        takes to unload its libraries is no silence."""
+        """Begin to send. If a process ends without `stop`, e.g. by an error, the interpreter's exit stops the thread,
+        so that the time to unload libraries does not count as silence."""
         self._process = os.getpid()
         atexit.register(self._stop_at_exit)
         self._thread.start()
@@ -132,7 +132,7 @@ class HeartbeatThread:
             self.stop()
 
     def stop(self) -> None:
-        """End the thread, if it was started, and say that there will be no more beats."""
+        """End the thread, if it was started, and announce that no heartbeats follow."""
         atexit.unregister(self._stop_at_exit)
         self._stopping.set()
         if self._thread.ident is not None:
@@ -151,32 +151,32 @@ class HeartbeatThread:
                 return
 
     def _moved_or_starved(self) -> Movement:
-        told, starved = self._moved(), self._starved()
-        moved_at = self._movement.later(told.moved_at, starved)
-        if told.polled_at is None:
-            return told._replace(moved_at=moved_at)
-        return told._replace(polled_at=self._polling.later(told.polled_at, starved))
+        movement, starved = self._moved(), self._starved()
+        moved_at = self._movement.later(movement.moved_at, starved)
+        if movement.polled_at is None:
+            return movement._replace(moved_at=moved_at)
+        return movement._replace(polled_at=self._polling.later(movement.polled_at, starved))
 
 
 class _Credited:
-    """A time that is told the later, the longer its thread has been kept from a CPU since."""
+    """A time that moves later by as long as its thread has been kept from a CPU since."""
 
     def __init__(self, starved: float) -> None:
         self._at, self._before, self._last = 0.0, starved, starved
 
     def later(self, at: float, starved: float) -> float:
-        """`starved` is for how long in all the thread has waited for a CPU by now."""
-        if at != self._at:  # somewhere since the last look
+        """Return `at`, moved later; `starved` is the thread's total wait for a CPU so far."""
+        if at != self._at:  # it moved at some time since the last call
             self._at, self._before = at, self._last
         self._last = starved
         return at + starved - self._before
 
 
 class WaitForCpu:
-    """For how many seconds a thread of this process was ready to run and was not run; 0 where Linux does not tell."""
+    """Measures for how many seconds a thread of this process was ready but did not run; 0 if Linux does not tell."""
 
     def __init__(self, thread: int) -> None:
-        """Opened once: what a process holds is to be the same at all times."""
+        """Opens the file once: the descriptors of a process must not change while a group finds its sockets."""
         self._descriptor: int | None = None
         with contextlib.suppress(OSError):
             self._descriptor = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
@@ -191,7 +191,7 @@ class WaitForCpu:
         return int(waited) / 1e9
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,30 +1,29 @@
-"""Agreement on epoch, members and the step to stand on, over a store whose keys are written once.
+"""Agreement on epoch, members and the step to resume from, over a store whose keys are written once.
 
-Every key is created by whoever comes first and never changes, so reading late is never reading wrong:
+The first process to create a key sets its value, which never changes. So a late read is never a wrong read:
 
-    view/E          who is in from epoch E on. Made from view/E-1 by whoever noticed a loss, or by a joining rank
-    report/E/SLOT   where that member stands: what it applied, what it holds reduced gradients for
-    entry/E/SLOT    the digest of the plan that it made of all reports of epoch E
+    view/E          the members from epoch E on. Made from view/E-1 by any process that noticed a loss, or joins
+    report/E/SLOT   that member's progress: the step it applied, and the step it holds reduced gradients for
+    entry/E/SLOT    the digest of the plan that it made from all reports of epoch E
     arrived/E/SLOT  that member has come to the end of its work, and has one thing left to do with all others
-    done/E/SLOT     that member has nothing left to do; once all of epoch E have said so, the job ends
+    done/E/SLOT     that member has nothing left to do; once all of epoch E have reported this, the job ends
 
-What all members read of all members is put together on the way (`gathering.py`).
+Values that all members read of all members are aggregated on the way (`gathering.py`).
 
-A member recoveries  RUNNING -> REPORTING -> GATHERING -> PLANNING -> ENTERING -> RUNNING,  and from any of these back
+A member goes through  RUNNING -> REPORTING -> GATHERING -> PLANNING -> ENTERING -> RUNNING,  and from any of these back
 to REPORTING when a newer view exists: a second and third loss need no rule of their own. A member that is not in the
-newest view is EXCLUDED and must end: that is how a rank that was frozen and thawed, or cut off, is fenced. Who sits in
-a slot is told apart by its `incarnation`, so that the old process of a slot that was given to another is fenced as
-well.
+newest view is EXCLUDED and must end: this fences a rank that was frozen and thawed, or cut off. The `incarnation` tells
+the processes of a slot apart, so that the old process of a slot that was given to another one is fenced as well.
 
-The job ends with a view that says so, and that nobody is in. It is the next view or a loss is, never both, so that
-nobody leaves while somebody else still needs its report.
+The job ends with a view without members that says so. Either that view comes next or a loss does, never both, so that
+no member leaves while another one still needs its report.
 
-Decisions need no message: reports are written once and everybody reads all of them before deciding.
+Decisions need no message: reports are written once and every member reads all of them before it decides.
 
-The step to stand on is the newest that every survivor can stand on. A member can stand on any step from its `oldest`
-to its `applied`, and on the one after, if it holds the reduced gradients (it had entered the vote) and some member
-knows how the vote went (it has applied it). Who completed a vote knows that all had entered it, so whatever anybody
-has applied, all can: no applied step is undone as long as its members survive in memory.
+All resume from the newest step that every survivor can resume from. A member can resume from any step between its
+`oldest` and its `applied`, and from the one after, if it holds the reduced gradients (it had entered the vote) and some
+member knows the result of the vote (it has applied it). A member that completed a vote knows that all had entered it,
+so whatever one member has applied, all can apply: no applied step is undone as long as its members survive in memory.
 
 Pure: no clock, no store, no torch. `advance` is one atomic step of one member: it reads any keys and writes at most
 one.
@@ -41,7 +40,7 @@ from ntp_plugin.membership.gathering import FAN, Gathering, Read, Write
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class MemberId:
-    """A slot (its nominal rank) and the process that sits in it."""
+    """A slot (its nominal rank) and the incarnation of the process in it."""
 
     slot: int
     incarnation: str
@@ -49,13 +48,13 @@ class MemberId:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """Who is in from an epoch on, ascending by slot, and which of them came with it."""
+    """The members from an epoch on, ascending by slot, and which of them joined with it."""
 
     epoch: int
     member_ids: tuple[MemberId, ...]
     joiners: tuple[int, ...] = ()
     over: bool = False
-    """All members said that they were done; where all were lost, nobody is in either."""
+    """All members reported that they were done. A view after the loss of all members is empty too, but not over."""
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -78,11 +77,11 @@ class View:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Where a member stands when it leaves the epoch before.
+    """A member's progress when it leaves the epoch before.
 
-    `prepared`: it had entered the vote on step `applied + 1`. `vote` is how the vote on `applied` went. A joining rank
-    holds nothing yet and can stand anywhere. `offer` is what others need to reach it in the new epoch, and `held` what
-    state it has, in its trainer's words.
+    `prepared`: it had entered the vote on step `applied + 1`. `vote` is the result of the vote on `applied`. A joining
+    rank holds nothing yet and can resume from any step. `offer` holds the addresses by which others connect to it in
+    the new epoch, and `held` describes the state that it has, in a format of its trainer.
     """
 
     applied: int
@@ -104,7 +103,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The step that everybody stands on, how the vote on it went, and who must still apply it."""
+    """The step that all resume from, the result of the vote on it, and who must still apply or undo a step."""
 
     step: int
     vote: int
@@ -113,7 +112,7 @@ class Decision:
 
 
 class Phase(enum.Enum):
-    """Where a member is in the recovery through one epoch."""
+    """A member's phase in the recovery through one epoch."""
 
     RUNNING = "running"
     REPORTING = "reporting"
@@ -136,27 +135,27 @@ type Step = tuple[Member, Write | None]
 
 
 def view_key(epoch: int) -> str:
-    """Where the view of an epoch stands."""
+    """Key of the view of an epoch."""
     return f"view/{epoch}"
 
 
 def reports_of(view: View, fan: int = FAN) -> Gathering:
-    """Where the members stand."""
+    """The members' reports."""
     return Gathering(kind="report", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
 def entries_of(view: View, fan: int = FAN) -> Gathering:
-    """The digests of the plans that the members made."""
+    """The digests of the members' plans."""
     return Gathering(kind="entry", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
 def arrived_of(view: View, fan: int = FAN) -> Gathering:
-    """Who has come to the end of its work, and has one thing left to do with all others."""
+    """Marks of members that have come to the end of their work, and have one thing left to do with all others."""
     return Gathering(kind="arrived", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
 def done_of(view: View, fan: int = FAN) -> Gathering:
-    """Who has nothing left to do."""
+    """Marks of members that have nothing left to do."""
     return Gathering(kind="done", epoch=view.epoch, slots=view.slots, fan=fan)
 
 
@@ -164,35 +163,36 @@ _AWAITED = {Phase.GATHERING: reports_of, Phase.ENTERING: entries_of}
 
 
 def awaited_of(member: Member, fan: int = FAN) -> Gathering | None:
-    """What the member waits for in its phase, besides the next view."""
+    """The values that the member waits for in its phase, besides the next view."""
     of = _AWAITED.get(member.phase)
     return of(member.view, fan) if of else None
 
 
 def newest_view(read: Read, since: View) -> View:
-    """The last view of the chain; views are created in order, so the first gap is its end."""
+    """Return the last view of the chain; views are created in order, so the first gap is its end."""
     while (text := read(view_key(since.epoch + 1))) is not None:
         since = View.decode(text)
     return since
 
 
 def without(view: View, lost: Iterable[int]) -> View:
-    """The view after `view` that the slots in `lost` are no longer in."""
-    gone = set(lost)
+    """Return the view after `view`, without the slots in `lost`."""
+    leaving = set(lost)
     return View(
-        epoch=view.epoch + 1, member_ids=tuple(member_id for member_id in view.member_ids if member_id.slot not in gone)
+        epoch=view.epoch + 1,
+        member_ids=tuple(member_id for member_id in view.member_ids if member_id.slot not in leaving),
     )
 
 
 def with_joiners(view: View, member_ids: Sequence[MemberId]) -> View:
-    """The view after `view` that these are in as well; who still sits in their slots is in no longer."""
+    """Return the view after `view` with these members added; they replace the processes in their slots."""
     taken = {member_id.slot for member_id in member_ids}
     staying = [member_id for member_id in view.member_ids if member_id.slot not in taken]
     return View(epoch=view.epoch + 1, member_ids=tuple(sorted((*staying, *member_ids))), joiners=tuple(sorted(taken)))
 
 
 def the_end(view: View) -> View:
-    """The view after `view`, which nobody is in: the job is over."""
+    """Return the view after `view`, without members: the job is over."""
     return View(epoch=view.epoch + 1, member_ids=(), over=True)
 
 
@@ -205,7 +205,7 @@ def advance(
     digest: str | None,
     fan: int = FAN,
 ) -> Step:
-    """One step of a member that thinks the slots in `lost` are gone and has `digest` of its plan, once it has one."""
+    """Take one step as a member that knows the slots in `lost` to be lost, and has `digest` of its plan, if any."""
     view = newest_view(read, member.view)
     if member.member_id not in view.member_ids:
         return dataclasses.replace(member, view=view, phase=Phase.EXCLUDED), None
@@ -216,17 +216,17 @@ def advance(
     awaited = awaited_of(member, fan)
     if awaited is not None:
         return _await_all(member, awaited, read)
-    return _say(member, report, digest, fan)
+    return _publish(member, report, digest, fan)
 
 
-def _say(member: Member, report: Report, digest: str | None, fan: int) -> Step:
+def _publish(member: Member, report: Report, digest: str | None, fan: int) -> Step:
     view, slot = member.view, member.member_id.slot
     if member.phase is Phase.REPORTING:
-        told = Write(key=reports_of(view, fan).own_key(slot), value=report.encode())
-        return dataclasses.replace(member, phase=Phase.GATHERING), told
+        write = Write(key=reports_of(view, fan).own_key(slot), value=report.encode())
+        return dataclasses.replace(member, phase=Phase.GATHERING), write
     if member.phase is Phase.PLANNING and digest is not None:
-        told = Write(key=entries_of(view, fan).own_key(slot), value=digest)
-        return dataclasses.replace(member, phase=Phase.ENTERING), told
+        write = Write(key=entries_of(view, fan).own_key(slot), value=digest)
+        return dataclasses.replace(member, phase=Phase.ENTERING), write
     return member, None
 
 
@@ -239,9 +239,10 @@ def _await_all(member: Member, awaited: Gathering, read: Read) -> Step:
 
 
 def finish(member: Member, read: Read, fan: int = FAN) -> tuple[bool | None, Write | None]:
-    """One step of a running member that has nothing left to do: whether the job is over, None where it must look again.
+    """Take one step as a running member that has nothing left to do.
 
-    It is not where a newer view came first, which must agree.
+    Returns:
+        True: the job is over. False: a newer view came first, and must agree. None: look again. And a key to write.
     """
     view, slot = member.view, member.member_id.slot
     if (text := read(view_key(view.epoch + 1))) is not None:
@@ -256,8 +257,11 @@ def finish(member: Member, read: Read, fan: int = FAN) -> tuple[bool | None, Wri
 
 
 def arrive(member: Member, read: Read, fan: int = FAN) -> tuple[bool | None, Write | None]:
-    """One step of a running member that has come to the end of its work: whether all others have, None where it must
-    look again, False where a newer view must agree first."""
+    """Take one step as a running member that has come to the end of its work.
+
+    Returns:
+        True: all others have, too. False: a newer view must agree first. None: look again. And a key to write.
+    """
     view, slot = member.view, member.member_id.slot
     if read(view_key(view.epoch + 1)) is not None:
         return False, None
@@ -269,16 +273,20 @@ def arrive(member: Member, read: Read, fan: int = FAN) -> tuple[bool | None, Wri
 
 
 def read_reports(view: View, read: Read, fan: int = FAN) -> dict[int, Report]:
-    """All reports of a view whose members have all reported."""
+    """Return all reports of a view whose members have all reported."""
     return {slot: Report.decode(text) for slot, text in reports_of(view, fan).values(read).items()}
 
 
 def decide(reports: Mapping[int, Report]) -> Decision:
-    """The newest step that every survivor can stand on."""
+    """Choose the newest step that every survivor can resume from.
+
+    Raises:
+        StateLost: No member holds training state, or the survivors have no step in common.
+    """
     veterans = {slot: report for slot, report in reports.items() if not report.joiner}
     if not veterans:
         raise StateLost(
-            f"all {len(reports)} members are joining ranks, and nobody holds training state",
+            f"all {len(reports)} members are joining ranks, and none of them holds training state",
             way_out="restart from the last checkpoint",
         )
     votes = {report.applied: report.vote for report in veterans.values()}

@@ -1,11 +1,11 @@
-"""A `KeyStore` that notices when keys are deleted behind the job's back, reports it, and writes them again.
+"""A `KeyStore` that notices when another program deletes keys of the job, reports it, and writes them again.
 
-Whoever reaches torch's store can delete its keys. Without `view/1` and `view/2` survivors that were told of epoch 2
-look for these views, find none, and end by whatever error their broken connections raise. But a key of the job is
-written once, so every process that has read or created it can write it again: each remembers what it knows.
+Any program that reaches torch's store can delete its keys. Without `view/1` and `view/2`, survivors in epoch 2 find no
+newer view, and end by whatever error their broken connections raise. But a key of the job is written once, so every
+process that has read or created it can restore it: each remembers the keys it knows.
 
-Looking costs questions to the store, so there is one for every `_EVERY` answers of "not there", which is what a process
-gets that waits: a supervisor always looks for the next view, and a rank in an agreement for the reports of others.
+Checks cost requests to the store. So there is one check for every `_EVERY` answers of "not there", which a waiting
+process gets: a supervisor polls for the next view, and a rank in an agreement for the reports of others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from ntp_plugin.errors import StoreLost
 from ntp_plugin.membership.store import KeyStore
 
 _EVERY = 8
-"""With it a store that many wait at answers an eighth more."""
+"""A store at which many processes wait answers an eighth more requests with it."""
 _VIEW = "view"
 _OF_AN_EPOCH = (_VIEW, "report", "entry", "arrived", "done", "asked", "opened", "come", "round", "standstill")
 """Kinds of keys whose second word is an epoch."""
@@ -23,16 +23,16 @@ _OF_AN_EPOCH = (_VIEW, "report", "entry", "arrived", "done", "asked", "opened", 
 class RestoredKeys:
     """A `KeyStore` around another one, for one thread.
 
-    It remembers all views, and of what belongs to an epoch that of the newest two.
+    It remembers all views, and the keys of the newest two epochs.
     """
 
     def __init__(self, store: KeyStore, *, report: Callable[[str, str], None]) -> None:
-        """Begin to remember.
+        """Start with no known keys.
 
         Args:
             store: The job's store.
-            report: Called with a key that was deleted, or overwritten by who has not the job's token, and with a line
-                that says so; once for each key, so that a stranger does not fill the record. The key is there again.
+            report: Called with a key that was deleted, or overwritten by a program without the job's token, and a line
+                for the log; once per key, so that another program cannot fill the record. The key is restored by then.
         """
         self._store, self._report = store, report
         self._known: dict[str, str] = {}
@@ -42,10 +42,10 @@ class RestoredKeys:
         self._next = self._in_turn()
 
     def read(self, key: str) -> str | None:
-        """The value, or None while nobody has created the key; a value that was known is written again.
+        """Return the value, or None while the key does not exist; a known value is restored.
 
         Raises:
-            StoreLost: The key has another value than before, and that is signed as well.
+            StoreLost: The key has a value that differs from the known one, and is signed as well.
         """
         value = self._store.read(key)
         if value is not None:
@@ -58,19 +58,19 @@ class RestoredKeys:
         return None
 
     def create(self, key: str, value: str) -> str:
-        """Create the key unless somebody has; returns the value that it has now."""
+        """Create the key unless it exists; return its value."""
         return self._remember(key, self._store.create(key, self._known.get(key, value)))
 
     def present(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys were created."""
+        """Return True if all these keys exist."""
         return all(self.read(key) is not None for key in keys)
 
     def _remember(self, key: str, value: str) -> str:
         known = self._known.setdefault(key, value)
         if known != value:
             raise StoreLost(
-                f"key {key} of the job's store was deleted and created anew with another value: somebody else writes to"
-                " the store, or a second job uses its name",
+                f"key {key} of the job's store was deleted and created anew with another value: another program writes"
+                " to the store, or a second job uses its name",
                 way_out="let only the job's hosts reach the store; restart the job from its last checkpoint",
             )
         kind, epoch = _of(key)
@@ -85,8 +85,8 @@ class RestoredKeys:
             self._reported.add(key)
             self._report(
                 key,
-                f"key {key} of the job's store was deleted or overwritten, and was written again: somebody else writes"
-                " to the store",
+                f"key {key} of the job's store was deleted or overwritten, and was written again: another program"
+                " writes to the store",
             )
         return value
 
@@ -98,7 +98,7 @@ class RestoredKeys:
             self._remember(key, value)
 
     def _in_turn(self) -> Iterator[str | None]:
-        """The keys to look at: the newest view, which all survivors need first, and between these all others."""
+        """Iterate over the keys to check: the newest view, which all survivors need first, between all others."""
         while True:
             newest = f"{_VIEW}/{self._newest}"
             for key in [one for one in self._known if one != newest]:
@@ -117,7 +117,7 @@ class RestoredKeys:
 
 
 def _of(key: str) -> tuple[str, int]:
-    """The kind of a key and its epoch; no kind where it belongs to none."""
+    """Kind and epoch of a key; no kind if it belongs to no epoch."""
     kind, *rest = key.split("/", 2)
     if kind in _OF_AN_EPOCH and rest and rest[0].isdecimal():
         return kind, int(rest[0])

@@ -1,13 +1,13 @@
-"""The small store that agreement needs, on any torch store (a TCPStore, a prefix of the rendezvous' own).
+"""The key-value store of the agreement, on any torch store (a TCPStore, or a prefix of the rendezvous' own).
 
-Connections are opened at start and never while recovering: opening one takes a name look-up, which can stall for
-seconds just when names are in trouble. A store object is one connection and serves one thread.
+Connections are opened at start and never during a recovery: opening one takes a name look-up, which can stall for
+seconds just when name resolution is in trouble. A store object is one connection and serves one thread.
 
-Whoever reaches torch's store may write to it. So each value is signed, with its key and the job's corner, by a token
-that the job alone knows. What is not signed so is taken for nobody's: it is not read, and whoever creates the key
-writes over it.
+Any program that reaches torch's store may write to it. So each value is signed, with its key and the job's namespace,
+by a token that only the job knows. A value without that signature is ignored: it is not read, and creating its key
+overwrites it.
 
-Values are packed: what all ranks have reported is much the same many times, and all of them read it from one server.
+Values are compressed: the reports of all ranks are nearly alike, and all ranks read them from one server.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ from ntp_plugin.errors import ConfigError, StoreLost
 
 
 class KeyStore(Protocol):
-    """Keys that are written once."""
+    """A store of keys that are written once."""
 
     def read(self, key: str) -> str | None:
-        """The value, or None while nobody has created the key. Never waits."""
+        """Return the value, or None while the key does not exist. Never waits."""
 
     def create(self, key: str, value: str) -> str:
-        """Create the key unless somebody has; returns the value that it has now."""
+        """Create the key unless it exists; return its value."""
 
     def present(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys were created. Never waits."""
+        """Return True if all these keys exist. Never waits."""
 
 
 class TorchStore:
-    """A `KeyStore` on one connection of a torch store, in the corner of a job; raises `StoreLost` when the connection
-    breaks."""
+    """A `KeyStore` on one connection of a torch store, in the namespace of a job; raises `StoreLost` when the
+    connection breaks."""
 
     def __init__(self, connection: Store, *, corner: str, token: str) -> None:
         self._store, self._corner = PrefixStore(corner, connection), corner
@@ -65,12 +65,12 @@ class TorchStore:
         return all(self.read(key) is not None for key in keys)
 
     def count(self, key: str, more: int = 0) -> int:
-        """Add to a counter, which begins at 0, and return it: for beats, the one thing that is not written once."""
+        """Add to a counter, which begins at 0, and return it. For heartbeats: the one key that is not written once."""
         with _answered():
             return int(self._store.add(key, more))
 
     def refuse_strangers(self) -> None:
-        """Raise unless this process has the token of who came first."""
+        """Raise `ConfigError` unless this process has the same token as the first one that came here."""
         mine = self._signature(_TOKEN, b"")
         with _answered():
             found: bytes = self._store.compare_set(_TOKEN, "", mine.decode())
@@ -95,12 +95,12 @@ class TorchStore:
 
 
 def look_up(store: Store, key: str) -> bytes | None:
-    """The value, or None: in one round trip, where a check and a get take two. A value is never one zero byte."""
-    value: bytes = store.compare_set(key, _NOBODYS, _NOBODYS)  # sets nothing: this is not what a missing key expects
-    return None if value == _NOBODYS.encode() else value
+    """Return the value, or None, in one round trip (a check and a get take two). A value is never one zero byte."""
+    value: bytes = store.compare_set(key, _UNSET, _UNSET)  # sets nothing: a missing key does not have this value
+    return None if value == _UNSET.encode() else value
 
 
-_NOBODYS = "\0"
+_UNSET = "\0"
 _SIGNED = 32
 """Bytes of a signature."""
 _TOKEN = "token"
@@ -119,16 +119,16 @@ def _answered() -> Iterator[None]:
 
 
 def serve(host: str, port: int) -> TCPStore:
-    """A store that lives as long as the object, and listens on this address alone."""
+    """Serve a store on this address alone, for as long as the object lives."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=4096)
     here = listener.getsockname()
-    # torch takes the listening socket over, and closes it.
+    # torch takes ownership of the listening socket, and closes it.
     return TCPStore(host, here[1], None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def own_address(towards: tuple[str, int]) -> str:
-    """The address that this host has on the way to another; nothing is sent."""
+    """Return the address by which this host reaches another one; nothing is sent."""
     family, kind, _, _, target = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

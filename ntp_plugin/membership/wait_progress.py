@@ -1,8 +1,8 @@
-"""What a process shows of itself while it waits for others: that it waits, and that the loop of its wait still turns.
+"""Records that this process waits for others, and that the loop of its wait still polls.
 
-A flag alone would prove too little: a signal handler that never returns, entered in the middle of a wait, leaves it set
-for ever. So whoever waits calls `poll` each time its loop turns, and a rank that has stopped polling is hung, whatever
-its flag says. Imports no torch.
+A flag alone proves too little: a signal handler that is entered during a wait and never returns leaves it set for ever.
+So a wait calls `poll` in each iteration of its loop, and a rank that has stopped polling is hung, whatever its flag
+says. Imports no torch.
 """
 
 import contextlib
@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 
 class Movement(NamedTuple):
-    """What the heartbeat of a process tells of it."""
+    """The times that a heartbeat reports."""
 
     moved_at: float
-    """When it last entered or left a wait for others."""
+    """When the process last entered or left a wait for others."""
     polled_at: float | None = None
-    """When the loop of the wait that it is in last turned; None: it does not wait."""
+    """When the loop of its current wait last polled; None: it does not wait."""
     done: bool = False
-    """It waits for the end of the job, and for nothing else."""
+    """It waits for the end of the job only."""
 
 
 class CollectiveWait:
-    """A context in which this process waits for others; no generator, because a step has many."""
+    """A context in which this process waits for others. A class and no generator, because a step has many waits."""
 
     def __init__(self) -> None:
         self._moved_at = self._polled_at = time.monotonic()
@@ -38,12 +38,12 @@ class CollectiveWait:
         self._moved_at, self._depth = time.monotonic(), self._depth - 1
 
     def poll(self) -> None:
-        """Record that the wait loop still turns."""
+        """Record that the wait loop still runs."""
         self._polled_at = time.monotonic()
 
     @contextlib.contextmanager
     def at_the_end(self) -> Iterator["CollectiveWait"]:
-        """This process has nothing left to do, and waits for others that may have."""
+        """Wait with nothing left to do, for others that may have work."""
         self._done = True
         try:
             with self:
@@ -52,5 +52,5 @@ class CollectiveWait:
             self._done = False
 
     def movement(self) -> Movement:
-        """What the heartbeat tells of it."""
+        """Return the times that the heartbeat reports."""
         return Movement(self._moved_at, self._polled_at if self._depth > 0 else None, self._done)

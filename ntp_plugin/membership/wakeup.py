@@ -1,13 +1,12 @@
-"""How a supervisor wakes the ranks of its host when there is a newer epoch, so that none has to look again and again.
+"""Wakes the ranks of a host when there is a newer epoch, so that none of them has to poll often.
 
-The epoch itself stands in shared memory (`heartbeat.py`); a ring says no more than "look". It is a datagram to a socket
-of the rank's own, with a name that follows from the file's path and the slot. The name is no file: there is nothing to
-remove, and it is free as soon as the process is gone. A ring that is lost, and one from somebody else, do no harm,
-because a rank looks by itself as well, only seldom. Where the name is taken (the process that sat in the slot before
-has not ended yet) it looks often.
+The epoch itself is in shared memory (`heartbeat.py`); a wake-up only means "look there". It is a datagram to the rank's
+own socket, whose name follows from the file's path and the slot. The name is no file: there is nothing to remove, and
+it is free as soon as the process has ended. A lost wake-up, and one from another program, do no harm, because a rank
+also polls by itself, only seldom. If the name is taken (the slot's earlier process has not ended yet), it polls often.
 
-A thread that looked every 5 ms took a hundredth of a core of each rank, in jobs that lose nobody. The system loses no
-ring: it refuses one only where ten wait that were not heard yet. So to look once in a second is often enough.
+A thread that polled every 5 ms took a hundredth of a core of each rank, in jobs that lose no rank. The system loses no
+wake-up: it refuses one only if ten are pending. So polling once in a second is enough.
 """
 
 import contextlib
@@ -17,12 +16,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _LOOK_S = 1.0
-"""For when a ring was lost."""
+"""Polling interval, in case a wake-up was lost."""
 _LOOK_OFTEN_S = 0.005
 
 
 class WakeUp:
-    """A rank's."""
+    """The receiving end of a rank's wake-ups."""
 
     def __init__(self, path: Path, slot: int) -> None:
         self._name = _name(path, slot)
@@ -34,32 +33,32 @@ class WakeUp:
             self._socket.settimeout(_LOOK_OFTEN_S)
 
     def wait(self) -> None:
-        """Until it is time to look."""
+        """Block until it is time to look at the epoch."""
         with contextlib.suppress(TimeoutError):
             self._socket.recv(1)
 
     def wake(self) -> None:
-        """Whoever waits in this process."""
-        _ring([self._name])
+        """Wake the thread that waits in this process."""
+        _wake([self._name])
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Close the socket."""
         self._socket.close()
 
 
 def ring(path: Path, slots: Iterable[int]) -> None:
-    """As the supervisor: those of these slots that are processes of this host."""
-    _ring([_name(path, slot) for slot in slots])
+    """Wake these slots, as their supervisor; slots without a process on this host are ignored."""
+    _wake([_name(path, slot) for slot in slots])
 
 
-def _ring(names: Iterable[str]) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ringing:
-        ringing.setblocking(False)
+def _wake(names: Iterable[str]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
         for name in names:
-            with contextlib.suppress(OSError):  # nobody is there, or it has been rung often
-                ringing.sendto(b"\0", name)
+            with contextlib.suppress(OSError):  # no process is there, or enough wake-ups are pending
+                sender.sendto(b"\0", name)
 
 
 def _name(path: Path, slot: int) -> str:
-    told = hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
-    return f"\0ntp/{told}/{slot}"
+    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
+    return f"\0ntp/{digest}/{slot}"

@@ -1,31 +1,32 @@
-"""What should be, computed from (nominal layout, lost slots) alone.
+"""Plans what every rank does after a loss, as a function of the nominal layout and the lost slots.
 
-Pure: no torch, no clock, no randomness, no state between calls. Every survivor computes the same plan from the
-same facts, in whatever order the losses came.
+Pure: no torch, no clock, no randomness, no state between calls. Every survivor computes the same plan from the same
+facts, in whatever order the losses came.
 
     spans.py            sets of whole numbers as runs
     sequence_rows.py    which rows of a sequence each slot of a group holds
     dealing.py          the one rule: survivors keep, orphans are dealt
-    topology.py         slots, the nominal layout, and who still stands after losses
-    units.py            which tensors are cut, along which dim, in which units
+    topology.py         slots, the nominal layout, and the replicas that survive losses
+    units.py            which tensors are sharded, along which dim, in which units
     shard_layout.py     which slot of a group holds which units
     lanes.py            which ranks reduce which units together: the direct route
     core_route.py       the other route, over core slots inside each scale-up domain
-    routes.py           what each route costs, and which one is taken
-    pace.py             how long a micro-batch takes on a layout
+    routes.py           the cost of each route, and the choice between them
+    pace.py             the time of a micro-batch on a layout
     batch_split.py      micro-batches and samples per replica
     copy_placement.py   which host holds whose far copy
-    parity_groups.py    which slots share a parity in place of a copy each, and which host keeps it
-    transfers.py        what moves from where to where between two layouts
-    memory_fit.py       bytes per slot, and what can be done where they do not fit
-    actions.py          what to do about a loss
-    recovery_plan.py    all of it together, with a digest
-    decision.py         whether a job that runs goes on by such a plan, or ends for a restart
-    job_plan.py         `plan`: the plan for a job and its losses that somebody describes
+    parity_groups.py    which slots share a parity, and which host holds it
+    transfers.py        the state that moves between two layouts, with its sources
+    memory_fit.py       bytes per slot, and the remedies if they do not fit
+    actions.py          the choice of an action after a loss
+    recovery_plan.py    the complete plan, with a digest
+    decision.py         whether a running job continues by such a plan, or ends for a restart
+    job_plan.py         `plan`: the plan for a described job and its losses
 
-Imports run down this list only upwards: each file stands on those above it.
+Imports only go up this list: each file depends on those above it.
 
-Public are `plan` and `read_job`, the sections that describe a job to them, and what a plan is made of.
+`plan`, `read_job`, the sections that describe a job to them, and the parts of a plan are public. Next:
+`recovery_plan.py`, then `recovery/`, which carries a plan out.
 """
 
 from typing import TYPE_CHECKING

@@ -1,24 +1,23 @@
-"""What to do about a loss: the choice, and the whole table that it was chosen from.
+"""Chooses the action after a loss, and returns the whole table that it was chosen from.
 
-    reduce tp        the degraded replica goes on narrower
-    drop replica     it does not go on; its batch goes to the others
-    swap a spare in  a spare that is ready takes the place of what is lost
-    wait for a spare the job stands still until one is ready
-    restart          everybody starts again from the last checkpoint
+    reduce tp        the degraded replica continues narrower
+    drop replica     it does not continue; its batch goes to the others
+    swap a spare in  a spare that is ready takes the place of the lost slot
+    wait for a spare the job pauses until one is ready
+    restart          all ranks start again from the last checkpoint
 
-Each has a score, the work that is done until things change again, over what a whole job would do in that time:
+Each has a score: the work done until things change again, over what an undamaged job would do in that time:
 
     throughput x efficiency x max(0, H - T) / H,   H = min(expected next failure, expected repair)
 
-T is how long the job stands still. Who goes on narrower, or without a replica, while a spare is on its way, can have
-it swapped in when it is ready: such an action is worth what it does until then, and what the swap does after. The next
-failure is one of the replicas that the loss concerns: a failure elsewhere does not take back what the choice has
-bought. Efficiency is 1, unless the user lets the batch change; then it is (phi + m0) / (phi + m), what a sample of a
-batch of m is worth against one of the nominal m0, with the measured gradient noise scale phi (Pollux, arXiv
-2008.12260).
+T is the time without training. An action that continues narrower, or without a replica, while a spare is on its way can
+have it swapped in when it is ready: its value is its work until then, plus what the swap does after. The next failure
+is one of the replicas that the loss concerns: a failure elsewhere does not undo what the choice has gained. Efficiency
+is 1, unless the user lets the batch change; then it is (phi + m0) / (phi + m), the value of a sample in a batch of m
+against one in the nominal m0, with the measured gradient noise scale phi (Pollux, arXiv 2008.12260).
 
-Pure arithmetic on what every survivor knows alike, so that all choose alike. Of equal scores the action that stands
-first above is taken: it disturbs least.
+Pure arithmetic on facts that every survivor shares, so that all choose alike. Of equal scores the action listed first
+wins: it disturbs least.
 """
 
 import dataclasses
@@ -33,14 +32,16 @@ WAIT_FOR_SPARE, RESTART = "wait for a spare", "restart"
 ACTIONS = (REDUCE_TP, DROP_REPLICA, SWAP_SPARE, WAIT_FOR_SPARE, RESTART)
 
 EQUAL = 2e-5
-"""Scores that differ by less are equal: seconds in days. What is kept narrower can still go on when others cannot."""
+"""Scores that differ by less are equal: seconds in days. A replica kept narrower can still continue when others
+cannot."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What an action leads to: the length of a step, the part of the nominal batch in it, and how long nobody trains.
+    """The expected effect of an action: the step time, the part of the nominal batch in it, and the time without
+    training.
 
-    `too_large` says by how much it does not fit into memory; empty where it does.
+    `too_large` says by how much it does not fit into memory; empty if it fits.
     """
 
     step_s: float
@@ -51,34 +52,34 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What is known when somebody is lost."""
+    """The facts known when slots are lost."""
 
     topology: Topology
     lost: frozenset[Slot]
     nominal_step_s: float
     forecasts: Mapping[str, Forecast]
-    """Action -> what it leads to. Who is not here cannot be done."""
+    """Action -> its forecast. An action without one is impossible."""
     spare_s: float | None
-    """Until a spare is ready: 0 where one is, None where none comes."""
+    """Seconds until a spare is ready: 0 if one is ready, None if none comes."""
     repair_s: float
-    """Until what is lost is expected back."""
+    """Seconds until the lost slots are expected back."""
     failures_per_gpu_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ActionPolicy:
-    """What the user allows."""
+    """The limits that the user sets."""
 
     forbid: tuple[str, ...] = ()
     max_wait_s: float | None = None
-    """Longer than this nobody waits for a spare."""
+    """Longest wait for a spare."""
     hysteresis: float = 0.0
-    """By so much (0.01: one per cent) another action must be better than the one that is in force."""
+    """How much better (0.01: one per cent) another action must be than the one in force."""
     min_tp_width: int = 1
     batch: float | None = None
-    """Samples of the nominal batch, where it may change; None where it is kept."""
+    """Samples of the nominal batch, if the batch may change; else None."""
     noise_scale: float | None = None
-    """The gradient noise scale in samples, where the batch may change."""
+    """Gradient noise scale in samples, if the batch may change."""
 
     def __post_init__(self) -> None:
         unknown = [action for action in self.forbid if action not in ACTIONS]
@@ -93,7 +94,7 @@ class ActionPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """A row of the table. An action that is refused has no score."""
+    """A row of the table. A refused action has no score."""
 
     action: str
     score: float | None
@@ -105,7 +106,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What is done, until when it is expected to last, and all that it was chosen from."""
+    """The chosen action, how long it is expected to last, and the table it was chosen from."""
 
     action: str
     horizon_s: float
@@ -113,14 +114,14 @@ class Choice:
 
 
 def choose(situation: Situation, policy: ActionPolicy, *, current: str | None = None) -> Choice:
-    """The best action. `current` is in force: another one must be better by the hysteresis."""
+    """Choose the best action. `current` is in force: another one must be better by the hysteresis."""
     horizon = horizon_s(situation)
     table = tuple(_scored(action, situation, policy, horizon) for action in ACTIONS)
     possible = {row.action: row.score for row in table if row.score is not None}
     if not possible:
         reasons = "; ".join(f"{row.action}: {row.reason}" for row in table)
         raise Refused(
-            f"nothing can be done about the loss of {len(situation.lost)} slots ({reasons})",
+            f"no action is possible after the loss of {len(situation.lost)} slots ({reasons})",
             way_out="allow another action, bring slots back, or restart by hand",
         )
     enough = max(possible.values()) * (1 - EQUAL)
@@ -131,7 +132,7 @@ def choose(situation: Situation, policy: ActionPolicy, *, current: str | None = 
 
 
 def horizon_s(situation: Situation) -> float:
-    """How long a choice is expected to last."""
+    """How long a choice is expected to last, in seconds."""
     topology = situation.topology
     concerned = len({slot.replica for slot in situation.lost}) * topology.tp * topology.pp
     failures_per_s = situation.failures_per_gpu_s * concerned
@@ -139,7 +140,7 @@ def horizon_s(situation: Situation) -> float:
 
 
 def efficiency(batch: float, policy: ActionPolicy) -> float:
-    """What a sample is worth in a step with this part of the nominal batch."""
+    """The value of a sample in a step with this part of the nominal batch."""
     if policy.batch is None or policy.noise_scale is None:
         return 1.0
     return (policy.noise_scale + policy.batch) / (policy.noise_scale + batch * policy.batch)
@@ -186,7 +187,7 @@ def _part(rate: float, horizon: float, transition: float) -> float:
 
 
 def _refusal(action: str, forecast: Forecast | None, situation: Situation, policy: ActionPolicy) -> str:
-    """Why an action cannot be taken; empty where it can."""
+    """Why an action is impossible; empty if it is possible."""
     if action in policy.forbid:
         return "forbidden"
     of_its_own = {

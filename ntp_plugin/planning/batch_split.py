@@ -1,20 +1,20 @@
-"""Micro-batches and samples per replica.
+"""Divides the micro-batches and samples of a step among the replicas.
 
 A replica with `stages` pipeline stages needs (n + stages - 1) x t for n micro-batches of time t; the step ends when
 the slowest replica does. The split with the shortest step is found exactly: within a step time T each replica can
 run at most T / t - stages + 1 micro-batches, so the least T at which all together can run enough is the optimum.
 
-Within that optimum survivors keep: a replica holds on to its nominal samples as far as its limit goes, and only what
-exceeds it is dealt to the others. Modes:
+Within that optimum survivors keep: a replica keeps its nominal samples up to its limit, and only the excess is dealt to
+the others. Modes:
 
     strict   every sample of the global batch, always
-    trim     leaves out at most epsilon of the micro-batches where that shortens the step, but never to less than the
-             whole layout's; what is left out is queued again
-    carry    as trim, but what was left out is owed: at most epsilon at any time. It is repaid where there is room,
-             and all of it in one longer step once leaving out (what still may be) no longer shortens the step
+    trim     leaves out at most epsilon of the micro-batches if that shortens the step, but the step never gets shorter
+             than the nominal layout's; omitted samples are queued again
+    carry    as trim, but omitted samples are owed: at most epsilon at any time. They are repaid when there is room,
+             and all in one longer step once omitting the rest of epsilon no longer shortens the step
     shrink   no replica takes more than nominal, and a degraded one only what it can do in a healthy replica's time
 
-A replica whose micro-batches must be smaller (memory) runs each nominal one in `pieces`. A replica may get zero
+A replica whose micro-batches must be smaller (memory) runs each nominal one in `splits`. A replica may get zero
 micro-batches; it still joins every collective.
 """
 
@@ -33,7 +33,7 @@ from ntp_plugin.planning.spans import Spans
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class ReplicaPace:
-    """How fast a replica is: `ns` for each of the `pieces` that it cuts a nominal micro-batch into."""
+    """The speed of a replica: `ns` for each of the `splits` that it splits a nominal micro-batch into."""
 
     ns: int
     pieces: int = 1
@@ -42,7 +42,7 @@ class ReplicaPace:
         return (micro_batches * self.pieces + stages - 1) * self.ns if micro_batches else 0
 
     def cut(self, pieces: int) -> "ReplicaPace":
-        """The same replica, with each piece in so many smaller ones."""
+        """The same replica, with each split divided into so many smaller ones."""
         return ReplicaPace(ns=-(-self.ns // pieces), pieces=self.pieces * pieces)
 
     def most_within(self, step_ns: int, stages: int) -> int:
@@ -51,10 +51,10 @@ class ReplicaPace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one replica computes in a step: `count` micro-batches of `size` samples each, `ns` long as far as we know.
+    """The work of one replica in a step: `count` micro-batches of `size` samples each, of `ns` each by our estimate.
 
     `kept` and `dealt` number nominal micro-batches: number i holds samples i x micro_batch to (i + 1) x micro_batch
-    of the global batch. Numbers from the global batch's end on are the queue's: what `carry` repays, oldest first.
+    of the global batch. Numbers beyond the global batch belong to the queue that `carry` repays, oldest first.
     """
 
     replica: int
@@ -72,7 +72,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSplit:
-    """The shares of one step, and its length: nominal, as planned, and if micro-batches could be split at will."""
+    """The shares of one step, and its length: nominal, as planned, and if micro-batches were infinitely divisible."""
 
     mode: str
     total: int
@@ -92,7 +92,7 @@ class BatchSplit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NominalBatch:
-    """The batch as a whole layout shares it out."""
+    """The batch as the nominal layout divides it."""
 
     replicas: int
     per_replica: int
@@ -108,8 +108,9 @@ class NominalBatch:
 def split_batch(
     paces: Mapping[int, ReplicaPace], nominal: NominalBatch, policy: BatchPolicy, *, owed: int = 0
 ) -> BatchSplit:
-    """Share the batch out to the replicas of `paces` (those that go on). `owed` is what earlier `carry` steps owe."""
-    _check_pieces(paces, nominal.micro_batch)
+    """Divide the batch among the replicas of `paces` (the surviving ones). `owed`: the debt of earlier `carry`
+    steps."""
+    _check_splits(paces, nominal.micro_batch)
     stages, total = nominal.stages, nominal.total
     nominal_ns = ReplicaPace(ns=nominal.healthy_ns).step_ns(nominal.per_replica, stages)
     crowd = Counter(paces.values())
@@ -122,7 +123,7 @@ def split_batch(
     held: list[Spans] = [
         ((replica * nominal.per_replica, (replica + 1) * nominal.per_replica),) for replica in range(nominal.replicas)
     ]
-    queue = sp.joined([(total, total + repaid)])  # stands in the ring like a lost replica: all it has is dealt
+    queue = sp.joined([(total, total + repaid)])  # placed in the ring like a lost replica: all of it is dealt
     dealt = deal([*held, queue], room=limits)
     shares = tuple(
         _share(replica, dealt.kept[replica], dealt.dealt[replica], paces[replica], nominal) for replica in sorted(paces)
@@ -130,7 +131,7 @@ def split_batch(
     computed = total + repaid - sp.size(dealt.left)
     if not computed:
         raise Refused(
-            "no replica can finish one micro-batch in a whole replica's step", way_out="use batch mode strict"
+            "no replica can finish one micro-batch in the step of a full-width replica", way_out="use batch mode strict"
         )
     return BatchSplit(
         mode=policy.mode,
@@ -148,13 +149,13 @@ def split_batch(
 
 
 def even_shares(members: Collection[int], nominal: NominalBatch) -> dict[int, Share]:
-    """Of those who are left, where all are taken for equally fast, and every sample is computed."""
+    """Shares of the survivors if all are equally fast and every sample is computed."""
     paces = {replica: ReplicaPace(ns=nominal.healthy_ns) for replica in members}
     return {share.replica: share for share in split_batch(paces, nominal, BatchPolicy()).shares}
 
 
 def one_for_each(shares: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Numbers of micro-batches, so that no replica has none: who has none gets the last of who has most."""
+    """Numbers of micro-batches such that no replica has none: an empty one gets the last of the fullest."""
     found = {replica: list(numbers) for replica, numbers in sorted(shares.items())}
     for numbers in found.values():
         if not numbers:
@@ -191,11 +192,11 @@ def shortest_step_ns(crowd: Mapping[ReplicaPace, int], micro_batches: int, stage
 
 
 def ideal_step_ns(crowd: Mapping[ReplicaPace, int], micro_batches: int, stages: int) -> int:
-    """The time if micro-batches could be split at will: a lower bound, rounded down."""
+    """The time if micro-batches were infinitely divisible: a lower bound, rounded down."""
     rate, started = Fraction(0), Fraction(0)
     ideal = None
     for pace in sorted(crowd, key=lambda pace: pace.ns):
-        fill = (stages - 1) * pace.ns  # a pipeline that is not full yet by then does not help
+        fill = (stages - 1) * pace.ns  # a pipeline that is not full by then does not help
         if ideal is not None and ideal <= fill:
             break
         rate += Fraction(crowd[pace], pace.ns * pace.pieces)
@@ -216,10 +217,10 @@ def _share(replica: int, kept: Spans, dealt: Spans, pace: ReplicaPace, nominal: 
     )
 
 
-def _check_pieces(paces: Mapping[int, ReplicaPace], micro_batch: int) -> None:
+def _check_splits(paces: Mapping[int, ReplicaPace], micro_batch: int) -> None:
     for replica, pace in paces.items():
         if micro_batch % pace.pieces:
             raise Refused(
-                f"replica {replica} cannot run a micro-batch of {micro_batch} samples in {pace.pieces} equal pieces",
-                way_out=f"choose a number of pieces that divides {micro_batch}",
+                f"replica {replica} cannot run a micro-batch of {micro_batch} samples in {pace.pieces} equal splits",
+                way_out=f"choose a number of splits that divides {micro_batch}",
             )

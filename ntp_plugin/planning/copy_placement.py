@@ -1,11 +1,11 @@
-"""Which host holds whose far copy.
+"""Assigns far copies to hosts.
 
-Copies are placed host to host; a rank's copy lies with its peer of the same place on the other host. Copy k of host n
-is nominally on host n + k x (hosts in a failure domain), round the ring of hosts: always in another node, rack or
-power row, each host holding equally many. When a host is lost, each copy that it held is dealt to the host that then
-holds the fewest, in another domain than the copy's source; of equals to the next one round the ring.
+Copies are placed host to host; a rank's copy lies with the peer at the same place on the other host. Copy k of host n
+is nominally on host n + k x (hosts in a failure domain), round the ring of hosts: always in another node, rack or power
+row, and each host holds equally many. When a host is lost, each copy that it held is dealt to the host that then holds
+the fewest, in another domain than the copy's source; of equals to the next one round the ring.
 
-Only what differs from the nominal placement is written down, so the work grows with the losses alone.
+Only the differences from the nominal placement are stored, so the work grows with the losses alone.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Resettled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Who holds what after losses: the nominal rule and its exceptions."""
+    """The holders of copies after losses: the nominal rule and its exceptions."""
 
     nodes: int
     reach: int
@@ -59,7 +59,7 @@ def domain_size(topology: Topology, far: str) -> int:
 
 
 def place_copies(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, ...]) -> Placement:
-    """The placement after these hosts were lost; refuses a cluster with too few failure domains."""
+    """Place the copies after these hosts were lost; refuses a cluster with too few failure domains."""
     nodes, reach = topology.nodes, domain_size(topology, policy.far)
     domains = nodes // reach
     if policy.count and domains <= policy.count:
@@ -81,8 +81,8 @@ def place_copies(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, 
 
 
 def parity_hosts(topology: Topology, hosts: Iterable[int], slot: Slot, present: Collection[Slot]) -> list[Slot]:
-    """The slots that keep what these hosts have of a slot's shards: on each the one in its place, if it is present,
-    else the next one there."""
+    """The slots that hold what these hosts have of a slot's shards: on each host the one at the slot's place, if it is
+    present, else the next one there."""
     found = []
     for node in hosts:
         there = topology.slots_on(node)
@@ -92,7 +92,7 @@ def parity_hosts(topology: Topology, hosts: Iterable[int], slot: Slot, present: 
 
 
 def _freed_places(placement: Placement) -> Counter[int]:
-    """Host -> copies held above nominal: minus one for each that is needless because its source is lost."""
+    """Host -> copies held above nominal: minus one for each copy whose source is lost, and so is not needed."""
     freed = Counter[int]()
     for node in placement.lost:
         for copy in range(1, placement.count + 1):
@@ -120,7 +120,7 @@ def _lightest_host(node: int, nominal: int, placement: Placement, surplus: Mappi
 
 
 def lightest_host(nominal: int, nodes: int, surplus: Mapping[int, int], may_hold: Callable[[int], bool]) -> int | None:
-    """Of the hosts that may, the one with the least surplus, next round the ring from `nominal`."""
+    """The eligible host with the least surplus, next round the ring from `nominal`."""
     ring = ((nominal + step) % nodes for step in range(1, nodes))
     candidates = [holder for holder in surplus if may_hold(holder)]
     candidates += itertools.islice((holder for holder in ring if holder not in surplus and may_hold(holder)), 1)

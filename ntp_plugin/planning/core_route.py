@@ -1,9 +1,9 @@
-"""The other route, over core slots inside each scale-up domain (the NTP paper's).
+"""Plans the other route of gradients, over core slots inside each scale-up domain (the NTP paper's).
 
-Every replica names as many *core* slots as its narrowest sibling has slots. The units are cut over the cores as that
-sibling holds them, and core number c of one replica reduces with core number c of all others, one to one. A slot that
-holds a unit of another core sends its gradient there inside the domain and gets the sum back. So there are few
-process groups, each with much to do, at the price of two trips through the domain.
+Every replica names as many *core* slots as its narrowest sibling has slots. The units are sharded over the cores as
+that sibling holds them, and core number c of one replica reduces with core number c of all others, one to one. A slot
+that holds a unit of another core sends its gradient there inside the domain and receives the sum. So there are few
+process groups, each with much to do, at the price of two transfers through the domain.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CoreAssignment:
-    """Where the cores stand in the groups of one pattern (`seats[c]` is a TP slot), and what must hop to them."""
+    """The cores of the groups of one pattern (`tp_slots[c]` is the TP slot of core c), and the units that hop to
+    them."""
 
     pattern: Pattern
     tp_slots: tuple[int, ...]
@@ -46,11 +47,11 @@ class CoreRoute:
     assignments: tuple[CoreAssignment, ...]
 
     def assignment(self, pattern: Pattern) -> CoreAssignment:
-        """Of the groups with this pattern."""
+        """The assignment of the groups with this pattern."""
         return next(assignment for assignment in self.assignments if assignment.pattern == pattern)
 
     def members(self, core: int, surviving: SurvivingReplicas) -> list[Slot]:
-        """The slots that are core number `core`, one for each replica that goes on, ascending."""
+        """The slots that are core number `core`, one per surviving replica, ascending."""
         return [
             Slot(
                 replica=replica,
@@ -62,7 +63,7 @@ class CoreRoute:
 
 
 def plan_core_route(surviving: SurvivingReplicas, units: StageUnits, stage: int) -> CoreRoute:
-    """Cores as the narrowest group of the stage holds its units; the first such pattern where several are."""
+    """Plan cores that hold units as the narrowest group of the stage does; of several patterns the first."""
     tp, patterns = surviving.topology.tp, stage_patterns(surviving, stage)
     reference = min(patterns, key=lambda pattern: (-len(pattern), pattern))
     home = [slot for slot in range(tp) if slot not in reference]

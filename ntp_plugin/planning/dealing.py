@@ -1,13 +1,13 @@
-"""The one rule: survivors keep, orphans are dealt.
+"""Deals out what lost holders held. The one rule: survivors keep, orphans are dealt.
 
-Holders stand in a ring: the slots of a group, the replicas of a lane. Each holds some numbers: units, optimizer
-elements, samples. Each survivor keeps what it holds, as far as its room goes. What is left without a holder is cut
-into even runs, one for each of the other places in the ring from the next one on, and a run that finds its place
-lost or full recoveries on round the ring until it finds room.
+Holders form a ring: the slots of a group, or the replicas of a lane. Each holds some numbers: units, optimizer
+elements, samples. Each survivor keeps what it holds, as far as it has room. The rest is cut into even runs, one for
+each of the other places in the ring from the next one on. A run whose place is lost or full moves on round the ring
+until it finds room.
 
-So a single loss spreads evenly and in runs as long as possible; a second loss leaves nearly all of the first deal
-in place, whatever the order of the two; and nothing but who is lost decides, so that every survivor computes the
-same answer alone.
+So a single loss spreads evenly and in runs as long as possible; a second loss leaves nearly all of the first deal in
+place, whatever the order of the two; and the result depends on the lost holders only, so that every survivor computes
+it alone.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Deal:
 
 
 def deal(held: Sequence[Spans], *, room: Mapping[int, int], extra: int = 0) -> Deal:
-    """Deal what the holders that have no room of their own (the lost) held, and what exceeds the room of others.
+    """Deal what the lost holders (those without room) held, and what exceeds the room of others.
 
     `held[h]` is what holder `h` has nominally; `room[h]` is the most that survivor `h` may end with, and `extra` of
     the survivors may end with one more than that.
@@ -41,12 +41,12 @@ def deal(held: Sequence[Spans], *, room: Mapping[int, int], extra: int = 0) -> D
             kept[holder] = kept_spans
         if orphaned:
             orphans.append((holder, orphaned))
-    walking = [
-        (place, table.tp_slot(place, run))
+    placed = [
+        (place, table.place_at(place, run))
         for holder, orphaned in orphans
         for place, run in _around(holder, orphaned, len(held))
     ]
-    left = [table.recovery(place, run, len(held)) for place, run in walking]
+    left = [table.place_after(place, rest, len(held)) for place, rest in placed]
     return Deal(
         kept=kept,
         dealt={holder: sp.union(*runs) for holder, runs in table.dealt.items()},
@@ -55,7 +55,7 @@ def deal(held: Sequence[Spans], *, room: Mapping[int, int], extra: int = 0) -> D
 
 
 class _Table:
-    """The room that is left, counted down while dealing, and what each holder was dealt."""
+    """The remaining room while dealing, and what each holder was dealt."""
 
     def __init__(self, room: Mapping[int, int], extra: int) -> None:
         self.dealt: dict[int, list[Spans]] = {holder: [] for holder in room}
@@ -65,7 +65,7 @@ class _Table:
         self._total = sum(room.values()) + extra
 
     def admit(self, holder: int, wanted: int) -> int:
-        """How many of `wanted` the holder takes; its room shrinks by as many."""
+        """Return how many of `wanted` the holder takes, and take that from its room."""
         if holder not in self._room:
             return 0
         taken = min(wanted, self._room[holder])
@@ -77,24 +77,24 @@ class _Table:
         self._total -= taken
         return taken
 
-    def tp_slot(self, place: int, run: Spans) -> Spans:
-        """Deal the run to the holder at a place; returns what found no room there."""
-        seated, rest = sp.split_at(run, self.admit(place, sp.size(run)))
-        if seated:
-            self.dealt[place].append(seated)
+    def place_at(self, place: int, run: Spans) -> Spans:
+        """Deal the run to the holder at a place; return the part without room there."""
+        taken, rest = sp.split_at(run, self.admit(place, sp.size(run)))
+        if taken:
+            self.dealt[place].append(taken)
         return rest
 
-    def recovery(self, place: int, run: Spans, ring: int) -> Spans:
-        """Deal the run to the holders after a place, as each has room; returns what found none anywhere."""
+    def place_after(self, place: int, run: Spans, ring: int) -> Spans:
+        """Deal the run to the holders after a place, as each has room; return the part without room anywhere."""
         for step in range(1, ring):
             if not run or not self._total:
                 break
-            run = self.tp_slot((place + step) % ring, run)
+            run = self.place_at((place + step) % ring, run)
         return run
 
 
 def _around(holder: int, orphaned: Spans, ring: int) -> Iterator[tuple[int, Spans]]:
-    """Even runs of what `holder` had, each with its place, from the next one on round the ring."""
+    """Cut what `holder` had into even runs, each with its place, from the next one on round the ring."""
     others = min(ring - 1, sp.size(orphaned))
     runs = sp.even_cut(orphaned, others) if others else [orphaned]
     for index, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""The plan for a job that somebody describes: what `ntp plan` prints, as a function."""
+"""Plans the recovery of a described job: what `ntp plan` prints, as a function."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from ntp_plugin.planning.topology import Slot, Topology, parse_slots
 
 
 def plan(job: Job) -> RecoveryPlan:
-    """Plan what every survivor would do if the slots that the job names were lost. Nothing is run.
+    """Plan what every survivor would do if the named slots were lost. Runs nothing.
 
     Args:
         job: The layout, the shape of the model, the policy, and the losses: `lose` now, `already` before, and `back`
-            those of `already` that come back now.
+            those of `already` that return now.
 
     Returns:
         The plan that every rank of such a job would compute. Two plans are equal if their `digest` is.
@@ -24,7 +24,7 @@ def plan(job: Job) -> RecoveryPlan:
     Raises:
         ConfigError: A value is out of its bounds, values do not fit together, or a slot is not in the layout.
         BelowMinimum: No replica is left that may train.
-        StateLost: Some state of a lost slot is held by no living slot, and no copy has it.
+        StateLost: Neither a living slot nor a copy holds some state of a lost slot.
 
     Examples:
         >>> from ntp_plugin.planning import Job, Model, Parallel, plan
@@ -66,6 +66,6 @@ def read_job(path: str | Path) -> Job:
 def _refuse_overlap(one: str, ones: frozenset[Slot], other: str, others: frozenset[Slot], both: list[Slot]) -> None:
     if both:
         raise ConfigError(
-            f"{both[0]} stands in {one} ({len(ones)} slots) and in {other} ({len(others)} slots)",
+            f"{both[0]} is in {one} ({len(ones)} slots) and in {other} ({len(others)} slots)",
             way_out="name each slot once",
         )

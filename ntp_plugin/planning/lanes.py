@@ -1,10 +1,10 @@
-"""Which ranks reduce which units together: the direct route.
+"""Plans which ranks reduce which units together: the direct route.
 
-A unit's *owner tuple* names its slot in each replica that goes on. The units with the same tuple form a lane, whose
-ranks are a process group: its gradients are summed over the replicas with no traffic inside a TP group at all. In a
-whole stage the lanes are the TP slots, which is what the framework's own data-parallel groups are.
+A unit's *owner tuple* names its slot in each surviving replica. The units with the same tuple form a lane, whose ranks
+are a process group: its gradients are summed over the replicas without any traffic inside a TP group. In a stage
+without losses the lanes are the TP slots, like the framework's own data-parallel groups.
 
-Replicas with the same pattern have the same owners, so lanes are found per pattern and only written down per
+Replicas with the same pattern have the same owners, so lanes are computed per pattern and only written down per
 replica: the work grows with the number of different patterns in a stage, not with the number of replicas.
 """
 
@@ -31,7 +31,7 @@ class Lane:
     units: UnitsByFamily
 
     def members(self, surviving: SurvivingReplicas) -> list[Slot]:
-        """One slot for each replica that goes on, ascending."""
+        """One slot per surviving replica, ascending."""
         elsewhere = dict(self.detours)
         return [
             Slot(replica=replica, stage=self.stage, tp=elsewhere.get(replica, self.tp))
@@ -41,7 +41,7 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageLanes:
-    """All lanes of a stage in one fixed order; replicated parameters ride on one more, over all ranks of the stage."""
+    """All lanes of a stage in a fixed order; replicated parameters use one more lane, over all ranks of the stage."""
 
     stage: int
     patterns: tuple[Pattern, ...]
@@ -58,7 +58,7 @@ class StageLanes:
 
 
 def stage_patterns(surviving: SurvivingReplicas, stage: int) -> tuple[Pattern, ...]:
-    """The patterns of the stage among replicas that go on, whole first; never empty."""
+    """The patterns of the stage among surviving replicas, the undamaged one first; never empty."""
     degraded = surviving.patterns_of_stage(stage)
     any_whole = sum(len(replicas) for replicas in degraded.values()) < len(surviving.replicas)
     return ((WHOLE,) if any_whole else ()) + tuple(degraded)
@@ -86,11 +86,17 @@ def plan_lanes(surviving: SurvivingReplicas, units: StageUnits, stage: int) -> S
 def plan_shared_lanes(
     surviving: SurvivingReplicas, units: ModelUnits, family: str
 ) -> list[tuple[tuple[Slot, ...], Spans]]:
-    """The lanes of a family that several stages have the same values of: one owner in each replica and stage.
+    """Plan the lanes of a family whose values several stages share: one owner in each replica and stage.
 
-    Members are told stage by stage, each with the spans that they all hold. A family of one stage has none.
+    Members are listed stage by stage, each lane with the spans that all its members hold. A family of one stage has no
+    such lanes.
     """
-    found = [(stage, part) for stage, said in enumerate(units.stages) for part in said.families if part.name == family]
+    found = [
+        (stage, part)
+        for stage, stage_units in enumerate(units.stages)
+        for part in stage_units.families
+        if part.name == family
+    ]
     if len(found) < 2:
         return []
     groups = [(replica, stage, part) for stage, part in found for replica in surviving.replicas]

@@ -1,14 +1,14 @@
-"""Bytes per slot: weights, gradients, optimizer state, the buffers that lanes pack into, and activations; and what can
-be done where they do not fit.
+"""Computes bytes per slot (weights, gradients, optimizer state, packing buffers of lanes, activations), and finds a
+remedy if they do not fit.
 
 The guard (`fit_groups`) tries the ladder
 
     as is -> smaller micro-batches -> full recompute -> optimizer in host memory -> fewer slots -> refuse
 
-where each rung keeps what those before it have brought. It looks at every affected group, so that nothing is begun that
-does not fit on all ranks. A plan goes up as far as a job can go by itself: to smaller micro-batches. Before anything is
-lost, `narrowest` says down to which width a replica would fit, so that one that is narrower is left out from the start.
-Logits are not counted, nor is what a framework and its libraries take for themselves: leave room for them.
+where each rung keeps the gains of those before it. It checks every affected group, so that nothing is begun that does
+not fit on all ranks. A plan only climbs as far as a job can go by itself: to smaller micro-batches. Before any loss,
+`narrowest` computes the least width at which a replica would fit, so that a narrower one is left out from the start.
+Logits are not counted, nor is the memory of the framework and its libraries: leave room for them.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from ntp_plugin.planning.topology import WHOLE, Pattern, SurvivingReplicas, Topo
 from ntp_plugin.planning.units import ATTENTION, MLP, ModelUnits, StageUnits, Tensor
 
 PACKED_BUCKET = 40_000_000
-"""Parameters of one bucket that is packed for its lanes (Megatron's default bucket); two are in flight."""
+"""Parameters of a bucket that is packed for its lanes (Megatron's default bucket); two are in flight."""
 KEPT_ROWS, MASK_BYTES = 2, 1
-"""What attention and MLP each keep in what sequence parallelism shards: the inputs of the norm and of the first matrix,
-and a dropout mask. In bf16 both together are 10 bytes for each element of a row; with 8 of attention and 16 of an MLP
-of four times the width these are the 34 of Korthikanti et al. (arXiv 2205.05198, eq. 4, attention's own scores
+"""What attention and MLP each keep of the data that sequence parallelism shards: the inputs of the norm and of the
+first matrix, and a dropout mask. In bf16 both together are 10 bytes per element of a row; with 8 of attention and 16 of
+an MLP of four times the width these are the 34 of Korthikanti et al. (arXiv 2205.05198, eq. 4, attention's own scores
 recomputed or never kept)."""
 
 AS_IS, SMALLER, RECOMPUTE, OFFLOAD = "as is", "smaller micro-batches", "full recompute", "optimizer in host memory"
@@ -50,7 +50,7 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """One try: what was done to make it fit, and the bytes of the fullest slot."""
+    """One attempt: the remedy, and the bytes of the fullest slot with it."""
 
     name: str
     pattern: Pattern
@@ -69,18 +69,18 @@ class Training:
     state: State
     batch: Batch
     micro_batches: int
-    """Of the replica, in a step."""
+    """Micro-batches of the replica in a step."""
     recompute: bool = False
-    """Whether it recomputes all activations anyway."""
+    """True if it recomputes all activations in any case."""
     sequence_parallel: bool = True
     activation: int = 2
-    """Bytes of each: bf16."""
+    """Bytes of each activation element (2: bf16)."""
 
 
 def memory_use(
     units: StageUnits, tp: int, pattern: Pattern, state: State, *, replicas: int, packing: bool
 ) -> MemoryUse:
-    """The fullest slot of a group with that pattern; `packing` where its stage reduces over uneven lanes."""
+    """Memory of the fullest slot of a group with that pattern; `packing` if its stage reduces over uneven lanes."""
     elements = max(slot_elements(units, tp, pattern))
     sharers = replicas if state.distributed_optimizer else 1
     return MemoryUse(
@@ -94,7 +94,7 @@ def memory_use(
 def activation_bytes(
     training: Training, stage: int, tp: int, pattern: Pattern, *, pieces: int = 1, recompute: bool = False
 ) -> int:
-    """Of the fullest slot, with as many micro-batches in flight as a 1F1B pipeline has in that stage."""
+    """Activation bytes of the fullest slot, with the micro-batches that a 1F1B pipeline has in flight in that stage."""
     units, width = training.units.stages[stage], tp - len(pattern)
     rows = training.model.seq * training.batch.micro_batch
     own_rows = -(-rows // width) if training.sequence_parallel else rows
@@ -118,7 +118,7 @@ def activation_bytes(
 
 
 def _kept_per_unit(tensor: Tensor, kind: str, model: Model) -> int:
-    """Elements of a row: what goes into the second matrix, and what that is made of."""
+    """Elements per row and unit: the input of the second matrix, and what it is computed from."""
     inner = tensor.runs[0].unit_size
     if kind == ATTENTION:
         return 2 * inner + 2 * model.head_channels  # queries and the output; keys and values
@@ -137,7 +137,7 @@ def fit(
     min_tp_width: int = 1,
     rungs: Collection[str] = LADDER,
 ) -> tuple[Rung, ...]:
-    """The rungs that were tried for a group, in order; the last one fits, or none does."""
+    """Return the rungs that were tried for a group, in order; the last one fits, or none does."""
     tried: list[Rung] = []
     for rung in _ladder(training, tp, pattern, min_tp_width):
         if rung.name not in rungs:
@@ -161,9 +161,9 @@ def fit_groups(
     min_tp_width: int = 1,
     rungs: Collection[str] = LADDER,
 ) -> Mapping[tuple[int, Pattern], Rung]:
-    """(stage, pattern) -> the rung on which its groups fit; refuses where one of them fits on none.
+    """(stage, pattern) -> the rung on which its groups fit; refuses if one of them fits on none.
 
-    Whole groups are affected too: a sharded optimizer has fewer sharers once a replica is dropped.
+    Undamaged groups are affected too: a sharded optimizer has fewer sharers once a replica is dropped.
     """
     found: dict[tuple[int, Pattern], Rung] = {}
     for stage in range(surviving.topology.pp):
@@ -189,7 +189,7 @@ def fit_groups(
 def narrowest(
     training: Training, topology: Topology, *, limit: float, min_tp_width: int, rungs: Collection[str] = LADDER
 ) -> int:
-    """The least width at which, and above which, a replica fits; the nominal one where no narrower one does."""
+    """The least width from which on every width fits; the nominal one if no narrower one does."""
     for width in range(topology.tp - 1, min_tp_width - 1, -1):
         pattern = tuple(range(width, topology.tp))
         for stage in range(topology.pp):

@@ -1,20 +1,20 @@
-"""Which slots share a parity, and which host keeps it.
+"""Assigns slots to parities, and parities to hosts.
 
-In place of a copy of each slot's shards there is one parity, the XOR of what g slots have, and so a g-th of the memory.
-The hosts of these g slots stand in g failure domains and the parity's in yet another one. Whatever one domain takes
-with it, a group has lost one member, which the others and the parity give back, or the parity, and no member.
+Instead of a copy of each slot's shards there is one parity, the XOR of the shards of g slots, and so a g-th of the
+memory. The hosts of these g slots are in g failure domains and the parity's host in yet another one. When one domain is
+lost, a group has lost either one member, which the others and the parity restore, or the parity and no member.
 
-Nominally. The slots that have the same place on hosts of the same place in their domain form a ring over the domains.
-The ring of place q is cut into groups of g from domain q on, and the host after a group keeps its parity; for the last
-group, which may be smaller, that is the first of the ring. So the parity hosts rotate from place to place, and each
-host keeps as many parities as any other, give or take one in each turn.
+Nominally, the slots at the same place on hosts at the same place in their domain form a ring over the domains. The ring
+of place q is cut into groups of g from domain q on, and the host after a group holds its parity; for the last group,
+which may be smaller, that is the first host of the ring. So the parity hosts rotate from place to place, and each host
+holds as many parities as any other, give or take one per rotation.
 
-After losses. Members stay together; one whose host is lost leaves its group. A parity whose parity host is lost is
+After losses, members stay together; one whose host is lost leaves its group. A parity whose parity host is lost is
 dealt to the host outside of its members' domains that has been dealt the fewest, of equals to the next round the ring.
-Where all hosts that are left are in the members' domains the last of them form a group of their own, kept by one of
-the first.
+If all remaining hosts are in the members' domains, the last members form a group of their own, whose parity is on a
+host in a domain of the first members.
 
-Only what differs from the nominal rule is written down, so the work grows with the losses alone.
+Only the differences from the nominal rule are stored, so the work grows with the losses alone.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from ntp_plugin.planning.topology import Slot, Topology
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParityGroup:
-    """Slots that share a parity, and the host that keeps it."""
+    """Slots that share a parity, and the host that holds it."""
 
     members: tuple[Slot, ...]
     parity_host: int
@@ -37,7 +37,7 @@ class ParityGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class ParityTurn:
-    """A nominal group: the `number`th of the ring of this place on a host and place of a host in its domain."""
+    """A nominal group: the `number`th of the ring of this place on a host and this host's place in its domain."""
 
     place: int
     host: int
@@ -46,7 +46,7 @@ class ParityTurn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParityGroups:
-    """Who shares with whom after losses: the nominal rule and its exceptions."""
+    """The parity groups after losses: the nominal rule and its exceptions."""
 
     topology: Topology
     reach: int
@@ -59,7 +59,7 @@ class ParityGroups:
         return -(-self.topology.nodes // self.reach)
 
     def group_of(self, slot: Slot) -> ParityGroup | None:
-        """With whom a slot of a living host shares; None where every other host that is left is in its domain."""
+        """The group of a slot on a living host; None if all other remaining hosts are in its domain."""
         node = self.topology.node_of(slot)
         place = self.topology.rank_of(slot) % self.topology.gpus_per_node
         number = (node // self.reach - place) % self.domains // self.sharers
@@ -69,7 +69,7 @@ class ParityGroups:
         return ParityGroup(members=tuple(self.members(turn)), parity_host=self.parity_host(turn))
 
     def members(self, turn: ParityTurn) -> Iterator[Slot]:
-        """Those whose hosts are left."""
+        """The members of a nominal group whose hosts survive."""
         for step in range(turn.number * self.sharers, min((turn.number + 1) * self.sharers, self.domains)):
             node = (turn.place + step) % self.domains * self.reach + turn.host
             rank = node * self.topology.gpus_per_node + turn.place
@@ -77,7 +77,7 @@ class ParityGroups:
                 yield self.topology.slot_of(rank)
 
     def parity_host(self, turn: ParityTurn) -> int:
-        """Nominally."""
+        """The nominal parity host of a group."""
         step = min((turn.number + 1) * self.sharers, self.domains)
         hosts = self.hosts_of((turn.place + step) % self.domains)
         return hosts[turn.host % len(hosts)]
@@ -87,7 +87,7 @@ class ParityGroups:
 
 
 def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, ...]) -> ParityGroups:
-    """The groups after these hosts were lost; refuses a cluster with too few failure domains."""
+    """Form the groups after these hosts were lost; refuses a cluster with too few failure domains."""
     resettled: dict[ParityTurn, tuple[ParityGroup, ...]] = {}
     parities = ParityGroups(
         topology=topology,
@@ -114,7 +114,7 @@ def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int
 
 
 def _turns_without_parity_host(parities: ParityGroups) -> Iterator[ParityTurn]:
-    """In the order of the hosts that are lost."""
+    """The nominal groups whose parity host is lost, in the order of the lost hosts."""
     for lost in sorted(parities.lost):
         domain = lost // parities.reach
         hosts = parities.hosts_of(domain)
@@ -131,7 +131,7 @@ def _turns_without_parity_host(parities: ParityGroups) -> Iterator[ParityTurn]:
 def _settled(
     members: tuple[Slot, ...], parities: ParityGroups, nominal: int, dealt: Mapping[int, int]
 ) -> Iterator[ParityGroup]:
-    """These, together as far as some host is left outside of their domains."""
+    """Group these members, together as far as some host survives outside of their domains."""
     nodes, reach, node_of = parities.topology.nodes, parities.reach, parities.topology.node_of
     for size in range(len(members), 0, -1):
         domains = {node_of(slot) // reach for slot in members[:size]}

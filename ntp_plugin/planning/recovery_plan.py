@@ -1,10 +1,10 @@
-"""All of it together: what everybody does after slots were lost or came back, with a digest.
+"""Computes the complete plan: what every rank does after slots were lost or came back, with a digest.
 
-Every survivor computes the plan alone from the same facts and compares digests with the others before anyone acts.
-The digest covers the facts as well (the nominal layout, the policy, who was lost), so that two ranks with different
-configurations are found out too. The plan holds whole numbers and words only, and so does what is digested.
+Every survivor computes the plan alone from the same facts and compares digests with the others before anyone acts. The
+digest covers the facts as well (the nominal layout, the policy, the lost slots), so that two ranks with different
+configurations are detected too. The plan, and what is digested, contains whole numbers and words only.
 
-With nobody lost the same function checks a layout before training: what cannot work is refused when the plugin is
+With no slot lost the same function checks a layout before training: what cannot work is refused when the plugin is
 enabled, not when a rank has died.
 """
 
@@ -27,12 +27,12 @@ from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_bloc
 from ntp_plugin.planning.units import ModelUnits, transformer_units
 
 FORMAT = 4
-"""Raised with every change to what a plan says, so that ranks with different versions do not act together."""
+"""Raised with every change to the content of a plan, so that ranks with different versions do not act together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
-    """How much memory a GPU has for the job, in bytes, and what the job puts there besides what units say."""
+    """A GPU's memory for the job, in bytes, and what the job stores there besides its units."""
 
     limit: float
     model: Model
@@ -41,11 +41,11 @@ class Guard:
     sequence_parallel: bool = True
     activation: int = 2
     smaller: bool = True
-    """Whether a micro-batch may be run in pieces: not where its loss is a mean, which is another one over pieces."""
+    """True if a micro-batch may run in splits. False if its loss is a mean, which differs over splits."""
 
     @property
     def rungs(self) -> tuple[str, ...]:
-        """As far as a job can go up the ladder by itself."""
+        """The rungs of the ladder that a job can climb by itself."""
         return (AS_IS, SMALLER) if self.smaller else (AS_IS,)
 
 
@@ -60,9 +60,9 @@ class Nominal:
     hardware: Hardware
     policy: Policy
     pieces: int = 1
-    """In so many pieces a replica runs what is a micro-batch here."""
+    """Number of splits in which a replica runs one micro-batch of this plan."""
     guard: Guard | None = None
-    """Where memory is limited."""
+    """Set if memory is limited."""
 
     @classmethod
     def of(cls, job: Job) -> "Nominal":
@@ -87,7 +87,7 @@ class Nominal:
     @property
     def training(self) -> Training:
         """The job as its guard sees it."""
-        assert self.guard is not None, "nobody asks where memory is not limited"
+        assert self.guard is not None, "only called if memory is limited"
         return Training(
             model=self.guard.model,
             units=self.units,
@@ -105,7 +105,7 @@ class Nominal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupChange:
-    """A stage of a replica whose pattern changes, and what its fullest slot holds before and after."""
+    """A stage of a replica whose pattern changes, and the memory of its fullest slot before and after."""
 
     replica: int
     stage: int
@@ -117,15 +117,15 @@ class GroupChange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
-    """What every survivor does after a loss or a return. Attributes that are not listed here are private.
+    """The actions of every survivor after a loss or a return. Attributes that are not listed here are private.
 
     Attributes:
         lost_before: The slots that were lost before.
         lost: The slots that are lost now.
-        degraded: The replicas that go on narrower.
-        dropped: The replicas that do not go on.
+        degraded: The replicas that continue narrower.
+        dropped: The replicas that do not continue.
         idle: The living slots of dropped replicas.
-        groups: The stages of replicas that go on, whose pattern or state changes.
+        groups: The stages of surviving replicas whose pattern or state changes.
         batch: How many micro-batches each replica computes.
     """
 
@@ -145,7 +145,7 @@ class RecoveryPlan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Equal on every rank that planned the same, different otherwise."""
+        """Equal on every rank that computed the same plan, different otherwise."""
         return hashlib.blake2b(as_json((FORMAT, self)).encode(), digest_size=16).hexdigest()
 
 
@@ -158,10 +158,10 @@ def plan_recovery(
     owed: int = 0,
     measured: Mapping[int, ReplicaPace] | None = None,
 ) -> RecoveryPlan:
-    """The plan for going from the losses `lost_before` to the losses `lost`.
+    """Plan the change from the losses `lost_before` to the losses `lost`.
 
-    In the `empty` slots new processes sit that hold nothing; those of them that are not in `lost_before` were taken
-    over before anybody could plan without them.
+    The `empty` slots contain new processes that hold nothing; those that are not in `lost_before` were replaced before
+    the others could plan without them.
     `measured` gives the pace of replicas that were timed in the new layout; the others' follows from their widths.
     """
     units, policy = nominal.units, nominal.policy
@@ -169,7 +169,7 @@ def plan_recovery(
     after.require_a_replica()
     before.require_a_replica()
     groups = _group_changes(nominal, before, after)
-    pieces = _pieces(nominal, after)
+    splits = _splits(nominal, after)
     copies_before, resettled = _copies(nominal, before)[0], _copies(nominal, after)[1]
     change = Change(
         before=before,
@@ -201,7 +201,7 @@ def plan_recovery(
             for stage, stage_units in enumerate(units.stages)
         ),
         batch=split_batch(
-            replica_paces(nominal, after, measured or {}, pieces), _nominal_batch(nominal), policy.batch, owed=owed
+            replica_paces(nominal, after, measured or {}, splits), _nominal_batch(nominal), policy.batch, owed=owed
         ),
         transfers=plan_transfers(change),
         block_deals=plan_block_deals(change),
@@ -212,7 +212,7 @@ def plan_recovery(
 def _copies(
     nominal: Nominal, surviving: SurvivingReplicas
 ) -> tuple[Placement | ParityGroups, tuple[Resettled, ...] | tuple[ParityGroup, ...]]:
-    """Where copies are, or parities of them, and which are elsewhere than nominally."""
+    """Place the copies, or parities; the second value lists those that are not at their nominal place."""
     topology, policy = nominal.topology, nominal.policy.copies
     if policy.sharers:
         parities = share_parities(topology, policy, surviving.lost_nodes)
@@ -225,7 +225,7 @@ def _copies(
 def replica_paces(
     nominal: Nominal, surviving: SurvivingReplicas, measured: Mapping[int, ReplicaPace], pieces: Mapping[int, int]
 ) -> dict[int, ReplicaPace]:
-    """The pace of every replica that goes on: as measured, else by its widest slots; some run `pieces`."""
+    """The pace of every surviving replica, as measured or by its widest slots; `splits` applies to some of them."""
     topology = nominal.topology
     whole = ReplicaPace(ns=HEALTHY_NS, pieces=nominal.pieces)
     paces = dict.fromkeys(surviving.replicas, whole)
@@ -237,7 +237,7 @@ def replica_paces(
 
 
 def split_among(nominal: Nominal, replicas: Collection[int]) -> BatchSplit:
-    """The batch, where these go on alone and are whole."""
+    """Split the batch among these replicas alone, at full width."""
     paces = dict.fromkeys(replicas, ReplicaPace(ns=HEALTHY_NS, pieces=nominal.pieces))
     return split_batch(paces, _nominal_batch(nominal), nominal.policy.batch)
 
@@ -286,9 +286,9 @@ def _memory(nominal: Nominal, surviving: SurvivingReplicas, stage: int, pattern:
 
 
 def within_memory(nominal: Nominal) -> Nominal:
-    """The same job, where a replica that would be too narrow for its memory is left out; said before any is lost.
+    """Return the job with a minimum width at which every replica fits into memory; called before any slot is lost.
 
-    Refuses a limit that the whole layout does not keep as it is.
+    Refuses a limit that the nominal layout exceeds as it is.
     """
     if nominal.guard is None:
         return nominal
@@ -304,8 +304,8 @@ def within_memory(nominal: Nominal) -> Nominal:
     return dataclasses.replace(nominal, policy=dataclasses.replace(nominal.policy, min_tp_width=width))
 
 
-def _pieces(nominal: Nominal, surviving: SurvivingReplicas) -> Mapping[int, int]:
-    """Replica -> in how many pieces it runs a micro-batch, so that all its stages fit; refuses what fits in none."""
+def _splits(nominal: Nominal, surviving: SurvivingReplicas) -> Mapping[int, int]:
+    """Replica -> number of splits of a micro-batch so that all its stages fit; refuses if none fits."""
     guard = nominal.guard
     if guard is None:
         return {}
@@ -319,7 +319,7 @@ def _pieces(nominal: Nominal, surviving: SurvivingReplicas) -> Mapping[int, int]
 
 
 def as_json(value: Any) -> str:
-    """One canonical text for a plan or a part of it."""
+    """Encode a plan or a part of it as one canonical text."""
     return json.dumps(value, default=_plain, separators=(",", ":"))
 
 

@@ -1,6 +1,6 @@
-"""What each route costs, and which one is taken.
+"""Computes the cost of each route of a stage's gradients, and chooses one.
 
-The cost of a route is what its busiest rank pays for one reduction of a stage's gradients, in nanoseconds:
+The cost of a route is that of its busiest rank for one reduction of a stage's gradients, in nanoseconds:
 
     bytes on its NIC / NIC speed  +  bytes in the domain / domain speed  +  collectives x launch cost
 
@@ -26,7 +26,7 @@ FRAMEWORK, DIRECT, VIA_CORE = "framework", "direct", "via_core"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RouteCost:
-    """Of the busiest rank, for one reduction; `communicators` counts the process groups of the stage."""
+    """Cost of one reduction for the busiest rank; `communicators` counts the process groups of the stage."""
 
     nic_bytes: int
     domain_bytes: int
@@ -46,13 +46,13 @@ class StageRoute:
     direct_cost: RouteCost
     core_cost: RouteCost | None
     least_nic_bytes: int
-    """What the widest slot must send in any case: its own units once, replicated parameters included."""
+    """Bytes that the widest slot must send in any case: its own units once, replicated parameters included."""
 
 
 def plan_route(
     surviving: SurvivingReplicas, units: StageUnits, stage: int, *, wanted: str, gradient_bytes: int, hardware: Hardware
 ) -> StageRoute:
-    """The lanes of a stage and the cheaper route (`wanted="auto"`) or the wanted one."""
+    """Plan the lanes of a stage, and the cheaper route (`wanted="auto"`) or the wanted one."""
     lanes = plan_lanes(surviving, units, stage)
     price = _Price(stage=stage, surviving=surviving, units=units, gradient_bytes=gradient_bytes, hardware=hardware)
     direct = price.direct(lanes)
@@ -97,7 +97,7 @@ class _Price:
                 size = self._bytes(((hop.family, hop.units),))
                 sent[hop.source] += size
                 received[hop.target] += size
-            # Out and back: each slot sends what it lends, and returns what it was lent.
+            # Out and back: each slot sends the units it lends, and returns the units it was lent.
             domain = max([domain, *(sent[slot] + received[slot] for slot in sent | received)])
         lends = any(assignment.hops for assignment in cores.assignments)
         return self._cost(busiest_core, domain, 1 + 2 * lends, len(cores.cores))
@@ -121,7 +121,7 @@ class _Price:
 
     @property
     def _ranks(self) -> int:
-        """All that stand in this stage."""
+        """Number of ranks in this stage."""
         topology = self.surviving.topology
         return sum(
             topology.tp - len(self.surviving.pattern(replica, self.stage)) for replica in self.surviving.replicas
@@ -144,5 +144,5 @@ class _Price:
 
 
 def _ring(size: int, members: int) -> int:
-    """What each member sends in an all-reduce."""
+    """Bytes that each member sends in an all-reduce."""
     return 2 * (members - 1) * size // members

@@ -1,8 +1,8 @@
-"""Which rows of a sequence each slot of a TP group holds where sequence parallelism cuts it.
+"""Computes which rows of a sequence each slot of a TP group holds under sequence parallelism.
 
-All slots store equally many rows, because collectives want equal parts: the length over the width, rounded up. Rows
-lie in their order from the first slot on, so that those that no sequence fills, the pads, are the last ones of the
-last slots. With a short sequence a slot may hold nothing but pads.
+All slots store equally many rows, because collectives need equal parts: the length over the width, rounded up. Rows are
+in order from the first slot on, so that the pads (rows that no sequence fills) are the last rows of the last slots.
+With a short sequence a slot may hold nothing but pads.
 """
 
 import dataclasses

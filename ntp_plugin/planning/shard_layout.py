@@ -1,9 +1,9 @@
-"""Which slot of a group holds which units of a family.
+"""Computes which slot of a group holds which units of a family.
 
 A history-free function of (family, nominal TP, lost slots). The nominal layout is an even cut. After losses the
-survivors keep their units and the orphans are dealt to them, within one unit of each other; kept units are a prefix
-of the slot's local tensor. A contiguous family (vocabulary) is cut anew in order instead, because the framework
-finds a row by comparing it with the slot's first and last.
+survivors keep their units and the orphans are dealt to them, within one unit of each other; kept units are a prefix of
+the slot's local tensor. A contiguous family (vocabulary) is cut anew in order instead, because the framework finds a
+row by comparing it with the slot's first and last.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class FamilyLayout:
 
     @functools.cached_property
     def ideal(self) -> int:
-        """The fewest that the widest slot of so many survivors could hold."""
+        """The least size of the widest slot that so many survivors allow."""
         return -(-self.family.units // (len(self.holdings) - len(self.pattern)))
 
     @functools.cached_property

@@ -1,8 +1,8 @@
-"""Sets of whole numbers as runs: ((0, 4), (9, 12)) is {0, 1, 2, 3, 9, 10, 11}.
+"""Represents sets of whole numbers as runs: ((0, 4), (9, 12)) is {0, 1, 2, 3, 9, 10, 11}.
 
-Layouts talk about millions of vocabulary rows and MLP columns, but about few runs of them; everything in
-planning costs time by the run. Where a function says *ordered*, the order of the runs carries meaning (it is the
-order in local memory); otherwise runs ascend and do not touch.
+Layouts contain millions of vocabulary rows and MLP columns, but few runs of them; the cost of everything in planning
+grows with the number of runs. If a function says *ordered*, the order of the runs carries meaning (it is the order in
+local memory); otherwise runs ascend and do not touch.
 """
 
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ type Spans = tuple[Span, ...]
 
 
 def size(spans: Spans) -> int:
-    """How many numbers."""
+    """Count the numbers."""
     return sum(stop - start for start, stop in spans)
 
 
 def joined(spans: Iterable[Span]) -> Spans:
-    """Ordered; empty runs are left out, and a run that continues the one before it is joined to it."""
+    """Ordered; drop empty runs, and join a run to the one that it continues."""
     result: list[Span] = []
     for start, stop in spans:
         if result and result[-1][1] == start:
@@ -87,8 +87,8 @@ def even_sizes(count: int, parts: int) -> list[int]:
 
 def even_cut(spans: Spans, parts: int) -> list[Spans]:
     """Ordered; the numbers in `parts` runs of even size, the larger ones first."""
-    pieces: list[Spans] = []
+    cuts: list[Spans] = []
     for wanted in even_sizes(size(spans), parts):
-        piece, spans = split_at(spans, wanted)
-        pieces.append(piece)
-    return pieces
+        cut, spans = split_at(spans, wanted)
+        cuts.append(cut)
+    return cuts

@@ -1,11 +1,11 @@
-"""Slots, the nominal layout, and who still stands after losses.
+"""Defines slots, the nominal layout, and the replicas that survive losses.
 
 A slot is a place in the nominal layout, (replica, stage, TP slot), and never renumbers. Ranks follow Megatron's
 default order: TP fastest, then data parallel, then pipeline; hosts hold consecutive ranks.
 
 A group is the TP slots of one stage of one replica. Its *pattern* is the ascending tuple of its lost TP slots; two
 groups with the same pattern have the same layout. A replica with a group narrower than the minimum is dropped: its
-living slots stand idle.
+living slots are idle.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ def _named(word: str, parts: Mapping[str, int], topology: Topology) -> list[Slot
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SurvivingReplicas:
-    """Who stands after losses: a pure function of (topology, lost slots, minimum width)."""
+    """The replicas that survive losses: a pure function of (topology, lost slots, minimum width)."""
 
     topology: Topology
     lost: frozenset[Slot]
@@ -134,12 +134,12 @@ class SurvivingReplicas:
 
     @functools.cached_property
     def degraded(self) -> Mapping[tuple[int, int], Pattern]:
-        """The patterns of the degraded groups of replicas that go on."""
+        """The patterns of the degraded groups of surviving replicas."""
         return {group: pattern for group, pattern in self.patterns.items() if group[0] not in self.dropped}
 
     @functools.cached_property
     def replicas(self) -> tuple[int, ...]:
-        """The replicas that go on, ascending."""
+        """The surviving replicas, ascending."""
         return tuple(replica for replica in range(self.topology.dp) if replica not in self.dropped)
 
     @functools.cached_property
@@ -148,7 +148,7 @@ class SurvivingReplicas:
 
     @functools.cached_property
     def lost_nodes(self) -> tuple[int, ...]:
-        """Hosts none of whose slots is left: their memory is out of reach. Ascending."""
+        """Hosts that have lost all of their slots, so that their memory is out of reach. Ascending."""
         counts = Counter(self.topology.node_of(slot) for slot in self.lost)
         return tuple(sorted(node for node, lost in counts.items() if lost == len(self.topology.slots_on(node))))
 
@@ -156,7 +156,7 @@ class SurvivingReplicas:
         return self.patterns.get((replica, stage), WHOLE)
 
     def patterns_of_stage(self, stage: int) -> Mapping[Pattern, tuple[int, ...]]:
-        """The patterns of the degraded groups of a stage that go on, each with its replicas, ascending."""
+        """The patterns of a stage's degraded groups in surviving replicas, each with its replicas, ascending."""
         return self._degraded_by_stage.get(stage, {})
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""What moves from where to where between two layouts.
+"""Plans which state moves between two layouts, and from where.
 
 A slot needs the units of its new layout that it did not hold. Each comes, in this order, from
 
@@ -7,19 +7,19 @@ A slot needs the units of its new layout that it did not hold. Each comes, in th
                 one for each part so that no single NIC carries all of it
     far copy    a living host that held a far copy of the lost slot's shard
     near copy   the lost slot's own host, if other slots of it live
-    parity      a living host that keeps the parity of the lost slot's and others' shards, if the others' hosts live;
-                where there are parities there are no far copies, and near copies come first
+    parity      a living host that holds the parity of the lost slot's and others' shards, if the others' hosts live;
+                with parities there are no far copies, and near copies come first
 
-and nowhere else: never from a lost slot, nor from one whose replica did not train before, nor from an *empty* one, in
-which a new process sits that has nothing yet. What has none of these is `StateLost`. Copies hold what data parallelism
-does not hold twice: a slot's part of a sharded optimizer, and everything of a slot that has no living peer, or
-everything if the policy says so.
+and nowhere else: never from a lost slot, nor from a replica that did not train before, nor from an *empty* slot, whose
+new process holds nothing yet. Units without a source are `StateLost`. Copies hold what data parallelism does not hold
+twice: a slot's part of a sharded optimizer, and everything of a slot without a living peer, or everything if the policy
+says so.
 
-What moves is `state` (weights with their optimizer state) or, with a sharded optimizer, `weights` alone and
+A transfer moves `state` (weights with their optimizer state) or, with a sharded optimizer, `weights` alone and
 `optimizer` for the blocks that the lost slot held for its units. Block r of every lane belongs to replica r, whose
 holder of a unit holds the unit's elements in that block; so the lost slot's blocks follow its units inside the
-replica. When a whole replica is dropped or comes back, its blocks are dealt to, or taken back from, the other
-members of each lane (`BlockDeal`), by the same rule.
+replica. When a replica is dropped or comes back, its blocks are dealt to, or taken back from, the other members of each
+lane (`BlockDeal`), by the same rule.
 """
 
 import bisect
@@ -45,7 +45,7 @@ REPLICATED = "replicated"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """Units of one family that `target` gets from `source`, a living slot.
+    """Units of one family that `target` receives from `source`, a living slot.
 
     For a copy, `source` is the slot that reads it from its host's memory and `of` the slot whose shard it is.
     """
@@ -64,8 +64,8 @@ class Transfer:
 class BlockDeal:
     """The optimizer blocks of one slot of a replica that is dropped or comes back, `size` bytes in all.
 
-    Of a dropped replica, `source` (the slot itself if it lives, else the reader of a copy) deals them to the other
-    members of the slot's lanes. To a slot of a replica that comes back those members return them; `source` is None.
+    If the replica is dropped, `source` (the slot itself if it lives, else the reader of a copy) deals them to the other
+    members of the slot's lanes. If it comes back, those members return them; `source` is None.
     """
 
     slot: Slot
@@ -76,9 +76,9 @@ class BlockDeal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """From one standing to the next, and the copies made while the first one held (None: copies are off).
+    """The change from one set of survivors to the next, and the copies made before it (None: copies are off).
 
-    The `empty` slots stand afterwards, but hold nothing: whatever was in them before is lost.
+    The `empty` slots survive, but hold nothing: what was in them before is lost.
     """
 
     before: SurvivingReplicas
@@ -90,12 +90,12 @@ class Change:
     empty: frozenset[Slot] = frozenset()
 
     def holds_nothing(self, slot: Slot) -> bool:
-        """Whether a slot that stood before cannot give what it had."""
+        """Return True if a slot that survived before cannot give what it had."""
         return slot in self.after.lost or slot in self.empty
 
 
 def plan_transfers(change: Change) -> tuple[Transfer, ...]:
-    """Everything that must move, in one fixed order; raises `StateLost` where something has no source."""
+    """List all transfers, in a fixed order; raises `StateLost` if something has no source."""
     moves: defaultdict[tuple[Slot, Slot, str, str, str, Slot | None], list[Span]] = defaultdict(list)
     for replica, stage in sorted(_changed_groups(change)):
         for need in _needs(change, replica, stage):
@@ -117,7 +117,7 @@ def plan_transfers(change: Change) -> tuple[Transfer, ...]:
 
 
 def plan_block_deals(change: Change) -> tuple[BlockDeal, ...]:
-    """The optimizer blocks that change hands because whole replicas were dropped or came back."""
+    """List the optimizer blocks that change hands because replicas were dropped or came back."""
     if not change.state.distributed_optimizer:
         return ()
     before, after = change.before, change.after
@@ -135,7 +135,7 @@ def plan_block_deals(change: Change) -> tuple[BlockDeal, ...]:
 
 
 def _slots_of(surviving: SurvivingReplicas, replicas: frozenset[int], units: ModelUnits) -> Iterator[tuple[Slot, int]]:
-    """The living slots of these replicas, each with the parameters that it holds."""
+    """The living slots of these replicas, each with the number of parameters that it holds."""
     for replica in sorted(replicas):
         for stage, stage_units in enumerate(units.stages):
             pattern = surviving.pattern(replica, stage)
@@ -144,7 +144,7 @@ def _slots_of(surviving: SurvivingReplicas, replicas: frozenset[int], units: Mod
 
 
 def optimizer_blocks(elements: int, replicas: int, dropped: frozenset[int]) -> Deal:
-    """Which replica's member of a lane holds which of the lane's elements; dropped replicas' blocks are dealt."""
+    """Assign the elements of a lane to its members' replicas; dropped replicas' blocks are dealt."""
     survivors = [replica for replica in range(replicas) if replica not in dropped]
     floor, larger = divmod(elements, len(survivors))
     blocks = sp.even_cut(((0, elements),), replicas)
@@ -156,7 +156,7 @@ def optimizer_blocks(elements: int, replicas: int, dropped: frozenset[int]) -> D
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Need:
-    """Units that `target` must get; `holder` is the TP slot of its group that held them (None: none did)."""
+    """Units that `target` must receive; `holder` is the TP slot of its group that held them (None: none did)."""
 
     target: Slot
     what: str
@@ -166,7 +166,7 @@ class _Need:
 
 
 def _changed_groups(change: Change) -> set[tuple[int, int]]:
-    """Groups of replicas that go on, and whose layout or state is not what it was."""
+    """Groups of surviving replicas whose layout or state changes."""
     before, after = change.before, change.after
     groups = {group for group in {*before.patterns, *after.patterns} if before.pattern(*group) != after.pattern(*group)}
     stages = range(after.topology.pp)
@@ -197,13 +197,13 @@ def _needs(change: Change, replica: int, stage: int) -> Iterator[_Need]:
 
 
 def _moved_units(family: Family, tp: int, old: Pattern, new: Pattern) -> Iterator[tuple[Span, int, int]]:
-    """Runs of units with their old and new slot, cut at nominal boundaries as well: there whole peers change."""
+    """Runs of units with their old and new slot, also cut at nominal boundaries, because the peers change there."""
     for span, (held_by, wanted_by, _) in overlay([lay_out(family, tp, pattern) for pattern in (old, new, WHOLE)]):
         yield span, held_by, wanted_by
 
 
 def _survivors(change: Change, old: Pattern, replica: int, stage: int) -> list[int]:
-    """TP slots of a group that had the pattern `old` and still hold what they had."""
+    """TP slots of a group with pattern `old` that still hold what they had."""
     group = change.after.topology.group(replica, stage)
     return [slot.tp for slot in group if slot.tp not in old and not change.holds_nothing(slot)]
 
@@ -227,7 +227,7 @@ def _sources(change: Change, need: _Need) -> Iterator[_Source]:
             yield _Source(slot=holder, origin=DOMAIN, span=need.span)
             return
     missing: Spans = (need.span,)
-    if need.what != "optimizer":  # of a sharded optimizer no peer holds the same block
+    if need.what != "optimizer":  # no peer holds the same block of a sharded optimizer
         for found in _peers(change, need):
             yield found
             missing = sp.difference(missing, (found.span,))
@@ -236,7 +236,7 @@ def _sources(change: Change, need: _Need) -> Iterator[_Source]:
 
 
 def _peers(change: Change, need: _Need) -> Iterator[_Source]:
-    """Parts of the span that living slots of other replicas held, until it is whole or every replica was asked."""
+    """Parts of the span that living slots of other replicas held, until it is complete or no replica is left."""
     before, after, target = change.before, change.after, need.target
     missing: Spans = (need.span,)
     for step in range(after.topology.dp):
@@ -272,7 +272,7 @@ def _from_copy(change: Change, need: _Need, span: Span) -> _Source:
     of = need.target if need.holder is None else dataclasses.replace(need.target, tp=need.holder)
     found = _copy_reader(change, of) if copied and need.holder is not None else None
     if found is None:
-        raise _state_lost(change, of, need.what, copied=copied, units=_told(change, need, span))
+        raise _state_lost(change, of, need.what, copied=copied, units=_described(change, need, span))
     return _Source(slot=found[0], origin=found[1], span=span, of=of)
 
 
@@ -294,7 +294,7 @@ def _copy_reader(change: Change, of: Slot) -> tuple[Slot, str] | None:
 
 
 def _parity_host(parities: ParityGroups, of: Slot, after: SurvivingReplicas) -> list[int]:
-    """If it can be of use: all other members' near copies are there."""
+    """The parity host, if all other members' near copies survive; without them the parity is of no use."""
     group, node_of = parities.group_of(of), after.topology.node_of
     if group is None or any(node_of(slot) in after.lost_nodes for slot in group.members if slot != of):
         return []
@@ -308,8 +308,8 @@ def _reader(after: SurvivingReplicas, node: int, of: Slot) -> Slot | None:
     return next((slot for slot in [*slots[place : place + 1], *slots] if slot not in after.lost), None)
 
 
-def _told(change: Change, need: _Need, span: Span) -> str:
-    """The tensors and units of a need, in words."""
+def _described(change: Change, need: _Need, span: Span) -> str:
+    """Name the tensors and units of a need."""
     names = [
         tensor.name
         for tensor, _ in change.units.stages[need.target.stage].tensors
@@ -334,7 +334,7 @@ def _state_lost(change: Change, slot: Slot, what: str, *, copied: bool, units: s
             + " before the next run",
         )
     return StateLost(
-        f"{thing} of {slot} is held by no living slot, and {reason}; gone are {units}",
+        f"{thing} of {slot} is held by no living slot, and {reason}; lost are {units}",
         way_out=f"restart from the last checkpoint; {cure}",
     )
 

@@ -1,4 +1,4 @@
-"""Which tensors are cut, along which dim, in which units.
+"""Defines which tensors are sharded, along which dim, in which units.
 
 A *unit* is the smallest slice that must stay whole: a query group, a granule of MLP columns, a vocabulary row. A
 *family* is a sequence of units that several tensors are cut by together (qkv + proj, fc1 + fc2), so they share one
@@ -23,7 +23,7 @@ ATTENTION, MLP, VOCABULARY = "attention", "mlp", "vocabulary"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Units that are laid out together. A contiguous family is re-cut in order; the others are kept and dealt."""
+    """Units that are laid out together. A contiguous family is cut anew in order; the others are kept and dealt."""
 
     name: str
     units: int
@@ -32,7 +32,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Where along the cut dim the units of a family stand: unit `u` begins at `start + u * unit_size`."""
+    """The position of a family's units along the cut dim: unit `u` begins at `start + u * unit_size`."""
 
     start: int
     unit_size: int
@@ -67,7 +67,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageUnits:
-    """What one pipeline stage is made of. `flops` is per token and unit, forward; only ratios of it are used."""
+    """The content of one pipeline stage. `flops` is per token and unit, forward; only ratios of it are used."""
 
     families: tuple[Family, ...]
     tensors: tuple[tuple[Tensor, int], ...]
@@ -102,7 +102,7 @@ class ModelUnits:
 
 
 OF_UNITS = (ModelUnits, StageUnits, Tensor, Run, Family)
-"""All that a description of a model's units is made of, for who reads one."""
+"""All types that a description of a model's units is made of."""
 
 
 def padded_vocabulary(model: Model, tp: int) -> int:
@@ -112,21 +112,21 @@ def padded_vocabulary(model: Model, tp: int) -> int:
 
 
 def default_granule(ffn: int, tp: int) -> int:
-    """The widest of 64 and 16 columns, which tensor cores like, that cuts a nominal slot's part into 8 or more; else 1.
+    """The widest of 64 and 16 columns (suited to tensor cores) that cuts a nominal slot's part into 8 or more; else 1.
 
-    Eight, so that the one granule that some survivors hold more than others is at most an eighth.
+    Eight, so that the one granule by which some survivors exceed others is at most an eighth.
     """
     columns = ffn // tp
     return next((width for width in (64, 16) if columns % width == 0 and columns // width >= 8), 1)
 
 
 def stage_depths(layers: int, pp: int) -> tuple[int, ...]:
-    """Layers of each stage; where they do not divide, the first stages have one more (the last has the vocabulary)."""
+    """Layers of each stage; if they do not divide, the first stages have one more (the last has the vocabulary)."""
     return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
 
 
 def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = None) -> ModelUnits:
-    """The units of a transformer with Megatron's layers; refuses a shape that the nominal layout cannot cut."""
+    """Describe a transformer with Megatron's layers; refuses a shape that the nominal layout cannot divide."""
     if model.query_groups % tp:
         raise Refused(
             f"groups = {model.query_groups} query groups do not divide over tp = {tp} slots",

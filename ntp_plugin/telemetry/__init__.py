@@ -1,23 +1,24 @@
-"""What a job tells of itself, for whoever looks on.
+"""Records what happens to a job, and shows it: in a file, in Weights & Biases, for Prometheus.
 
-    events.py          what can happen
-    record.py          the record: a file of events, written by every process, and read while it grows
-    job_state.py       what a job looks like by its events: who is there, how wide, how far
-    event_text.py           events in words
-    printable.py       text that somebody else wrote, as it may be shown in a terminal
-    whereabouts.py     on which machine a process is, and whether it is there
-    relay.py           a process that follows the record, for the sinks
-    wandb_sink.py      Weights & Biases
-    prometheus_sink.py a page of numbers for Prometheus
+    events.py           the events that a job records
+    record.py           the record: a file of events, which every process appends to, and its reader
+    job_state.py        the state of a job, rebuilt from its events: slots, widths, steps
+    event_text.py       events as sentences
+    printable.py        strips terminal sequences from text of other programs
+    whereabouts.py      tells on which machine a process runs, and whether it still lives
+    relay.py            the process that follows the record and feeds the sinks
+    wandb_sink.py       sink for Weights & Biases
+    prometheus_sink.py  sink for Prometheus: a page of metrics
 
-A worker only ever appends to the record. All else follows it from another process, so that nothing that looks on can
-hold up the training, and nothing of it dies with a rank:
+A worker only appends to the record. Everything else follows the record from another process. So no reader can delay
+the training, and no reader dies with a rank:
 
-    for told in Follower(path).news(): ...
+    for entry in Follower(path).news(): ...
 
-Under `ntp run` there always is a record, unless it was told to keep none.
+`ntp run` keeps a record unless it is asked not to.
 
-Public are `read_run`, `Follower`, `RecordedEvent` and the events; who writes a record is the plugin's own matter.
+`read_run`, `Follower`, `RecordedEvent` and the events are public. Writing a record is internal to the plugin.
+Next: `record.py`, then `launch/`, which starts the relay.
 """
 
 from ntp_plugin.telemetry.events import (

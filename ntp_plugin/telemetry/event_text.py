@@ -1,4 +1,4 @@
-"""Events in words, for whoever is to read of them at once."""
+"""Describes events as sentences, for status pages and alerts."""
 
 from ntp_plugin.telemetry.events import (
     Chosen,
@@ -15,13 +15,13 @@ from ntp_plugin.telemetry.events import (
 from ntp_plugin.telemetry.record import RecordedEvent
 
 
-def in_words(told: RecordedEvent) -> tuple[str, str] | None:  # noqa: PLR0911  (a sentence for each)
-    """A headline and a sentence; None for what happens all the time."""
-    event = told.event
+def in_words(entry: RecordedEvent) -> tuple[str, str] | None:  # noqa: PLR0911  (a sentence for each)
+    """Return a headline and a sentence; None for events of every step."""
+    event = entry.event
     match event:
         case FaultInjected():
             where = f" during {event.fault_point} of step {event.step}" if event.fault_point else ""
-            return f"{event.whom} is struck", f"{event.what}{where}"
+            return f"fault injected into {event.whom}", f"{event.what}{where}"
         case RankLost():
             return f"slot {event.number} is lost", f"pid {event.pid}: {event.reason}" if event.pid else event.reason
         case Hung():
@@ -32,7 +32,7 @@ def in_words(told: RecordedEvent) -> tuple[str, str] | None:  # noqa: PLR0911  (
         case KeyRestored():
             return "somebody else writes to the job's store", event.what
         case Chosen():
-            return f"what is done about it: {event.action}", "; ".join(event.table)
+            return f"recovery action: {event.action}", "; ".join(event.table)
         case Recovered():
             who = f"back: {', '.join(event.back)}" if event.back else f"lost: {', '.join(event.lost) or 'nobody'}"
             widths = ", ".join("/".join(map(str, stages)) for stages in event.widths)
@@ -40,11 +40,11 @@ def in_words(told: RecordedEvent) -> tuple[str, str] | None:  # noqa: PLR0911  (
             return f"the job goes on ({who})", f"after {event.seconds:.2f} s; widths {widths}; micro-batches {shares}"
         case Restored():
             where = f"{event.own:,} bytes of its own, {event.here:,} of this host, {event.elsewhere:,} of others"
-            return "state comes from copies", f"{told.slot}: {where}; {event.again} steps again"
+            return "state restored from copies", f"{entry.slot}: {where}; {event.again} steps again"
         case Corrupted():
             return f"replicas differ: {', '.join(event.slots)}", f"{event.what} after step {event.step}"
         case CopyTrouble():
-            return "trouble with a copy", f"{told.slot}: {event.what}"
+            return "trouble with a copy", f"{entry.slot}: {event.what}"
         case Exported():
-            return "a checkpoint was made of copies", event.failed or event.folder
+            return "a checkpoint was written from copies", event.failed or event.folder
     return None

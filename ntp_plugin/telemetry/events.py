@@ -1,4 +1,4 @@
-"""What can happen to a job, as it is told."""
+"""The events that a job records."""
 
 import dataclasses
 from typing import Any
@@ -9,80 +9,80 @@ class Began:
     """A process is about to take its first step, from the start of the job or as a joining rank."""
 
     number: int
-    """Of its slot, as supervisors know it."""
+    """Number of its slot, which is the rank in the nominal layout."""
     pid: int
     joiner: bool
     replicas: int
     stages: int
     tp: int
     micro_batches: list[int]
-    """Of each replica, in a step; one that a replica runs in pieces is one."""
+    """Micro-batches of each replica in a step; one that a replica runs in splits counts as one."""
     machine: str = ""
-    """Where its pid is to be looked for (`whereabouts.py`)."""
+    """The machine on which the pid is valid (`whereabouts.py`)."""
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The plugin's own, by their names in a file of settings."""
+    """Settings of the plugin, by their names in a configuration file."""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Ours, torch's and the framework's."""
+    """Versions of the plugin, of torch and of the framework."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """A step is over on this process, and will not be undone."""
+    """This process has committed a step, which will not be undone."""
 
     step: int
     epoch: int
-    """In which all came to its vote; where a loss followed, the step is told of in a later one."""
+    """Epoch of the step's vote; after a loss the step may be recorded in a later epoch."""
     seconds: float
-    """Since the step was begun, recoveries in it included."""
+    """Time since the step began, recoveries in it included."""
     losses: dict[str, float]
-    """Of the global batch, by the names that the script reports."""
+    """Losses of the global batch, by the names that the script reports."""
     samples: list[int]
-    """Those of the training set that this process drew for it."""
+    """Indices of the training samples that this process drew for the step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """This process has come through a change of the membership, and goes on."""
+    """This process has completed a recovery after a change of the membership, and trains on."""
 
     epoch: int
     seconds: float
-    """From its being broken out of the work to its going on."""
+    """Time from the interruption of the step until training resumes."""
     lost: list[str]
-    """All slots that are not there now."""
+    """All slots that are missing now."""
     back: list[str]
-    """Those that came with this change."""
+    """The slots that joined with this change."""
     widths: list[list[int]]
-    """Replica by replica, of each stage."""
+    """Width of each stage, replica by replica."""
     micro_batches: list[int]
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The seconds in parts: to `agree`, to `regroup`, and to `move` the state and verify it."""
+    """Seconds of each phase: `agree`, `regroup`, and `move` (transfer the state and verify it)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankLost:
-    """A host's supervisor has found a process of it lost, and the others are told."""
+    """The supervisor of a host has found a rank lost, and announces it to the others."""
 
     number: int
-    """Of its slot: who tells this does not know the layout."""
+    """Number of its slot; the supervisor does not know the layout."""
     pid: int
-    """0 where it was on another host, that is lost."""
+    """0 if the process ran on another host that is lost."""
     kind: str
-    """What kind of a loss: `dead`, `stopped`, ..."""
+    """Kind of the failure: `ended`, `frozen`, ..."""
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hung:
-    """All wait for each other, so that nobody can be left out."""
+    """All ranks wait for each other: a deadlock, in which no rank can be evicted."""
 
     waiting: int
     seconds: float
-    """At least."""
+    """At least so long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeyRestored:
-    """A key of the job's store was deleted or overwritten by a stranger, and this host's supervisor wrote it again."""
+    """A key of the job's store was deleted or overwritten by another program; this host's supervisor restored it."""
 
     key: str
     what: str
@@ -90,120 +90,120 @@ class KeyRestored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """What is done about a loss, and what it was chosen from."""
+    """The action chosen after a loss, and its alternatives."""
 
     action: str
     lost: list[str]
-    """All slots that are not there now."""
+    """All slots that are missing now."""
     table: list[str]
-    """A line for each action, with its score or why it cannot be taken."""
+    """One line per action: its score, or why it is impossible."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FaultInjected:
-    """Somebody breaks the job on purpose, here and now."""
+    """A fault was injected into the job."""
 
     fault: str
-    """Its name in the campaign."""
+    """Name of the fault in the campaign."""
     what: str
     whom: str
-    """The slot, or what else is struck."""
+    """The slot, or the other target of the fault."""
     fault_point: str
-    """Empty where it comes from outside."""
+    """Empty if the fault comes from outside of the process."""
     step: int
-    """The one in flight; 0 where that is not known."""
+    """The step in flight; 0 if it is not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """A copy of this process's state is made, near and far."""
+    """A copy of this process's state is complete, on its own host and on others."""
 
     step: int
     size: int
     """In bytes."""
     taken_s: float
-    """Until the training may change what was copied."""
+    """Time until the training may change the copied state again."""
     seconds: float
     far: int
-    """So many other hosts have it."""
+    """Number of other hosts that hold the copy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """This process has its state from copies."""
+    """This process has restored its state from copies."""
 
     step: int
-    """The one that the copies were made after."""
+    """The step that the copies belong to."""
     again: int
-    """So many steps that were over are taken again."""
+    """Number of committed steps that are repeated."""
     own: int
     """Bytes from its own copy."""
     here: int
-    """From other copies on its host."""
+    """Bytes from other copies on its host."""
     elsewhere: int
     rebuilt: list[str]
-    """The copies that were put together from parities first."""
+    """Copies that were rebuilt from parities first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CopyTrouble:
-    """A copy was not made, or is late, or is not what was written. The training goes on."""
+    """A copy was not made, is late, or differs from what was written. The training continues."""
 
     what: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """Replicas have compared what they hold alike, by digests."""
+    """Replicas have compared the digests of their replicated state."""
 
     step: int
-    """After which they did."""
+    """The step after which they compared it."""
     values: int
-    """Tensors of which this process has a part, and entries of their optimizer's state."""
+    """Tensors that this process has a part of, and entries of their optimizer state."""
     odd: int
-    """Of those of all, so many that are not the same."""
+    """Number of values, over all ranks, that differ."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Corrupted:
-    """Replicas do not hold the same bits of what they hold alike."""
+    """Replicas hold different bits of state that is replicated."""
 
     step: int
     what: str
     slots: list[str]
     certain: bool
-    """Whether these are known to be wrong; else one of them is."""
+    """True if these slots are known to be wrong; otherwise one of them is."""
     healed: bool
-    """Whether they leave the job, and it goes on."""
+    """True if these slots leave the job and the job continues."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """Copies of this job were written as a checkpoint by a run that was started for it."""
+    """A run that was started for it has written the copies of this job as a checkpoint."""
 
     step: int
     folder: str
     failed: str
-    """Why there is none; empty where there is one."""
+    """Why there is no checkpoint; empty if there is one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Weighed:
-    """The weights that this process ends with, in numbers by which two runs are compared (`copies/sketch.py`).
-    RecordedEvent where the job is rehearsed."""
+    """The final weights of this process, as numbers that compare two runs (`copies/sketch.py`). Recorded only by
+    workers of a campaign (`chaos/worker.py`)."""
 
     cut: list[float]
-    """Of the part that it has of tensors that its replica has cut."""
+    """Sketch of this process's slices of the tensors that its replica shards."""
     cut_values: int
-    """That many elements."""
+    """Number of elements in it."""
     alike: list[float]
-    """Of what all TP slots of its stage have alike."""
+    """Sketch of the tensors that all TP slots of its stage replicate."""
     alike_values: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The job is over on this process, as it should be."""
+    """The job has ended as it should on this process."""
 
 
 type Event = (

@@ -1,7 +1,7 @@
-"""What a job looks like by what it has told so far. It does not grow with the length of the run.
+"""The state of a job, rebuilt from the events that it has recorded so far. Its size does not grow with the run.
 
-What does not fit the layout that was told first is passed over, as lines are that make no sense: a slot that is none,
-another number of replicas. Who looks on goes by the layout, and must not stumble.
+Events that contradict the first recorded layout (an unknown slot, another number of replicas) are skipped, as malformed
+lines are: a reader that displays the job must not fail.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, Corr
 from ntp_plugin.telemetry.record import RecordedEvent
 
 _MOST_SLOTS = 1 << 20
-"""More than any job has: nobody is to wait for the list of as many as a spoilt line says."""
+"""More slots than any job has; a corrupt line must not make a reader allocate what it claims."""
 
 
 class SlotState(enum.StrEnum):
@@ -27,7 +27,7 @@ class SlotState(enum.StrEnum):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class JobState:
-    """Everything that was heard of one run, brought up to date event by event."""
+    """The state of one run, updated event by event."""
 
     replicas: int = 0
     stages: int = 0
@@ -35,10 +35,10 @@ class JobState:
     slots: dict[str, SlotState] = dataclasses.field(default_factory=dict)
     pids: dict[str, int] = dataclasses.field(default_factory=dict)
     machines: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Slot -> where the newest process was that has begun there."""
+    """Slot -> the machine of the newest process that has begun there."""
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
     widths: list[list[int]] = dataclasses.field(default_factory=list)
-    """Replica by replica, of each stage."""
+    """Width of each stage, replica by replica."""
     micro_batches: list[int] = dataclasses.field(default_factory=list)
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -48,95 +48,95 @@ class JobState:
     step_s: float = 0.0
     recoveries: int = 0
     recovery_s: float = 0.0
-    """Of the newest one, on the slot that told it first."""
+    """Duration of the newest recovery, on the slot that recorded it first."""
     copied_step: int = 0
     copied_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of the newest copy of each slot."""
+    """Size of the newest copy of each slot."""
     compared_step: int = 0
-    """After which replicas last compared what they hold alike."""
+    """The step after which replicas last compared their replicated state."""
     began_at: float = 0.0
-    """When the first slot began, by the clock on the wall."""
+    """Wall-clock time at which the first slot began."""
     heard_at: float = 0.0
     useful_s: float = 0.0
-    """Spent in steps that count, recoveries within them left out."""
+    """Time spent in steps that count, without the recoveries in them."""
     ended: bool = False
     _recovering_s: float = 0.0
     _corrupted: set[tuple[int, str]] = dataclasses.field(default_factory=set)
-    """The steps after which replicas differed, and in what."""
+    """The steps after which replicas differed, and what differed."""
     _begun_pids: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Slot's number -> the newest process that has begun there."""
+    """Number of a slot -> the pid of the newest process that has begun there."""
     _lost_pids: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Slot's number -> the newest process that was lost there; 0 where that is not known."""
+    """Number of a slot -> the pid of the newest process that was lost there; 0 if it is not known."""
     _hung_in: int = -1
-    """The epoch in which all waited for each other."""
+    """The epoch in which all ranks waited for each other."""
 
     @property
     def whole(self) -> bool:
-        """Whether every slot is there."""
+        """True if every slot is alive."""
         return bool(self.slots) and all(slot in (SlotState.ALIVE, SlotState.BACK) for slot in self.slots.values())
 
     @property
     def goodput(self) -> float:
-        """The part of the time since training began that went into steps that count."""
+        """The fraction of the time since training began that went into steps that count."""
         passed = self.heard_at - self.began_at
         return min(1.0, self.useful_s / passed) if passed > 0 else 1.0
 
-    def hear(self, told: RecordedEvent) -> bool:
-        """One event; whether it says something that nobody else had said before."""
-        self.heard_at, news = max(self.heard_at, told.at), True
-        match told.event:
+    def hear(self, entry: RecordedEvent) -> bool:
+        """Apply one event; return True if no other process has recorded the same before."""
+        self.heard_at, news = max(self.heard_at, entry.at), True
+        match entry.event:
             case Began():
-                news = self._began(told, told.event)
+                news = self._began(entry, entry.event)
             case Committed():
-                news = self._committed(told.event)
+                news = self._committed(entry.event)
             case Recovered():
-                news = self._recovered(told.event)
+                news = self._recovered(entry.event)
             case RankLost():
-                news = self._gone(told.event)
+                news = self._lost(entry.event)
             case Hung():
                 news, self._hung_in = self._hung_in != self.epoch, self.epoch
             case Copied():
-                if told.slot in self.slots:
-                    self.copied_bytes[told.slot] = told.event.size
-                news, self.copied_step = told.event.step > self.copied_step, max(self.copied_step, told.event.step)
+                if entry.slot in self.slots:
+                    self.copied_bytes[entry.slot] = entry.event.size
+                news, self.copied_step = entry.event.step > self.copied_step, max(self.copied_step, entry.event.step)
             case Compared():
                 news, self.compared_step = (
-                    told.event.step > self.compared_step,
-                    max(self.compared_step, told.event.step),
+                    entry.event.step > self.compared_step,
+                    max(self.compared_step, entry.event.step),
                 )
             case Corrupted():
-                found = told.event.step, told.event.what
+                found = entry.event.step, entry.event.what
                 news = found not in self._corrupted
                 self._corrupted.add(found)
             case Ended():
                 news, self.ended = not self.ended, True
         return news
 
-    def _began(self, told: RecordedEvent, began: Began) -> bool:
+    def _began(self, entry: RecordedEvent, began: Began) -> bool:
         first, slots = not self.slots, self.slots or _starting(began)
-        if told.slot not in slots or (not first and _layout(began) != (self.replicas, self.stages, self.tp)):
+        if entry.slot not in slots or (not first and _layout(began) != (self.replicas, self.stages, self.tp)):
             return False
         if first:
             (self.replicas, self.stages, self.tp), self.slots = _layout(began), slots
             self.widths = [[began.tp] * began.stages for _ in range(began.replicas)]
-            self.micro_batches, self.began_at = began.micro_batches, told.at
+            self.micro_batches, self.began_at = began.micro_batches, entry.at
             self.settings, self.versions = began.settings, began.versions
-        self.pids[told.slot], self.numbers[told.slot] = began.pid, began.number
-        self.machines[told.slot] = began.machine
+        self.pids[entry.slot], self.numbers[entry.slot] = began.pid, began.number
+        self.machines[entry.slot] = began.machine
         self._begun_pids[began.number] = began.pid
         if not began.joiner:
-            self.slots[told.slot] = SlotState.ALIVE
+            self.slots[entry.slot] = SlotState.ALIVE
         return first
 
-    def _gone(self, gone: RankLost) -> bool:
-        """Its own host tells which process it was; the other hosts, where they tell of it too, do not know."""
-        before = self._lost_pids.get(gone.number)
-        self._lost_pids[gone.number] = gone.pid or self._begun_pids.get(gone.number, 0)
-        self._lose([slot for slot, number in self.numbers.items() if number == gone.number])
-        return before != self._lost_pids[gone.number]
+    def _lost(self, lost: RankLost) -> bool:
+        """The slot's own host knows the pid; other hosts that report the loss do not."""
+        before = self._lost_pids.get(lost.number)
+        self._lost_pids[lost.number] = lost.pid or self._begun_pids.get(lost.number, 0)
+        self._lose([slot for slot, number in self.numbers.items() if number == lost.number])
+        return before != self._lost_pids[lost.number]
 
     def _lose(self, slots: Iterable[str]) -> None:
-        """Nobody has their places, until somebody says that he begins there."""
+        """Mark slots as lost until a new process begins there."""
         for slot in slots:
             self.slots[slot] = SlotState.LOST
             self.pids.pop(slot, None)
@@ -168,7 +168,7 @@ def _layout(began: Began) -> tuple[int, int, int]:
 
 
 def _starting(began: Began) -> dict[str, SlotState]:
-    """All slots of its layout; none where it can be none."""
+    """All slots of the layout; empty if the layout is impossible."""
     layout = _layout(began)
     if min(layout) < 1 or math.prod(layout) > _MOST_SLOTS or len(began.micro_batches) != began.replicas:
         return {}

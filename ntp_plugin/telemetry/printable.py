@@ -1,7 +1,7 @@
-"""Text from a record, a file or another process, as it may be written to a terminal.
+"""Strips terminal sequences from text of a record, a file or another process before it is printed.
 
-A terminal obeys what is printed: it can be told to change its title, to put text on the clipboard, to hide or overwrite
-lines. So whatever this program did not write itself is stripped of such sequences before it is shown.
+A terminal obeys sequences in what is printed: they change its title, put text on the clipboard, hide or overwrite
+lines. So text that this program did not write itself is stripped of them.
 """
 
 import re
@@ -13,11 +13,11 @@ _SEQUENCE = re.compile(
     "|\x1b[ -/]*[0-~]"  # all others
 )
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Kinds of characters that move, hide or turn around what is shown."""
+"""Categories of characters that move, hide or reverse what is shown."""
 
 
 def printable(text: object) -> str:
-    """Return the text without terminal sequences; other characters that are no text become spaces.
+    """Return the text without terminal sequences; other control characters become spaces.
 
     >>> printable("lost\\x1b]0;title\\x07 r0.s0.t1\\x1b[2J")
     'lost r0.s0.t1'

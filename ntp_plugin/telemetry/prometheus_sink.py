@@ -1,4 +1,4 @@
-"""A job as numbers that Prometheus collects, at http://127.0.0.1:PORT/metrics."""
+"""Sink for Prometheus: serves the state of a job at http://127.0.0.1:PORT/metrics."""
 
 import importlib
 from typing import Any
@@ -9,7 +9,7 @@ from ntp_plugin.telemetry.record import RecordedEvent
 
 
 class PrometheusSink:
-    """One page, on loopback unless told otherwise."""
+    """Serves one page of metrics, on loopback by default."""
 
     def __init__(self, port: int, *, address: str = "127.0.0.1") -> None:
         prometheus: Any = importlib.import_module("prometheus_client")
@@ -20,29 +20,29 @@ class PrometheusSink:
 
         self._step = gauge("step", "the newest committed step")
         self._epoch = gauge("epoch", "version of the membership")
-        self._step_s = gauge("step_seconds", "of the newest step")
-        self._goodput = gauge("goodput", "part of the time that went into steps that count")
-        self._recoveries = gauge("recoveries", "changes of the membership that were come through")
-        self._recovery_s = gauge("recovery_seconds", "of the newest recovery")
-        self._slots = gauge("slots", "slots by what is known of them", "state")
-        self._width = gauge("width", "slots of the narrowest stage of a replica", "replica")
-        self._micro_batches = gauge("micro_batches", "of a replica in a step", "replica")
+        self._step_s = gauge("step_seconds", "duration of the newest step")
+        self._goodput = gauge("goodput", "fraction of the time that went into steps that count")
+        self._recoveries = gauge("recoveries", "completed recoveries")
+        self._recovery_s = gauge("recovery_seconds", "duration of the newest recovery")
+        self._slots = gauge("slots", "slots by state", "state")
+        self._width = gauge("width", "width of the narrowest stage of a replica", "replica")
+        self._micro_batches = gauge("micro_batches", "micro-batches of a replica in a step", "replica")
         self._copies_lag = gauge("copies_lag_steps", "steps since the newest copy")
-        self._copies_bytes = gauge("copies_bytes", "of the newest copies of all slots")
-        self._compared = gauge("compared_step", "after which replicas last compared what they hold alike")
-        self._troubles = prometheus.Counter("ntp_troubles", "what went wrong", ["kind"], registry=registry)
+        self._copies_bytes = gauge("copies_bytes", "size of the newest copies of all slots")
+        self._compared = gauge("compared_step", "step after which replicas last compared their replicated state")
+        self._troubles = prometheus.Counter("ntp_troubles", "failures, by kind of event", ["kind"], registry=registry)
         self._server, _ = prometheus.start_http_server(port, addr=address, registry=registry)
 
     @property
     def address(self) -> str:
-        """Where the page is; at a port that is free, where 0 was asked for."""
+        """URL of the page, with the actual port if 0 was asked for."""
         host, port = self._server.server_address[:2]
         return f"http://{host}:{port}/metrics"
 
-    def hear(self, told: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
-        """What the job is like now."""
-        if news and isinstance(told.event, RankLost | Corrupted | CopyTrouble | KeyRestored | Hung):
-            self._troubles.labels(type(told.event).__name__).inc()
+    def hear(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
+        """Update the metrics from the state of the job."""
+        if news and isinstance(entry.event, RankLost | Corrupted | CopyTrouble | KeyRestored | Hung):
+            self._troubles.labels(type(entry.event).__name__).inc()
         for gauge, value in (
             (self._step, job.step),
             (self._epoch, job.epoch),
@@ -62,6 +62,6 @@ class PrometheusSink:
             self._micro_batches.labels(f"r{number}").set(job.micro_batches[number])
 
     def close(self) -> None:
-        """No more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()

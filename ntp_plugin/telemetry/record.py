@@ -1,9 +1,9 @@
-"""The record of a job: one file, one line of JSON for each event, and a folder for what belongs to one run.
+"""The record of a job: in the folder of a run, one file per host with one line of JSON for each event.
 
-Every process of a host appends to the same file, and a line is one write, so that lines of several processes do not mix
-(on a local disk; each host has a file of its own). A process that is killed has told what it told. A reader follows the
-files while the job runs, or reads them afterwards; a line that makes no sense is counted and passed over, because who
-looks on must not be stopped by what somebody else has written there.
+Every process of a host appends to the same file. A line is one write, so lines of several processes do not mix (on a
+local disk; each host has its own file). A killed process leaves what it has written. A reader follows the files while
+the job runs, or reads them afterwards. It counts and skips malformed lines, because what another process has written
+must not stop it.
 """
 
 import dataclasses
@@ -23,36 +23,36 @@ _LOG = logging.getLogger(__name__)
 _NAME = "events.jsonl"
 _ROUTINE = (Committed, Copied)
 _MOST = 1 << 63
-"""A number in a line is below it: what has more digits would overflow in whoever counts with it."""
+"""Upper bound of a number in a line; a larger one would overflow in the reader."""
 _MOST_BYTES = 2 << 30
-"""Of a file: beyond it what happens in every step is told no more, and all else still is."""
+"""Size of a file beyond which the events of every step are no longer recorded; all others still are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedEvent:
-    """An entry of the record."""
+    """One entry of the record."""
 
     at: float
-    """When the event was recorded, in seconds since 1970."""
+    """Time at which the event was recorded, in seconds since 1970."""
     slot: str
-    """Who recorded it: `r0.s0.t1` is replica 0, stage 0, TP slot 1."""
+    """Slot that recorded it: `r0.s0.t1` is replica 0, stage 0, TP slot 1."""
     event: Event
-    """What happened; its class says of which kind it is."""
+    """The event; its class is its kind."""
 
 
 def read_run(folder: Path) -> list[RecordedEvent]:
     """Read the record of a run in which training has begun.
 
-    Lines that are no events are passed over; a warning in the log says how many.
+    Malformed lines are skipped; a warning in the log counts them.
 
     Args:
-        folder: The folder of the run, as in `ntp run --ntp-run-dir`.
+        folder: The folder of the run, as given to `ntp run --ntp-run-dir`.
 
     Returns:
-        The entries of all hosts, in the order of time.
+        The entries of all hosts, ordered by time.
 
     Raises:
-        ConfigError: There is no such folder, or nothing in it says that training has begun.
+        ConfigError: The folder does not exist, or holds no record of training that has begun.
 
     Examples:
         ```python
@@ -60,37 +60,37 @@ def read_run(folder: Path) -> list[RecordedEvent]:
         ```
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder of a run", way_out="the one that ntp run --ntp-run-dir was told")
+        raise ConfigError(f"{folder} is no folder of a run", way_out="the one given to ntp run --ntp-run-dir")
     follower = Follower(folder)
-    told = sorted(follower.news(), key=lambda one: one.at)
+    entries = sorted(follower.news(), key=lambda one: one.at)
     if follower.senseless:
-        _LOG.warning("%s: %d lines make no sense, and are passed over", folder, follower.senseless)
-    if not any(isinstance(one.event, Began) for one in told):
-        raise ConfigError(f"{folder}: training has not begun yet, or nothing is told there", way_out="try again later")
-    return told
+        _LOG.warning("%s: %d malformed lines skipped", folder, follower.senseless)
+    if not any(isinstance(one.event, Began) for one in entries):
+        raise ConfigError(f"{folder}: training has not begun yet, or is not recorded there", way_out="try again later")
+    return entries
 
 
 def events_file(run: Path, host: int = 0) -> Path:
-    """Where a host of a run tells what happens."""
+    """The file in which a host of a run records its events."""
     return run / (_NAME if not host else f"events.host{host}.jsonl")
 
 
 class Teller:
-    """Writes the events of one process."""
+    """Appends the events of one process to the record."""
 
     def __init__(self, path: str | Path | None, slot: str) -> None:
         self._slot, self._full = slot, False
-        # From here on by the clock that nobody sets: a record whose times jump has no order.
+        # Times come from the monotonic clock from here on: a record whose times jump has no order.
         self._began_at = time.time() - time.monotonic()
         self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     @property
     def is_heard(self) -> bool:
-        """Whether there is a file, so that what is costly to know is not asked for in vain."""
+        """True if events are written to a file; callers skip costly measurements otherwise."""
         return self._file is not None
 
     def tell(self, event: Event) -> None:
-        """Append it, if there is a file."""
+        """Append an event, if there is a file."""
         if self._file is None or (isinstance(event, _ROUTINE) and self._is_full()):
             return
         line = {
@@ -102,18 +102,18 @@ class Teller:
         try:
             os.write(self._file, json.dumps(line).encode() + b"\n")
         except OSError as error:  # a full disk is no reason to stop training
-            _LOG.warning("what happens is not recorded any more: %s", error.strerror)
+            _LOG.warning("events are no longer recorded: %s", error.strerror)
             self.close()
 
     def _is_full(self) -> bool:
-        assert self._file is not None, "it is told to a file"
+        assert self._file is not None, "events are written to a file"
         if not self._full and os.fstat(self._file).st_size > _MOST_BYTES:
             self._full = True
             _LOG.warning("the record has %d bytes: from now on steps are not recorded, all else is", _MOST_BYTES)
         return self._full
 
     def close(self) -> None:
-        """Nothing more is told."""
+        """Close the file; later events are dropped."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -130,22 +130,22 @@ class Follower:
         self._path = path
         self._read: dict[Path, int] = {}
         self.senseless = 0
-        """Lines that were no events."""
+        """Number of malformed lines so far."""
 
     @property
     def position(self) -> dict[str, int]:
-        """File -> how far it is read, for whoever reads on in this one's place."""
+        """File name -> bytes read so far, for the reader that takes over."""
         return {path.name: read for path, read in self._read.items()}
 
     def news(self, *, until: Mapping[str, int] | None = None) -> list[RecordedEvent]:
-        """Read the entries that were added since the last call; a line that is not whole yet is left for the next one.
+        """Read the entries added since the last call; an incomplete line is left for the next call.
 
         Args:
-            until: No more than a reader has read whose `position` this was.
+            until: Read no further than this `position` of an earlier reader.
         """
         files = sorted(self._path.glob("events*.jsonl")) if self._path.is_dir() else [self._path]
         ends = {path: None if until is None else until.get(path.name, 0) for path in files}
-        return [told for path in files if path.exists() for told in self._news_of(path, ends[path])]
+        return [entry for path in files if path.exists() for entry in self._news_of(path, ends[path])]
 
     def _news_of(self, path: Path, end: int | None) -> list[RecordedEvent]:
         begin = self._read.get(path, 0)
@@ -153,12 +153,12 @@ class Follower:
             file.seek(begin)
             whole = file.read(-1 if end is None else max(0, end - begin)).rpartition(b"\n")[0]
         self._read[path] = begin + len(whole) + bool(whole)
-        told = [_told(line) for line in whole.splitlines()]
-        self.senseless += told.count(None)
-        return [one for one in told if one is not None]
+        entries = [_parsed(line) for line in whole.splitlines()]
+        self.senseless += entries.count(None)
+        return [one for one in entries if one is not None]
 
 
-def _told(line: bytes) -> RecordedEvent | None:
+def _parsed(line: bytes) -> RecordedEvent | None:
     try:
         read = json.loads(line)
         at, slot, kind = read.pop("at"), read.pop("slot"), KINDS[read.pop("event")]
@@ -172,12 +172,12 @@ def _told(line: bytes) -> RecordedEvent | None:
 
 
 def _fits(event: Any, hints: dict[str, Any]) -> bool:
-    """Whether the values are of their kinds, as far as one look tells."""
+    """True if all values have the types of their fields, judged by their first level."""
     return all(_is_own(getattr(event, name), hint) for name, hint in hints.items())
 
 
 def _is_own(value: Any, hint: Any) -> bool:
-    """Whether it may be a field: a number alone there is a time or counts something. A loss may be NaN."""
+    """True if the value may be a field. A single number is a time or a count; a loss may be NaN."""
     return _is(value, hint) and (hint not in (int, float) or 0 <= value < _MOST)
 
 

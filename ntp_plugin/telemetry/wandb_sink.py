@@ -1,11 +1,11 @@
-"""A job in Weights & Biases: one run for the whole job, whoever of it dies.
+"""Sink for Weights & Biases: one run for the whole job, whichever of its ranks die.
 
-`ntp run` keeps it, not a rank, so that no rank's death ends it. The run has an id before the workers start, and they
-are told it (`WANDB_RUN_ID`, `WANDB_RESUME`): a script that calls `wandb.init` for itself, as Megatron and DeepSpeed do,
-writes into the same run, and so does the process that takes its place. Our numbers are `ntp/...` over an axis of their
-own, `ntp/step`, which only grows: a step that is taken again is not told twice.
+`ntp run` owns the wandb run, not a rank, so that no rank's death ends it. The run has an id before the workers start,
+and they inherit it (`WANDB_RUN_ID`, `WANDB_RESUME`): a script that calls `wandb.init` itself, as Megatron and DeepSpeed
+do, writes into the same run, and so does the process that replaces it. The plugin's metrics are `ntp/...` over their
+own axis `ntp/step`, which only grows: a repeated step is not logged twice.
 
-Where there is no network (`WANDB_MODE=offline`) everything is on disk, and `wandb sync` sends it later.
+Without a network (`WANDB_MODE=offline`) everything is stored on disk, and `wandb sync` uploads it later.
 """
 
 import importlib
@@ -20,31 +20,31 @@ from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import RecordedEvent
 
 _REST_S = 600
-"""Between two alerts of what every slot may tell, in each step."""
+"""Least time between two alerts of a kind that every slot may raise in each step."""
 _COLUMNS = ("at", "step", "epoch", "event", "what")
 
 
 def passed_to_workers(environment: Mapping[str, str], agreed: Callable[[str], str]) -> dict[str, str]:
-    """What has every `wandb.init` of this job write into one run, on all hosts the one that is `agreed` on; the user's
-    own choice of one stands."""
+    """Environment variables that make every `wandb.init` of this job write into one run. All hosts use the run that is
+    `agreed` on; a run id that the user has set takes precedence."""
     run = environment.get("WANDB_RUN_ID") or agreed(f"ntp-{secrets.token_hex(4)}")
     return {"WANDB_RUN_ID": run, "WANDB_RESUME": environment.get("WANDB_RESUME", "allow")}
 
 
 class WandbSink:
-    """One run."""
+    """Writes one wandb run."""
 
     def __init__(
-        self, project: str, folder: Path, environment: Mapping[str, str], *, said: Callable[[str], None]
+        self, project: str, folder: Path, environment: Mapping[str, str], *, log: Callable[[str], None]
     ) -> None:
-        """`environment`: the workers'. The folder is for what wandb keeps on disk."""
-        self._project, self._folder, self._environment, self._said = project, folder, environment, said
+        """`environment`: that of the workers. `folder`: where wandb keeps its files."""
+        self._project, self._folder, self._environment, self._log = project, folder, environment, log
         self._wandb: Any = None
         self._run: Any = None
         self._rows: list[tuple[Any, ...]] = []
 
     def _open(self) -> None:
-        """Not at once: it may wait for a server, and the job does not wait for it."""
+        """Called late, because it may wait for a server, and the job must not wait for that."""
         self._wandb = importlib.import_module("wandb")
         quiet = self._wandb.Settings(silent=True, console="off", x_disable_stats=True, **_shared(self._environment))
         run = self._environment["WANDB_RUN_ID"]
@@ -53,31 +53,31 @@ class WandbSink:
         )
         self._run.define_metric("ntp/step")
         self._run.define_metric("ntp/*", step_metric="ntp/step")
-        self._said(f"wandb: {self._run.url or f'offline, in {self._run.dir}; wandb sync sends it'}")
+        self._log(f"wandb: {self._run.url or f'offline, in {self._run.dir}; wandb sync sends it'}")
 
-    def hear(self, told: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:
-        """Numbers of what is new, an alert and a row of the table for what somebody should hear of. What the run has
-        already is for the table alone, which is told whole at the end."""
+    def hear(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:
+        """Log metrics of new events; alert on those that need attention, and add them to the table. Events that the run
+        has already (`again`) only go into the table, which is logged whole at the end."""
         if not news:
             return
-        words = in_words(told)
+        words = in_words(entry)
         if words is not None:
-            self._rows.append((told.at, job.step, job.epoch, type(told.event).__name__, ": ".join(words)))
+            self._rows.append((entry.at, job.step, job.epoch, type(entry.event).__name__, ": ".join(words)))
         if again:
             return
         if self._run is None:
             self._open()
-        if isinstance(told.event, Began):
+        if isinstance(entry.event, Began):
             self._run.config.update({"ntp": _config(job)}, allow_val_change=True)
-        numbers = _numbers(told, job)
+        numbers = _numbers(entry, job)
         if numbers:
             self._run.log({"ntp/step": job.step, **numbers})
         if words is not None:
-            rest_s = _REST_S if isinstance(told.event, CopyTrouble | Restored) else 0
-            self._run.alert(f"ntp: {words[0]}", words[1], level=_level(self._wandb, told), wait_duration=rest_s)
+            rest_s = _REST_S if isinstance(entry.event, CopyTrouble | Restored) else 0
+            self._run.alert(f"ntp: {words[0]}", words[1], level=_level(self._wandb, entry), wait_duration=rest_s)
 
     def close(self) -> None:
-        """With the table of all that happened."""
+        """Log the table of events and finish the run."""
         if self._run is None:
             return
         if self._rows:
@@ -86,7 +86,7 @@ class WandbSink:
 
 
 def _shared(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Online, several processes may write into one run if all say so; offline each has a file of its own."""
+    """Settings for a shared run: online, several processes may write into one; offline each has its own file."""
     return {"mode": "shared", "x_label": "ntp"} if environment.get("WANDB_MODE") == "shared" else {}
 
 
@@ -95,8 +95,8 @@ def _config(job: JobState) -> dict[str, Any]:
     return {**layout, "settings": job.settings, "versions": job.versions}
 
 
-def _numbers(told: RecordedEvent, job: JobState) -> dict[str, float]:
-    match told.event:
+def _numbers(entry: RecordedEvent, job: JobState) -> dict[str, float]:
+    match entry.event:
         case Committed():
             layout = {f"ntp/width/r{number}": min(stages) for number, stages in enumerate(job.widths)}
             shares = {f"ntp/micro_batches/r{number}": share for number, share in enumerate(job.micro_batches)}
@@ -104,15 +104,15 @@ def _numbers(told: RecordedEvent, job: JobState) -> dict[str, float]:
             here = {"ntp/epoch": job.epoch, "ntp/step_s": job.step_s, "ntp/goodput": job.goodput}
             return {**here, **layout, **shares, **losses}
         case Recovered():
-            phases = {f"ntp/recovery_s/{name}": seconds for name, seconds in told.event.phases.items()}
-            return {"ntp/recovery_s": told.event.seconds, "ntp/recoveries": job.recoveries, **phases}
+            phases = {f"ntp/recovery_s/{name}": seconds for name, seconds in entry.event.phases.items()}
+            return {"ntp/recovery_s": entry.event.seconds, "ntp/recoveries": job.recoveries, **phases}
         case Copied():
-            lag = max(0, job.step - told.event.step)
+            lag = max(0, job.step - entry.event.step)
             return {"ntp/copies/lag_steps": lag, "ntp/copies/bytes": sum(job.copied_bytes.values())}
         case Compared():
-            return {"ntp/digests/compared": told.event.values, "ntp/digests/odd": told.event.odd}
+            return {"ntp/digests/compared": entry.event.values, "ntp/digests/odd": entry.event.odd}
     return {}
 
 
-def _level(wandb: Any, told: RecordedEvent) -> Any:
-    return wandb.AlertLevel.ERROR if isinstance(told.event, Corrupted) else wandb.AlertLevel.WARN
+def _level(wandb: Any, entry: RecordedEvent) -> Any:
+    return wandb.AlertLevel.ERROR if isinstance(entry.event, Corrupted) else wandb.AlertLevel.WARN

@@ -1,4 +1,4 @@
-"""On which machine a process is, so that whoever reads its number in a record knows whether he may look for it."""
+"""Tells on which machine a process runs, so that the reader of a record knows whether a pid is one of its own."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ _PROC = Path("/proc")
 
 
 def here() -> str:
-    """Where numbers of processes mean what they mean to this one: the kernel since its start, and the namespace in it.
-    Empty where the system does not say."""
+    """Identify the space in which this process's pids are valid: the boot of the kernel, and the pid namespace.
+    Empty if the system does not provide them."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
@@ -18,7 +18,7 @@ def here() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process here that has not ended."""
+    """True if a process with this pid exists here and has not ended."""
     try:
         state = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
@@ -27,6 +27,6 @@ def is_alive(pid: int) -> bool:
 
 
 def nobody_is_left(job: JobState) -> bool:
-    """Of those who are told of; never where some are on another machine, of which nothing is known."""
+    """True if all recorded processes have ended. False if some ran on another machine, where this one cannot look."""
     on_this_one = bool(here()) and set(job.machines.values()) == {here()}
     return on_this_one and not any(is_alive(pid) for pid in job.pids.values())

@@ -78,7 +78,7 @@ def count_both_ways(rank, missed=""):
     store = PrefixStore("world", TCPStore("127.0.0.1", rank.port, None, False))
     dist.init_process_group("gloo", store=store, rank=rank.slot, world_size=SIZE)
     beside = dist.new_group([0, 1])
-    watching.tell(dist.group.WORLD, lambda name, work, given: seen.append((name, work, kind_of_device(given))))
+    watching.observe(dist.group.WORLD, lambda name, work, given: seen.append((name, work, kind_of_device(given))))
     dist.group.WORLD.register_post_hook(HOOK, lambda operation: told.append(operation.work))
     found = {}
     for call, work in all_there_is().items():

@@ -105,7 +105,7 @@ def test_a_replica_may_be_so_slow_that_it_gets_nothing():
 
 def test_pieces_that_do_not_divide_a_micro_batch_are_refused():
     nominal = NominalBatch(replicas=1, per_replica=2, micro_batch=4, stages=1, healthy_ns=1000)
-    with pytest.raises(Refused, match="replica 0 cannot run a micro-batch of 4 samples in 3 equal pieces"):
+    with pytest.raises(Refused, match="replica 0 cannot run a micro-batch of 4 samples in 3 equal splits"):
         split_batch({0: ReplicaPace(ns=1, pieces=3)}, nominal, BatchPolicy())
 
 

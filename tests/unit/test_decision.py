@@ -74,7 +74,7 @@ def test_where_narrower_replicas_are_forbidden_the_others_go_on_alone():
 
 
 def test_where_nothing_is_allowed_a_job_is_refused_before_anything_is_lost():
-    with pytest.raises(ConfigError, match=r"reduce-tp and drop-replica are forbidden, and restart_s is not said"):
+    with pytest.raises(ConfigError, match=r"reduce-tp and drop-replica are forbidden, and restart_s is not set"):
         nominal(forbid=["reduce-tp", "drop-replica"])
     found = plan(nominal(forbid=["reduce-tp", "drop-replica"], restart_s=1e5), "r1.s0.t2")
     assert decide(found).action == RESTART
@@ -83,7 +83,7 @@ def test_where_nothing_is_allowed_a_job_is_refused_before_anything_is_lost():
 def test_where_nothing_that_is_allowed_can_be_done_it_says_why():
     found = plan(nominal(forbid=["drop-replica"]), "r1.s0.t2")
     narrower = dataclasses.replace(found, nominal=with_min_tp_width(found.nominal, 4))
-    with pytest.raises(Refused, match=r"nothing can be done .*reduce tp: narrower than .*; drop replica: forbidden"):
+    with pytest.raises(Refused, match=r"no action is possible .*reduce tp: narrower than .*; drop replica: forbidden"):
         decide(narrower)
 
 

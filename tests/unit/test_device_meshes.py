@@ -23,7 +23,7 @@ def tell(monkeypatch):
 
     def told(*members):
         monkeypatch.setattr(torch_meshes, "get_rank", functools.partial(members.index, MINE))
-        meshes.tell(members)
+        meshes.update(members)
 
     told(*ALL)
     told.made = meshes._made

@@ -323,12 +323,12 @@ class Working:
 def test_a_sink_that_fails_is_left_out_and_the_others_hear_on(tmp_path):
     tell_a_run(tmp_path)
     broken, working, said = Broken(), Working(), []
-    relay = Relay(Follower(tmp_path), [broken, working], come_to=tmp_path / "come-to", said=said.append)
+    relay = Relay(Follower(tmp_path), [broken, working], come_to=tmp_path / "come-to", log=said.append)
     relay.hand_over()
     relay.close()
     assert (broken.heard, working.closed) == (3, True)
     assert working.heard == len(Follower(tmp_path).news())
-    assert said == ["Broken failed and hears no more of this job: ConnectionError: the server is away"]
+    assert said == ["Broken failed and is dropped: ConnectionError: the server is away"]
 
 
 @pytest.mark.parametrize(
@@ -339,18 +339,18 @@ def test_a_relay_that_was_killed_has_left_how_far_it_has_come(tmp_path, left, ag
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines[:18]) + lines[18][:9])
     come_to, sinks = tmp_path / "handed-over.json", [Working(), Working()]
-    Relay(Follower(tmp_path), sinks[:1], come_to=come_to, said=print).hand_over()
+    Relay(Follower(tmp_path), sinks[:1], come_to=come_to, log=print).hand_over()
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
     if left is not None:
         come_to.write_text(left)
-    Relay(Follower(tmp_path), sinks[1:], come_to=come_to, said=print).hand_over()
+    Relay(Follower(tmp_path), sinks[1:], come_to=come_to, log=print).hand_over()
     assert [(sink.heard, sink.again) for sink in sinks] == [(18, 0), (len(lines), again)]
 
 
 def test_what_a_sink_has_missed_when_it_failed_is_not_taken_for_told(tmp_path):
     tell_a_run(tmp_path)
     come_to = tmp_path / "handed-over.json"
-    Relay(Follower(tmp_path), [Broken()], come_to=come_to, said=print).hand_over()
+    Relay(Follower(tmp_path), [Broken()], come_to=come_to, log=print).hand_over()
     assert not come_to.exists()
 
 

@@ -128,7 +128,7 @@ def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not teller.is_heard
-    assert caplog.text.count("not recorded any more") == 1
+    assert caplog.text.count("no longer recorded") == 1
 
 
 def heard(*events):
@@ -183,7 +183,7 @@ def test_who_reads_a_run_is_told_of_lines_that_make_no_sense(tmp_path, caplog):
     with events_file(tmp_path).open("a") as file:
         file.write("nonsense\n")
     assert [told.event for told in read_run(tmp_path)] == [EVENTS[0]]
-    assert "1 lines make no sense" in caplog.text
+    assert "1 malformed lines skipped" in caplog.text
 
 
 def test_a_file_that_is_full_takes_what_is_rare_and_no_more_steps(tmp_path, monkeypatch, caplog):
