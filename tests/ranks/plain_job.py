@@ -26,7 +26,7 @@ IN_A_RECOVERY = [
     "after address",
     "after regroup",
     "resume",
-    "after stand on",
+    "after resume",
 ]
 IN_A_HELPER = ["address", "after address"]
 FAULT_POINTS = [*IN_A_STEP, "after backward", *IN_A_COLLECTIVE, *IN_A_RECOVERY]
