@@ -120,8 +120,8 @@ RUN = {
     "a file for a run folder": (["--ntp-run-dir=file", "ok.py"], "is a file. Way out: name a folder that can be made"),
     "a run folder below a file": (["--ntp-run-dir=file/x/y", "ok.py"], "file is a file"),
     "a Prometheus port": (["--ntp-run-dir=d", "--ntp-prometheus=99999", "ok.py"], "from 0 to 65,535"),
-    "a duration": (["--ntp-copies-keep=nan", "ok.py"], "--ntp-copies-keep = 'nan' is no duration"),
-    "copies that are not there": (["--ntp-resume=nothere", "ok.py"], "there are no copies of a dead run there"),
+    "a duration": (["--ntp-copies-keep=nan", "ok.py"], "--ntp-copies-keep = 'nan' is not a duration"),
+    "copies that are not there": (["--ntp-resume=nothere", "ok.py"], "no copies of a dead run there"),
 }
 OTHERS = {
     "a plan of nothing": ("plan", "--tp is missing"),
@@ -180,7 +180,7 @@ OTHERS = {
     "blocks of none": ("chaos outside --together 0 -- ntp run ok.py", "--together: '0' is not a whole number from 1"),
     "a file for all runs": ("chaos outside --out file -- ntp run ok.py", "file is a file"),
     "all runs below a file": ("chaos outside --out file/x -- ntp run ok.py", "file is a file"),
-    "no job": ("chaos outside -- python x.py", "behind -- stands python x.py, and no job"),
+    "no job": ("chaos outside -- python x.py", "no `ntp run` command behind --, but python x.py"),
     "a status of no run": ("status nothere", "nothere is no folder of a run"),
     "a status of a file": ("status file", "file is no folder of a run"),
     "a report of a run that told nothing": ("report silent", "training has not begun yet"),
@@ -190,7 +190,7 @@ OTHERS = {
     "copies of no name": ("copies list a\0b", "cannot be opened as a folder (embedded null byte)"),
     "copies without a verb": ("copies", "the following arguments are required: WHAT"),
     "an export by nobody": ("copies export silent --to x --nproc-per-node=0", "'0' is not a whole number from 1"),
-    "an export of nothing": ("copies export nothere --to x", "there are no copies of a run there"),
+    "an export of nothing": ("copies export nothere --to x", "no copies of a run there"),
     "a port of the store": ("store --port 99999", "argument --port: '99999' is not a whole number from 0 to 65,535"),
     "a port below 0": ("store --port -1", "argument --port: '-1' is not a whole number from 0 to 65,535"),
     "a store nowhere": ("store --host= --port 0", "--host is empty"),

@@ -165,7 +165,7 @@ def test_a_run_that_resumes_holds_the_folder_and_says_so_where_it_cannot(shared)
     first = left(hours=1)
     with cli_run._held(first), pytest.raises(BlockingIOError), free(first):
         pass
-    with free(first), pytest.raises(ConfigError, match="another command exports or removes it"), cli_run._held(first):
+    with free(first), pytest.raises(ConfigError, match="another command is exporting or removing it"), cli_run._held(first):
         pass
     with cli_run._held(None):
         pass
@@ -180,7 +180,7 @@ def test_how_long_is_written(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "d", "-1", "1w", "1e3", "1 d", "soon", "nan", "9" * 10])
 def test_what_is_no_duration(text, capsys):
-    with pytest.raises(ConfigError, match="is no duration"):
+    with pytest.raises(ConfigError, match="is not a duration"):
         cli_run._seconds("--ntp-copies-keep", text)
     assert main(["run", f"--ntp-copies-keep={text}", "train.py"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
