@@ -57,7 +57,7 @@ def test_what_would_be_done_is_told(left, tmp_path, capsys):
     script = ("train.py", "--flag", "two words")
     code, told = export(capsys, "latest", "--to", tmp_path / "out", "--dry-run", "--", *script)
     assert code == 0
-    assert f"step 7 as laid out in epoch 2 of {folder} would be written to {tmp_path}/out, by 2 processes" in told
+    assert f"step 7 as laid out in epoch 2 of {folder} would be written to {tmp_path}/out by 2 processes" in told
     assert f"{sys.executable} -u train.py --flag 'two words'" in told
     assert not (tmp_path / "out").exists()
 
@@ -117,7 +117,7 @@ def test_where_it_cannot_go(left, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        ({"recorded": False}, "does not say by which command"),
+        ({"recorded": False}, "has no record of the command"),
         ({"framework": "plain"}, "were made by plain, which cannot start only to save"),
         ({"framework": ""}, "were made by an unnamed framework"),
         ({"holders": (2, 3, 5)}, "the parts of slots 2, 5 are not on this host"),
