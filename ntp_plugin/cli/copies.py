@@ -155,7 +155,7 @@ def _wrong(store: Any) -> dict[tuple[int, int], list[str]]:
         key = manifest.version.step, manifest.version.epoch
         try:
             bad = [what for held in manifest.held for what in wrong(manifest, held, store.read(place, held))]
-        except (FileNotFoundError, EOFError):  # a run that lives has begun to write another version there
+        except (FileNotFoundError, EOFError):  # a live run has begun to write another version there
             continue
         if store.manifest(place) == manifest:  # else the run has overwritten this version while it was checked
             problems[key] += [f"{place}: {what} damaged" for what in bad]

@@ -453,11 +453,11 @@ class TolerantAgent(LocalElasticAgent):
             if old.poll() is None:  # frozen, silent, hung or cut off: it is evicted, and must not come back
                 end(old, signal.SIGKILL)
                 old.wait()
-            if self._births < self.policy.respawn and self._somebody_goes_on() and self._reaches_all():
+            if self._births < self.policy.respawn and self._job_goes_on() and self._reaches_all():
                 self._births += 1
                 self._start_anew(worker.global_rank, worker.local_rank)
 
-    def _somebody_goes_on(self) -> bool:
+    def _job_goes_on(self) -> bool:
         """Whether the job still runs, so that a new worker could join it."""
         assert self._supervisor is not None, "there are workers"
         return not self._finished and bool(self._supervisor.view.member_ids)
