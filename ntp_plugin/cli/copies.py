@@ -139,7 +139,7 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[ListedVersion]:
 def _kept(run: DeadRun) -> str:
     dead_s = time.time() - run.died_at
     left_s = run.keep_s - dead_s
-    when = f"stays {in_words(left_s)} more, if there is room" if left_s > 0 else "goes with the next run"
+    when = f"stays for {in_words(left_s)}, if there is room" if left_s > 0 else "removed by the next run"
     return f"dead for {in_words(dead_s)}; {when}"
 
 
