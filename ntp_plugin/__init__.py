@@ -6,15 +6,17 @@
     from ntp_plugin.planning import Job, Model, Parallel, plan  # what would happen if these GPUs were lost
     from ntp_plugin.telemetry import read_run                   # what happened in a run
     from ntp_plugin.testing import Ranks, kill                  # a test of your own loop, with faults
-    from ntp_plugin.errors import NtpError                      # whatever the plugin raises
+    from ntp_plugin.errors import NtpError                      # the base of all errors of the plugin
 
-Public are the names in `__all__` of this package and of `ntp_plugin.errors`, `.megatron`, `.deepspeed`, `.planning`,
-`.telemetry` and `.testing`. A public name is renamed, removed or given another meaning only in a new minor version
-(0.2, 0.3, ...; from 1.0 on only in a new major version), and CHANGELOG.md says so. Everything else is private, whether
-its name begins with an underscore or not, and may change in any version.
+The public names are those in `__all__` of this package and of `ntp_plugin.errors`, `.megatron`, `.deepspeed`,
+`.planning`, `.telemetry` and `.testing`. A public name is renamed, removed or given another meaning only in a new minor
+version (0.2, 0.3, ...; from 1.0 on only in a new major version), and CHANGELOG.md says so. Everything else is private,
+with or without an underscore, and may change in any version.
 
 Importing this package does nothing: no torch, no handlers, no process groups, no threads. Each name is imported when it
 is first used.
+
+Read next: `plain/job.py` for an ordinary PyTorch loop, or `launch/`, which does the work of `ntp run`.
 """
 
 from typing import TYPE_CHECKING

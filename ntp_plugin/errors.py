@@ -1,25 +1,25 @@
-"""Every exception that a user can meet, in one tree.
+"""All exceptions that the plugin raises for a user, in one tree.
 
-    NtpError                      something that we noticed, with what to do about it
-    ├── UserError (ValueError)    what was asked for cannot be done as it stands
+    NtpError                      a failure with an explanation, and a way out where there is one
+    ├── UserError (ValueError)    the request of the user cannot be carried out
     │   ├── ConfigError           a key, a flag or a file is wrong
-    │   └── Refused               well-formed, but impossible
+    │   └── Refused               the request is well-formed, but impossible
     │       ├── BelowMinimum      no replica is left that may train
-    │       ├── StateLost         no living holder and no copy of some piece of state
-    │       └── RestartIsBetter   the job could go on, and the user's figures say that it should not
-    ├── SilentCorruption          replicas hold different bits of what they hold alike
+    │       ├── StateLost         some training state has no live holder and no copy
+    │       └── RestartIsBetter   the job could go on, but a restart is cheaper by the user's figures
+    ├── SilentCorruption          replicas hold different bits of replicated state
     ├── NotStarted                a rank was lost before all others had begun to train
-    ├── NotFinite                 a step has no finite result, and all replicas hold the same
+    ├── NotFinite                 a step has no finite result, and all replicas hold the same state
     ├── StoreLost                 the job's store does not answer
-    ├── ScriptError               a rank's own script has failed, which no loss has caused
-    ├── PeerLost                  a collective was left because the membership changes; recovery follows
-    └── AgreementError            the members could not come to one mind
-        ├── Excluded              the others went on without this process: it must end
-        ├── PlansDiffer           members made different plans of the same facts
+    ├── ScriptError               a rank's own script has failed, and no loss has caused it
+    ├── PeerLost                  a collective was interrupted because the membership changes; recovery follows
+    └── AgreementError            the members could not agree
+        ├── Excluded              the others went on without this process, which must end
+        ├── PlansDiffer           members made different plans from the same facts
         └── NoAgreement           some members did not report in time
 
-A message says what happened, where, and the numbers; `way_out` says what to do. Programming mistakes are
-assertions and are not in this tree.
+A message says what happened, where, and the numbers; `way_out` says what to do. Programming mistakes are assertions,
+which are not in this tree.
 """
 
 import sys
@@ -48,7 +48,7 @@ __all__ = [
 
 
 class NtpError(Exception):
-    """A failure that is explained: `what` happened and the `way_out`.
+    """A failure with an explanation: `what` happened, and the `way_out`.
 
     Examples:
         >>> from ntp_plugin.errors import ConfigError, NtpError
@@ -62,7 +62,7 @@ class NtpError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
-    """The code that a process ends with which does not catch the error."""
+    """The exit code of a process that does not catch the error."""
 
     def __init__(self, what: str, *, way_out: str = "") -> None:
         super().__init__(f"{what}. Way out: {way_out}." if way_out else f"{what}.")
@@ -71,7 +71,7 @@ class NtpError(Exception):
 
     @classmethod
     def codes(cls) -> set[int]:
-        """The exit codes of all errors of ours."""
+        """Return the exit codes of this error and all its subclasses."""
         return {cls.exit_code}.union(*(kind.codes() for kind in cls.__subclasses__()))
 
     def __reduce__(self) -> tuple[Callable[..., "NtpError"], tuple[type["NtpError"], str, str]]:
@@ -79,12 +79,12 @@ class NtpError(Exception):
 
 
 def _rebuilt(kind: type[NtpError], what: str, way_out: str) -> NtpError:
-    """An error that came from another process."""
+    """Rebuild an error from another process."""
     return kind(what, way_out=way_out)
 
 
 class UserError(NtpError, ValueError):
-    """What the user asked for cannot be done as it stands."""
+    """The request of the user cannot be carried out."""
 
     exit_code = 2
 
@@ -104,29 +104,29 @@ class BelowMinimum(Refused):
 
 
 class StateLost(Refused):
-    """Some piece of training state has no living holder and no copy."""
+    """Some training state has no live holder and no copy."""
 
     exit_code = 4
 
 
 class RestartIsBetter(Refused):
-    """The job could go on, but by what the user has said of restarts it is better to begin again whole."""
+    """The job could go on, but a restart with all ranks is better by the user's figures about restarts."""
 
     exit_code = 8
 
 
 class SilentCorruption(NtpError):
-    """Replicas hold different bits of what they hold alike."""
+    """Replicas hold different bits of replicated state."""
 
     exit_code = 7
 
 
 class NotStarted(NtpError):
-    """A rank was lost while others had not begun to train: these cannot begin without it, and nothing is lost yet."""
+    """A rank was lost before others had begun to train. They cannot begin without it, and no training is lost."""
 
 
 class NotFinite(NtpError):
-    """The framework ends the job at a result that is not finite, and all replicas hold the same state."""
+    """The framework ends the job because a result is not finite, and all replicas hold the same state."""
 
 
 class StoreLost(NtpError):
@@ -136,15 +136,15 @@ class StoreLost(NtpError):
 
 
 class ScriptError(NtpError):
-    """A rank's own script has failed, and no loss has caused it: more hardware would not help."""
+    """A rank's own script has failed, and no loss has caused it: other hardware would not help."""
 
     exit_code = 9
 
 
 class PeerLost(NtpError):
-    """A collective was left because the membership changes; recovery follows.
+    """A collective was interrupted because the membership changes; recovery follows.
 
-    A process ends by it only where nothing has begun yet that could go on: while a framework starts up, say.
+    It ends a process only before training has begun, for example while a framework starts up.
     """
 
     def __init__(self, what: str, *, way_out: str = "") -> None:
@@ -152,17 +152,17 @@ class PeerLost(NtpError):
 
 
 class AgreementError(NtpError):
-    """The members could not come to one mind."""
+    """The members could not agree."""
 
 
 class Excluded(AgreementError):
-    """The others went on without this process: it must end."""
+    """The others went on without this process, which must end."""
 
     exit_code = 5
 
 
 class PlansDiffer(AgreementError):
-    """Members made different plans of the same facts, so nobody acts."""
+    """Members made different plans from the same facts, so none of them acts."""
 
 
 class NoAgreement(AgreementError):
@@ -170,14 +170,18 @@ class NoAgreement(AgreementError):
 
 
 def in_one_line(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """An excepthook for a process that others start: an error of ours is a line and its exit code."""
+    """Return an excepthook that prints an `NtpError` in one line and exits with its code, for a process we start.
 
-    def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    Args:
+        otherwise: The excepthook for all other exceptions.
+    """
+
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not isinstance(error, NtpError):
             otherwise(kind, error, trace)
             return
-        assert sys.__stderr__ is not None, "a process that others start has one"
+        assert sys.__stderr__ is not None, "a process that we start has one"
         print(f"ntp: {error}", file=sys.__stderr__, flush=True)  # torch's own hook collects what goes to sys.stderr
         sys.exit(error.exit_code)
 
-    return tell
+    return report

@@ -1,7 +1,7 @@
-"""Names that a package offers and imports only when somebody asks for one.
+"""Lets a package export names that it imports only on first use.
 
-`import ntp_plugin` must not import torch: `ntp --help` would take seconds, and a framework's settings that have to be
-made before torch is imported would come too late.
+`import ntp_plugin` must not import torch: `ntp --help` would take seconds, and settings of a framework that have to
+precede the import of torch would come too late.
 """
 
 import importlib
@@ -12,11 +12,11 @@ from typing import Any
 def lazy_exports(
     package: str, homes: Mapping[str, Collection[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a package (PEP 562).
+    """Return the `__getattr__` and the `__dir__` of a package (PEP 562).
 
     Args:
         package: The name of the package.
-        homes: Module -> the names that the package offers from it.
+        homes: Module -> the names that the package exports from it.
     """
     home_of = {name: module for module, names in homes.items() for name in names}
     namespace = vars(importlib.import_module(package))

@@ -1,4 +1,4 @@
-"""Folders that a user names for results: whether they can be written, before hours of work have results to write."""
+"""Checks the folders that a user names for results, before hours of work produce results to write."""
 
 import os
 from pathlib import Path
@@ -7,11 +7,11 @@ from ntp_plugin.errors import ConfigError
 
 
 def require_usable(folder: Path | str, flag: str) -> Path:
-    """Raise unless results can be written there, and make nothing yet.
+    """Raise unless results can be written to the folder. It makes nothing yet.
 
     Args:
-        folder: What the user has typed.
-        flag: Where it was typed, for the error.
+        folder: The folder, as the user has typed it.
+        flag: The flag by which it was given, for the error.
 
     Returns:
         The folder, which need not exist.
@@ -31,7 +31,7 @@ def require_usable(folder: Path | str, flag: str) -> Path:
 
 
 def require_new(folder: Path | str, flag: str) -> Path:
-    """Raise unless the folder is usable, and empty or not there yet."""
+    """Raise `ConfigError` unless the folder is usable, and empty or new."""
     path = require_usable(folder, flag)
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path} is not empty", way_out="name another folder, or remove this one")

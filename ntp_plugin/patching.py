@@ -1,9 +1,10 @@
-"""How something of a framework's or torch's is replaced, with its reason.
+"""Replaces functions and attributes of a framework or of torch, each with a reason.
 
-A `Replacement` names its target as `module:attribute`, says why, and makes the new thing of the old one. A table of
-them is all that a mode changes; nothing is replaced anywhere else.
+A `Replacement` names its target as `module:attribute`, gives the reason, and makes the new value from the old one. A
+table of replacements is all that a mode changes; nothing is replaced anywhere else.
 
-Where a patched upstream offers a function to be told (`patches/`), it is told, and nothing is replaced.
+A patched upstream (`patches/`) may offer a function for the purpose. Then this function is called, and nothing is
+replaced.
 """
 
 import dataclasses
@@ -13,18 +14,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 type TakeBack = Callable[[], None]
-"""Puts what was there before back in its place."""
+"""Restores the value that was there before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """A function that only a patched upstream has, and what it is to be told."""
+    """A function that only a patched upstream has, with the arguments to call it with."""
 
     function: str
     told: tuple[Any, ...]
 
     def take(self) -> bool:
-        """Whether it is there; it has been told then."""
+        """Call the function, if the upstream has it; return whether it has."""
         module, _, name = self.function.partition(":")
         function = getattr(importlib.import_module(module), name, None)
         if function is not None:
@@ -34,7 +35,7 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """One thing that is replaced: `torch.cuda:is_available`, `megatron.core.x:Class.__init__`."""
+    """The replacement of one attribute, such as `torch.cuda:is_available` or `megatron.core.x:Class.__init__`."""
 
     target: str
     why: str
@@ -42,7 +43,7 @@ class Replacement:
     offer: Offer | None = None
 
     def apply(self, *, offered: bool = True) -> TakeBack:
-        """Put the new thing in its place; a target that does not exist is an error of ours."""
+        """Replace the target, or call `offer`; return how to undo it. A target that does not exist is our error."""
         if offered and self.offer is not None and self.offer.take():
             return lambda: None
         module, _, path = self.target.partition(":")
@@ -57,8 +58,16 @@ class Replacement:
 
 
 def apply_all(table: Iterable[Replacement], *, offered: bool = True) -> TakeBack:
-    """The whole table, in its order. What a patched upstream was told is not taken back: without `offered` it is told
-    nothing, and all is replaced."""
+    """Apply all replacements of a table, in its order.
+
+    Args:
+        table: The replacements.
+        offered: Whether to call the functions of a patched upstream. Such a call cannot be undone; with False
+            everything is replaced instead.
+
+    Returns:
+        A function that undoes the replacements.
+    """
     done = [replacement.apply(offered=offered) for replacement in table]
 
     def take_back() -> None:

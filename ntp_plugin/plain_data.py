@@ -1,14 +1,14 @@
-"""Values as text, for files and for the job's store, in an encoding that holds data and nothing that runs.
+"""Encodes values as text, for files and for the job's store, without anything that runs on reading.
 
-Reading a pickle calls whatever function the writer names. Files outlive the process that wrote them, and others can
-reach the store, so nothing that comes from there is unpickled. Here each value is JSON, and what JSON does not have is
-an object with one key, the kind: `{"tuple": [1, 2]}`. Reading makes values of the kinds below, and of the data classes
-that the reader names; anything else raises `NotData`.
+Reading a pickle calls any function that the writer names. Files outlive the process that wrote them, and other
+processes can reach the store, so nothing from there is unpickled. Here each value is JSON. A value that JSON does not
+have is an object with one key, the kind: `{"tuple": [1, 2]}`. Reading makes values of the kinds below, and of the data
+classes that the reader names; anything else raises `NotData`.
 
     None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, Path, argparse.Namespace,
     collections.OrderedDict and Counter, torch.Tensor, Size, dtype and device, NumPy's numbers and arrays
 
-A tensor comes back on the CPU. Subclasses of these are refused, because they would come back as something else.
+A tensor is read onto the CPU. Subclasses of these kinds are refused, because they would be read as the base class.
 
     text = encode({"lr": (0.1, 0.2)}, what="the schedule")
     assert decode(text, what="the schedule") == {"lr": (0.1, 0.2)}
@@ -28,25 +28,25 @@ from ntp_plugin.errors import Refused
 
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _OF_NUMBERS = "biufc"
-"""Kinds of NumPy's types that are numbers: no objects, no records."""
+"""The kinds of NumPy's number types: no objects, no records."""
 
 
 class NotData(Refused):
-    """A value cannot be written as data, or a text is not what was written."""
+    """A value cannot be encoded, or a text is not an encoded value."""
 
 
 def encode(value: object, *, what: str) -> str:
     """Return a value as text.
 
     Args:
-        value: Of the kinds above, or a data class of such.
-        what: What the value is, for the error.
+        value: A value of the kinds above, or a data class of such values.
+        what: A name for the value, for the error.
 
     Raises:
-        NotData: A part of it is of another type, which the error names, or it contains itself.
+        NotData: A part of the value has another type, which the error names, or the value contains itself.
     """
     try:
-        return json.dumps(_told(value))
+        return json.dumps(_encoded(value))
     except TypeError as error:
         raise NotData(
             f"{what} has a value of type {error}, which cannot be written as data",
@@ -57,15 +57,15 @@ def encode(value: object, *, what: str) -> str:
 
 
 def decode(text: str | bytes, *, what: str, kinds: tuple[type, ...] = ()) -> Any:
-    """Return the value that was written.
+    """Return the value that was encoded.
 
     Args:
-        text: What `encode` has returned.
-        what: What the value is, for the error.
-        kinds: The data classes that may be in it.
+        text: The result of `encode`.
+        what: A name for the value, for the error.
+        kinds: The data classes that the value may contain.
 
     Raises:
-        NotData: It is not what `encode` writes, or has a data class that is not among the kinds.
+        NotData: The text is not a result of `encode`, or contains a data class that is not among the kinds.
     """
     try:
         return _Reader(kinds).value(json.loads(text))
@@ -76,22 +76,22 @@ def decode(text: str | bytes, *, what: str, kinds: tuple[type, ...] = ()) -> Any
 # ---------------------------------------------------------------- writing
 
 
-def _told(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
     if kind is list:
-        return [_told(one) for one in value]
+        return [_encoded(one) for one in value]
     if kind in _WRITERS:
         name, write = _WRITERS[kind]
         return {name: write(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"of": [kind.__name__, {field.name: _told(getattr(value, field.name)) for field in _fields(kind)}]}
-    return _told_of_libraries(value, kind)
+        return {"of": [kind.__name__, {field.name: _encoded(getattr(value, field.name)) for field in _fields(kind)}]}
+    return _encoded_of_libraries(value, kind)
 
 
-def _told_of_libraries(value: Any, kind: type) -> Any:
-    """Of torch and NumPy, which need not be there."""
+def _encoded_of_libraries(value: Any, kind: type) -> Any:
+    """Encode a value of torch or NumPy, which are not imported for it."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and kind is torch.Tensor and value.layout is torch.strided:
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _bytes_of(torch, value)]}
@@ -115,11 +115,11 @@ def _bytes_of(torch: Any, value: Any) -> str:
 
 
 def _pairs(value: Mapping[Any, Any]) -> list[Any]:
-    return [[_told(key), _told(one)] for key, one in value.items()]
+    return [[_encoded(key), _encoded(one)] for key, one in value.items()]
 
 
 def _items(value: Any) -> list[Any]:
-    return [_told(one) for one in value]
+    return [_encoded(one) for one in value]
 
 
 def _base64(value: bytes) -> str:
@@ -166,12 +166,12 @@ class _Reader:
             "numpy": _numpy,
         }
 
-    def value(self, told: Any) -> Any:
-        if isinstance(told, list):
-            return [self.value(one) for one in told]
-        if not isinstance(told, dict):
-            return told
-        ((kind, of),) = told.items()
+    def value(self, encoded: Any) -> Any:
+        if isinstance(encoded, list):
+            return [self.value(one) for one in encoded]
+        if not isinstance(encoded, dict):
+            return encoded
+        ((kind, of),) = encoded.items()
         return self._readers[kind](of)
 
     def _dict(self, of: Any) -> dict[Any, Any]:

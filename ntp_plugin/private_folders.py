@@ -1,10 +1,10 @@
-"""Which folders belong to this user alone, decided on an open descriptor.
+"""Checks on an open descriptor that a folder belongs to this user alone.
 
-Runs leave folders in `/dev/shm` and `/tmp`, where every user of the host can create folders, files and links of any
-name and any time of change. So a name proves nothing. A folder counts as ours when it is a folder and no symbolic link,
-this user owns it, and nobody else may read, write or enter it. All of this is asked of one descriptor, so that nobody
-can replace the folder between two questions. Other users cannot rename or remove it afterwards, because both places
-are sticky.
+Runs leave folders in `/dev/shm` and `/tmp`, where every user of the host can create folders, files and links with any
+name and any modification time. So a name proves nothing. A folder counts as ours when it is a folder and no symbolic
+link, this user owns it, and nobody else may read, write or enter it. All checks use one descriptor, so that nobody can
+replace the folder between two checks. Other users cannot rename or remove it afterwards, because both places have the
+sticky bit.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class NotPrivate(ConfigError):
-    """A path is no folder that this user alone has access to."""
+    """The path is not a folder to which this user alone has access."""
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def is_private(folder: Path) -> bool:
 
 
 def private_folders(parent: Path, prefix: str) -> list[Path]:
-    """Return the folders of this user in a folder that all users may write to, sorted by name.
+    """Return this user's private folders in a folder that all users may write to, sorted by name.
 
     Args:
         parent: The shared folder, such as `/dev/shm`.
@@ -78,7 +78,7 @@ def private_folders(parent: Path, prefix: str) -> list[Path]:
 
 
 def changed_at(folder: Path) -> float:
-    """Return when the folder was changed last, in seconds since 1970; 0 where it is gone meanwhile."""
+    """Return when the folder was last changed, in seconds since 1970; 0 if it does not exist any more."""
     with contextlib.suppress(OSError):
         return folder.lstat().st_mtime
     return 0.0

@@ -1,16 +1,22 @@
-"""The `ntp` command.
+"""The `ntp` command line: parses flags, calls the package that does the work, and prints its result.
 
-main.py          the commands, and how an error becomes one line and an exit code
-parser.py        a parser that complains in one line
-configured.py    what a command is asked for by a file and by flags
-plan.py          `ntp plan`: from words to a plan
-plan_tables.py   a plan as tables on a terminal
-run.py           `ntp run`: our flags, the rest is torchrun's
-store.py         `ntp store`
-copies.py        `ntp copies`; export.py is one of its commands
-simulate.py      `ntp simulate`: from a scenario to what losses cost; simulate_tables.py and simulate_plots.py show it
-chaos.py         `ntp chaos`: a recipe, or a strike at a job that runs
-chaos_outside.py  `ntp chaos outside`: faults by signals alone, into a job that is started as a user starts it
-status.py        `ntp status`; report.py: `ntp report`
-screen.py        a job as a grid that changes while one looks
+main.py            all commands; turns an error into one line and an exit code
+parser.py          the argument parser; reports a mistake in one line
+configured.py      reads the settings of a command from a file and from flags
+run.py             `ntp run`: starts a job as torchrun does, and keeps it running when a rank is lost
+status.py          `ntp status`: shows a running job
+report.py          `ntp report`: writes a page about a run, from its record
+screen.py          draws the slots of a job as a grid in the terminal, and updates it
+copies.py          `ntp copies`: lists, verifies and removes the copies of training state on this host
+export.py          `ntp copies export`: writes copies as a checkpoint of the framework
+store.py           `ntp store`: runs the store of a job on a machine of its own
+plan.py            `ntp plan`: shows what every survivor would do if slots were lost
+plan_tables.py     prints a plan as tables
+simulate.py        `ntp simulate`: shows what losses cost, policy by policy
+simulate_tables.py prints a simulation as tables
+simulate_plots.py  draws a simulation as a figure
+chaos.py           `ntp chaos`: runs a job with the faults of a recipe, or injects faults into a running job
+chaos_outside.py   `ntp chaos outside`: sends signals to a job that is started by its own command line
+
+Read next: `launch/`, which does the work of `ntp run`.
 """

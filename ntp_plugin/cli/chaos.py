@@ -1,4 +1,4 @@
-"""`ntp chaos`: break a job on purpose, by a recipe, and see what comes of it; or strike a job that runs already."""
+"""`ntp chaos`: run a job with the faults of a recipe and judge the result, or inject faults into a running job."""
 
 import argparse
 import contextlib
@@ -43,8 +43,8 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     """Add `chaos` to the commands of `ntp`."""
     parser = commands.add_parser(
         "chaos",
-        help="break a job on purpose, and see what comes of it",
-        description="Run the job of a recipe, break it as the recipe says, and compare it with a reference run.",
+        help="inject faults into a job, and check that it recovers",
+        description="Run the job of a recipe, inject the recipe's faults, and compare it with a reference run.",
         epilog=_EXAMPLE + "\n" + _glossary(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -52,51 +52,53 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
-        help="a file of recipes/chaos/, or `attach`, the folder of a run, and maybe a recipe",
+        help="a file of recipes/chaos/; or `attach`, followed by the folder of a run and, if wanted, a recipe",
     )
     parser.add_argument(
-        "rest", nargs="*", default=(), metavar="-- WORDS", help="for `ntp run`, instead of those of the recipe"
+        "rest", nargs="*", default=(), metavar="-- WORDS", help="arguments of `ntp run`, instead of the recipe's"
     )
-    parser.add_argument("--job", metavar="FILE", help="break the job of this file instead of the recipe's")
+    parser.add_argument("--job", metavar="FILE", help="use the job of this file instead of the recipe's")
     parser.add_argument(
-        "--reference", metavar="DIR", help="compare with this run, instead of running the job once more"
+        "--reference", metavar="DIR", help="compare with this run, instead of running the job without faults"
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="where to keep what comes of it (default: build/chaos/RECIPE-TIME)"
+        "--out", metavar="DIR", help="folder for the runs and the report (default: build/chaos/RECIPE-TIME)"
     )
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     order = parser.add_argument_group("with attach")
-    order.add_argument("--what", choices=tuple(KINDS), metavar="KIND", help="what breaks")
-    order.add_argument("--slot", help="r0.s0.t1")
-    order.add_argument("--during", help="a moment; the next one without it")
+    order.add_argument("--what", choices=tuple(KINDS), metavar="KIND", help="the kind of fault")
+    order.add_argument("--slot", help="the slot to inject it into, such as r0.s0.t1")
+    order.add_argument("--during", help="the fault point (default: the next one)")
     order.add_argument("--seconds", type=number(float, least=-1e9, most=1e9), help="how long, or how much")
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(said: Any) -> int:
-    """The campaign, or one strike."""
-    if said.recipe == "attach":
+def run(parsed: Any) -> int:
+    """Run the campaign of a recipe, or attach to a running job."""
+    if parsed.recipe == "attach":
         with ending_in_waits() as wait:
-            return _attach(said, wait)
+            return _attach(parsed, wait)
     for flag in ("what", "slot", "during", "seconds"):
-        if getattr(said, flag) is not None:
-            raise ConfigError(f"--{flag} is for a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
-    recipe = read_recipe(Path(said.recipe), job=None if said.job is None else Path(said.job), run=tuple(said.rest))
-    folder = require_new(_folder(said, recipe), "--out")
-    with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), ending_in_waits() as wait:
-        reference = None if said.reference is None else Path(said.reference)
+        if getattr(parsed, flag) is not None:
+            raise ConfigError(f"--{flag} needs a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
+    recipe = read_recipe(
+        Path(parsed.recipe), job=None if parsed.job is None else Path(parsed.job), run=tuple(parsed.rest)
+    )
+    folder = require_new(_folder(parsed, recipe), "--out")
+    with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout), ending_in_waits() as wait:
+        reference = None if parsed.reference is None else Path(parsed.reference)
         campaign = run_campaign(recipe, folder, look=_looking, reference=reference, wait=wait)
-        page = write_page(_report(campaign, f"ntp chaos {said.recipe}"), folder)
-    return _show(campaign.verdict, page, said, log=campaign.broken.log)
+        page = write_page(_report(campaign, f"ntp chaos {parsed.recipe}"), folder)
+    return _show(campaign.verdict, page, parsed, log=campaign.broken.log)
 
 
-def _folder(said: Any, recipe: Recipe) -> Path:
+def _folder(parsed: Any, recipe: Recipe) -> Path:
     default = f"build/chaos/{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return require_usable(default if said.out is None else said.out, "--out")
+    return require_usable(default if parsed.out is None else parsed.out, "--out")
 
 
-def _show(verdict: CampaignVerdict, page: Path, said: Any, *, log: Path | None) -> int:
-    if said.json:
+def _show(verdict: CampaignVerdict, page: Path, parsed: Any, *, log: Path | None) -> int:
+    if parsed.json:
         print(page.with_name("verdict.json").read_text())
     else:
         _print(verdict, page, log)
@@ -118,33 +120,33 @@ def _report(campaign: Campaign, command: str) -> PageContent:
 
 @contextlib.contextmanager
 def _looking(name: str) -> Iterator[Look]:
-    titles = {"broken": "the job is going to be broken", "reference": "the same job, left alone"}
+    titles = {"broken": "the job, with faults", "reference": "the same job, without faults"}
     with Screen(titles[name]) as screen:
         yield screen.show
 
 
-def _attach(said: Any, wait: Wait) -> int:
-    if len(said.rest) == 2:
-        return _attach_recipe(said, wait)
-    if len(said.rest) != 1 or said.what is None or said.slot is None:
+def _attach(parsed: Any, wait: Wait) -> int:
+    if len(parsed.rest) == 2:
+        return _attach_recipe(parsed, wait)
+    if len(parsed.rest) != 1 or parsed.what is None or parsed.slot is None:
         raise ConfigError(
             "attach takes the folder of a run, and a recipe or --what and --slot", way_out="see ntp chaos --help"
         )
     given = {
-        name: value for name in ("what", "slot", "during", "seconds") if (value := getattr(said, name)) is not None
+        name: value for name in ("what", "slot", "during", "seconds") if (value := getattr(parsed, name)) is not None
     }
     fault = read(OrderedFault, {"name": f"attached-{time.time_ns()}", **given}, where="--")
-    print(inject_now(Path(said.rest[0]), fault, wait=wait))
+    print(inject_now(Path(parsed.rest[0]), fault, wait=wait))
     return 0
 
 
-def _attach_recipe(said: Any, wait: Wait) -> int:
-    run, path = map(Path, said.rest)
-    recipe = read_recipe(path, run=("a job that is there",))  # whatever it says of a job of its own
-    folder = _folder(said, recipe)
-    job_of(run)  # what has no record is refused before anything is made
+def _attach_recipe(parsed: Any, wait: Wait) -> int:
+    run, path = map(Path, parsed.rest)
+    recipe = read_recipe(path, run=("a job that is there",))  # in place of the job that the recipe names
+    folder = _folder(parsed, recipe)
+    job_of(run)  # refuses a folder without a record before any folder is made
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.redirect_stdout(sys.stderr if said.json else sys.stdout), Screen(f"{run} is struck") as screen:
+    with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout), Screen(f"{run}, with faults") as screen:
         history, verdict = inject_by(recipe, run, look=screen.show, wait=wait)
         report = PageContent(
             title=recipe.name,
@@ -157,13 +159,13 @@ def _attach_recipe(said: Any, wait: Wait) -> int:
             job=str(run),
         )
         page = write_page(report, folder)
-    return _show(verdict, page, said, log=None)
+    return _show(verdict, page, parsed, log=None)
 
 
 def _print(verdict: CampaignVerdict, page: Path, log: Path | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
     table = Table(box=None, padding=(0, 2))
-    for heading in ("strike", "what", "slot", "when", "noticed after", "next step after", ""):
+    for heading in ("fault", "kind", "slot", "when", "detected after", "next step after", ""):
         table.add_column(heading, header_style="dim")
     for outcome in verdict.outcomes:
         when = f"step {outcome.step}" + f", {outcome.fault_point}" * bool(outcome.fault_point)
@@ -174,15 +176,15 @@ def _print(verdict: CampaignVerdict, page: Path, log: Path | None) -> None:
             when if outcome.step or outcome.fault_point else "",
             _seconds(outcome.detected_s),
             _seconds(outcome.recovered_s),
-            outcome.problem or ("ok" if outcome.injected_at else "never struck"),
+            outcome.problem or ("ok" if outcome.injected_at else "never injected"),
         )
         table.add_row(*(Text(printable(cell)) for cell in cells), style="bright_red" if outcome.problem else "")
     console.print(table)
     for check in verdict.checks:
         console.print(Text(printable(f"  {'ok  ' if check.holds else 'NO  '} {check.what}: {check.found}")))
     if log is not None and not verdict.holds:
-        console.print(f"  the log of the job: {log}")
-    console.print(f"  the report: {page}")
+        console.print(f"  log of the job: {log}")
+    console.print(f"  report: {page}")
 
 
 def _seconds(value: float | None) -> str:
@@ -190,7 +192,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _glossary() -> str:
-    parts = (("kinds", KINDS), ("moments of a step", OF_STEPS), ("moments of a recovery", OF_RECOVERIES))
+    parts = (("kinds", KINDS), ("fault points of a step", OF_STEPS), ("fault points of a recovery", OF_RECOVERIES))
     return "\n\n".join(
         f"{title}:\n" + "\n".join(f"  {name:<12} {text}" for name, text in known.items()) for title, known in parts
     )

@@ -1,4 +1,4 @@
-"""`ntp chaos outside`: faults from outside into a job that is started by its own command line, and a verdict."""
+"""`ntp chaos outside`: send signals to a job that is started by its own command line, and judge the result."""
 
 import argparse
 import dataclasses
@@ -32,9 +32,9 @@ example:
   ntp chaos outside --faults 20 --seed 7 -- \\
       ntp run --standalone --nproc-per-node=8 --ntp-respawn=100 pretrain.py --my-flags
 
-The job runs once without a fault, as the reference, and then as often as it takes to inject all faults. In its words
-and its environment {run} is replaced by the folder of each run: a job that writes its last checkpoint below it has that
-compared, too.
+The job runs once without a fault, as the reference, and then again until all faults are injected. In its command line
+and its environment {run} is replaced by the folder of each run. A last checkpoint written below that folder is compared
+as well.
 """
 
 
@@ -42,11 +42,11 @@ def run(words: Sequence[str]) -> int:
     """Run the campaign; returns 0 if every fault was survived, 1 if not."""
     parser = _parser()
     at = words.index("--") if "--" in words else len(words)
-    said, unknown = parser.parse_known_args(list(words[:at]))
+    parsed, unknown = parser.parse_known_args(list(words[:at]))
     parser.refuse_unknown(unknown)
-    asked = _asked(said, _job(words[at + 1 :]))
+    asked = _asked(parsed, _job(words[at + 1 :]))
     default = f"build/outside/{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = require_new(default if said.out is None else said.out, "--out").absolute()
+    folder = require_new(default if parsed.out is None else parsed.out, "--out").absolute()
     with ending_in_waits() as wait:
         print(f"seed {asked.seed}, {asked.faults} faults; the reference run is in {folder / 'reference'}", flush=True)
         reference = run_reference(asked, folder / "reference", wait=wait)
@@ -57,7 +57,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def summary(found: CampaignResult, job: str) -> dict[str, Any]:
-    """What came of it, for a machine."""
+    """Return the result as the values of outside.json."""
     by_kind = rows(job, found.judged)
     return {
         "faults": sum(_number(row["faults"]) for row in by_kind),
@@ -76,10 +76,10 @@ def _number(value: object) -> int:
 
 
 def _job(words: Sequence[str]) -> tuple[str, ...]:
-    """Those behind `ntp run`."""
+    """Return the words behind `ntp run`; raise `ConfigError` where the command is another one."""
     if len(words) < 3 or Path(words[0]).name != "ntp" or words[1] != "run":
         raise ConfigError(
-            f"behind -- stands {' '.join(words[:2]) or 'nothing'}, and no job",
+            f"there is no `ntp run` command behind --, but {' '.join(words[:2]) or 'nothing'}",
             way_out="ntp chaos outside -- ntp run --standalone --nproc-per-node=4 train.py",
         )
     for word in words[2:]:
@@ -88,20 +88,20 @@ def _job(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words[2:])
 
 
-def _asked(said: argparse.Namespace, words: tuple[str, ...]) -> CampaignRequest:
+def _asked(parsed: argparse.Namespace, words: tuple[str, ...]) -> CampaignRequest:
     thresholds = thresholds_in(words)
-    _refuse_pattern(said.line)
-    bound = said.bound
+    _refuse_pattern(parsed.line)
+    bound = parsed.bound
     return CampaignRequest(
-        command=Command(words=words, line=said.line),
-        kinds=_chosen(said.kinds, kinds(thresholds)),
-        faults=said.faults,
-        seed=said.seed,
-        pace=InjectionPace(thresholds=thresholds, every_s=said.every, blocks_of=said.together),
+        command=Command(words=words, line=parsed.line),
+        kinds=_chosen(parsed.kinds, kinds(thresholds)),
+        faults=parsed.faults,
+        seed=parsed.seed,
+        pace=InjectionPace(thresholds=thresholds, every_s=parsed.every, blocks_of=parsed.together),
         allowed=Allowed(
             bound=bound,
-            weights_bound=bound if said.weights_bound is None else said.weights_bound,
-            loses_state=said.together is None,
+            weights_bound=bound if parsed.weights_bound is None else parsed.weights_bound,
+            loses_state=parsed.together is None,
         ),
     )
 
@@ -115,13 +115,14 @@ def _refuse_pattern(line: str) -> None:
         raise ConfigError(f"--line {line} has no group named {min(missing)}", way_out="(?P<step>...) and (?P<loss>...)")
 
 
-def _chosen(said: str | None, known: Mapping[str, FaultKind]) -> list[FaultKind]:
-    if said is None:
+def _chosen(listed: str | None, known: Mapping[str, FaultKind]) -> list[FaultKind]:
+    if listed is None:
         return [kind for kind in known.values() if not kind.needs_handlers]
-    names = [name for name in said.split(",") if name]
+    names = [name for name in listed.split(",") if name]
     if not names or (unknown := [name for name in names if name not in known]):
         raise ConfigError(
-            f"--kinds: {unknown[0] if names else 'nothing'} is not known", way_out=f"known are {', '.join(known)}"
+            f"--kinds: {unknown[0] if names else 'nothing'} is not known",
+            way_out=f"choose from {', '.join(known)}",
         )
     return [known[name] for name in names]
 
@@ -130,43 +131,45 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="ntp chaos outside",
         usage="ntp chaos outside [flags] -- ntp run ... SCRIPT ARGUMENTS",
-        description="Send signals to the processes of a job at random instants, and compare it with a run without.",
+        description="Send signals to the processes of a job at random times, and compare it with a run without faults.",
         epilog=_EXAMPLE + "\n" + _glossary(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     some, bound = number(int, least=1, most=1_000_000), number(float, least=0.0)
-    parser.add_argument("--faults", type=some, default=20, metavar="N", help="how many (default: 20)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same one draws the same faults")
+    parser.add_argument("--faults", type=some, default=20, metavar="N", help="number of faults (default: 20)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same seed draws the same faults")
     parser.add_argument(
-        "--kinds", metavar="A,B", help="which kinds (default: all that need no handlers in the script, see below)"
+        "--kinds", metavar="A,B", help="kinds of faults (default: all that need no handlers in the script, see below)"
     )
     parser.add_argument(
         "--every",
         type=number(float, least=0.0, most=1e6),
         default=2.0,
         metavar="S",
-        help="seconds from when all ranks train again to the next fault, on average (default: 2)",
+        help="mean seconds between the return of all ranks to training and the next fault (default: 2)",
     )
     parser.add_argument(
         "--together",
         type=some,
         metavar="N",
-        help="two ranks that are lost at once are of one block of N consecutive ranks, so of one replica with N = the"
-        " TP degree (default: any two, and the job may end with code 3, 4 or 8 by it)",
+        help="choose two ranks that are lost at once from one block of N consecutive ranks: with N = the TP degree,"
+        " from one replica (default: any two; the job may then end with code 3, 4 or 8)",
     )
     parser.add_argument(
-        "--bound", type=bound, default=1e-6, metavar="X", help="relative difference of a loss (default: 1e-6)"
+        "--bound", type=bound, default=1e-6, metavar="X", help="largest relative difference of a loss (default: 1e-6)"
     )
-    parser.add_argument("--weights-bound", type=bound, metavar="X", help="of the last checkpoint (default: --bound)")
+    parser.add_argument(
+        "--weights-bound", type=bound, metavar="X", help="the same for the last checkpoint (default: --bound)"
+    )
     parser.add_argument(
         "--line",
         default=LINE,
         metavar="REGEX",
-        help="how a line of the output looks that has a step and its loss, with groups named step, loss and perhaps"
+        help="pattern of an output line that shows a step and its loss, with groups named step, loss and, if wanted,"
         " rank; for scripts whose losses are not in the record of the run",
     )
-    parser.add_argument("--out", metavar="DIR", help="where to keep all runs (default: build/outside/TIME)")
+    parser.add_argument("--out", metavar="DIR", help="folder for all runs (default: build/outside/TIME)")
     return parser
 
 
@@ -189,7 +192,7 @@ def _print(found: CampaignResult, folder: Path) -> None:
         table.add_row(*("" if row[name] is None else str(row[name]) for name in names))
     console.print(table)
     for what in found.missed:
-        console.print(f"  could not be injected, and was tried again: {what}")
+        console.print(f"  could not be injected at first, and was retried: {what}")
     if found.not_injected:
         console.print(
             f"  NO   not injected: {', '.join(found.not_injected)}; the job is too short, or give more respawns"

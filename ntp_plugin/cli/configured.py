@@ -1,4 +1,4 @@
-"""What a command is asked for: by a file, by flags, or by both, where flags win key by key."""
+"""Reads the settings of a command from a file, from flags, or from both; a flag overrides the same key of the file."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from ntp_plugin.errors import ConfigError
 
 
 def add_file(parser: OneLineParser) -> None:
-    """Let a command take one file, as its argument or behind --config."""
+    """Add the file of settings to a parser: as a positional argument, and as --config."""
     parser.add_argument(
         "file", metavar="FILE", nargs="?", help="a .toml or .json file with the same keys as the flags; flags win"
     )
@@ -21,9 +21,9 @@ def configured[Section](section: type[Section], parsed: argparse.Namespace, *, l
     """Build a section from the file and the flags of a command.
 
     Args:
-        section: The class of `config/sections.py`, or one like it, whose keys the file and the flags have.
-        parsed: The command line of a parser that `add_file` and `schema.add_flags` have made.
-        least: What to write into a file that is empty, for the error that says so.
+        section: A class of `config/sections.py`, or one like it; its keys are those of the file and of the flags.
+        parsed: The parsed command line, of a parser with `add_file` and `schema.add_flags`.
+        least: The least that a file must contain, for the error about an empty one.
 
     Raises:
         ConfigError: A key, a flag or the file is wrong, or two files are named.
@@ -40,7 +40,7 @@ def _file(parsed: argparse.Namespace) -> Path | None:
     if len(named) > 1:
         raise ConfigError(
             f"two files are named: {parsed.file}, and --config {parsed.config}",
-            way_out="name one; what differs from it can be said by flags",
+            way_out="name one file, and override its keys by flags",
         )
     if "" in named:
         raise ConfigError("the name of the file is empty", way_out="name a .toml or .json file")

@@ -1,4 +1,4 @@
-"""`ntp copies`: what is kept in the memory of this host, of runs that live and of those that are dead."""
+"""`ntp copies`: lists, verifies and removes the copies of training state in this host's memory, of all its runs."""
 
 import argparse
 import contextlib
@@ -22,22 +22,22 @@ from ntp_plugin.launch.run_folder import COPIES, EXCERPTS, free, left_by_the_dea
 from ntp_plugin.private_folders import NotPrivate, private_folders, require_private
 from ntp_plugin.telemetry.printable import printable
 
-_TOLD = {
-    "list": "versions of all runs on this host, and whether all parts are here",
-    "verify": "the same, with all digests computed again; code 1 if one is wrong",
-    "clean": "remove those of dead runs",
+_HELP = {
+    "list": "list the versions of all runs on this host, and whether all parts are here",
+    "verify": "list them, and compute all digests again; exit code 1 if one is wrong",
+    "clean": "remove the copies of dead runs",
 }
 
 _COLUMNS = ("folder", "host", "run", "step", "epoch", "parts here", "parities of", "MB", "kept")
 
 
 class NotARun(ConfigError):
-    """A folder has no lock of a run."""
+    """The folder has no lock, so it is no folder of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ListedVersion:
-    """One version of one run, as far as it is on this host."""
+    """One row of the list: one version of one run, with the parts that are on this host."""
 
     folder: Path
     host: str
@@ -46,11 +46,11 @@ class ListedVersion:
     epoch: int = -1
     here: frozenset[int] = frozenset()
     parities: tuple[str, ...] = ()
-    """The slots of each that is here, as `0+2`."""
+    """For each parity on this host the slots it covers, as `0+2`."""
     holders: frozenset[int] = frozenset()
     size: int = 0
     kept: str = ""
-    """How long its run is dead, and when a new run removes it."""
+    """For a dead run: how long it has been dead, and when a new run removes the copies."""
     wrong: tuple[str, ...] = ()
 
 
@@ -59,13 +59,13 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser = commands.add_parser(
         "copies",
         help="list, verify, export or remove the copies of training state on this host",
-        description="Copies of training state in this host's memory. A run removes its own when it ends well; those of"
-        " a run that failed stay as long as it was told (ntp run --ntp-copies-keep), until a new run needs their"
-        " room, or until `ntp copies clean`.",
+        description="Copies of training state in this host's memory. A run that succeeds removes its copies. A run that"
+        " fails leaves them for the time of `ntp run --ntp-copies-keep`, until a new run needs the memory, or until"
+        " `ntp copies clean`.",
     )
     actions = parser.add_subparsers(title="what to do with them", required=True, metavar="WHAT", dest="what")
-    for what, told in _TOLD.items():
-        action = actions.add_parser(what, help=told, description=told)
+    for what, text in _HELP.items():
+        action = actions.add_parser(what, help=text, description=text)
         action.add_argument(
             "folders", nargs="*", type=Path, metavar="FOLDER", help=f"default: {shared_memory()}/{COPIES}* of this user"
         )
@@ -73,12 +73,12 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     export.add_command(actions)
 
 
-def run(said: Any) -> int:
-    """Do it; 1 where a copy is not what was written."""
-    if said.what == "clean":
-        return _clean(said.folders)
-    verify = said.what == "verify"
-    rows = [row for folder in _folders(said.folders) for row in _rows_if_there(folder, said.folders, verify=verify)]
+def run(parsed: Any) -> int:
+    """Run the action and return its exit code: 1 where a copy is damaged."""
+    if parsed.what == "clean":
+        return _clean(parsed.folders)
+    verify = parsed.what == "verify"
+    rows = [row for folder in _folders(parsed.folders) for row in _rows_if_there(folder, parsed.folders, verify=verify)]
     _show(rows, verify=verify)
     return int(any(row.wrong for row in rows))
 
@@ -90,7 +90,7 @@ def _folders(given: Sequence[Path]) -> list[Path]:
 
 
 def _rows_if_there(folder: Path, given: Sequence[Path], *, verify: bool) -> list[ListedVersion]:
-    """Return the rows of a folder; none where its run has not begun to own it yet, or removes it meanwhile."""
+    """Return the rows of a folder; none where its run has not locked it yet, or is removing it."""
     try:
         return list(_rows(folder, verify=verify))
     except (NotARun, NotPrivate, FileNotFoundError) as error:
@@ -131,35 +131,35 @@ def _rows(folder: Path, *, verify: bool) -> Iterator[ListedVersion]:
                 kept=kept,
                 wrong=tuple(wrong.pop((step, epoch), [])),
             )
-        for told in wrong.values():
-            yield ListedVersion(folder=folder, host=host.name, wrong=tuple(told))
+        for problems in wrong.values():
+            yield ListedVersion(folder=folder, host=host.name, wrong=tuple(problems))
         store.close()
 
 
 def _kept(run: DeadRun) -> str:
     dead_s = time.time() - run.died_at
     left_s = run.keep_s - dead_s
-    when = f"stays {in_words(left_s)} more, if there is room" if left_s > 0 else "goes with the next run"
+    when = f"stays for {in_words(left_s)}, if there is room" if left_s > 0 else "removed by the next run"
     return f"dead for {in_words(dead_s)}; {when}"
 
 
 def _wrong(store: Any) -> dict[tuple[int, int], list[str]]:
-    """(step, epoch) -> what is not as it was written; of a copy that cannot be read the version is not known."""
+    """Return (step, epoch) -> the damage found in that version; (-1, -1) for copies whose version cannot be read."""
     from ntp_plugin.copies.verify import wrong  # noqa: PLC0415
 
-    told: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+    problems: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     for place, version in store.broken():
         key = (version.step, version.epoch) if version is not None else (-1, -1)
-        told[key].append(f"{place}: not whole, or not as it was written")
+        problems[key].append(f"{place}: incomplete or damaged")
     for place, manifest in store.found():
         key = manifest.version.step, manifest.version.epoch
         try:
             bad = [what for held in manifest.held for what in wrong(manifest, held, store.read(place, held))]
-        except (FileNotFoundError, EOFError):  # a run that lives has begun to write another version there
+        except (FileNotFoundError, EOFError):  # a live run has begun to write another version there
             continue
-        if store.manifest(place) == manifest:  # else the same
-            told[key] += [f"{place}: {what} not as it was written" for what in bad]
-    return {key: found for key, found in told.items() if found}
+        if store.manifest(place) == manifest:  # else the run has overwritten this version while it was checked
+            problems[key] += [f"{place}: {what} damaged" for what in bad]
+    return {key: found for key, found in problems.items() if found}
 
 
 def _show(rows: Sequence[ListedVersion], *, verify: bool) -> None:
@@ -184,16 +184,16 @@ def _show(rows: Sequence[ListedVersion], *, verify: bool) -> None:
 
 
 def _clean(given: Sequence[Path]) -> int:
-    """Those of dead runs, or these, which must be."""
+    """Remove the given folders, which must be those of dead runs, or all folders of dead runs."""
     left = [folder for prefix in (COPIES, EXCERPTS) for folder in left_by_the_dead(shared_memory(), prefix)]
     for folder in _folders(given) if given else left:
         if given and _lives(folder):
-            raise ConfigError(f"{folder} belongs to a run that lives", way_out="end that first")
+            raise ConfigError(f"{folder} belongs to a running job", way_out="end the job first")
         try:
             with free(folder), contextlib.suppress(FileNotFoundError):  # another run removes it as well
                 shutil.rmtree(folder)
         except BlockingIOError:
-            print(printable(f"left {folder}: a run resumes from it, or somebody reads it"))
+            print(printable(f"kept {folder}: another process reads it, or a run resumes from it"))
             continue
         except (FileNotFoundError, NotPrivate):  # it has just been removed
             continue

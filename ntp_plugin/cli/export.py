@@ -1,11 +1,11 @@
-"""`ntp copies export`: copies in memory, of a run that is dead or lives, as a checkpoint of its framework.
+"""`ntp copies export`: writes the copies of a dead or live run as a checkpoint of its framework.
 
-Only the job's own script knows the model. So it is started once more, on this host, by the command that the user gives,
-and told to save and end (`recovery/exporting.py`). A run leaves its command beside its copies (`launch/started_by.py`),
-where it is shown to whoever gives none; a command that stands in a file is never executed.
+Only the job's own script knows the model. So the command starts the script once more, on this host, with the command
+line that the user gives, and has it save and exit (`recovery/exporting.py`). A run records its command line beside its
+copies (`launch/started_by.py`). Export shows that record to a user who gives no command, and never executes it.
 
-What it reads stays as it is meanwhile: the folder of a dead run is locked, and of a run that lives one version is
-copied first (`copies/excerpt.py`), so that nothing of this is felt there but the load.
+The copies do not change while they are read. Export locks the folder of a dead run. For a live run it first takes a
+copy of one version (`copies/excerpt.py`), so the run notices nothing but the load.
 """
 
 import argparse
@@ -26,94 +26,96 @@ from ntp_plugin.private_folders import changed_at, private_folders, require_priv
 from ntp_plugin.telemetry.printable import printable
 
 _CAN_ONLY_SAVE = ("megatron", "deepspeed")
-"""Frameworks whose adapter ends a script when the checkpoint is written; of others it would begin to train."""
+"""Frameworks whose adapter ends the script once the checkpoint is written; with others the script would train."""
 
 
 def add_command(actions: "argparse._SubParsersAction[OneLineParser]") -> None:
-    """Add `export` to what `ntp copies` does."""
-    told = "write the newest version as a checkpoint, by the job's own script"
-    parser = actions.add_parser("export", help=told, description=told)
-    parser.add_argument("folder", metavar="RUN", help="a folder that ntp copies list shows; latest: the newest of them")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="for the checkpoint: empty, or not there")
+    """Add `export` to the commands of `ntp copies`."""
+    text = "write the newest version as a checkpoint, with the job's own script"
+    parser = actions.add_parser("export", help=text, description=text)
+    parser.add_argument("folder", metavar="RUN", help="a folder that ntp copies list shows; latest: the newest one")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="DIR", help="an empty or new folder for the checkpoint"
+    )
     parser.add_argument(
         "--nproc-per-node",
         type=number(int, least=1, most=1_000_000),
         metavar="N",
-        help="processes to start (default: as many as the job had in all)",
+        help="processes to start (default: the number of ranks of the job)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    parser.epilog = "The command of a worker follows behind --: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS."
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
+    parser.epilog = "The command of a worker follows after --: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS."
     parser.usage = "%(prog)s RUN --to DIR [--nproc-per-node N] [--dry-run] -- COMMAND"
     parser.takes_command = True
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(said: Any) -> int:
-    """Do it; returns the exit code."""
-    folder = _chosen(said.folder)
-    version, words = _version(folder), _command(said.command, folder, said)
-    processes = _processes(folder) if said.nproc_per_node is None else said.nproc_per_node
-    to = _empty(said.to.absolute(), folder)
-    if said.dry_run:
-        print(f"{version} of {folder} would go into {to}, by {processes} processes of")
+def run(parsed: Any) -> int:
+    """Write the checkpoint and return the exit code."""
+    folder = _chosen(parsed.folder)
+    version, words = _version(folder), _command(parsed.command, folder, parsed)
+    processes = _processes(folder) if parsed.nproc_per_node is None else parsed.nproc_per_node
+    to = _empty(parsed.to.absolute(), folder)
+    if parsed.dry_run:
+        print(f"{version} of {folder} would be written to {to} by {processes} processes of")
         print(shlex.join(words))
         return 0
     code = _whole_or_nothing(to, lambda: _write(folder, processes, words, to))
-    _say(f"there is no checkpoint; {folder} is as it was" if code else f"the checkpoint is in {to}")
+    _say(f"no checkpoint was written; {folder} is unchanged" if code else f"the checkpoint is in {to}")
     return code
 
 
 # ---------------------------------------------------------------- what is wanted
 
 
-def _chosen(said: str) -> Path:
+def _chosen(name: str) -> Path:
     ours = private_folders(shared_memory(), COPIES)
     there = sorted((folder for folder in ours if any(folder.glob("*/*.json"))), key=changed_at)
-    if said == "latest" and there:
+    if name == "latest" and there:
         return there[-1]
-    if (folder := Path(said).absolute()).is_dir():
+    if (folder := Path(name).absolute()).is_dir():
         require_private(folder)
         return folder
     found = ", ".join(map(str, there)) or "none"
-    raise ConfigError(f"{said}: there are no copies of a run there", way_out=f"on this host: {found}")
+    raise ConfigError(f"{name}: no copies of a run there", way_out=f"name a folder of this host: {found}")
 
 
 def _version(folder: Path) -> Any:
-    """The one that would be written now; raises where none can be."""
+    """Return the version that an export would write now; raise `Refused` where the framework cannot only save."""
     from ntp_plugin.copies import excerpt  # noqa: PLC0415  (brings torch)
 
     store = _store(folder)
     version = excerpt.newest(store)
     for _, manifest in store.found():
-        framework = manifest.extras.get("framework", "something that does not say its name")
+        framework = manifest.extras.get("framework", "an unnamed framework")
         if framework not in _CAN_ONLY_SAVE:
             raise Refused(
-                f"the copies in {folder} were made by {framework}, and it cannot start only to save",
-                way_out=f"ntp run --ntp-resume {folder} with the job's own command, and have that save",
+                f"the copies in {folder} were made by {framework}, which cannot start only to save a checkpoint",
+                way_out=f"resume the job and have it save: ntp run --ntp-resume {folder} with the job's own command",
             )
     return version
 
 
 def _store(folder: Path) -> Any:
-    """The copies of a run that are on this host, whichever of the run's hosts it is."""
+    """Open the copies that a run has on this host, whatever the number of this host in the run."""
     from ntp_plugin.copies.store import Store  # noqa: PLC0415
 
     hosts = sorted(folder.glob("host-*"))
     if len(hosts) != 1:
         raise ConfigError(
-            f"{folder} has copies of {len(hosts)} hosts, and a run has those of one",
+            f"{folder} has copies of {len(hosts)} hosts; the folder of a run has those of one",
             way_out="name one that `ntp copies list` shows",
         )
     return Store(hosts[0], makes=False)
 
 
-def _command(given: Sequence[str], folder: Path, said: Any) -> tuple[str, ...]:
-    """Return the words of a worker's command, the interpreter first."""
+def _command(given: Sequence[str], folder: Path, parsed: Any) -> tuple[str, ...]:
+    """Return the command line of a worker, with the interpreter first."""
     if not given:
-        raise ConfigError("the command of the job is missing", way_out=_suggestion(folder, said))
+        raise ConfigError("the command of the job is missing", way_out=_suggestion(folder, parsed))
     if given[0] == "ntp":
         raise ConfigError(
-            "the command behind -- is that of a worker, and ntp run starts workers",
+            "the command after -- must be that of a worker, not ntp run",
             way_out="leave out ntp run and its flags: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS",
         )
     if given[0] == "-m" or given[0].endswith(".py"):
@@ -122,14 +124,14 @@ def _command(given: Sequence[str], folder: Path, said: Any) -> tuple[str, ...]:
 
 
 def _is_this_python(word: str) -> bool:
-    """Return whether a word names this interpreter: hooks go into its scripts alone, and only they make them save."""
+    """Return whether a word names this interpreter. Only its scripts get the hooks that make them save."""
     found = shutil.which(word)
     return found is not None and Path(found).parent == Path(sys.executable).parent and "python" in Path(found).name
 
 
-def _suggestion(folder: Path, said: Any) -> str:
-    """Return what to type, by the command that the run has left for its owner to read."""
-    asked = shlex.join(["ntp", "copies", "export", said.folder, "--to", str(said.to)])
+def _suggestion(folder: Path, parsed: Any) -> str:
+    """Return a command line for the user to type, built from the command that the run has recorded."""
+    asked = shlex.join(["ntp", "copies", "export", parsed.folder, "--to", str(parsed.to)])
     try:
         started = StartedBy.read(folder)
     except ConfigError:
@@ -148,10 +150,10 @@ def _processes(folder: Path) -> int:
 
 
 def _empty(to: Path, folder: Path) -> Path:
-    """A folder where nobody has written yet."""
+    """Return the folder; raise `ConfigError` unless it is empty or new, and outside of the copies."""
     way_out = "name another one by --to"
     if to.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"--to {to} is among the copies of the run, which go with it", way_out=way_out)
+        raise ConfigError(f"--to {to} is inside the run's folder of copies, which is removed later", way_out=way_out)
     if to.exists() and not to.is_dir():
         raise ConfigError(f"--to {to} is not a folder", way_out=way_out)
     if to.exists() and any(to.iterdir()):
@@ -164,7 +166,7 @@ def _empty(to: Path, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _undisturbed(folder: Path) -> Iterator[Path]:
-    """Copies that nobody changes or removes meanwhile."""
+    """Yield a folder of copies that nobody changes or removes within the `with` block."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(free(folder))
@@ -188,7 +190,7 @@ def _excerpt(folder: Path) -> Iterator[Path]:
         into = Store(scratch.path / "host-0")
         version = excerpt.take(_store(folder), into)
         _say(
-            f"{folder} is of a run that lives; {version} is copied to {scratch.path} first, which takes"
+            f"{folder} belongs to a running job: {version} is first copied to {scratch.path}, which takes"
             f" {into.used / 1e6:.1f} MB until the checkpoint is written"
         )
         into.close()
@@ -198,13 +200,13 @@ def _excerpt(folder: Path) -> Iterator[Path]:
 
 
 def _whole_or_nothing(to: Path, write: Callable[[], int]) -> int:
-    """What a checkpoint that fails has written by then is removed: the folder was empty."""
+    """Call `write`; where it fails, remove all that it has written: the folder was empty before."""
     was_there, code = to.exists(), 1
     _require_writable(to)
     try:
         code = write()
         if not code and not any(to.iterdir()):
-            _say("the script has ended well, and has written nothing")
+            _say("the script exited with 0, but wrote no checkpoint")
             code = 1
     finally:
         if code:
@@ -215,7 +217,7 @@ def _whole_or_nothing(to: Path, write: Callable[[], int]) -> int:
 
 
 def _require_writable(to: Path) -> None:
-    """Tried, because rights alone do not say it: of a file system that is read-only, say."""
+    """Raise unless a file can be made there. It tries, because a read-only file system does not show in the mode."""
     try:
         to.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=to).close()
@@ -232,7 +234,7 @@ def _remove_all_in(folder: Path) -> None:
 
 
 def _write(folder: Path, processes: int, words: Sequence[str], to: Path) -> int:
-    """Start the job's workers, who know from their place what they are for; the exit code."""
+    """Start the job's workers, which read from the environment that they are to save; return the exit code."""
     from ntp_plugin.launch import agent, torchrun_flags  # noqa: PLC0415
 
     with _undisturbed(folder) as source:

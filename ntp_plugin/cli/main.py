@@ -1,4 +1,4 @@
-"""The `ntp` command: its subcommands, and how an error becomes one line and an exit code."""
+"""The `ntp` command: runs a subcommand, and turns an error into one line and an exit code."""
 
 import os
 import sys
@@ -29,12 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     chaos.add_command(commands)
     status.add_command(commands)
     report.add_command(commands)
-    commands.add_parser("run", help="run a job as torchrun does, but let the others go on when a worker dies")
+    commands.add_parser("run", help="run a job as torchrun does, and keep it running when a worker dies")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["run"]:  # the rest is torchrun's, and must not be looked at by our parser
+        if words[:1] == ["run"]:  # the rest is torchrun's, which this parser must not see
             return run.run(words[1:])
-        if words[:2] == ["chaos", "outside"]:  # behind -- is a command line of its own
+        if words[:2] == ["chaos", "outside"]:  # after -- comes a command line of its own
             return chaos_outside.run(words[2:])
         parsed, unknown = parser.parse_known_args(words)
         parsed.parser.refuse_unknown(unknown)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         if words[:1] == ["run"]:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> int:
-    """Run one command as a process of its own, which is gone as soon as the command is done."""
+    """Run one command as the entry point of the process, which then exits without Python's teardown."""
     quick_exit.arm()
     code = main()
     quick_exit.set_exit_code(code)

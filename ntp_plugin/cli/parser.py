@@ -1,4 +1,4 @@
-"""A parser that complains in one line."""
+"""The argument parser of all commands: reports a mistake in one line."""
 
 import argparse
 import contextlib
@@ -12,15 +12,15 @@ from ntp_plugin.errors import ConfigError
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Complains by `ConfigError`, in one line, with a guess at what was meant.
+    """Raises `ConfigError` with one line and a guess at what was meant, instead of printing the usage.
 
-    A parser that `takes_command` puts all words after the first `--` into `command`, as they are.
+    A parser with `takes_command` puts all words after the first `--` unchanged into `command`.
     """
 
     takes_command = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it, for the words before the command."""
+        """Parse as argparse does; with `takes_command` only the words before `--`."""
         if not self.takes_command:
             return super().parse_known_args(args, namespace)
         words = list(args)
@@ -31,15 +31,15 @@ class OneLineParser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All that it knows."""
+        """All flags of this parser."""
         return [flag for action in self._actions for flag in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and leaving."""
+        """Raise `ConfigError`, where argparse prints the usage and exits."""
         raise ConfigError(message, way_out=f"see {self.prog} --help")
 
     def refuse_unknown(self, unknown: Sequence[str]) -> None:
-        """Raise for the first of the words that no flag takes."""
+        """Raise `ConfigError` for the first word that the parser did not know."""
         if not unknown:
             return
         flag = unknown[0].split("=")[0]
@@ -51,7 +51,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number[Kind: (int, float)](kind: type[Kind], *, least: Kind, most: float = LARGEST_NUMBER) -> Callable[[str], Kind]:
-    """Make the `type` of a flag that takes a number in these bounds; what is no number is in none."""
+    """Return the `type` of a flag that takes a number within these bounds; NaN is within none."""
 
     def read(text: str) -> Kind:
         with contextlib.suppress(ValueError):
@@ -64,11 +64,11 @@ def number[Kind: (int, float)](kind: type[Kind], *, least: Kind, most: float = L
 
 
 def add_run(parser: OneLineParser) -> None:
-    """The run that a command is about."""
+    """Add the folder of a run to a parser; without it the command takes the newest run."""
     parser.add_argument(
         "folder",
         metavar="RUN_DIR",
         type=Path,
         nargs="?",
-        help="what ntp run --ntp-run-dir was told (default: the newest run on this machine that was told none)",
+        help="the folder of ntp run --ntp-run-dir (default: the newest run here that was started without it)",
     )

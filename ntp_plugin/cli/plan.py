@@ -1,6 +1,6 @@
-"""`ntp plan`: what would happen if these slots were lost, before anything is.
+"""`ntp plan`: shows what every survivor would do if some slots were lost.
 
-Reads a job from a file, from flags, or from both (flags win), and prints what every survivor would compute.
+Reads a job from a file, from flags, or from both (flags win). It needs no GPU and starts nothing.
 """
 
 import argparse
@@ -28,7 +28,7 @@ example:
 
 
 def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
-    """Make `ntp plan` known to the parser."""
+    """Add `plan` to the commands of `ntp`."""
     parser = commands.add_parser(
         "plan",
         help="show what would happen if slots were lost",
@@ -44,7 +44,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Plan and print."""
+    """Make the plan and print it."""
     plan = job_plan.plan(configured(Job, parsed, least=_LEAST))
     if parsed.json:
         print(as_json({"digest": plan.digest, "plan": plan}))

@@ -1,4 +1,4 @@
-"""A plan as tables on a terminal."""
+"""Prints a plan as tables."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ from ntp_plugin.planning.topology import WHOLE, Pattern, Slot
 from ntp_plugin.planning.transfers import Transfer
 
 MAX_ROWS = 16
-"""A table shows so many rows; `--json` has them all."""
+"""Most rows of a table; `--json` has them all."""
 
 
 def print_plan(plan: RecoveryPlan, console: Console) -> None:
-    """Everything that a person wants to know of a plan, in the order in which they ask."""
+    """Print the summary of a plan, its tables, notes on it, and the action that a job would take."""
     _print_summary(plan, console)
     if plan.groups:
         console.print(_groups_table(plan))
@@ -152,7 +152,7 @@ def _batch_table(plan: RecoveryPlan) -> Table:
     ]
     slower = batch.step_ns / batch.nominal_ns
     table.caption = (
-        f"step {batch.step_ns / HEALTHY_NS:.2f} healthy micro-batches long: {slower:.3f} x the whole layout, "
+        f"step {batch.step_ns / HEALTHY_NS:.2f} healthy micro-batches long: {slower:.3f} x the nominal layout, "
         f"{batch.step_ns / batch.ideal_ns:.3f} x the ideal; {batch.computed:,} of {batch.total:,} micro-batches"
     )
     return _filled(table, rows)
@@ -187,7 +187,7 @@ def _print_notes(plan: RecoveryPlan, console: Console) -> None:
         what = (
             f"the far copies of {_count(len(nodes), 'host')}" if nodes else f"{len(plan.resettled_copies):,} parities"
         )
-        notes.append(f"{what} settle elsewhere, because their holders are lost")
+        notes.append(f"{what} move to other hosts, because their holders are lost")
     if batch.left_out:
         left = f"{sp.size(batch.left_out):,} of {batch.total:,} micro-batches"
         if batch.mode == "shrink":
@@ -206,7 +206,7 @@ def _print_notes(plan: RecoveryPlan, console: Console) -> None:
 
 
 def _print_choice(plan: RecoveryPlan, console: Console) -> None:
-    """Where the user has said what may be done: what a job that runs would do."""
+    """Print the action that a running job would take, where the user has limited the actions."""
     if not plan.lost or plan.nominal.policy.actions == ActionsPolicy():
         return
     choice = decide(plan)

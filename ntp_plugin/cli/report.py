@@ -1,4 +1,4 @@
-"""`ntp report`: a page on a run, from its record."""
+"""`ntp report`: writes a page about a run, from its record."""
 
 import argparse
 from pathlib import Path
@@ -17,34 +17,36 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     """Add `report` to the commands of `ntp`."""
     parser = commands.add_parser(
         "report",
-        help="make a page on a run, from its record",
-        description="Make report.html in the folder of a run: losses, throughput, who was there, what happened.",
+        help="write a page about a run, from its record",
+        description="Write report.html into the folder of a run: losses, throughput, which slots trained, all events.",
         allow_abbrev=False,
     )
     add_run(parser)
-    parser.add_argument("--reference", metavar="RUN_DIR", type=Path, help="the same job, undisturbed, to compare with")
+    parser.add_argument(
+        "--reference", metavar="RUN_DIR", type=Path, help="a run of the same job without faults, to compare with"
+    )
     parser.add_argument(
         "--bound",
         type=number(float, least=0.0),
         default=1e-6,
-        help="how far losses and weights may be from the reference run's (default: %(default)s)",
+        help="largest relative difference of losses and weights from the reference run (default: %(default)s)",
     )
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(said: Any) -> int:
-    """Read, judge and write."""
-    folder = said.folder or newest_record()
-    told = History.of(read_run(folder))
-    reference = None if said.reference is None else History.of(read_run(said.reference))
+def run(parsed: Any) -> int:
+    """Write the page and print its checks; return 1 where one fails."""
+    folder = parsed.folder or newest_record()
+    history = History.of(read_run(folder))
+    reference = None if parsed.reference is None else History.of(read_run(parsed.reference))
     report = PageContent(
         title=str(folder),
         record=folder,
-        run=told,
+        run=history,
         reference=reference,
-        verdict=look_over(told, reference, bound=said.bound),
-        bound=said.bound,
-        command=f"ntp report {folder}" + (f" --reference run {said.reference}" if said.reference else ""),
+        verdict=look_over(history, reference, bound=parsed.bound),
+        bound=parsed.bound,
+        command=f"ntp report {folder}" + (f" --reference run {parsed.reference}" if parsed.reference else ""),
     )
     print(printable(write_page(report, folder)))
     for check in report.verdict.checks:

@@ -1,4 +1,4 @@
-"""`ntp simulate`: what losses cost, policy by policy, before a cluster is bought; and the search over schedules.
+"""`ntp simulate`: shows what losses cost, policy by policy, and searches schedules for errors of the protocol.
 
 Reads a scenario from a file, from flags, or from both (flags win).
 """
@@ -38,7 +38,7 @@ examples:
 
 
 def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
-    """Make `ntp simulate` known to the parser."""
+    """Add `simulate` to the commands of `ntp`."""
     parser = commands.add_parser(
         "simulate",
         help="show what losses cost, policy by policy",
@@ -52,19 +52,19 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the report into this .png, .svg or .pdf")
     live = parser.add_argument_group("the live protocol under drawn schedules, in place of a cluster")
     seed, some = number(int, least=0), number(int, least=1)
-    live.add_argument("--search", type=some, metavar="N", help="look at so many schedules, from the one of --seed on")
+    live.add_argument("--search", type=some, metavar="N", help="run N schedules, beginning with --seed")
     live.add_argument("--replay", type=seed, metavar="SEED", help="run one schedule again")
-    live.add_argument("--planted", metavar="BUG", help=f"with a planted bug: {', '.join(PLANTED)}")
+    live.add_argument("--planted", metavar="BUG", help=f"plant a bug: {', '.join(PLANTED)}")
     schema.add_flags(parser.add_argument_group("the scenario"), Simulation)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Simulate and print."""
+    """Run the simulation or the search, and print the result."""
     if parsed.search is not None or parsed.replay is not None:
         return _look_at_schedules(parsed)
     if parsed.planted is not None:
-        raise ConfigError("--planted belongs to --search or --replay", way_out="name one of them as well")
+        raise ConfigError("--planted needs --search or --replay", way_out="add one of them")
     scenario = Scenario(asked=configured(Simulation, parsed, least=_LEAST))
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
     report = _last(simulate(scenario), of=work_of(scenario))
@@ -78,7 +78,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _last(reports: Iterable[SimulationReport], *, of: int) -> SimulationReport:
-    """The whole report; whoever watches sees it grow."""
+    """Return the complete report, and show a progress bar while it grows."""
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("simulating", total=of)
         report = None

@@ -1,4 +1,4 @@
-"""A simulation as a picture: throughput lost against failed part, goodput over time, spares needed."""
+"""Draws a simulation as a figure: throughput lost by failed share, goodput over time, spares needed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,11 @@ from ntp_plugin.simulator.failures import DAY_S
 from ntp_plugin.simulator.report import SimulationReport
 
 POINTS = 200
-"""Of a curve over time; a run has thousands of events."""
+"""Points of a curve over time; a run has thousands of events."""
 
 
 def draw(report: SimulationReport, path: Path) -> None:
-    """Write the picture; its kind follows from the ending of its name."""
+    """Write the figure; the suffix of the path selects the format."""
     parts: list[Callable[[Any, SimulationReport], None]] = []
     parts += [_losses] if report.losses else []
     parts += [_goodput] if report.courses else []
@@ -59,7 +59,7 @@ def _goodput(axes: Any, report: SimulationReport) -> None:
 
 
 def _at(series: tuple[tuple[float, float], ...], marks: list[float]) -> list[float]:
-    """The work that was done by each of the moments."""
+    """Return the work done by each of the times in `marks`, interpolated."""
     found, place = [], 0
     for mark in marks:
         while place + 1 < len(series) and series[place + 1][0] < mark:

@@ -1,4 +1,4 @@
-"""A simulation as tables on a terminal."""
+"""Prints a simulation as tables."""
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +9,7 @@ from ntp_plugin.simulator.scenario import Scenario
 
 
 def print_report(scenario: Scenario, report: SimulationReport, console: Console) -> None:
-    """What was simulated, then each part that was asked for, then what was taken for granted."""
+    """Print the scenario, each part of the report that was asked for, and the assumptions."""
     parallel = scenario.asked.parallel
     lines = [
         (
@@ -63,9 +63,9 @@ def _courses_table(scenario: Scenario, report: SimulationReport) -> Table:
     days, faults = scenario.asked.days, report.faults
     table = Table(title=f"{days:g} days, {faults:,} faults", title_justify="left", title_style="bold")
     table.add_column("policy")
-    for name in ("goodput", "lowest throughput", "standing still", "spares used", "events"):
+    for name in ("goodput", "lowest throughput", "paused", "spares used", "events"):
         table.add_column(name, justify="right")
-    table.add_column("done about losses")
+    table.add_column("actions taken")
     for course in report.courses:
         done = ", ".join(f"{action} {count:,}" for action, count in sorted(course.actions.items()))
         table.add_row(

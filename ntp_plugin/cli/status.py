@@ -1,4 +1,4 @@
-"""`ntp status`: what a running job looks like, by its record."""
+"""`ntp status`: shows a running job, from its record."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser = commands.add_parser(
         "status",
         help="watch a running job",
-        description="Show who is there, how wide and how far, until the job is over or dead (code 1), or Ctrl-C.",
+        description="Show the slots of a job, its widths and its step, until the job ends, dies (code 1), or Ctrl-C.",
         allow_abbrev=False,
     )
     add_run(parser)
@@ -33,11 +33,11 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(said: Any) -> int:
-    """Follow it."""
-    folder = said.folder or newest_record()
+def run(parsed: Any) -> int:
+    """Show the job until it ends, or print its state as JSON; return the exit code."""
+    folder = parsed.folder or newest_record()
     job = job_of(folder)
-    if said.json:
+    if parsed.json:
         known = {name: value for name, value in dataclasses.asdict(job).items() if not name.startswith("_")}
         print(json.dumps({**known, "goodput": job.goodput, "whole": job.whole}))
         return 0
@@ -45,14 +45,14 @@ def run(said: Any) -> int:
 
 
 def follow(folder: Path, shown: Screen) -> int:
-    """Until the job has told its end, or nobody is left who could."""
+    """Show the job until its end is recorded (0), or no process is left that could record it (1)."""
     state, follower = JobState(), Follower(folder)
     with shown as screen:
         while not state.ended:
-            alone = nobody_is_left(state)  # before what they told at last is read
+            alone = nobody_is_left(state)  # asked before the last events are read
             news = follower.news()
-            for told in news:
-                state.hear(told)
+            for event in news:
+                state.hear(event)
             screen.show(state, news)
             if alone and not news:
                 break
@@ -60,7 +60,7 @@ def follow(folder: Path, shown: Screen) -> int:
     if not state.ended:
         named = printable(folder)
         print(
-            f"ntp: nobody is left: no process that {named} tells of is alive on this machine, and none has told the"
-            f" job's end; step {state.step} was the last. See ntp report, and ntp copies for what there is of it"
+            f"ntp: the job is dead: no process in the record {named} is alive on this machine, and the record has no"
+            f" end; its last step is {state.step}. See ntp report, and ntp copies list for its copies"
         )
     return 0 if state.ended else _DEAD

@@ -1,4 +1,4 @@
-"""`ntp store`: a job's store outside of its nodes, so that no node's loss takes it away."""
+"""`ntp store`: runs the store of a job on a machine of its own, so that the loss of a node does not end the job."""
 
 import argparse
 import signal
@@ -12,8 +12,8 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     """Add `store` to the commands of `ntp`."""
     parser = commands.add_parser(
         "store",
-        help="keep a job's store on a machine outside of its nodes",
-        description="Keep a job's store until Ctrl-C. Give every node --rdzv-endpoint=HOST:PORT --rdzv-conf is_host=0.",
+        help="run the store of a job on a machine that is not one of its nodes",
+        description="Run a job's store until Ctrl-C. Give every node --rdzv-endpoint=HOST:PORT --rdzv-conf is_host=0.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
     parser.add_argument(
@@ -22,19 +22,19 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(said: Any) -> int:
-    """Serve until a signal comes."""
-    if not said.host:
+def run(parsed: Any) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    if not parsed.host:
         raise ConfigError("--host is empty", way_out="name an address of this machine")
     from ntp_plugin.membership.store import serve  # noqa: PLC0415  (brings torch, which no other command needs)
 
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
-        server = serve(said.host, said.port)
+        server = serve(parsed.host, parsed.port)
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"cannot listen on {said.host}:{said.port} ({reason})") from error
-    print(f"ntp store: {said.host}:{server.port}", flush=True)
+        raise ConfigError(f"cannot listen on {parsed.host}:{parsed.port} ({reason})") from error
+    print(f"ntp store: {parsed.host}:{server.port}", flush=True)
     signal.sigwait(ends)
     return 0

@@ -1,23 +1,26 @@
-"""Who looks after the ranks of a host, and the hosts of a job.
+"""Starts the workers of a host, watches them, and replaces those that are lost: the work of `ntp run`.
 
-torchrun_flags.py  torchrun's part of the command line, checked before anything starts
-agent.py        `ntp run`: torchrun's agent, but a dead worker does not end its siblings
-supervisor.py   watches processes and heartbeats, publishes who is gone, tells the ranks of new epochs
-hosts.py        the hosts of a job, as each sees the others through the job's store
-host_membership.py      which host of the job this machine is: its founder, a spare, or in the place of a lost one
-job_store.py    where the job's store listens, and the token that hosts share
-signed_rendezvous.py  torch's rendezvous reads only what a process of the job has written
-reachability.py       whether hosts can connect to each other
-recording.py      what a run tells, and to whom
-records.py      the record of a run that was told no folder for it
-started_by.py   the command of a run, left beside its copies
-run_folder.py   the folder of a run in shared memory, and those that dead ones have left
-kept_copies.py  how long the copies of a dead run stay, and which go where room is needed
-script_errors.py  a rank that fails by an error of its own script ends the job
-spares.py       processes that have done their imports, and wait to be told which worker to be
-fork_server.py      one that has done them too, and forks workers
-bound.py        how a process is started that ends with its supervisor; reaper.py ends what those have started
-process_end.py  the end of a worker, with whatever it has started
-script.py       a worker's script, with the hooks in the framework that it imports
-quick_exit.py   the end of a process without Python's teardown
+agent.py              runs a job as torchrun's agent does, but does not stop the other workers when one dies
+supervisor.py         watches the processes and heartbeats of a host, and publishes which ranks are lost
+hosts.py              watches the other hosts of the job through the job's store
+host_membership.py    decides which host of the job this machine is: a founder, or the replacement of a lost host
+reachability.py       tests whether hosts can connect to each other
+job_store.py          starts the job's store, and decides the token that the hosts share
+signed_rendezvous.py  signs the state of torch's rendezvous, and refuses state that no process of the job has written
+torchrun_flags.py     checks torchrun's flags and the script before anything starts
+recording.py          writes the record of a run, and starts the relay to Weights & Biases and Prometheus
+records.py            keeps the record of a run that was given no folder, and finds the newest one
+run_folder.py         makes the folder of a run in shared memory, and finds the folders of dead runs
+kept_copies.py        decides how long the copies of a dead run stay
+started_by.py         writes the command line of a run beside its copies
+script_errors.py      ends the job on all hosts when a rank fails by an error of its own script
+script.py             runs a worker's script, with hooks in the framework that it imports
+spares.py             keeps warm spare processes with imports done, which become workers on demand
+fork_server.py        forks workers from one process that has done the imports
+bound.py              starts a process that the kernel kills when its supervisor dies
+reaper.py             kills the descendants of workers when the supervisor was killed
+process_end.py        sends a signal to a worker and its process group
+quick_exit.py         ends a process without Python's teardown
+
+Read next: `membership/`, whose failure detector and protocol the supervisor uses.
 """

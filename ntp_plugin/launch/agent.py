@@ -1,12 +1,12 @@
-"""`ntp run`: torchrun's agent, but a dead worker does not end its siblings.
+"""Runs a job as torchrun's agent does, but does not stop the other workers when one dies (`ntp run`).
 
-Rendezvous, environment, logs and signals are torchrun's own. Different is what happens when a worker ends: torchrun
-stops all workers of all hosts and starts them anew; this agent lets the others go on, tells them through the next view,
-and puts a new process, or a warm spare, into the dead slot as long as `respawn` allows. The job is done when its
-members have said so together; workers that never beat, whose script knows nothing of us, must all end with 0.
+Rendezvous, environment, logs and signals are torchrun's own. The difference is what happens when a worker ends.
+torchrun stops all workers of all hosts and restarts them. This agent keeps the others running, informs them through the
+next view, and starts a new process or a warm spare in the lost slot, at most `respawn` times. The job is done when its
+members have agreed that it is. Workers without heartbeats, whose script does not use the plugin, must all exit with 0.
 
-The store of the rendezvous is the job's one meeting place, and whoever does not reach it ends its workers: so there are
-never two parts of a job that both go on.
+All hosts share the store of the rendezvous. A host that cannot reach it ends its workers, so that never two parts of a
+job continue separately.
 """
 
 import argparse
@@ -61,37 +61,39 @@ from ntp_plugin.recovery.script_failure import FOLDER, OnError
 from ntp_plugin.telemetry import Hung, KeyRestored, RankLost
 
 _PUBLISH_S = 2.0
-"""From what the supervisors know to the view that all others read."""
+"""Seconds from a failure that a supervisor knows to the view that all ranks read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunPolicy:
-    """What `ntp run` is told beyond torchrun's flags."""
+    """The settings of `ntp run` beyond torchrun's flags."""
 
     respawn: int = 0
+    """How many lost workers to replace, in all."""
     spares: int = 0
+    """How many warm spare processes to keep."""
     fork: bool = False
-    """Workers are forked from one process that has done the imports."""
+    """Whether to fork workers from one process that has done the imports."""
     resume: Path | None = None
-    """A folder of copies that the job begins from."""
+    """A folder of copies that the job resumes from."""
     copies_keep_s: float = DAY_S
     """How long the copies of this run stay if it dies."""
     export: Path | None = None
-    """A folder for the checkpoint that it is to make of these, and do nothing else."""
+    """A folder for a checkpoint: the job only writes the copies of `resume` there, and ends."""
     through: tuple[str, ...] = ()
-    """Words of Python's before the script, of a module that runs it: `-m MODULE ARGUMENT`."""
+    """Arguments of Python before the script, for a module that runs it: `-m MODULE ARGUMENT`."""
     on_error: OnError = "stop"
-    """What an error of a rank's own script is to the job."""
+    """What to do when a rank fails by an error of its own script."""
     recording: RecordingOptions = dataclasses.field(default_factory=RecordingOptions)
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
 
 
 class TolerantAgent(LocalElasticAgent):
-    """torchrun's agent with another idea of a failed worker. torch makes it, so its policy waits in the class."""
+    """torchrun's agent, which survives failed workers. torch makes the instance, so the policy is a class variable."""
 
     policy: ClassVar[RunPolicy] = RunPolicy()
     worst_code: ClassVar[int] = 0
-    """Of all workers that ended badly: the highest exit code that is ours, else 1."""
+    """The highest exit code of ours among all workers that failed, else 1."""
 
     _host_membership: HostMembership
     _job: TorchStore
@@ -100,20 +102,20 @@ class TolerantAgent(LocalElasticAgent):
     _fork_server: ForkServer | None = None
     _reaper: Reaper | None = None
     _is_ended = False
-    """By its supervisors, because of one rank."""
+    """Whether the supervisors have ended the job because of one rank."""
 
-    # ------------------------------------------------ coming into the job
+    # ------------------------------------------------ joining the job
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         handler: Any = worker_group.spec.rdzv_handler
         signed_rendezvous.sign(handler, secret=os.environ[job_store.TOKEN])
         self._refuse(worker_group)
-        # torch asks whether machines wait to come in, and would start all workers anew; ours come in by
+        # torch asks whether machines wait to join, and would then restart all workers; ours join through
         # `host_membership`.
         handler.num_nodes_waiting = lambda: 0
         shared = getattr(handler, "_store", None)
         if isinstance(shared, TCPStore):
-            # torch would start a second one, which workers of ours never use, and which anybody could reach.
+            # torch would start a second store, which our workers never use and which any process could reach.
             handler._create_tcp_store_server = lambda *_: shared
             self._open(shared.host, shared.port, handler.get_run_id())
             joined = self._arrival(worker_group).join(handler.settings.max_nodes)
@@ -133,7 +135,7 @@ class TolerantAgent(LocalElasticAgent):
             name=f"{socket.gethostname()}/{uuid.uuid4()}",
             workers=worker_group.spec.local_world_size,
             thresholds=self.policy.thresholds,
-            said=_say,
+            log=_say,
         )
 
     def _found(self, worker_group: WorkerGroup) -> HostMembership:
@@ -152,7 +154,7 @@ class TolerantAgent(LocalElasticAgent):
             raise store_in_rank_0()
 
     def _open(self, host: str, port: int, run_id: str) -> None:
-        """The job's corner of the store, on a connection of its own."""
+        """Connect to the store, on a connection of its own, limited to the keys of this job."""
         self._store_address = host, port
         connection, mine = TCPStore(host, port, None, False), corner(run_id)
         self._corner = PrefixStore(mine, connection)
@@ -160,11 +162,11 @@ class TolerantAgent(LocalElasticAgent):
         self._job.refuse_strangers()
 
     def _send_workers_to_the_store(self, worker_group: Any) -> None:
-        """Instead of another store, which torch starts on the first host and which would be lost with it."""
+        """Point workers at the job's store: torch would start another one on the first host, and lose it with it."""
         worker_group.master_addr, worker_group.master_port = self._store_address
 
     def _take_place(self, worker_group: Any, joined: HostMembership) -> None:
-        """Be a host of a job that runs already: what torch's rendezvous would have said."""
+        """Fill in what torch's rendezvous would have returned, as a host of a job that runs already."""
         self._host_membership, slots = joined, joined.slots
         worker_group.store = self._corner
         worker_group.group_rank, worker_group.group_world_size = joined.host, joined.hosts
@@ -187,35 +189,35 @@ class TolerantAgent(LocalElasticAgent):
             host=place.host,
             founds=not place.incarnation,
             agreed=lambda own: self._job.create("run of wandb", own),
-            said=_say,
+            log=_say,
         )
         os.environ.update(self._recording.passed_to_workers)
         self._folder = RunFolder("ntp-run-")
         self._copies = new_folder(
             keep_s=self.policy.copies_keep_s,
             spares=lambda left: self.policy.export is not None or left == self.policy.resume,
-            said=_say,
+            log=_say,
         )
         self._recorded(worker_group.spec).write(self._copies.path)
-        for name, told in (("NTP_RESUME", self.policy.resume), ("NTP_EXPORT", self.policy.export)):
-            if told is not None:
-                os.environ[name] = str(told)
+        for name, folder in (("NTP_RESUME", self.policy.resume), ("NTP_EXPORT", self.policy.export)):
+            if folder is not None:
+                os.environ[name] = str(folder)
         os.environ["NTP_COPIES"] = str(self._copies.path)
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)
         self._reaper = Reaper("NTP_HEARTBEATS")
         os.environ["NTP_HEARTBEAT_S"] = str(self.policy.thresholds.heartbeat_interval_s)
         os.environ["NTP_HUNG_S"] = str(self.policy.thresholds.hung_s)
-        if place.hosts > 1:  # a whole host is missed later than one process is seen to end
+        if place.hosts > 1:  # the loss of a host takes longer to detect than the end of a process
             os.environ["NTP_PUBLISH_S"] = str(self.policy.thresholds.host_s + _PUBLISH_S)
         if place.incarnation:
             os.environ["NTP_HOST_INCARNATION"] = str(place.incarnation)
         self._supervisor = Supervisor(
-            RestoredKeys(self._job, report=self._told_restored),
+            RestoredKeys(self._job, report=self._report_restored),
             first_view(place.slots),
             self._heartbeats,
             thresholds=self.policy.thresholds,
-            told=self._told,
+            report=self._report_lost,
             reported_hung=self._reported_hung,
             hosts=self._hosts() if place.hosts > 1 else None,
             script_errors=self._script_errors(),
@@ -227,7 +229,7 @@ class TolerantAgent(LocalElasticAgent):
         self._lost: set[int] = set()
         self._lock = threading.Lock()
         self._finished = False
-        if worker_group.spec.entrypoint == sys.executable:  # in another Python, or a shell script, we may not be there
+        if worker_group.spec.entrypoint == sys.executable:  # another Python may not have this package
             worker_group.spec.args = with_hooks(worker_group.spec.args, through=self.policy.through)
         self._fork_server = ForkServer(str(worker_group.spec.entrypoint)) if self.policy.fork else None
         self._new_worker: Any = _bound_worker if self._fork_server is None else self._fork_server.worker
@@ -240,7 +242,7 @@ class TolerantAgent(LocalElasticAgent):
         context: Any = self._pcontext
         self._spares = (
             Spares(context.entrypoint, context.args[0], most=self.policy.spares)
-            if self.policy.spares and self._fork_server is None  # which is as good as any number of them
+            if self.policy.spares and self._fork_server is None  # a fork server makes spares superfluous
             else None
         )
         if self._spares is not None:
@@ -263,10 +265,12 @@ class TolerantAgent(LocalElasticAgent):
         self._errors = ScriptErrors(
             self._job,
             folder,
-            on_error=self.policy.on_error if self.policy.export is None else "evict",  # an export has codes of its own
+            on_error=self.policy.on_error
+            if self.policy.export is None
+            else "evict",  # an export has its own exit codes
             host=self._host_membership.host,
             hosts=self._host_membership.hosts,
-            said=_say,
+            log=_say,
         )
         return self._errors
 
@@ -278,33 +282,33 @@ class TolerantAgent(LocalElasticAgent):
             host_incarnation=place.incarnation,
             hosts=place.hosts,
             slots=place.slots,
-            door=RefusingEndpoint(own_address(self._store_address)),
+            endpoint=RefusingEndpoint(own_address(self._store_address)),
             thresholds=self.policy.thresholds,
         )
 
     # ------------------------------------------------ while it runs
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Never asks `self._pcontext.wait()`, which would close all workers as soon as one has failed."""
+        """Check the job once; never calls `self._pcontext.wait()`, which closes all workers once one has failed."""
         assert self._supervisor is not None, "there are workers"
         trouble = self._trouble()
-        told = trouble is not None or self._supervisor.has_told_all()
-        # Where the job is over its store may leave first: the workers here need it no more, and end by themselves.
+        all_reported = trouble is not None or self._supervisor.has_reported_all()
+        # When the job is over its store may end first: the workers here need it no more, and end by themselves.
         over = self._finished or self._supervisor.view.over
         if trouble is not None and (not over or isinstance(trouble, ScriptError | NotStarted)):
             self._is_ended = isinstance(trouble, ScriptError | NotStarted)
             TolerantAgent.worst_code = self._worst_code()
-            if not self._is_ended:  # everything that torch would still say to the store would wait for it
+            if not self._is_ended:  # every further request of torch would wait for the lost store
                 worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
             raise trouble
         self._respawn(worker_group)
         codes = [handler.proc.poll() for handler in self._handlers().values()]
-        if any(code is None for code in codes) or not told:
+        if any(code is None for code in codes) or not all_reported:
             return RunResult(state=WorkerState.HEALTHY)
         if not self._finished:
             self._finished = True
             self._supervisor.finish()
-        # A store that is gone now has left with its host, because all was over.
+        # A store that is lost by now has ended with its host, because the job was over.
         if trouble is None and not self._supervisor.over:
             return RunResult(state=WorkerState.HEALTHY)
         done = self._is_done(codes, store_left=trouble is not None)
@@ -318,7 +322,7 @@ class TolerantAgent(LocalElasticAgent):
         return self._failure(worker_group)
 
     def _is_done(self, codes: Sequence[int], *, store_left: bool) -> bool:
-        """Workers that beat say together that the job is over; of others nothing is known but how they ended."""
+        """Whether the job succeeded: by the agreement of workers with heartbeats, else by all exit codes."""
         assert self._supervisor is not None, "there are workers"
         if not self._supervisor.has_heard_heartbeats:
             return not any(codes)
@@ -342,14 +346,14 @@ class TolerantAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _worst_code(self) -> int:
-        """Of the workers: the highest exit code that is ours, also of one that was killed as it ended; else 1."""
-        ours = NtpError.codes() - {Excluded.exit_code}  # who was left behind does not say why the job failed
+        """Return the highest exit code of ours among the workers, also of one that was killed as it ended; else 1."""
+        ours = NtpError.codes() - {Excluded.exit_code}  # an excluded worker is not the reason why the job failed
         ended = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is not None]
         codes = {code for process in ended for code in (process.returncode, self._errors.code_of(process.pid))}
         return max((code for code in codes if code in ours), default=1)
 
     def _trouble(self) -> NtpError | None:
-        """Why this host is no part of the job any more."""
+        """Return why this host has to leave the job, or None."""
         assert self._supervisor is not None, "there are workers"
         if self._answered_at != self._supervisor.answered_at:
             self._answered_at = self._supervisor.answered_at
@@ -365,14 +369,14 @@ class TolerantAgent(LocalElasticAgent):
         )
 
     def _exit_barrier(self) -> None:
-        """Nothing to wait for: the workers of all hosts have ended."""
+        """Do nothing: the workers of all hosts have ended already."""
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._end_supervision()
         super()._shutdown(*args, **options)
         if self._is_ended:
             self._errors.wait_for_other_hosts(self.policy.thresholds.host_s)
-        if self._fork_server is not None:  # until here it is asked how workers have ended
+        if self._fork_server is not None:  # needed until here, for the exit codes of workers
             self._fork_server.close()
             self._fork_server = None
         if self._reaper is not None:
@@ -394,12 +398,12 @@ class TolerantAgent(LocalElasticAgent):
         self._recording.end()
 
     def _end_copies(self) -> None:
-        """Where the job did not end well, they may be all that is left of its last steps."""
+        """Remove the copies, unless there are some of a failed job: they may be all that remains of its last steps."""
         if any(self._copies.path.glob("*/*.json")):
             self._copies.leave()
             _say(
                 f"copies of the last steps stay in {self._copies.path} for {in_words(self.policy.copies_keep_s)}, or"
-                " until a run needs their room: see ntp copies --help"
+                " until a run needs the memory: see ntp copies --help"
             )
         else:
             self._copies.remove()
@@ -415,8 +419,8 @@ class TolerantAgent(LocalElasticAgent):
         process = self._handlers()[local_rank].proc
         self._supervisor.watch(MemberId(slot=slot, incarnation=incarnation), process.pid, process.wait)
 
-    def _told(self, member_id: MemberId, verdict: RankFailure) -> None:
-        """On the supervisor's thread: one line, and an end for a process that would not notice by itself."""
+    def _report_lost(self, member_id: MemberId, verdict: RankFailure) -> None:
+        """Log a lost rank, and mark its process to be ended. Called on the supervisor's thread."""
         here = self._handlers().get(member_id.slot - self._host_membership.first_slot)
         pid = here.proc.pid if here is not None else 0
         if verdict.kind == NOT_NEEDED:
@@ -430,12 +434,12 @@ class TolerantAgent(LocalElasticAgent):
     def _reported_hung(self, waiting: int) -> None:
         seconds = self.policy.thresholds.hung_s
         _say(
-            f"all {waiting} ranks have waited for each other for {seconds:g} s, so nobody is taken for lost: they are"
-            " in operations that do not match, which end when torch's timeout does (py-spy dump --pid PID shows where)"
+            f"all {waiting} ranks have waited for each other for {seconds:g} s, so none counts as lost: they are in"
+            " collectives that do not match, which end by torch's timeout (py-spy dump --pid PID shows where)"
         )
         self._recording.tell(Hung(waiting=waiting, seconds=seconds))
 
-    def _told_restored(self, key: str, what: str) -> None:
+    def _report_restored(self, key: str, what: str) -> None:
         _say(what)
         self._recording.tell(KeyRestored(key=key, what=what))
 
@@ -446,23 +450,23 @@ class TolerantAgent(LocalElasticAgent):
             if worker.global_rank not in lost:
                 continue
             old = self._handlers()[worker.local_rank].proc
-            if old.poll() is None:  # frozen, silent, hung or cut off: it is out, and must not come back
+            if old.poll() is None:  # frozen, silent, hung or cut off: it is evicted, and must not come back
                 end(old, signal.SIGKILL)
                 old.wait()
-            if self._births < self.policy.respawn and self._somebody_goes_on() and self._reaches_all():
+            if self._births < self.policy.respawn and self._job_goes_on() and self._reaches_all():
                 self._births += 1
                 self._start_anew(worker.global_rank, worker.local_rank)
 
-    def _somebody_goes_on(self) -> bool:
-        """Whether there is still a job that a new worker could come into."""
+    def _job_goes_on(self) -> bool:
+        """Whether the job still runs, so that a new worker could join it."""
         assert self._supervisor is not None, "there are workers"
         return not self._finished and bool(self._supervisor.view.member_ids)
 
     def _reaches_all(self) -> bool:
-        """Whether a new worker here could connect to the others: where not, it would only hold them up."""
+        """Whether a new worker here could connect to the other hosts; otherwise it would only delay them."""
         assert self._supervisor is not None, "there are workers"
         if missed := self._supervisor.unreachable():
-            _say(f"no new worker is started here: this host does not reach hosts {', '.join(map(str, missed))}")
+            _say(f"no new worker is started here: this host cannot connect to hosts {', '.join(map(str, missed))}")
         return not missed
 
     def _start_anew(self, slot: int, local_rank: int) -> None:
@@ -491,17 +495,17 @@ class TolerantAgent(LocalElasticAgent):
 
 
 def _bound_worker(*, entrypoint: str, args: Sequence[object], **options: Any) -> Any:
-    """A worker as torch's agent starts one, but it does not outlive this process."""
+    """Start a worker as torch's agent does, but one that does not outlive this process."""
     program, *words = bound([entrypoint, *map(str, args)])
     return get_subprocess_handler(entrypoint=program, args=tuple(words), **options)
 
 
 def run(arguments: argparse.Namespace, policy: RunPolicy) -> int:
-    """Do what `torchrun` does with these arguments, but go on after a loss.
+    """Run a job as `torchrun` does with these arguments, but keep it running after a loss.
 
     Args:
         arguments: torchrun's, from `torchrun_flags.parse`.
-        policy: What `ntp run` was told beyond them.
+        policy: The settings of `ntp run` beyond them.
 
     Returns:
         The exit code of the job.
@@ -528,12 +532,12 @@ def run(arguments: argparse.Namespace, policy: RunPolicy) -> int:
         _say(str(error))
         return error.exit_code
     finally:
-        del store  # it is the job's meeting place until here
+        del store  # the job needs it until here
     _say("done")
     return 0
 
 
 def _say(what: str) -> None:
-    """A line for whoever reads; where nobody does any more, `head` say, that is no trouble of the job's."""
+    """Print a log line; a closed output, as of `ntp run | head`, does not disturb the job."""
     with contextlib.suppress(OSError):
         print(f"ntp run: {what}".encode(errors="backslashreplace").decode(), flush=True)

@@ -1,11 +1,11 @@
-"""Start a program that the kernel kills when the process that started it dies.
+"""Starts a program that the kernel kills when the process that started it dies.
 
     python -I -S bound.py PARENT PROGRAM ARGUMENTS
 
 This file runs as a script, asks the kernel for the signal (`PR_SET_PDEATHSIG`, which outlives `exec`), and becomes the
-program. A parent that died before the kernel was asked would never be noticed, so its pid is compared afterwards. It
-works for whatever the program is: Python, another Python, a shell script. It imports nothing but the standard library,
-without `site`, because every worker starts through it.
+program by `exec`. The kernel does not notice a parent that died before it was asked, so the script compares the
+parent's pid afterwards. It works for any program: Python, another Python, a shell script. It imports only the standard
+library, without `site`, because every worker starts through it.
 
 The kernel sends the signal when the *thread* that started the process ends: call from the main thread.
 """
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 _NO_SUCH_PROGRAM = 127
-"""A shell's exit code for it."""
+"""The exit code of a shell for a command that it cannot find."""
 
 
 def bound(words: Sequence[str]) -> list[str]:
-    """A command line for the same program, which then does not outlive this process.
+    """Return a command line for the same program that ties its life to this process.
 
     Args:
         words: The program and its arguments.
@@ -38,7 +38,7 @@ def _main(parent: int, words: Sequence[str]) -> None:
         sys.exit(f"ntp run: {words[0]} is not started: prctl: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent:
         sys.exit(f"ntp run: {words[0]} is not started: its supervisor (pid {parent}) is dead")
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, in this process, and `exec` would keep that
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them in this process; `exec` would keep that
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvp(words[0], list(words))

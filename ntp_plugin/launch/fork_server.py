@@ -1,12 +1,12 @@
-"""Workers that are forked from one process of their host, which has done the imports: `ntp run --ntp-fork`.
+"""Forks workers from one process of the host that has done the imports (`ntp run --ntp-fork`).
 
-To import torch and a framework takes a process seconds of a core, and hundreds of MB of memory. Where every worker is
-a fork of one that has done it, a host does it once, and a worker that takes a lost one's place is there at once.
+Importing torch and a framework costs a process seconds of a core and hundreds of MB of memory. With a fork server a
+host pays this once, and the replacement of a lost worker starts at once.
 
-`ForkServer` is the agent's side. The other side is this file as a script: it imports, and then answers one question
-after the other that comes through its socket. Asked for a worker it forks, and the child goes on as that worker; where
-what was imported has opened a GPU, which forks could not use, it refuses. Asked how a child has ended it looks: it is
-the parent. That a child has ended, the agent sees by itself, so a fork server that is lost takes nobody with it.
+`ForkServer` is the agent's side. The other side is this file as a script: it imports, and then answers requests from
+its socket one after the other. On a request for a worker it forks, and the child continues as that worker. It refuses
+if an import has opened a GPU, which forks could not use. On a request for an exit code it waits for the child, as its
+parent. The agent sees by itself that a child has ended, so the loss of the fork server ends no worker.
 """
 
 import atexit
@@ -34,12 +34,12 @@ from ntp_plugin.launch.script import run
 from ntp_plugin.launch.spares import be_worker, import_ahead
 
 HOW_IS_NOT_KNOWN = 255
-"""The exit code of a child whose fork server was lost before it had told."""
+"""Stands for the exit code of a child whose fork server was lost before it had reported the code."""
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class Forked:
-    """A child, as much of it as torch's agent and ours ask of a `subprocess.Popen`."""
+    """A forked worker, with the methods of `subprocess.Popen` that torch's agent and ours use."""
 
     def __init__(self, pid: int, fork_server: "ForkServer") -> None:
         self.pid, self._fork_server = pid, fork_server
@@ -48,13 +48,13 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """How it has ended, or None."""
+        """Return the exit code, or None while the worker runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended; how it did."""
+        """Wait for the worker's end and return its exit code; raise `subprocess.TimeoutExpired` after the timeout."""
         if not select.select([self._pidfd], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
         with self._lock:
@@ -63,12 +63,12 @@ class Forked:
             return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """To the child, if it is there."""
+        """Send a signal to the worker, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
@@ -77,17 +77,17 @@ class Forked:
 
 @dataclasses.dataclass(frozen=True)
 class Handler:
-    """Stands where torch's agent keeps its handler of a worker."""
+    """Takes the place of torch's handler of a worker."""
 
     proc: Forked
 
     def close(self, death_sig: int | None = None) -> None:
-        """End it, with what it has started, as torch ends a worker."""
+        """End the worker and the processes that it has started, as torch does."""
         end(self.proc, death_sig or signal.SIGTERM)
 
 
 class ForkServer:
-    """The agent's side."""
+    """The agent's side: starts the process that forks, and asks it for workers."""
 
     def __init__(self, entrypoint: str) -> None:
         if entrypoint != sys.executable:
@@ -102,7 +102,7 @@ class ForkServer:
                 bound([sys.executable, "-m", __name__, str(theirs.fileno())]),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # what asks while it is imported whether there is a GPU is not to open it, so that children can
+                # an import that looks for a GPU must not open it, so that the children can
                 env={_NVML: "1"} | os.environ,
                 start_new_session=True,
             )
@@ -119,11 +119,11 @@ class ForkServer:
         local_rank_id: int,
         numa_options: Any = None,
     ) -> Handler:
-        """A new one, asked for as torch's agent asks for a process."""
-        assert entrypoint == sys.executable, "it was looked at"
+        """Start a worker, with the arguments by which torch's agent starts a process."""
+        assert entrypoint == sys.executable, "checked in __init__"
         if numa_options is not None:
             raise Refused(
-                f"--ntp-fork: worker {local_rank_id} is to be bound to a NUMA node, which is done before it imports",
+                f"--ntp-fork: worker {local_rank_id} cannot be bound to a NUMA node, because it has done its imports",
                 way_out="leave out --numa-binding, or --ntp-fork",
             )
         words = [word for word in args if word != "-u"]
@@ -134,20 +134,20 @@ class ForkServer:
             if answer is None:
                 code = self._process.wait()
                 raise Refused(
-                    f"--ntp-fork: the process that does the imports ended with code {code}, and had forked no worker",
-                    way_out="what it said stands above; or leave out --ntp-fork",
+                    f"--ntp-fork: the process that does the imports exited with {code} before it forked this worker",
+                    way_out="see its output above, or leave out --ntp-fork",
                 )
             self._imports = False
             return Handler(Forked(answer, self))
 
     def code_of(self, child: int) -> int:
-        """How one ended that has; it is gone then."""
+        """Return the exit code of a child that has ended, and reap it. Call it once for each child."""
         with self._lock:
             code = self._asked({"ended": child})
         return HOW_IS_NOT_KNOWN if code is None else code
 
     def _asked(self, what: Mapping[str, Any]) -> int | None:
-        """Its answer; None when it is gone."""
+        """Send a request and return the answer; None if the process is lost."""
         try:
             self._socket.sendall(json.dumps(what).encode() + b"\n")
             line = self._lines.readline()
@@ -156,7 +156,7 @@ class ForkServer:
         return int(line) if line else None
 
     def close(self) -> None:
-        """It ends when its socket does; who still imports would look only then, and fork who was asked for."""
+        """End the process. It ends when its socket closes; while it still imports it has to be killed."""
         if self._imports:
             self._process.kill()
         self._lines.close()
@@ -168,15 +168,15 @@ class ForkServer:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Imports, and forks until the agent is gone. In a child it returns when the worker's script has ended."""
-    quick_exit.arm()  # for the children, before what they get imported
+    """Import, and fork until the agent is lost. In a child it returns when the worker's script has ended."""
+    quick_exit.arm()  # before the imports: the children inherit the order of the handlers
     import_ahead()
     _refuse_a_gpu()
     gc.collect()
     gc.freeze()  # a collection would write into every page that the children share
-    atexit.register(gc.unfreeze)  # libraries look for what is left over when Python ends, here and in the children
+    atexit.register(gc.unfreeze)  # libraries look for leftover objects when Python ends, here and in the children
     words = None
-    with contextlib.suppress(ConnectionError):  # the agent is gone
+    with contextlib.suppress(ConnectionError):  # the agent is lost
         words = _forks(socket.socket(fileno=int(arguments[0])))
     if words is not None:
         run(words)
@@ -188,14 +188,14 @@ def _refuse_a_gpu() -> None:
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
         raise Refused(
-            "--ntp-fork: something that NTP_PRELOAD names has opened the GPU while it was imported, and a fork cannot"
-            " use one that its parent has opened",
-            way_out="leave it out of NTP_PRELOAD, or leave out --ntp-fork",
+            "--ntp-fork: a module in NTP_PRELOAD has opened the GPU at its import, and a fork cannot use a GPU that its"
+            " parent has opened",
+            way_out="take the module out of NTP_PRELOAD, or leave out --ntp-fork",
         )
 
 
 def _forks(agent: socket.socket) -> list[str] | None:
-    """None when the agent is gone; in a child its words."""
+    """Answer requests until the agent closes the socket, then return None; in a child return its command line."""
     with agent, agent.makefile("rwb", buffering=0) as wire:
         for line in wire:
             asked = json.loads(line)
@@ -212,15 +212,15 @@ def _forks(agent: socket.socket) -> list[str] | None:
 def _end_of(child: int) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    except ChildProcessError:  # it was forked by one before this one, that was lost
+    except ChildProcessError:  # an earlier fork server, now lost, had forked it
         return HOW_IS_NOT_KNOWN
 
 
 def _born(words: list[str], environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> list[str]:
-    """Be a process as if it had been started: its session, its environment (and what imports have set in it), its
-    output, its own randomness."""
+    """Give a forked child what a started process has: a session, an environment (which keeps what imports have set),
+    an output, and its own random numbers."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started `ntp run` may have had ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent of `ntp run` may have had it ignored
     be_worker(environment, stdout, stderr)
     sys.stdout, sys.stderr = (  # as `python -u` has them
         io.TextIOWrapper(io.FileIO(descriptor, "wb", closefd=False), write_through=True) for descriptor in (1, 2)

@@ -1,18 +1,21 @@
-"""The hosts of a job, as each of them sees the others through the job's store.
+"""Watches the other hosts of the job through the job's store, and finds out together with them which rank hangs.
 
-    beat/N            a counter that host N raises
-    host_incarnation/N/K        who is host N for the K-th time: a machine that takes the place of a lost one is the
-    next door/N/K          where that host_incarnation can be knocked at
-    ended/N/K         all its workers have ended
-    round/E/R         the R-th question of epoch E: how does everybody stand?
-    standstill/E/R/N  what host N says to it
+It uses these keys of the store:
 
-A host watches the beats of the next few hosts that have members in the view, so that a beat is read by a few and not by
-all. Where nothing moves on a host for `hung_s`, it asks the question; every host answers with its standstill and with
-the hosts that it cannot reach; whoever asked judges.
+    beat/N                  a counter that host N increments: its heartbeat
+    host_incarnation/N/K    the machine that takes the place of host N for the K-th time
+    door/N/K                the address at which incarnation K of host N can be connected to
+    ended/N/K               all workers of that incarnation have ended
+    round/E/R               the R-th query of epoch E: which ranks of each host wait, are idle or hang?
+    standstill/E/R/N        the answer of host N
 
-The store may answer late, because this host was cut off from it for a while. Then the others have gone on without it,
-and it must not take them for silent: a beat counts from when the store answered, silence up to when it was asked.
+A host watches the heartbeats of the next few hosts with members in the view, so that a few hosts read each heartbeat
+and not all. If nothing has moved on a host for `hung_s`, it starts a query. Every host answers with its `Standstill`
+and with the hosts that it cannot reach; the host that started the query judges.
+
+The store may answer late, because this host was cut off from it for a while. The others have then gone on without it,
+and it must not count them as silent. So a heartbeat counts from when the store answered, and silence ends at the time
+of the request.
 """
 
 import dataclasses
@@ -29,10 +32,12 @@ from ntp_plugin.membership.protocol import View
 from ntp_plugin.membership.store import TorchStore
 
 WATCHED = 8
-"""A rack that dies with fewer hosts than this in a row is noticed at once by the host before it."""
+"""How many of the next hosts a host watches. The loss of a rack with fewer hosts in a row is noticed at once by the
+host before it."""
 KNOCK_S = 1.0
+"""Timeout of a connection to another host."""
 ROUND_S = 5.0
-"""An answer takes a knock and two beats; a host that has not answered by then is being missed by those who watch it."""
+"""Timeout of a query. An answer takes one connection and two heartbeats; a host that is slower is about to be lost."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -41,12 +46,12 @@ class _Round:
     asked_by_me: bool
     opened_at: float
     knocked: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    """Filled by the thread that knocks."""
+    """The hosts that cannot be connected to, once the connecting thread has finished."""
     answered: bool = False
 
 
 class Hosts:
-    """This host among the others; `tick` is called again and again by the supervisor's thread."""
+    """This host's view of the others. The supervisor's thread calls `tick` in its loop."""
 
     def __init__(
         self,
@@ -56,13 +61,13 @@ class Hosts:
         host_incarnation: int,
         hosts: int,
         slots: int,
-        door: RefusingEndpoint,
+        endpoint: RefusingEndpoint,
         thresholds: Thresholds,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self.host, self._host_incarnation, self._thresholds = store, host, host_incarnation, thresholds
         self._slots = {other: range(other * slots // hosts, (other + 1) * slots // hosts) for other in range(hosts)}
-        self._door, self._clock = door, clock
+        self._endpoint, self._clock = endpoint, clock
         self._pulses: dict[int, Pulse] = {}
         self._counts: dict[int, int] = {}
         self._heartbeat_at = 0.0
@@ -71,39 +76,50 @@ class Hosts:
         self._round: _Round | None = None
         self._quiet_until = 0.0
         self.hung = 0
-        """How many wait for each other, if all do: by the last question that this host has asked."""
+        """How many ranks wait for each other, if all do, by the last query of this host."""
         self._leaving = False
-        store.create(f"door/{host}/{host_incarnation}", json.dumps(door.address))
+        store.create(f"door/{host}/{host_incarnation}", json.dumps(endpoint.address))
 
     def close(self) -> None:
-        """Nobody can knock here any more."""
-        self._door.close()
+        """Stop accepting connections."""
+        self._endpoint.close()
 
     # ------------------------------------------------ what the supervisor asks
 
     def tick(self, view: View, still: Standstill | None) -> list[RankFailure]:
-        """Heartbeat, look at the others, and answer or ask; returns who is lost because of its host, or hangs."""
+        """Send a heartbeat, check the other hosts, and answer or start a query.
+
+        Args:
+            view: The newest view.
+            still: What the ranks of this host wait in, if nothing has moved here for `hung_s`.
+
+        Returns:
+            The ranks that are lost with their host, or hang.
+
+        Raises:
+            Excluded: Another machine has taken the place of this one.
+        """
         now = self._clock()
         if now - self._heartbeat_at < self._thresholds.host_heartbeat_s:
             return []
         self._heartbeat_at = now
-        if not self._leaving:  # else another machine may take the place
+        if not self._leaving:  # afterwards another machine may take the place
             self._store.count(f"beat/{self.host}", 1)
             if self._store.present([f"host_incarnation/{self.host}/{self._host_incarnation + 1}"]):
                 raise Excluded(f"another machine has taken the place of this one as host {self.host}")
         return self._watch(view) or self._take_part(view, still, self._clock())
 
     def unreachable(self, view: View) -> tuple[int, ...]:
-        """The hosts of the view that this one cannot connect to; waits for them for a second."""
-        return unreachable(self._doors(view), timeout_s=KNOCK_S)
+        """Return the hosts of the view that this one cannot connect to within `KNOCK_S`."""
+        return unreachable(self._addresses(view), timeout_s=KNOCK_S)
 
     def all_ended(self, view: View) -> bool:
-        """All workers of this host have ended; whether those of all hosts in the view have."""
+        """Announce that all workers of this host have ended; return whether those of all hosts in the view have."""
         self._leaving = True
         self._store.create(f"ended/{self.host}/{self._host_incarnation}", "yes")
         return all(self._store.present([f"ended/{host}/{self._host_incarnation_of(host)}"]) for host in self._in(view))
 
-    # ------------------------------------------------ beats
+    # ------------------------------------------------ heartbeats
 
     def _in(self, view: View) -> list[int]:
         members = set(view.slots)
@@ -127,7 +143,7 @@ class Hosts:
     def _verdicts(self, view: View, host: int, reason: str) -> list[RankFailure]:
         return [RankFailure(slot=slot, kind="host", reason=reason) for slot in view.slots if slot in self._slots[host]]
 
-    # ------------------------------------------------ how does everybody stand?
+    # ------------------------------------------------ queries
 
     def _take_part(self, view: View, still: Standstill | None, now: float) -> list[RankFailure]:
         if view.epoch != self._epoch:
@@ -153,32 +169,32 @@ class Hosts:
         opened = _Round(number=self._rounds, asked_by_me=asked_by == str(self.host), opened_at=now)
         self._rounds += 1
         threading.Thread(
-            target=lambda doors: opened.knocked.append(unreachable(doors, timeout_s=KNOCK_S)),
-            args=(self._doors(view),),
-            name="ntp-knock",
+            target=lambda addresses: opened.knocked.append(unreachable(addresses, timeout_s=KNOCK_S)),
+            args=(self._addresses(view),),
+            name="ntp-connect",
             daemon=True,
         ).start()
         return opened
 
     def _answer(self, current: _Round, still: Standstill | None) -> None:
-        told = None
+        answer = None
         if still is not None:
-            told = [still.waiting, _rows(still.idle), still.hanging, _rows(still.done), current.knocked[0]]
-        self._store.create(f"standstill/{self._epoch}/{current.number}/{self.host}", json.dumps(told))
+            answer = [still.waiting, _rows(still.idle), still.hanging, _rows(still.done), current.knocked[0]]
+        self._store.create(f"standstill/{self._epoch}/{current.number}/{self.host}", json.dumps(answer))
         current.answered = True
 
     def _gather(self, current: _Round, view: View) -> list[RankFailure] | None:
-        told: dict[int, Standstill | None] = {}
+        answers: dict[int, Standstill | None] = {}
         for host in self._in(view):
             text = self._store.read(f"standstill/{self._epoch}/{current.number}/{host}")
             if text is None:
                 return None
-            told[host] = _standstill(json.loads(text))
-        self.hung = hung(told)
-        slots = {host: set(view.slots) & set(self._slots[host]) for host in told}
-        return judge(told, slots, self._thresholds)
+            answers[host] = _standstill(json.loads(text))
+        self.hung = hung(answers)
+        slots = {host: set(view.slots) & set(self._slots[host]) for host in answers}
+        return judge(answers, slots, self._thresholds)
 
-    # ------------------------------------------------ tenants
+    # ------------------------------------------------ host incarnations
 
     def _host_incarnation_of(self, host: int) -> int:
         host_incarnation = 0
@@ -186,30 +202,30 @@ class Hosts:
             host_incarnation += 1
         return host_incarnation
 
-    def _doors(self, view: View) -> dict[int, Address]:
-        return {host: self._door_of(host) for host in self._in(view) if host != self.host}
+    def _addresses(self, view: View) -> dict[int, Address]:
+        return {host: self._address_of(host) for host in self._in(view) if host != self.host}
 
-    def _door_of(self, host: int) -> Address:
+    def _address_of(self, host: int) -> Address:
         address, port = json.loads(self._store.read(f"door/{host}/{self._host_incarnation_of(host)}") or '["", 0]')
         return address, port
 
 
 def successors(hosts: Sequence[int], of: int, most: int) -> list[int]:
-    """The hosts that come after one in the ring of them all."""
+    """Return the next `most` hosts after one, in the ring of all hosts."""
     others = sorted(host for host in hosts if host != of)
     after = [host for host in others if host > of]
     return [*after, *(host for host in others if host < of)][:most]
 
 
 def _rows(since: Mapping[int, float]) -> list[tuple[int, float]]:
-    """As JSON has it, whose keys are no numbers."""
+    """Return the pairs of a mapping: keys in JSON cannot be numbers."""
     return list(since.items())
 
 
-def _standstill(told: Any) -> Standstill | None:
-    if told is None:
+def _standstill(answer: Any) -> Standstill | None:
+    if answer is None:
         return None
-    waiting, idle, hanging, done, missed = told
+    waiting, idle, hanging, done, missed = answer
     return Standstill(
         waiting=waiting, idle=dict(idle), hanging=tuple(hanging), done=dict(done), unreachable=tuple(missed)
     )

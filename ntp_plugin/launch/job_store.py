@@ -1,8 +1,8 @@
-"""Where the job's store listens, and the token that its hosts share: decided before torch's rendezvous begins.
+"""Starts the job's store before torch's rendezvous begins, and decides the token that the job's hosts share.
 
 torch's own store listens on all addresses of its host, whatever the endpoint says, and has no password. So `ntp run`
-starts the store itself where torch would: on loopback for a job of one host, else on the address that the endpoint
-names. torch then connects to it as any other client does.
+starts the store where torch would: on loopback for a job of one host, otherwise on the address that the endpoint names.
+torch then connects to it as any other client does.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from ntp_plugin.membership.store import serve
 
 TOKEN = "NTP_TOKEN"
 _SHORTEST = 16
-"""Characters of a token. Signatures are readable in the store, so a short one can be found by trying."""
+"""Least characters of a token. Signatures are readable in the store, so a short token can be found by trying."""
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
-"""As torch reads them."""
+"""The spellings that torch accepts."""
 
 
 def token_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> str:
@@ -46,8 +46,8 @@ def token_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> s
     fix = f"export {TOKEN}=$(openssl rand -hex 16) once, and the same value on every host (srun passes it on)"
     if not given and hosts > 1:
         raise ConfigError(
-            f"{TOKEN} is not set, and the job runs on {hosts} hosts: without it whoever reaches the job's store could"
-            " forge what its ranks report",
+            f"{TOKEN} is not set, and the job runs on {hosts} hosts: without it any process that reaches the job's"
+            " store could forge the reports of its ranks",
             way_out=fix,
         )
     if given and len(given) < _SHORTEST:
@@ -59,11 +59,11 @@ def start_store(arguments: argparse.Namespace, *, say: Callable[[str], None]) ->
     """Start the job's store, if torch would start it in this process, and have torch connect to it.
 
     Args:
-        arguments: torchrun's, parsed. The endpoint and what belongs to it are replaced where a store is started.
-        say: Called with one line where the store cannot be bound to one address.
+        arguments: torchrun's, parsed. Where a store is started, the endpoint and its settings are replaced.
+        say: Called with a log line where the store cannot be bound to one address.
 
     Returns:
-        The store, which lives as long as the object; None where another process has it, or torch is to start it.
+        The store, which lives as long as the object; None where another process runs it, or torch will start it.
 
     Raises:
         ConfigError: The address that the endpoint names cannot be listened on.
@@ -79,14 +79,14 @@ def start_store(arguments: argparse.Namespace, *, say: Callable[[str], None]) ->
     ):
         return None
     host, port = parse_rendezvous_endpoint(arguments.rdzv_endpoint, DEFAULT_PORT)
-    told = _told_to_host(arguments)
-    if not (_matches_machine_hostname(host) if told is None else told):
+    is_host = _is_host(arguments)
+    if not (_matches_machine_hostname(host) if is_host is None else is_host):
         return None
     address = address_to_listen_on(host, arguments.local_addr)
     if address is None:
         say(f"{host} is a loopback address here, so the job's store listens on all addresses: --local-addr names one")
         return None
-    return _serve_at(arguments, address, port, told_to_host=told is not None, say=say)
+    return _serve_at(arguments, address, port, must_host=is_host is not None, say=say)
 
 
 def address_to_listen_on(host: str, local: str | None) -> str | None:
@@ -97,8 +97,8 @@ def address_to_listen_on(host: str, local: str | None) -> str | None:
         local: What --local-addr says, if it was given.
 
     Returns:
-        The address; None where the name leads to loopback alone on this machine, as a machine's own name often does,
-        and --local-addr does not say which address others reach.
+        The address; None where the name resolves only to loopback on this machine, as a machine's own name often does,
+        and --local-addr does not name the address that others reach.
     """
     if host == "localhost" or _is_address(host):
         return "127.0.0.1" if host == "localhost" else host
@@ -114,7 +114,7 @@ def address_to_listen_on(host: str, local: str | None) -> str | None:
 
 
 def _serve_at(
-    arguments: argparse.Namespace, address: str, port: int, *, told_to_host: bool, say: Callable[[str], None]
+    arguments: argparse.Namespace, address: str, port: int, *, must_host: bool, say: Callable[[str], None]
 ) -> TCPStore | None:
     try:
         store = serve(address, port)
@@ -122,7 +122,7 @@ def _serve_at(
         if error.errno == errno.EADDRNOTAVAIL:  # behind an address translation, or a service of Kubernetes
             say(f"{address} is no address of this machine, so the job's store listens on all of its addresses")
             return None
-        if error.errno == errno.EADDRINUSE and not told_to_host:  # another process of the job here was first
+        if error.errno == errno.EADDRINUSE and not must_host:  # another process of the job here was first
             _connect_to(arguments, address, port)
             return None
         raise ConfigError(
@@ -133,7 +133,7 @@ def _serve_at(
 
 
 def _connect_to(arguments: argparse.Namespace, address: str, port: int) -> None:
-    """Have torch be a client of the store there."""
+    """Change the arguments so that torch connects to the store there as a client."""
     bracketed = f"[{address}]" if ":" in address else address
     configuration = rendezvous_configuration(arguments) | {"is_host": "0"}
     arguments.rdzv_endpoint = f"{bracketed}:{port}"
@@ -141,19 +141,19 @@ def _connect_to(arguments: argparse.Namespace, address: str, port: int) -> None:
 
 
 def _is_of_one_host(arguments: argparse.Namespace) -> bool:
-    """Whether torch would choose an endpoint itself, for a job that no other host comes to."""
+    """Whether torch would choose an endpoint itself, for a job that no other host can join."""
     endpoint_is_given = (
         arguments.rdzv_backend != "static" or arguments.rdzv_endpoint or arguments.master_port is not None
     )
     return bool(arguments.standalone) or (not endpoint_is_given and most_hosts(arguments) == 1)
 
 
-def _told_to_host(arguments: argparse.Namespace) -> bool | None:
-    """What --rdzv-conf says of who has the store; None where it says nothing."""
-    said = rendezvous_configuration(arguments).get("is_host")
-    if said is not None and said.lower() not in (*_TRUE, *_FALSE):
-        raise ConfigError(f"--rdzv-conf is_host={said} is neither 0 nor 1")
-    return None if said is None else said.lower() in _TRUE
+def _is_host(arguments: argparse.Namespace) -> bool | None:
+    """Return is_host of --rdzv-conf: whether this process runs the store; None where it is not given."""
+    given = rendezvous_configuration(arguments).get("is_host")
+    if given is not None and given.lower() not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"--rdzv-conf is_host={given} is neither 0 nor 1")
+    return None if given is None else given.lower() in _TRUE
 
 
 def _is_address(host: str) -> bool:

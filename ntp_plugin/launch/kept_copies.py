@@ -1,11 +1,11 @@
-"""How long the copies of a dead run stay: as long as that run was told, or until their room is needed.
+"""Decides how long the copies of a dead run stay: for the time that the run was given, or until a new run needs room.
 
 A job that dies leaves its copies, and often waits for hours until somebody resumes it. Meanwhile the same user starts
-other jobs on the host. So a new run removes what is past its time, and the oldest of the rest only where the new run
-would lack room: less is free than the largest of the dead runs takes, or than a quarter of the file system. How much a
-run will need is not known when it starts, and its predecessor, which may be among the dead, is the best guess.
+other jobs on the host. So a new run removes the copies that are past their time. It removes others, oldest first, only
+where it would lack room: where less is free than the largest of the dead runs takes, or than a quarter of the file
+system. How much a run needs is not known at its start; its predecessor, perhaps among the dead, is the best guess.
 
-`ntp run --ntp-copies-keep` says how long, and the run's folder keeps it, so that each job has its own time.
+`ntp run --ntp-copies-keep` sets the time. The run's folder records it, so that each job has its own.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from ntp_plugin.launch.run_folder import COPIES, RunFolder, left_by_the_dead, sh
 DAY_S = 86400.0
 _KEEP = "keep-s"
 _SHARE = 4
-"""Of the file system this part is to be free when a run begins."""
+"""One part in so many of the file system has to be free when a run begins."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class DeadRun:
 
     folder: Path
     died_at: float
-    """When the last copy was made, in seconds since 1970; 0 where none was."""
+    """When the last copy was made, in seconds since 1970; 0 where there is none."""
     keep_s: float
     """How long they stay after that."""
     size: int
@@ -45,20 +45,20 @@ class Room:
     total: int
 
 
-# ---------------------------------------------------------------- what goes: PURE
+# ---------------------------------------------------------------- which copies to remove: PURE
 
 
 def to_remove(dead: Sequence[DeadRun], spared: Sequence[DeadRun], *, now: float, room: Room) -> dict[Path, str]:
     """Decide which copies of dead runs a new run removes.
 
     Args:
-        dead: The runs whose copies may go.
+        dead: The runs whose copies may be removed.
         spared: The others, such as the one that the new run resumes.
         now: Seconds since 1970.
-        room: What is free before anything is removed.
+        room: The free space before anything is removed.
 
     Returns:
-        Folder -> why it goes.
+        Folder -> the reason why it is removed.
     """
     goes = {run.folder: reason for run in dead if (reason := _reason(run, now))}
     free = room.free + sum(run.size for run in dead if run.folder in goes)
@@ -66,7 +66,7 @@ def to_remove(dead: Sequence[DeadRun], spared: Sequence[DeadRun], *, now: float,
     for run in sorted(dead, key=lambda run: run.died_at):
         if run.folder not in goes and run.size and free < needed:
             goes[run.folder] = (
-                f"the oldest of the dead runs, {in_words(now - run.died_at)} dead, takes {run.size / 1e6:.1f} MB;"
+                f"the oldest dead run ({in_words(now - run.died_at)} dead) takes {run.size / 1e6:.1f} MB,"
                 f" {free / 1e6:.1f} MB are free, and this run may need {needed / 1e6:.1f} MB"
             )
             free += run.size
@@ -75,11 +75,11 @@ def to_remove(dead: Sequence[DeadRun], spared: Sequence[DeadRun], *, now: float,
 
 def _reason(run: DeadRun, now: float) -> str:
     if not run.died_at:
-        return "of a dead run that has left no copies"
+        return "its run is dead and has left no copies"
     dead_s = now - run.died_at
     if dead_s < run.keep_s:
         return ""
-    return f"of a run that is dead for {in_words(dead_s)}, and was to be kept for {in_words(run.keep_s)}"
+    return f"its run has been dead for {in_words(dead_s)}, and its copies were to stay for {in_words(run.keep_s)}"
 
 
 def in_words(seconds: float) -> str:
@@ -93,16 +93,16 @@ def in_words(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-# ---------------------------------------------------------------- what is there
+# ---------------------------------------------------------------- folders on this host
 
 
-def new_folder(*, keep_s: float, spares: Callable[[Path], bool], said: Callable[[str], None]) -> RunFolder:
-    """Make the folder for the copies of a new run, and remove what `to_remove` says.
+def new_folder(*, keep_s: float, spares: Callable[[Path], bool], log: Callable[[str], None]) -> RunFolder:
+    """Make the folder for the copies of a new run, and remove the folders that `to_remove` chooses.
 
     Args:
         keep_s: How long the copies of this run stay if it dies.
         spares: Whether a dead run's folder stays in any case.
-        said: Is told of each folder that goes.
+        log: Called with a log line for each folder that is removed.
     """
     parent = shared_memory()
     left = [dead_run(folder) for folder in left_by_the_dead(parent, COPIES)]
@@ -112,14 +112,14 @@ def new_folder(*, keep_s: float, spares: Callable[[Path], bool], said: Callable[
         COPIES,
         parent,
         sparing=lambda folder: folder not in goes,
-        removing=lambda folder: said(f"removing {folder}: {goes[folder]}"),
+        removing=lambda folder: log(f"removing {folder}: {goes[folder]}"),
     )
     (made.path / _KEEP).write_text(f"{keep_s}\n")
     return made
 
 
 def dead_run(folder: Path) -> DeadRun:
-    """Return what there is to know of the copies in a private folder."""
+    """Return when the run of a private folder died, how long its copies stay, and their size."""
     manifests = folder.glob("*/*.json")
     return DeadRun(
         folder=folder,
@@ -130,7 +130,7 @@ def dead_run(folder: Path) -> DeadRun:
 
 
 def _kept(folder: Path) -> float:
-    """Return the time that the run was told; a day where it was not, or somebody has spoilt the file."""
+    """Return how long the copies of a run stay, as it has recorded; a day where the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         seconds = float((folder / _KEEP).read_text())
         if math.isfinite(seconds) and seconds >= 0:
@@ -140,12 +140,12 @@ def _kept(folder: Path) -> float:
 
 def _stats(paths: Iterable[Path]) -> Iterator[os.stat_result]:
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # its run is just removed by another one
+        with contextlib.suppress(FileNotFoundError):  # another run is removing it
             yield path.lstat()
 
 
 def room_in(folder: Path) -> Room:
-    """Return what is free where copies are: memory, so no more than the host has available."""
+    """Return the free space where copies are. It is memory, so no more than the host has available."""
     state = os.statvfs(folder)
     free = state.f_bavail * state.f_frsize
     with contextlib.suppress(OSError, ValueError, StopIteration):

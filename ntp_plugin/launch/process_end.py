@@ -1,4 +1,4 @@
-"""The end of a worker, with whatever it has started: a script behind a shell would go on without the shell."""
+"""Sends a signal to a worker and its process group: without this a script behind a shell would survive the shell."""
 
 import os
 from typing import Any
@@ -8,8 +8,8 @@ def end(process: Any, number: int) -> None:
     """Send a signal to a worker, and to its process group where it leads one.
 
     Args:
-        process: One that has not been waited for, with `pid` and `send_signal`.
-        number: The signal's.
+        process: The worker, with `pid` and `send_signal`, which has not been waited for.
+        number: The number of the signal.
     """
     try:
         leads = os.getpgid(process.pid) == process.pid

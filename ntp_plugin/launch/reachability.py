@@ -1,6 +1,7 @@
-"""Whether hosts can connect to each other: a door on every host, and knocking at those of others.
+"""Tests whether hosts can connect to each other: every host listens at an endpoint, and the others connect to it.
 
-A door accepts and closes, and says nothing. It is bound to the address by which its host reaches the job's store.
+An endpoint accepts a connection and closes it without a byte. It is bound to the address by which its host reaches the
+job's store.
 """
 
 import contextlib
@@ -14,17 +15,17 @@ type Address = tuple[str, int]
 
 
 class RefusingEndpoint:
-    """Somewhere to knock."""
+    """A listening socket that accepts each connection and closes it at once, on a thread of its own."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.create_server((address, 0))
         host, port = self._listener.getsockname()[:2]
         self.address: Address = (host, port)
-        self._thread = threading.Thread(target=self._answer, name="ntp-door", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="ntp-endpoint", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no longer."""
+        """Stop listening."""
         with contextlib.suppress(OSError):  # wakes the thread; an unconnected socket says so
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -39,10 +40,10 @@ class RefusingEndpoint:
             knocking.close()
 
 
-def unreachable(doors: Mapping[int, Address], *, timeout_s: float) -> tuple[int, ...]:
-    """The hosts at whose doors nobody answers within the timeout; all are tried at once."""
+def unreachable(endpoints: Mapping[int, Address], *, timeout_s: float) -> tuple[int, ...]:
+    """Connect to all endpoints at once; return the hosts that do not answer within the timeout."""
     waiting = selectors.DefaultSelector()
-    for host, address in doors.items():
+    for host, address in endpoints.items():
         knocking = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
         knocking.setblocking(False)
         knocking.connect_ex(address)
@@ -58,4 +59,4 @@ def unreachable(doors: Mapping[int, Address], *, timeout_s: float) -> tuple[int,
     for key in list(waiting.get_map().values()):
         key.fileobj.close()  # type: ignore[union-attr]
     waiting.close()
-    return tuple(sorted(doors.keys() - reached))
+    return tuple(sorted(endpoints.keys() - reached))

@@ -1,7 +1,7 @@
-"""What `ntp run` tells of its job, and to whom: the folder of the run, and the relay to the sinks that follow it.
+"""Writes the record of a run, and starts the relay that forwards it to Weights & Biases and Prometheus.
 
-Each host keeps its own part of the record; where the folder is one that all hosts share, a reader has all of it. The
-first host has the sinks. Nothing listens but the page for Prometheus, on loopback.
+Each host writes its own part of the record. In a folder that all hosts share, a reader finds all parts. The first host
+runs the relay. Nothing listens but the page for Prometheus, on loopback.
 """
 
 import dataclasses
@@ -19,26 +19,26 @@ from ntp_plugin.telemetry import Event, Teller, events_file
 from ntp_plugin.telemetry.wandb_sink import passed_to_workers
 
 _PATIENCE_S = 60.0
-"""For the sinks to come to an end, after the job."""
+"""How long the relay may take to finish after the job."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingOptions:
-    """What was asked for."""
+    """The flags of `ntp run` about its record. It raises `ConfigError` where they contradict each other."""
 
     folder: Path | None = None
-    """For the record; None: among the temporary files of each host."""
+    """The folder of the record; None: one among the temporary files of each host."""
     record: bool = True
-    """Whether to keep one."""
+    """Whether to keep a record where no folder is given."""
     wandb: str = ""
-    """A project; none where empty."""
+    """A project of Weights & Biases; none where empty."""
     prometheus: int | None = None
-    """A port."""
+    """The port of the page for Prometheus."""
 
     def __post_init__(self) -> None:
         if self.folder is None and (self.wandb or self.prometheus is not None):
             flag = "--ntp-wandb" if self.wandb else "--ntp-prometheus"
-            raise ConfigError(f"{flag} follows the record of a run", way_out="name a folder for it: --ntp-run-dir")
+            raise ConfigError(f"{flag} needs a folder for the record", way_out="name one by --ntp-run-dir")
         for asked, module, extra in (
             (self.wandb, "wandb", "wandb"),
             (self.prometheus is not None, "prometheus_client", "prometheus"),
@@ -55,18 +55,25 @@ class RecordingOptions:
         host: int,
         founds: bool,
         agreed: Callable[[str], str],
-        said: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> "Underway":
-        """Before the workers start. A machine that takes a lost host's place goes on with the record that one has left,
-        where it has it; `agreed` says which of the runs that hosts propose is the job's."""
-        own = new_record(said) if self.folder is None and self.record else None
+        """Begin the record, before the workers start.
+
+        Args:
+            environment: The environment of the workers.
+            host: The number of this host in the job.
+            founds: Whether this host founds the job. A replacement appends to the record of the host that it replaces.
+            agreed: Returns the value that all hosts agree on, given the one that this host proposes.
+            log: Called with a log line.
+        """
+        own = new_record(log) if self.folder is None and self.record else None
         folder = own.path if own is not None else self.folder
         if folder is None:
-            return Underway(events=None, own=None, host=host, passed_to_workers={}, relay=None, said=said)
+            return Underway(events=None, own=None, host=host, passed_to_workers={}, relay=None, log=log)
         events = _record(folder, host, is_new=founds)
-        told = {"NTP_EVENTS": str(events)} | (passed_to_workers(environment, agreed) if self.wandb else {})
-        relay = self._relay(folder, {**environment, **told}) if host == 0 else None
-        return Underway(events=events, own=own, host=host, passed_to_workers=told, relay=relay, said=said)
+        variables = {"NTP_EVENTS": str(events)} | (passed_to_workers(environment, agreed) if self.wandb else {})
+        relay = self._relay(folder, {**environment, **variables}) if host == 0 else None
+        return Underway(events=events, own=own, host=host, passed_to_workers=variables, relay=relay, log=log)
 
     def _relay(self, folder: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
         sinks: list[str] = []
@@ -81,7 +88,7 @@ class RecordingOptions:
 
 
 class Underway:
-    """What is told while the job runs."""
+    """The record of a running job."""
 
     def __init__(
         self,
@@ -91,24 +98,24 @@ class Underway:
         host: int,
         passed_to_workers: Mapping[str, str],
         relay: "subprocess.Popen[bytes] | None",
-        said: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.passed_to_workers = passed_to_workers
-        self._teller, self._relay, self._said = Teller(events, f"host{host}"), relay, said
+        self._teller, self._relay, self._log = Teller(events, f"host{host}"), relay, log
         self._events, self._own = events, own
 
     def tell(self, event: Event) -> None:
-        """Something that the supervisor of this host has seen."""
+        """Write an event that the supervisor of this host has seen."""
         self._teller.tell(event)
 
     def end(self) -> None:
-        """The job is over here."""
+        """Close the record and the relay, once the job is over on this host."""
         self._teller.close()
         self._end_relay()
         if self._own is not None and self._events is not None:
-            if self._events.exists() and not self._events.stat().st_size:  # by a script that knows nothing of us
+            if self._events.exists() and not self._events.stat().st_size:  # the script does not use the plugin
                 self._own.remove()
-            else:  # also where somebody has cleared the temporary files meanwhile
+            else:  # also where the temporary files were cleared meanwhile
                 self._own.leave()
 
     def _end_relay(self) -> None:
@@ -121,7 +128,7 @@ class Underway:
         except subprocess.TimeoutExpired:
             self._relay.kill()
             self._relay.wait()
-            self._said(f"the sinks did not come to an end within {_PATIENCE_S:g} s, and were ended")
+            self._log(f"the relay to W&B and Prometheus did not finish within {_PATIENCE_S:g} s, and was killed")
 
 
 def _record(folder: Path, host: int, *, is_new: bool) -> Path:
@@ -146,6 +153,6 @@ def _refuse_taken(port: int) -> None:
             probe.bind(("127.0.0.1", port))
     except OSError as error:
         raise ConfigError(
-            f"--ntp-prometheus {port}: 127.0.0.1:{port} cannot be listened at: {error.strerror}",
+            f"--ntp-prometheus {port}: cannot listen on 127.0.0.1:{port}: {error.strerror}",
             way_out="choose another port",
         ) from None

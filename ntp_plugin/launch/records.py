@@ -1,7 +1,7 @@
-"""The record of a run that was told no folder for it: among this machine's temporary files, the last ten of each user.
+"""Keeps the record of a run that was given no folder: among this machine's temporary files, the last ten of each user.
 
-Nobody plans for the night in which a rank is lost, so a run has its record whether it was asked for one or not. It is
-on a local disk, where many processes may append to one file, and readable by its owner alone.
+Nobody plans for the night in which a rank is lost, so every run has a record, whether its user asked for one or not. It
+is on a local disk, where many processes can append to one file, and only its owner can read it.
 """
 
 import tempfile
@@ -16,22 +16,29 @@ _PREFIX = "ntp-record-"
 _KEPT = 10
 
 
-def new_record(said: Callable[[str], None]) -> RunFolder | None:
-    """A folder for one; those of dead runs go, all but the newest. None where there is no room, which is no reason not
-    to train."""
+def new_record(log: Callable[[str], None]) -> RunFolder | None:
+    """Make a folder for a record, and remove the oldest ones of dead runs.
+
+    Returns:
+        The folder; None where it cannot be made, because a run can train without a record.
+    """
     parent = Path(tempfile.gettempdir())
     kept = sorted(left_by_the_dead(parent, _PREFIX), key=_changed)[1 - _KEPT :]
     try:
         folder = RunFolder(_PREFIX, parent, sparing=lambda left: left in kept)
     except OSError as error:
-        said(f"there is no record of this run: {parent}: {error.strerror}")
+        log(f"no record of this run is kept: cannot make a folder in {parent}: {error.strerror}")
         return None
-    said(f"the record of this run is {folder.path} (ntp status, ntp report)")
+    log(f"the record of this run is {folder.path} (ntp status, ntp report)")
     return folder
 
 
 def newest_record() -> Path:
-    """Of this user's runs, whether it lives or not."""
+    """Return the folder of this user's newest record, whether its run lives or not.
+
+    Raises:
+        ConfigError: There is none on this machine.
+    """
     parent = Path(tempfile.gettempdir())
     found = [folder for folder in private_folders(parent, _PREFIX) if any(folder.glob("events*.jsonl"))]
     if not found:

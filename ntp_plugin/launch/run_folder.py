@@ -1,10 +1,9 @@
-"""Folders of a run in shared memory, where its heartbeats beat, and its copies are kept; gone with the run, or found by
-the next one.
+"""Makes the folders of a run in shared memory, for its heartbeats and its copies, and finds the folders of dead runs.
 
-A run that is killed cannot clean up after itself. So its folder holds a lock that lives exactly as long as the process
-does, and whoever makes a folder removes those beside it whose lock is free, but for those that are to stay.
+A run that is killed cannot clean up after itself. So its folder holds a file lock that lives exactly as long as the
+process. A process that makes a new folder removes the others whose lock is free, except those that are to stay.
 
-Other users of the host can create folders of the same names in the same place. They are ignored everywhere
+Other users of the host can create folders of the same names in the same place. These are ignored everywhere
 (`private_folders.py`): they are neither listed, nor read, nor locked, nor removed.
 """
 
@@ -19,9 +18,9 @@ from pathlib import Path
 from ntp_plugin.private_folders import NotPrivate, opened, private_folders
 
 COPIES = "ntp-copies-"
-"""How the folders begin in which copies of training state are kept."""
+"""Prefix of folders with copies of training state."""
 EXCERPTS = "ntp-excerpt-"
-"""Those for a version of a run that lives, while somebody exports it."""
+"""Prefix of folders with one version of a live run, during an export."""
 _OWNER = "owner"
 
 
@@ -36,7 +35,14 @@ class RunFolder:
         sparing: Callable[[Path], bool] = lambda _: False,
         removing: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Those of dead runs go, all but those that it is `sparing`; `removing` is told of each."""
+        """Make the folder, and remove the folders of dead runs with the same prefix.
+
+        Args:
+            prefix: What the name begins with.
+            parent: Where to make it; shared memory by default.
+            sparing: Returns whether the folder of a dead run stays.
+            removing: Called with each folder before it is removed.
+        """
         beside = parent or shared_memory()
         for left in list(left_by_the_dead(beside, prefix)):
             if sparing(left):
@@ -45,7 +51,7 @@ class RunFolder:
                 removing(left)
                 shutil.rmtree(left, ignore_errors=True)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
-        # It gets its name when it is locked: until then nobody takes it for that of a dead run.
+        # The lock file gets its name once it is locked: until then no process takes the folder for one of a dead run.
         unnamed = self.path / f"{_OWNER}.new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -53,23 +59,23 @@ class RunFolder:
         unnamed.rename(self.path / _OWNER)
 
     def remove(self) -> None:
-        """With all that is in it."""
+        """Remove the folder with its contents, and free the lock."""
         shutil.rmtree(self.path)
         os.close(self._lock)
 
     def empty(self) -> None:
-        """Of all but its lock."""
+        """Remove all folders in it, but keep the lock."""
         for path in self.path.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
 
     def leave(self) -> None:
-        """It stays, as that of a dead run, until the next run comes."""
+        """Free the lock and keep the folder, which then counts as one of a dead run."""
         os.close(self._lock)
 
 
 def owner(path: Path) -> int | None:
-    """The pid of the process that made a folder, also where it is dead; None for what is no such folder."""
+    """Return the pid of the process that made a folder, alive or dead; None if it is no folder of a run."""
     try:
         return int((path / _OWNER).read_text())
     except (OSError, ValueError):
@@ -77,13 +83,13 @@ def owner(path: Path) -> int | None:
 
 
 def shared_memory() -> Path:
-    """Where folders of runs are."""
+    """Return the parent of the folders of runs."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 def left_by_the_dead(parent: Path, prefix: str) -> Iterator[Path]:
-    """This user's folders whose lock is free."""
+    """Yield this user's folders with this prefix whose lock is free."""
     for folder in private_folders(parent, prefix):
         with contextlib.suppress(OSError, NotPrivate), free(folder, shared=True):  # or it was just removed
             yield folder
@@ -91,16 +97,16 @@ def left_by_the_dead(parent: Path, prefix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def free(folder: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock of a run's folder, so that nobody owns it meanwhile.
+    """Hold the lock of a dead run's folder within a `with` block.
 
     Args:
-        folder: That of a run.
-        shared: Several may look at a folder, or resume from it, at the same time; nobody can remove it then.
+        folder: The folder of a run.
+        shared: Let other processes hold it as well, to read it or to resume from it; none can remove it then.
 
     Raises:
-        BlockingIOError: A run that lives owns it.
-        FileNotFoundError: It has no lock, so that it is no folder of a run.
-        NotPrivate: It is not this user's alone, or is gone.
+        BlockingIOError: A live run owns it.
+        FileNotFoundError: It has no lock, so it is no folder of a run.
+        NotPrivate: It does not belong to this user alone, or does not exist any more.
     """
     with opened(folder) as there:
         lock = os.open(_OWNER, os.O_RDWR | os.O_NOFOLLOW, dir_fd=there)

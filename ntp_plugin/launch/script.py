@@ -1,12 +1,12 @@
-"""A worker's script, with the plugin's hooks in the framework that it imports.
+"""Runs a worker's script, with the plugin's hooks in the framework that the script imports.
 
-`ntp run` puts this module before the script of every worker, so that a recipe needs no line of ours:
+`ntp run` puts this module before the script of every worker, so that the script needs no change:
 
     python -m ntp_plugin.launch.script pretrain_gpt.py ARGUMENTS          or   ... -m MODULE ARGUMENTS
 
-Nothing is imported for it. The hooks go in when the script has imported the framework, and not at all where it never
-does; what they do is said in the script's arguments (Megatron) or in its configuration (DeepSpeed). Only the rehearsal
-on CPU has to be there before the framework (`megatron/cpu_emulation.py`).
+It imports no framework itself. The hooks are installed once the script has imported the framework, or never. The
+script's arguments (Megatron) or its configuration (DeepSpeed) control what they do. Only the CPU emulation has to be
+installed before the framework (`megatron/cpu_emulation.py`).
 """
 
 import importlib.util
@@ -29,7 +29,12 @@ _ADAPTERS = ("ntp_plugin.megatron.activation", "ntp_plugin.deepspeed.activation"
 
 
 def with_hooks(words: Sequence[str], *, through: Sequence[str] = ()) -> tuple[str, ...]:
-    """A worker's command behind `python`, with this module before its script, and one more between if asked for."""
+    """Insert this module before the script in a worker's command line.
+
+    Args:
+        words: The command line behind `python`.
+        through: Arguments to insert between this module and the script.
+    """
     place = next(number for number, word in enumerate(words) if word == "-m" or not word.startswith("-"))
     if words[place] == "-m" and words[place + 1] in ("ntp_plugin.megatron", __name__):
         return tuple(words)
@@ -37,7 +42,7 @@ def with_hooks(words: Sequence[str], *, through: Sequence[str] = ()) -> tuple[st
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call a function as soon as a module is imported: now, if it is already, as the rehearsal on CPU brings it."""
+    """Call a function once a module is imported: now, if it is already, as with the CPU emulation."""
     if name in sys.modules:
         then()
     else:
@@ -45,16 +50,16 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Calls a function once, right after a module was imported by whoever imports it first.
+    """An import hook that calls a function once, right after the first import of a module.
 
-    Many ask for its spec before, only to know whether it is installed.
+    Many libraries ask for the spec before, only to know whether the module is installed.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name, self._then, self._asks = name, then, False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
-        """Its own spec, with a loader that calls the function in the end."""
+        """Return the module's own spec, with a loader that calls the function after the import."""
         if name != self._name or self._asks:
             return None
         self._asks = True
@@ -82,12 +87,12 @@ class _Then(Loader):
         self._loader.exec_module(module)
         self._then()
 
-    def __getattr__(self, name: str) -> Any:  # whatever else is asked of a module's loader: its source, say
+    def __getattr__(self, name: str) -> Any:  # other attributes of a loader, such as `get_source`
         return getattr(self._loader, name)
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the script as Python would; an error of ours ends it with one line and its exit code."""
+    """Run the script as Python would; one of our errors ends it with one line and its exit code."""
     try:
         rehearse_on_cpu()
         after_import(_MEGATRON, _hook_megatron)
@@ -105,10 +110,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def run(words: Sequence[str]) -> None:
-    """A script, or `-m` and a module, with what is behind it, as Python itself would."""
+    """Run a script, or `-m` and a module, with its arguments, as Python itself would."""
     if words[0] == "-m":
         sys.argv = list(words[1:])
-        sys.modules.pop(words[1], None)  # a process that was warm has it, and runpy would warn of that
+        sys.modules.pop(words[1], None)  # a warm spare may have imported it, and runpy would warn
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(words)
@@ -117,21 +122,21 @@ def run(words: Sequence[str]) -> None:
 
 
 def rehearse_on_cpu() -> None:
-    """As `NTP_CPU` says; a spare does it before it imports the framework."""
+    """Install the CPU emulation if `NTP_CPU` is set. A spare calls it before it imports the framework."""
     if os.environ.get("NTP_CPU"):
-        from ntp_plugin.megatron import cpu_emulation  # noqa: PLC0415  (it brings torch)
+        from ntp_plugin.megatron import cpu_emulation  # noqa: PLC0415  (imports torch)
 
         cpu_emulation.install(cpu_emulation.wanted())
 
 
 def _hook_megatron() -> None:
-    from ntp_plugin.megatron import activation  # noqa: PLC0415  (the framework is there now)
+    from ntp_plugin.megatron import activation  # noqa: PLC0415  (the framework is imported now)
 
     activation.install()
 
 
 def _hook_deepspeed() -> None:
-    import ntp_plugin.deepspeed  # noqa: F401, PLC0415  (the import puts them in)
+    import ntp_plugin.deepspeed  # noqa: F401, PLC0415  (the import installs the hooks)
 
 
 def _end() -> None:

@@ -1,9 +1,9 @@
-"""End the job on all hosts because of one rank.
+"""Ends the job on all hosts because of one rank.
 
-It failed by an error of its own script (`--ntp-on-error`; `recovery/script_failure.py` decides), or it was lost while
-others had not begun to train, which nothing would ever interrupt. The supervisor of its host writes that to the job's
-store, and those of the other hosts look for it there. Each host says that it has seen it, so that the one that keeps
-the store does not take it away before.
+The rank failed by an error of its own script (`--ntp-on-error`; `recovery/script_failure.py` decides). Or it was lost
+before others had begun to train, and nothing would ever interrupt their wait. The supervisor of its host writes the
+reason to the job's store, and the supervisors of the other hosts look for it there. Each host confirms that it has read
+the reason, so that the host of the store does not end before.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from ntp_plugin.recovery.script_failure import OnError, ScriptFailure, ends_the_
 _KEY = "script error"
 _ERROR, _REPEATED, _NOT_STARTED = "error", "repeated error", "not started"
 _LOOK_S = 0.25
-"""Between two looks at the store for what another host has found."""
+"""Seconds between two looks into the store for the reason of another host."""
 _POLL_S = 0.02
 BESIDE_S = 10.0
-"""A failure that comes within this time after a loss may be its consequence: it counts when it comes again."""
+"""A failure within this time after a loss may be its consequence: it counts only when it comes again."""
 
 
 class ScriptErrors:
-    """One for each supervisor, on its thread."""
+    """Decides for a supervisor whether a failed rank ends the job. It is used on the supervisor's thread."""
 
     def __init__(
         self,
@@ -38,22 +38,32 @@ class ScriptErrors:
         on_error: OnError,
         host: int,
         hosts: int,
-        said: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        """`folder` is where the workers of this host report."""
-        self._store, self._folder, self._on_error, self._said = store, folder, on_error, said
+        """`folder` is where the workers of this host write their failures."""
+        self._store, self._folder, self._on_error, self._log = store, folder, on_error, log
         self._host, self._hosts = host, hosts
         self._looks_at = 0.0
 
     def forget(self, pid: int) -> None:
-        """The place of this process is taken by another: what it reported must not be laid to a later one of its
-        number."""
+        """Remove the report of a process that was replaced: a later process may get the same pid."""
         forget(self._folder, pid)
 
     def judge(
         self, member_id: MemberId, pid: int, *, is_member: bool, beside_a_loss: bool, others_are_done: bool
     ) -> None:
-        """What a process that is found lost has reported; raises `ScriptError` where that ends the job."""
+        """Read the report of a lost process.
+
+        Args:
+            member_id: The rank.
+            pid: Its process.
+            is_member: Whether the rank has joined the job.
+            beside_a_loss: Whether another rank was lost within `BESIDE_S`.
+            others_are_done: Whether other ranks have come to the end of the job.
+
+        Raises:
+            ScriptError: Its failure ends the job.
+        """
         failure = read_failure(self._folder, pid)
         if failure is None:
             return
@@ -66,14 +76,14 @@ class ScriptErrors:
             beside_a_loss=beside_a_loss,
             others_are_done=others_are_done,
         ):
-            self._said(f"slot {member_id.slot} (pid {pid}) failed:\n{failure.traceback.rstrip()}")
+            self._log(f"slot {member_id.slot} (pid {pid}) failed:\n{failure.traceback.rstrip()}")
             self._end_by(
                 self._store.create(_KEY, json.dumps([_REPEATED if again else _ERROR, member_id.slot, failure.in_words]))
             )
-        self._said(f"slot {member_id.slot} failed, and is taken for lost: {failure.in_words}")
+        self._log(f"slot {member_id.slot} failed, and is taken for lost: {failure.in_words}")
 
     def refuse_to_begin(self, slot: int, reason: str) -> None:
-        """End the job because a slot is lost that others, who have not begun to train, would wait for without end.
+        """End the job because a slot is lost while others, which have not begun to train, wait for it.
 
         Raises:
             NotStarted: Always, unless the job has been ended for another reason before.
@@ -81,28 +91,28 @@ class ScriptErrors:
         self._end_by(self._store.create(_KEY, json.dumps([_NOT_STARTED, slot, reason])))
 
     def code_of(self, pid: int) -> int | None:
-        """The exit code that a worker of this host was about to end with, if it has said so."""
+        """Return the exit code that a worker of this host has written before its end, if it has."""
         return read_code(self._folder, pid)
 
     def look(self, now: float) -> None:
-        """Whether another host has ended the job; raises `ScriptError` or `NotStarted` then."""
+        """Look whether another host has ended the job, and raise its `ScriptError` or `NotStarted`."""
         if self._hosts == 1 or now < self._looks_at:
             return
         self._looks_at = now + _LOOK_S
-        if (told := self._store.read(_KEY)) is not None:
-            self._end_by(told)
+        if (reason := self._store.read(_KEY)) is not None:
+            self._end_by(reason)
 
     def wait_for_other_hosts(self, seconds: float) -> None:
-        """Until all of them know, or have had so long."""
+        """Wait until all hosts have read the reason, or the time is over."""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(StoreLost):  # whoever keeps it knows
+        with contextlib.suppress(StoreLost):  # the host of the store has read it, and has ended
             while time.monotonic() < deadline:
                 if self._store.present([f"{_KEY}/{host}" for host in range(self._hosts)]):
                     return
                 time.sleep(_POLL_S)
 
     def _has_failed_before(self, failure: ScriptFailure, member_id: MemberId, *, is_member: bool) -> bool:
-        """A process that never joined counts for nobody but itself: it leaves no trace."""
+        """Whether another process has failed alike. A process that never joined is not recorded."""
         if failure.by_a_fault:
             return False
         digest = hashlib.blake2b(failure.identity.encode(), digest_size=8).hexdigest()
@@ -110,9 +120,9 @@ class ScriptErrors:
         before = self._store.create(key, mine) if is_member else self._store.read(key)
         return before not in (None, mine)
 
-    def _end_by(self, told: str) -> None:
+    def _end_by(self, reason: str) -> None:
         self._store.create(f"{_KEY}/{self._host}", "known")
-        cause, slot, in_words = json.loads(told)
+        cause, slot, in_words = json.loads(reason)
         if cause == _NOT_STARTED:
             raise NotStarted(
                 f"slot {slot} was lost before all others had begun to train, and these wait for it: {in_words}",
@@ -121,6 +131,6 @@ class ScriptErrors:
         repeated = ", which another process had before" * (cause == _REPEATED)
         raise ScriptError(
             f"slot {slot} ended by an error of its own script{repeated}: {in_words}",
-            way_out="mend the script and start again from the last checkpoint or from copies (ntp copies list);"
-            " --ntp-on-error retry or evict goes on without the rank instead",
+            way_out="fix the script and start again from the last checkpoint or from copies (ntp copies list);"
+            " with --ntp-on-error retry or evict the job goes on without the rank",
         )

@@ -1,8 +1,8 @@
-"""Warm spares: processes that have done their imports, and wait to be told which worker to be.
+"""Keeps warm spares: processes that have done their imports, and become workers on demand.
 
-A spare runs this file as its script, with the worker's own command line behind it. It imports what takes long, reads
-one line, which is the environment that `ntp run` gives a worker, and then runs the worker's script as if it had been
-started with it.
+A spare runs this file as its script, with the worker's own command line behind it. It does the slow imports and waits
+for one line: the environment that `ntp run` gives a worker. Then it runs the worker's script as if it had been started
+with that environment.
 """
 
 import importlib
@@ -21,11 +21,11 @@ from ntp_plugin.launch.process_end import end
 from ntp_plugin.launch.script import rehearse_on_cpu, run
 
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "ntp_plugin.plain.job")
-"""What a spare imports; NTP_PRELOAD names more, separated by commas."""
+"""The modules that a spare imports; NTP_PRELOAD names more, separated by commas."""
 
 
 class Spare:
-    """A process in waiting; afterwards it stands where torch's agent keeps its handler of a worker."""
+    """A waiting process. Once it is a worker, it takes the place of torch's handler of that worker."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.proc = subprocess.Popen(
@@ -33,18 +33,18 @@ class Spare:
         )
 
     def become(self, environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> None:
-        """Be that worker from now on."""
+        """Turn the process into a worker with this environment, and its output in these files."""
         assert self.proc.stdin is not None
         self.proc.stdin.write(json.dumps([dict(environment), stdout, stderr]).encode() + b"\n")
         self.proc.stdin.close()
 
     def close(self, death_sig: Any = None) -> None:
-        """End it, with what it has started, as torch ends a worker."""
+        """End the process and those that it has started, as torch does."""
         end(self.proc, death_sig or signal.SIGTERM)
 
 
 class Spares:
-    """So many processes in waiting, as long as the budget for new workers lasts."""
+    """The waiting spares of a host: at most `most`, and no more than workers may still be replaced."""
 
     def __init__(self, entrypoint: str, arguments: Sequence[str], *, most: int) -> None:
         if entrypoint != sys.executable:
@@ -56,13 +56,13 @@ class Spares:
         self._waiting: list[Spare] = []
 
     def fill(self, budget: int) -> None:
-        """Start as many as are missing, but no more than may still be used."""
+        """Start the missing spares, but no more than `budget`."""
         self._waiting = [spare for spare in self._waiting if spare.proc.poll() is None]
         while len(self._waiting) < min(self._most, budget):
             self._waiting.append(Spare(self._arguments))
 
     def take(self) -> Spare | None:
-        """One that lives, if there is one."""
+        """Return a live spare, if there is one."""
         while self._waiting:
             spare = self._waiting.pop(0)
             if spare.proc.poll() is None:
@@ -70,7 +70,7 @@ class Spares:
         return None
 
     def close(self) -> None:
-        """End those that were not used."""
+        """Kill the spares that were not used."""
         for spare in self._waiting:
             spare.proc.kill()
             spare.proc.wait()
@@ -78,14 +78,14 @@ class Spares:
 
 
 def import_ahead() -> None:
-    """What every worker of the job will import."""
+    """Import the modules that every worker of the job will import."""
     rehearse_on_cpu()
     for name in (*PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))):
         importlib.import_module(name)
 
 
 def be_worker(environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> None:
-    """The environment that a worker has, and its output where `ntp run` wants it; None: where this process has it."""
+    """Take over a worker's environment, and redirect the output to its files; None keeps the stream."""
     os.environ.update(environment)
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         if path:
@@ -93,11 +93,11 @@ def be_worker(environment: Mapping[str, str], stdout: str | None, stderr: str | 
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What runs in the spare."""
+    """Run in the spare: import, wait, then run the worker's script."""
     quick_exit.arm()
     import_ahead()
     line = sys.stdin.buffer.readline()
-    if not line:  # the job is over, and this one was not needed
+    if not line:  # the job is over, and this spare was not needed
         return
     be_worker(*json.loads(line))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,9 +1,10 @@
-"""The command that started a run, in the folder of its copies, so that its owner can make sense of these.
+"""Writes the command line of a run into the folder of its copies, so that its owner knows where they come from.
 
-It is shown, and never executed: what runs is what a person types. `ntp copies export` without a command shows this one.
+The command is shown by `ntp copies export`, and never executed: only what a person types is run.
 
-What is written is what the agent starts its workers by, not what was typed to it: the interpreter, the script, its
-arguments, how many, and where. The environment is not: it may hold secrets, and who starts the script again has one.
+The file has the command line of the workers, not that of `ntp run`: the interpreter, the script, its arguments, the
+number of workers, and the working folder. It does not have the environment, which may hold secrets; the person who
+starts the script again has one.
 """
 
 import dataclasses
@@ -30,21 +31,21 @@ class StartedBy:
     hosts: int
 
     def write(self, run_folder: Path) -> None:
-        """For its owner only: arguments may be nobody else's business."""
+        """Write the file, readable by its owner only: arguments may be confidential."""
         descriptor = os.open(run_folder / _NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(dataclasses.asdict(self) | {"folder": str(self.folder)}, file)
 
     @classmethod
     def read(cls, run_folder: Path) -> "StartedBy":
-        """Read the record of a run.
+        """Read the command line of a run.
 
         Args:
             run_folder: The folder of the run's copies, which must be this user's alone.
 
         Raises:
-            ConfigError: There is no record, or it is none.
-            NotPrivate: The folder is not this user's alone.
+            ConfigError: There is no such file, or it is damaged.
+            NotPrivate: The folder does not belong to this user alone.
         """
         try:
             with opened(run_folder) as there, os.fdopen(os.open(_NAME, _READS, dir_fd=there)) as file:
@@ -53,13 +54,13 @@ class StartedBy:
             raise
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{run_folder} does not say by which command its run was started",
-                way_out="begin from it with the job's own command: ntp run --ntp-resume",
+                f"{run_folder} has no record of the command that started its run",
+                way_out="resume from it with the job's own command: ntp run --ntp-resume",
             ) from error
 
     @classmethod
-    def _checked(cls, told: dict[str, Any]) -> "StartedBy":
-        words, folder, workers, hosts = told["words"], told["folder"], told["workers"], told["hosts"]
+    def _checked(cls, recorded: dict[str, Any]) -> "StartedBy":
+        words, folder, workers, hosts = recorded["words"], recorded["folder"], recorded["workers"], recorded["hosts"]
         if not all(isinstance(word, str) for word in [*words, folder]):
-            raise TypeError("a command is words")
+            raise TypeError("a command must be strings")
         return cls(words=tuple(words), folder=Path(folder), workers=int(workers), hosts=int(hosts))

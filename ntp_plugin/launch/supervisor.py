@@ -1,11 +1,11 @@
-"""Watches the processes and heartbeats of a host, publishes who is gone, and tells the host's ranks of new epochs.
+"""Watches the processes and heartbeats of a host, publishes which ranks are lost, and announces new epochs to the rest.
 
-A process that ends is seen at once, through its pidfd. Beats are looked at every `LOOK_S`, and so is the job's store,
-less often where many hosts look: one look serves all ranks of the host, who read the newest epoch in shared memory.
-What the detector finds is published as the next view, which is the one signal that every survivor waits for; whoever
-publishes first wins.
+It sees the end of a process at once, through a pidfd. It looks at heartbeats every `LOOK_S`, and at the job's store as
+often, or less often where there are many hosts. One look serves all ranks of the host, which read the newest epoch in
+shared memory. What the failure detector finds is published as the next view, the one signal that every survivor waits
+for. Of several hosts that publish at once, the first wins.
 
-On a job of one host the supervisor judges hangs alone; else it takes the word of all `Hosts`.
+On a job of one host the supervisor judges hangs alone; otherwise together with the other `Hosts`.
 """
 
 import dataclasses
@@ -41,13 +41,15 @@ from ntp_plugin.membership.store import KeyStore
 
 _LOG = logging.getLogger(__name__)
 LOOK_S = 0.005
-"""Between two looks at beats, and at the store as well, unless many hosts ask it."""
+"""Seconds between two looks at heartbeats, and at the store as well, unless there are many hosts."""
 ASK_S_PER_HOST = 0.00005
-"""A question takes 11 us of a processor where the store is: many hosts, however many, take a fifth of one."""
+"""Seconds between two requests to the store, per host of the job. A request takes 11 us of a processor at the store, so
+any number of hosts takes a fifth of a processor."""
 _PAUSE_S = 1.0
-"""Of this thread: longer than it ever pauses while it runs, and four beats of a rank."""
+"""A gap in this thread from which it must have been stopped: longer than any pause while it runs, and four heartbeats
+of a rank."""
 _BEGINNING = 128
-"""Of a /proc/PID/stat: its number, a name of 64 bytes at most, and the state."""
+"""Bytes of /proc/PID/stat to read: the pid, a name of 64 bytes at most, and the state."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -59,11 +61,11 @@ class _Worker:
     pulse: Pulse
     beats: int
     been_in: bool = False
-    """It has been in a view: a joining rank is not, until it announces itself."""
+    """Whether it was in a view. A joining rank is in none until it announces itself."""
 
 
 class Supervisor:
-    """One for each host; runs on a thread of its own."""
+    """Watches the workers of one host, on a thread of its own."""
 
     def __init__(
         self,
@@ -72,34 +74,46 @@ class Supervisor:
         heartbeats: HeartbeatFile,
         *,
         thresholds: Thresholds,
-        told: Callable[[MemberId, RankFailure], None],
+        report: Callable[[MemberId, RankFailure], None],
         reported_hung: Callable[[int], None],
         hosts: Hosts | None = None,
         script_errors: ScriptErrors | None = None,
         ask_s: float = 0.0,
     ) -> None:
-        """`ask_s` goes by between two questions to the store, at the least. On the supervisor's thread `told` hears of
-        everybody whom it finds gone, and of its own whom others do; `reported_hung`, once in an epoch, how many wait
-        for each other, where all do."""
+        """Make a supervisor, which `start` starts.
+
+        Args:
+            store: The job's store.
+            first: The first view of the job.
+            heartbeats: The shared memory with the heartbeats of this host's ranks.
+            thresholds: The timeouts of the failure detector.
+            report: Called on the supervisor's thread with each rank that it finds lost, and with each rank of this host
+                that another host finds lost.
+            reported_hung: Called on that thread, once in an epoch, with the number of ranks, if all wait for each
+                other.
+            hosts: The other hosts; None on a job of one host.
+            script_errors: Decides whether a failed rank ends the job.
+            ask_s: Least seconds between two requests to the store.
+        """
         self._store, self._heartbeats, self._hosts = store, heartbeats, hosts
         self._script_errors, self._lost_at = script_errors, -BESIDE_S
-        self._thresholds, self._told = thresholds, told
+        self._thresholds, self._report = thresholds, report
         self._ask_s, self._asks_at = ask_s, 0.0
         self._reported_hung, self._hung_in = reported_hung, -1
         self._judged_at = self._judges_again_at = time.monotonic()
         self._judged_epoch = first.epoch
         self._over_since: float | None = None
         self.view, self._founders = first, frozenset(first.member_ids)
-        """The newest that it has seen."""
+        """The newest view that it has read."""
         self.answered_at = time.monotonic()
         """When the store last answered."""
         self.trouble: NtpError | None = None
-        """Why it watches no longer: the store is lost, or this host's place was taken."""
+        """Why it has stopped watching: the store is lost, or another machine has taken the place of this host."""
         self.last = first
-        """The newest view that somebody was in."""
+        """The newest view with members."""
         self.has_heard_heartbeats = False
         self.over = False
-        """The workers of all hosts have ended."""
+        """Whether the workers of all hosts have ended."""
         self._ended = False
         self._ended_at: float | None = None
         self._workers: dict[int, _Worker] = {}
@@ -108,7 +122,7 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="ntp-supervisor", daemon=True)
 
     def watch(self, member_id: MemberId, pid: int, exit_code: Callable[[], int]) -> None:
-        """Look after a process; it takes the place of the one that had the slot. `exit_code` is asked once it ended."""
+        """Watch a process, in place of an earlier one in the same slot. `exit_code` is called once it has ended."""
         beats = self._heartbeats.read(member_id.slot).count
         worker = _Worker(
             member_id=member_id,
@@ -127,28 +141,28 @@ class Supervisor:
                 self._script_errors.forget(old.pid)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
-    def has_told_all(self) -> bool:
-        """Whether everybody who has ended too early was told of, so that nobody is still to be replaced."""
+    def has_reported_all(self) -> bool:
+        """Whether all workers that ended too early have been reported, so that none has still to be replaced."""
         with self._lock:
             return all(is_done(worker.pulse) or not _has_ended(worker.pidfd) for worker in self._workers.values())
 
     def unreachable(self) -> tuple[int, ...]:
-        """The other hosts with members that this one cannot connect to."""
+        """Return the other hosts with members that this one cannot connect to."""
         return self._hosts.unreachable(self.view) if self._hosts is not None else ()
 
     def finish(self) -> None:
-        """The workers of this host have all ended; `over` follows."""
+        """Note that all workers of this host have ended. `over` becomes true once those of all hosts have."""
         self._ended = True
 
     def stop(self, *, wait: bool = True) -> None:
-        """End the thread; the processes are left as they are. A thread that a dead store holds is not waited for."""
+        """End the thread, and leave the processes as they are. Pass `wait=False` if a lost store blocks the thread."""
         self._stopping.set()
         if not wait:
             return
-        if self._thread.ident is not None:  # workers that cannot be started are not watched
+        if self._thread.ident is not None:  # it was not started if the workers could not be
             self._thread.join()
         for worker in self._workers.values():
             os.close(worker.pidfd)
@@ -172,11 +186,11 @@ class Supervisor:
                 self._conclude()
         except NtpError as error:
             self.trouble = error
-        except Exception as error:  # else this thread would be gone without a word, and nobody would notice a loss
+        except Exception as error:  # otherwise this thread would end silently, and no loss would be noticed
             _LOG.exception("the supervisor of this host has failed")
             self.trouble = StoreLost(
                 f"the supervisor of this host has failed: {type(error).__name__}: {error}",
-                way_out="start the same command here again where other hosts go on; report the traceback",
+                way_out="if other hosts go on, start the same command here again; report the traceback",
             )
 
     def _wait_for_ends(self, workers: Mapping[int, _Worker]) -> None:
@@ -222,9 +236,9 @@ class Supervisor:
             worker.pulse = answered(worker.pulse, self._thresholds, now=now, stopped=_is_stopped(worker.pid))
 
     def _look(self, workers: Mapping[int, _Worker], now: float) -> None:
-        """Judge, publish, and tell: the ranks of the newest epoch, and `told` of who is out."""
+        """Find lost ranks, publish the view without them, announce its epoch to the ranks, and report the losses."""
         found = self._judge(workers, now)
-        for slot in found.keys() & workers.keys():  # one that takes long to end has reported already
+        for slot in found.keys() & workers.keys():  # a process that has not ended yet may have reported its failure
             if workers[slot].pulse.ended is None:
                 self._ask_script(workers[slot])
         if self._script_errors is not None:
@@ -243,12 +257,15 @@ class Supervisor:
             self._refuse_to_begin_without(set(before.member_ids) - set(self.view.member_ids), workers, found)
         for member_id in set(before.member_ids) - set(self.view.member_ids):
             if member_id.slot in found and member_id.slot not in workers:
-                self._told(member_id, found[member_id.slot])
+                self._report(member_id, found[member_id.slot])
 
     def _refuse_to_begin_without(
         self, lost: Set[MemberId], workers: Mapping[int, _Worker], found: Mapping[int, RankFailure]
     ) -> None:
-        """Who has never beaten has not begun to train, and nothing interrupts what it waits in."""
+        """End the job if a founder has not begun to train: nothing would interrupt its wait for a lost rank.
+
+        A rank without a heartbeat has not begun to train.
+        """
         waits = any(
             worker.pulse.heartbeat_at is None
             and worker.pulse.ended is None
@@ -257,25 +274,25 @@ class Supervisor:
         )
         if self._script_errors is not None and waits and not self.view.over:
             slot = min(member_id.slot for member_id in lost)
-            reason = found[slot].reason if slot in found else "as its own host says"
+            reason = found[slot].reason if slot in found else "its own host has reported it"
             self._script_errors.refuse_to_begin(slot, reason)
 
     def _judge(self, workers: Mapping[int, _Worker], now: float) -> dict[int, RankFailure]:
         pulses = {slot: worker.pulse for slot, worker in workers.items()}
-        if self.view.over:  # whoever still runs is on the way out
+        if self.view.over:  # the remaining processes are about to end
             joined = {slot for slot, worker in workers.items() if worker.been_in}
             return {
                 verdict.slot: verdict
                 for verdict in left_over(pulses, joined, self._thresholds, over_for=self._over_for(now))
             }
         found = gone(pulses, self._thresholds, now=now)
-        # A joining rank holds nobody up, and nobody waits for it: not while it imports, nor while it asks to be let in.
+        # A joining rank delays no other, and no other waits for it: not while it imports, nor while it asks to join.
         members = {slot: worker.pulse for slot, worker in workers.items() if worker.member_id in self.view.member_ids}
         still = standstill(members, self._thresholds) if self._may_judge(now) else None
         if self._hosts is not None:
             found += self._hosts.tick(self.view, still)
             self._report_hung(self._hosts.hung)
-        elif not found:  # else those who wait for a dead rank would seem to wait for a hung one
+        elif not found:  # otherwise ranks that wait for a dead rank would seem to wait for a hung one
             found = judge({0: still}, {0: members}, self._thresholds)
             self._report_hung(hung({0: still}))
         return {verdict.slot: verdict for verdict in found}
@@ -285,8 +302,8 @@ class Supervisor:
         return now - self._over_since
 
     def _may_judge(self, now: float) -> bool:
-        """False for a while after this process was stopped itself, when ranks that asked its store could not poll, and
-        after the view has changed, as all are about to move."""
+        """Whether hangs may be judged now. Not for a while after this process was stopped itself, when ranks that use
+        its store could not poll, nor after a change of the view, when all ranks are about to move."""
         before, self._judged_at = self._judged_at, now
         if now - before > _PAUSE_S:
             self._judges_again_at = max(self._judges_again_at, now + _PAUSE_S)
@@ -300,7 +317,7 @@ class Supervisor:
             self._reported_hung(waiting)
 
     def _publish(self, mine: set[MemberId], elsewhere: Set[int], now: float) -> None:
-        """Look for the newest view; where somebody of it is lost, make the one without them."""
+        """Publish the view without the lost ranks, or read the newest view if none is lost."""
         lost = mine | {member_id for member_id in self.view.member_ids if member_id.slot in elsewhere}
         if lost:
             self.view = publish_lost(self._store, self.view, lost)
@@ -311,12 +328,15 @@ class Supervisor:
         self.answered_at, self._asks_at = time.monotonic(), now + self._ask_s
         if self.view.member_ids:
             self.last = self.view
-        if not self.view.over:  # after the end of the job nobody is to be broken out
+        if not self.view.over:  # after the end of the job no collective may be interrupted
             self._heartbeats.announce_epoch(self.view.epoch, list(self._workers))
 
     def _conclude(self) -> None:
-        """Whether all hosts have ended: those of the last view that somebody was in, where the job is over. Then nobody
-        looks after hosts any more, so one that does not say it is waited for as long as a silent one would be."""
+        """Set `over` once all hosts have ended: where the job is over, all hosts of the last view with members.
+
+        After the end of the job no host watches another, so the wait for a host that does not report its end is limited
+        to the time after which a silent host is lost.
+        """
         if not self._ended:
             return
         now = time.monotonic()
@@ -332,7 +352,7 @@ class Supervisor:
                 del self._workers[worker.member_id.slot]
         if watched:
             os.close(worker.pidfd)
-            self._told(worker.member_id, why)
+            self._report(worker.member_id, why)
 
 
 def _has_ended(pidfd: int) -> bool:
@@ -344,9 +364,9 @@ def _left_behind(slot: int) -> RankFailure:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether the system says that a process is stopped: the state after its name in /proc/PID/stat is T or t."""
+    """Whether a process is stopped: the state after its name in /proc/PID/stat is T or t."""
     try:
-        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # read often, and a third of the price of a `Path`
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # called often, and a third of the cost of a `Path`
         try:
             state = os.read(file, _BEGINNING).rpartition(b")")[2].split()[0]
         finally:

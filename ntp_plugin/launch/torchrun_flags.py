@@ -1,8 +1,8 @@
-"""torchrun's part of a command line, checked before anything is started.
+"""Checks torchrun's flags and the script before anything is started.
 
-torch finds most mistakes late: in an assertion without words, when the store listens already, or in every worker at
-once. Here each of them is one line, and leaves no folder and no process behind. What is not checked here is a
-matter of the script, or of the other hosts.
+torch finds most mistakes late: in an assertion without a message, after the store is started, or in every worker at
+once. Here each mistake is reported in one line, and leaves no folder and no process behind. Mistakes of the script and
+of other hosts are not checked here.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import ConfigError
 
 _MOST_WORKERS = 4096
-"""On one host. A number above it is a slip of the keyboard, and torch would try to start them all."""
+"""Most workers of a host. A greater number is a typing error, and torch would try to start them all."""
 _LONGEST_LOOK_S = 3600.0
 _STORE_IN_RANK_0 = ("static", "etcd")
 _WHOLE_SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout")
@@ -48,13 +48,13 @@ def parse(words: Sequence[str], *, ours: Sequence[str] = ()) -> argparse.Namespa
 
     Args:
         words: The command line without the flags of `ntp run`.
-        ours: The flags of `ntp run`, for a guess at what was meant.
+        ours: The flags of `ntp run`, for a guess at a mistyped flag.
 
     Returns:
-        What torchrun's own parser returns.
+        The result of torchrun's own parser.
 
     Raises:
-        ConfigError: A flag is not known or has no sensible value, or the script is not there.
+        ConfigError: A flag is unknown or has a wrong value, or the script does not exist.
     """
     parser = get_args_parser()
     parser.error = _refuse_words  # type: ignore[method-assign]
@@ -67,10 +67,10 @@ def parse(words: Sequence[str], *, ours: Sequence[str] = ()) -> argparse.Namespa
 
 
 def most_hosts(arguments: argparse.Namespace) -> int:
-    """Return how many hosts the job has at most.
+    """Return the greatest number of hosts of the job.
 
     Raises:
-        ConfigError: --nnodes is no number of hosts, nor two of them.
+        ConfigError: --nnodes is neither a number of hosts nor a range.
     """
     fix = "a number from 1 on, or MIN:MAX"
     try:
@@ -78,15 +78,15 @@ def most_hosts(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--nnodes={arguments.nnodes} is not a number of hosts", way_out=fix) from error
     if not 0 < least <= most:
-        raise ConfigError(f"--nnodes={arguments.nnodes}: from {least} to {most} hosts is no job", way_out=fix)
+        raise ConfigError(f"--nnodes={arguments.nnodes}: {least} to {most} hosts is not a valid range", way_out=fix)
     return int(most)
 
 
 def rendezvous_configuration(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return what --rdzv-conf says, by name.
+    """Return the settings of --rdzv-conf by name.
 
     Raises:
-        ConfigError: It is no list of NAME=VALUE, or a value is no number where torch reads one.
+        ConfigError: It is no list of NAME=VALUE, or a value is not a number where torch expects one.
     """
     try:
         found = _parse_rendezvous_config(arguments.rdzv_conf)
@@ -103,7 +103,7 @@ def rendezvous_configuration(arguments: argparse.Namespace) -> dict[str, str]:
 def store_in_rank_0() -> ConfigError:
     """Make the error for a rendezvous that `ntp run` cannot use."""
     return ConfigError(
-        "with this rendezvous the store lives in rank 0, and dies with it",
+        "with this rendezvous the store runs in rank 0, and is lost with it",
         way_out="use --standalone, or --rdzv-backend c10d with --rdzv-endpoint",
     )
 
@@ -122,19 +122,19 @@ def _refuse_flag(word: str, known: Sequence[str]) -> NoReturn:
         raise ConfigError(f"{flag} is not a known flag of ntp run", way_out=f"did you mean {close[0]}")
     raise ConfigError(
         f"{flag} is not a flag of ntp run or of torchrun",
-        way_out=f"flags of the script and of its framework stand behind the script: ntp run SCRIPT {word}",
+        way_out=f"put flags of the script and of its framework after the script: ntp run SCRIPT {word}",
     )
 
 
 def _check_workers(arguments: argparse.Namespace) -> None:
-    said, fix = arguments.nproc_per_node, f"a number from 1 to {_MOST_WORKERS:,}, or auto, gpu or cpu"
+    given, fix = arguments.nproc_per_node, f"a number from 1 to {_MOST_WORKERS:,}, or auto, gpu or cpu"
     try:
-        workers = determine_local_world_size(said)
+        workers = determine_local_world_size(given)
     except ValueError as error:
         reason = str(error).rstrip(".")
-        raise ConfigError(f"--nproc-per-node={said} is no number of workers: {reason}", way_out=fix) from None
+        raise ConfigError(f"--nproc-per-node={given} is not a number of workers: {reason}", way_out=fix) from None
     if not 1 <= workers <= _MOST_WORKERS:
-        raise ConfigError(f"--nproc-per-node={said}: a host cannot start {workers:,} workers", way_out=fix)
+        raise ConfigError(f"--nproc-per-node={given}: a host cannot start {workers:,} workers", way_out=fix)
 
 
 def _check_rendezvous(arguments: argparse.Namespace) -> None:
@@ -144,7 +144,7 @@ def _check_rendezvous(arguments: argparse.Namespace) -> None:
         return
     backend, port = arguments.rdzv_backend, arguments.master_port
     if backend == "static" and not arguments.rdzv_endpoint and port is None and hosts == 1:
-        return  # torch takes c10d on a free port
+        return  # torch uses c10d on a free port
     if backend in _STORE_IN_RANK_0:
         raise store_in_rank_0()
     if backend not in rendezvous_handler_registry._registry or (
@@ -159,16 +159,16 @@ def _check_endpoint(endpoint: str) -> None:
     try:
         host, _ = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
     except ValueError as error:
-        raise ConfigError(f"--rdzv-endpoint={endpoint} is no HOST:PORT", way_out=fix) from error
-    if ":" in host and "[" not in endpoint:  # torch takes all up to the last colon for the name
+        raise ConfigError(f"--rdzv-endpoint={endpoint} is not HOST:PORT", way_out=fix) from error
+    if ":" in host and "[" not in endpoint:  # torch reads everything before the last colon as the name
         raise ConfigError(f"--rdzv-endpoint={endpoint} has {endpoint.count(':')} colons", way_out=fix)
 
 
 def _check_running(arguments: argparse.Namespace) -> None:
     if arguments.max_restarts:
         raise ConfigError(
-            f"--max-restarts = {arguments.max_restarts} would start all workers anew after a failure",
-            way_out="leave it out; --ntp-respawn starts single workers anew",
+            f"--max-restarts = {arguments.max_restarts} would restart all workers after a failure",
+            way_out="leave it out; --ntp-respawn replaces single workers",
         )
     interval = arguments.monitor_interval
     if not (math.isfinite(interval) and 0 < interval <= _LONGEST_LOOK_S):
@@ -177,7 +177,7 @@ def _check_running(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--shutdown-timeout={arguments.shutdown_timeout} must be 0 or more seconds")
     for name in arguments.signals_to_handle.split(","):
         if name not in signal.Signals.__members__:
-            raise ConfigError(f"--signals-to-handle: {name!r} is no signal", way_out="names such as SIGTERM,SIGUSR1")
+            raise ConfigError(f"--signals-to-handle: {name!r} is not a signal", way_out="names such as SIGTERM,SIGUSR1")
 
 
 # ---------------------------------------------------------------- output
@@ -189,7 +189,7 @@ def _check_output(arguments: argparse.Namespace) -> None:
             Std.from_str(text)
         except ValueError as error:
             raise ConfigError(
-                f"--{flag}={text} does not say which streams", way_out="0 to 3, or RANK:0 to RANK:3 with commas"
+                f"--{flag}={text} is not a choice of streams", way_out="0 to 3, or RANK:0 to RANK:3 with commas"
             ) from error
     ranks = arguments.local_ranks_filter
     if ranks and not all(rank.strip().isdecimal() for rank in ranks.split(",")):
@@ -207,13 +207,13 @@ def _check_output(arguments: argparse.Namespace) -> None:
 
 
 def _check_log_dir(arguments: argparse.Namespace) -> None:
-    """Make it, as torch would; last, so that no other mistake leaves it behind."""
+    """Make the folder, as torch would. It is the last check, so that no other mistake leaves the folder behind."""
     if arguments.log_dir is None:
         return
     try:
         Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--log-dir={arguments.log_dir} cannot be made a folder: {error.strerror}") from error
+        raise ConfigError(f"--log-dir={arguments.log_dir}: the folder cannot be made: {error.strerror}") from error
 
 
 # ---------------------------------------------------------------- the script
@@ -237,13 +237,13 @@ def _check_program(program: str) -> None:
     if shutil.which(program) is None:
         here = Path(program).is_file() and os.sep not in program
         raise ConfigError(
-            f"{program!r} is no program that can be started here",
+            f"{program!r} is not a program that can be started here",
             way_out=f"./{program} names the one in this folder" if here else "name a file that is executable",
         )
 
 
 def _check_module(module: str) -> None:
-    """Look for its package, and import nothing; another Python than this one may have others."""
+    """Look for the module's package without importing it. Another Python than this one may have other packages."""
     package = module.partition(".")[0]
     is_there = bool(package) and (
         PathFinder.find_spec(package, [str(Path.cwd())]) is not None or importlib.util.find_spec(package) is not None
@@ -252,13 +252,13 @@ def _check_module(module: str) -> None:
         raise ConfigError(f"there is no module {module!r}", way_out="install it, or set PYTHONPATH; -m takes a name")
 
 
-def _check_file(path: Path, said: str) -> None:
-    if not said or not path.exists():
+def _check_file(path: Path, script: str) -> None:
+    if not script or not path.exists():
         raise ConfigError(
-            f"there is no script {said!r} in {Path.cwd()}",
-            way_out="name a file; torchrun's flags stand before it, and its own behind it",
+            f"there is no script {script!r} in {Path.cwd()}",
+            way_out="name a file; put torchrun's flags before it, and its own flags after it",
         )
     if path.is_dir() and not (path / "__main__.py").is_file():
-        raise ConfigError(f"the script {said!r} is a folder without __main__.py", way_out="name a file")
+        raise ConfigError(f"the script {script!r} is a folder without __main__.py", way_out="name a file")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"the script {said!r} cannot be read by this user", way_out=f"chmod u+r {said}")
+        raise ConfigError(f"the script {script!r} cannot be read by this user", way_out=f"chmod u+r {script}")

@@ -1,13 +1,15 @@
-"""The adapters for an ordinary PyTorch loop: data parallel, every rank a replica, or tensor parallel as well.
+"""Makes an ordinary PyTorch loop survive the loss of ranks: data parallel, or data parallel with tensor parallelism.
 
-    data_parallel.py     a model and an optimizer that survive the death of ranks
-    tensor_parallel.py   the same for a model whose layers are cut over the ranks of a replica
-    voted_step.py        an optimizer step that a death may interrupt anywhere
-    parallel_layers.py   the layers for it, and a small model
-    fingerprints.py      what a rank's training depends on, which all ranks compare
-    job.py               how a script uses either
+    job.py               `elastic_job` and `tensor_parallel_job`, the functions that a script calls
+    data_parallel.py     the trainer for data parallelism: every rank is a replica and holds the whole model
+    tensor_parallel.py   the trainer for a model whose layers are cut over the ranks of a replica
+    voted_step.py        one optimizer step, which the loss of a rank may interrupt anywhere
+    parallel_layers.py   linear layers that are cut over the slots of a replica, and a small model
+    fingerprints.py      the settings of a rank's training, which all ranks compare
 
-Both compute each step's gradient as (sum of the per-sample gradients of the global batch) / (number of
-samples), whoever is there to compute it. The samples of a step are numbered, and dealt by `planning/batch_split.py`:
-each rank keeps its own, and a lost rank's go to the others.
+Both trainers compute each step's gradient as (sum of the per-sample gradients of the global batch) / (number of
+samples), whichever ranks are left to compute it. The samples of a step are numbered, and `planning/batch_split.py`
+deals them: each rank keeps its own, and those of a lost rank go to the others.
+
+Read next: `recovery/`, which drives a trainer through the loss of ranks.
 """

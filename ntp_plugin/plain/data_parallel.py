@@ -1,7 +1,7 @@
-"""A model and an optimizer that survive the death of ranks; the step is that of `voted_step.py`.
+"""The trainer for data parallelism: every rank is a replica and holds the whole model. `voted_step.py` has its step.
 
-All ranks hold the same state. A joining rank gets it from the first veteran, and after every recovery a digest of it is
-compared before anybody trains on.
+All ranks hold the same state. A joining rank gets it from the first rank that has it. After every recovery all ranks
+compare a digest of their state before they train on.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from ntp_plugin.recovery.replica_comparison import ReplicatedState
 from ntp_plugin.resharding.rebuild import WEIGHT
 
 _EVEN = 1_000_000
-"""Before anything is measured every rank is taken for equally fast."""
+"""Time of a micro-batch before any is measured: all ranks count as equally fast."""
 
 
 class DataParallel(VotedStep):
@@ -57,16 +57,16 @@ class DataParallel(VotedStep):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The slots that train now: all that are there."""
+        """The slots that train now: all live ones."""
         return self._members
 
     @property
     def is_in_the_first_replica(self) -> bool:
-        """Whether this rank is of the replica whose settings a joining process compares with its own."""
+        """Whether this rank belongs to the replica whose settings a joining process compares with its own."""
         return self._groups.slot == 0
 
     def my_samples(self) -> list[int]:
-        """The samples of a step that this rank computes, by their numbers in the global batch."""
+        """Return the samples of a step that this rank computes, as numbers in the global batch."""
         return samples_of(even_shares(self.members, self._batch)[self._groups.slot], self._micro_batch)
 
     def _reduce(self, total: torch.Tensor) -> float:
@@ -80,15 +80,15 @@ class DataParallel(VotedStep):
     # ------------------------------------------------ a recovery
 
     def report(self) -> Report:
-        """An update is made in place, so there is no way back."""
+        """Report the applied step. An update is made in place, so no older step can be restored."""
         return Report(applied=self.applied, oldest=self.applied, prepared=self._prepared, joiner=self._joiner)
 
     def plan(self, agreed: Agreed) -> str:
-        """All that is to be decided is who computes what, which follows from the members."""
+        """Return a digest of the members and the decision: the shares of the batch follow from the members alone."""
         return hashlib.blake2b(repr((agreed.view, agreed.decision)).encode(), digest_size=16).hexdigest()
 
     def resume_from(self, agreed: Agreed) -> None:
-        """Roll forward, hand the state to joining ranks, and compare it."""
+        """Roll forward, send the state to joining ranks, and compare it."""
         if self._groups.slot in agreed.decision.roll_forward:
             self._apply()
         self._members, self._prepared = agreed.view.slots, False
@@ -99,7 +99,7 @@ class DataParallel(VotedStep):
         self._compare_state()
 
     def _hand_over(self, giver: int) -> None:
-        """The state of one rank to all others; in place where it is the same already."""
+        """Send the state of one rank to all others. Only a joining rank loads it; the others have it already."""
         state = [io.BytesIO()]
         if dist.get_rank() == giver:
             torch.save((self.model.state_dict(), self.optimizer.state_dict()), state[0])
@@ -115,25 +115,27 @@ class DataParallel(VotedStep):
         digests: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(digests, mine)
         if len(set(digests)) > 1:
-            told = ", ".join(f"slot {slot} {digest}" for slot, digest in zip(self.members, digests, strict=True))
+            named = ", ".join(f"slot {slot} {digest}" for slot, digest in zip(self.members, digests, strict=True))
             raise StateLost(
-                f"after the recovery the members hold different state at step {self.applied}: {told}",
+                f"after the recovery the members hold different state at step {self.applied}: {named}",
                 way_out="restart from the last checkpoint",
             )
 
     def replicated_state(self) -> ReplicatedState:
-        """Every parameter and what the optimizer keeps in its shape, of which each rank has all."""
+        """Yield every parameter with the optimizer state of its shape. Each rank has all of it."""
         of = f"r{self._groups.slot}"
         for name, parameter in self.model.named_parameters():
             size = parameter.numel()
-            piece = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size, whole=of)
+            tensor_slice = TensorSlice(
+                tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size, whole=of
+            )
             kept = self.optimizer.state.get(parameter, {})
             entries = {key: value for key, value in kept.items() if getattr(value, "shape", None) == parameter.shape}
             if size:
-                yield name, "", piece, {WEIGHT: parameter.data, **entries}
+                yield name, "", tensor_slice, {WEIGHT: parameter.data, **entries}
 
     def digest(self) -> str:
-        """Of all parameters and optimizer state, bit for bit."""
+        """Return a digest of all parameters and optimizer state, bit for bit."""
         seen = hashlib.blake2b(digest_size=16)
         for tensor in self.model.state_dict().values():
             seen.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,5 @@
-"""What the training of a rank of an ordinary PyTorch loop depends on (`recovery/same_settings.py`)."""
+"""Collects the settings on which a rank's training depends, for the comparison of all ranks
+(`recovery/same_settings.py`)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,14 +12,14 @@ from ntp_plugin.recovery import same_settings
 from ntp_plugin.recovery.fingerprint import Fingerprint
 
 _OF_THE_STATE = {"params", "lr", "initial_lr", "momentum", "betas"}
-"""What a schedule changes in an optimizer's groups while it trains: a joining rank has it from the others, whatever a
-checkpoint that its script has loaded says."""
+"""Values in an optimizer's groups that a schedule changes during training. A joining rank gets them from the others,
+whatever checkpoint its script has loaded."""
 
 
 def of(trainer: VotedStep, settings: Mapping[str, Any]) -> Fingerprint:
-    """The script and its words, how the job was set up, the model and its optimizer.
+    """Return the fingerprint of a rank: the script and its arguments, the settings of the job, model and optimizer.
 
-    A script's samples are made by its own code, so its data are compared as far as its words and its file name them.
+    A script's own code makes its samples, so the data are compared only as far as its file and its arguments name them.
     """
     words = {**same_settings.arguments_of_script(), **fp.in_words(settings), **dict(_optimizer(trainer.optimizer))}
     found = same_settings.settings(words, {}, framework={})

@@ -1,14 +1,14 @@
-"""A job for `ntp run` in an ordinary PyTorch script.
+"""`elastic_job` and `tensor_parallel_job`: the functions by which a PyTorch script joins a job of `ntp run`.
 
     with elastic_job(model, optimizer, loss_of, per_rank=4) as job:
         while job.steps_done < 1000:
             loss = job.step()
 
-`loss_of(step, samples)` returns the sum of the losses of the numbered samples of a step's global batch; which samples a
-rank computes changes with who is alive, and the gradient is always that of the whole batch. A rank that takes the place
-of a lost one begins with the others' weights, whatever its own are.
+`loss_of(step, samples)` returns the sum of the losses of some samples of a step's global batch, given by their numbers.
+The samples of a rank depend on which ranks are alive, and the gradient is always that of the whole batch. A rank that
+takes the place of a lost one begins with the others' weights, whatever its own are.
 
-A model whose layers are cut over several ranks says so, and is built for the place that this process has:
+A model whose layers are cut over several ranks is built for the place of this process in its replica:
 
     with tensor_parallel_job(build, loss_of, tp=2, per_replica=8) as job: ...
 
@@ -41,7 +41,7 @@ from ntp_plugin.telemetry import Teller
 
 
 class ElasticJob:
-    """One rank of a job that survives the loss of others. `elastic_job` and `tensor_parallel_job` make it."""
+    """One rank of a job that survives the loss of other ranks. `elastic_job` and `tensor_parallel_job` make it."""
 
     def __init__(self, trainer: DataParallel | TensorParallel, driver: Driver, watch: ReplicaWatch) -> None:
         self._trainer, self._driver, self._watch = trainer, driver, watch
@@ -53,25 +53,25 @@ class ElasticJob:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The slots that train now, in ascending order: a lost one is absent until a process takes its place."""
+        """The slots that train now, in ascending order. A lost slot is absent until a new process takes it."""
         return self._trainer.members
 
     def step(self) -> float:
-        """Take one optimizer step. When a rank is lost in it, the others recover and take it again.
+        """Take one optimizer step. If a rank is lost during it, the others recover and take the step again.
 
         Returns:
             The mean loss over the global batch, the same on all ranks.
 
         Raises:
-            StateLost: No living rank holds some of the state of a lost one.
+            StateLost: No live rank holds some of the state of a lost one.
             BelowMinimum: No replica is left that may train.
-            SilentCorruption: Replicas hold different bits of what they hold alike.
+            SilentCorruption: Replicas hold different bits of replicated state.
         """
 
         number = self._trainer.applied + 1
 
         def attempt() -> float:
-            if self._trainer.applied == number:  # in a recovery, because others had applied it
+            if self._trainer.applied == number:  # a recovery has applied it, because others had
                 return self._trainer.loss
             self._watch.look(self._trainer.applied)
             return self._trainer.step()
@@ -82,12 +82,12 @@ class ElasticJob:
         """Compare the replicas before the script writes a checkpoint. All ranks call it after the same step.
 
         Raises:
-            SilentCorruption: Replicas hold different bits of what they hold alike.
+            SilentCorruption: Replicas hold different bits of replicated state.
         """
         epoch = self._driver.heading_for
 
         def attempt() -> None:
-            if self._driver.heading_for == epoch:  # some may have come through it, and a recovery compares as well
+            if self._driver.heading_for == epoch:  # after a recovery, which has compared them already
                 self._compare()
 
         self._driver.carry_through(attempt)
@@ -96,7 +96,7 @@ class ElasticJob:
         self._watch.before_it_counts(self._trainer.applied)
 
     def end(self) -> None:
-        """Compare the replicas once all ranks have come here, and end with them. The `with` block calls it."""
+        """Wait for all ranks, compare the replicas, and end together. The `with` block calls it."""
         self._driver.at_the_end(self._compare)
 
 
@@ -119,13 +119,14 @@ def elastic_job(
     Args:
         model: The whole model, on every rank. A rank that takes the place of a lost one gets the others' weights.
         optimizer: Its optimizer; the job calls `step` and `zero_grad`.
-        loss_of: `loss_of(step, samples)` returns the sum of the losses of some samples of a step's global batch. Which
-            ones a rank computes depends on who is alive, so a sample must follow from the step and its number alone.
-        per_rank: Micro-batches that each rank computes in a step while nobody is lost.
+        loss_of: `loss_of(step, samples)` returns the sum of the losses of some samples of a step's global batch. The
+            samples of a rank depend on which ranks are alive, so a sample must follow from the step and its number
+            alone.
+        per_rank: Micro-batches that each rank computes in a step while no rank is lost.
         micro_batch: Samples in a micro-batch.
         timeout: How long a collective may take.
-        watch_steps: Steps between two comparisons of the replicas, 0 for none. Without it they may take 0.5 % of the
-            step time, and there is one at least every 100 steps.
+        watch_steps: Steps between two comparisons of the replicas, 0 for none. By default comparisons may take 0.5 %
+            of the step time, and there is one at least every 100 steps.
         on_sdc: What to do about a replica that holds other bits than most: `"stop"` ends the job; with `"heal"` its
             ranks leave as if they had died, and the others go on.
 
@@ -179,17 +180,17 @@ def tensor_parallel_job(
 ) -> Iterator[ElasticJob]:
     """Join the job that `ntp run` started, as one rank of a replica whose layers are cut over `tp` ranks.
 
-    A replica that loses a rank goes on narrower, with the lost rank's features and fewer samples. It is used as
-    `elastic_job` is.
+    A replica that loses a rank goes on with fewer ranks: they take over the lost rank's features, and the replica gets
+    fewer samples. Use it as `elastic_job`.
 
     Args:
         build: `build(group)` returns the model, with `ColumnParallel` and `RowParallel` layers in that group, and its
-            optimizer. It must draw the same whole model on every rank.
+            optimizer. It must draw the same complete model on every rank.
         loss_of: `loss_of(model, step, samples)`, as in `elastic_job`.
         tp: Ranks in a replica.
-        per_replica: Micro-batches that each replica computes in a step while nobody is lost.
+        per_replica: Micro-batches that each replica computes in a step while no rank is lost.
         micro_batch: Samples in a micro-batch.
-        min_width: A replica with fewer ranks than this trains no more, until it has enough of them again.
+        min_width: A replica with fewer ranks than this does not train until it has enough of them again.
         timeout: How long a collective may take.
         watch_steps: As in `elastic_job`.
         on_sdc: As in `elastic_job`.
@@ -199,7 +200,7 @@ def tensor_parallel_job(
 
     Raises:
         ConfigError: `ntp run` did not start this process, or an argument is wrong.
-        Refused: The ranks do not make whole replicas, or the model cannot be cut.
+        Refused: The number of ranks is not a multiple of `tp`, or the model cannot be cut.
 
     Examples:
         ```python
@@ -264,8 +265,8 @@ def _driven(
 
 
 def _policy(watch_steps: int | None, on_sdc: str) -> TrainingPolicy:
-    said = {"on_sdc": on_sdc} | ({} if watch_steps is None else {"watch_steps": watch_steps})
-    return schema.read(TrainingPolicy, said, where="")
+    given = {"on_sdc": on_sdc} | ({} if watch_steps is None else {"watch_steps": watch_steps})
+    return schema.read(TrainingPolicy, given, where="")
 
 
 def _watch(
@@ -277,7 +278,7 @@ def _watch(
         topology,
         rank=rank,
         replicated_state=trainer.replicated_state,
-        distrust=lambda _: None,  # no copies are made
+        distrust=lambda _: None,  # there are no copies to distrust
         teller=Teller(None, str(topology.slot_of(rank.place.slot))),
     )
     trainer.not_finite = lambda: watch.not_finite(trainer.applied)
@@ -285,8 +286,8 @@ def _watch(
 
 
 def _driver(rank: ElasticRank, trainer: DataParallel | TensorParallel, settings: Mapping[str, Any]) -> Driver:
-    """The driver of a rank that trains by the same settings as all others: founders compare them, and a joining process
-    does so before anybody sees it."""
+    """Return the driver of a rank, after comparing its settings with those of all others: founders compare theirs with
+    each other, and a joining process compares its own before the others see it."""
     mine = fingerprints.of(trainer, settings)
     if rank.place.joining:
         same_settings.require_same(rank, mine, leaves=False)

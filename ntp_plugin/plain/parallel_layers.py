@@ -1,12 +1,12 @@
-"""Linear layers that are cut over the slots of a TP group, and what planning is told of them.
+"""Linear layers that are cut over the slots of a TP group, and their description for planning.
 
     column = ColumnParallel(8, 32, group, family="hidden")     # each slot computes some of the 32 features
     row = RowParallel(32, 1, group, family="hidden")           # and adds what these give to the sum
 
-The layers of one family are cut by the same units, one feature each. What is between them works feature by feature,
-every other module is replicated. A layer draws its weights whole and keeps its part, so that a seed gives the same
-model at every degree. How many features a slot has may change between two steps; the layers ask nothing but the shapes
-of their parameters, and the group.
+The layers of one family are cut by the same units, one feature each. Modules between them must work feature by feature;
+every other module is replicated. A layer draws all weights and keeps its part, so that a seed gives the same model at
+every degree. The number of features of a slot may change between two steps; the layers use only the shapes of their
+parameters and the group.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.units import Family, ModelUnits, Run, StageUnits, Tensor
 
 _CUT = "ntp_cut"
-"""The attribute of a parameter that says how it is cut."""
+"""The attribute of a parameter that describes how it is cut."""
 _ONE = (Run(start=0, unit_size=1),)
 
 
 class TensorParallelGroup:
-    """The ranks of a replica, over which its layers are cut. `build(group)` is given it; a script makes none itself."""
+    """The ranks of a replica, over which its layers are cut. `build` gets it as its argument; a script makes none."""
 
     def __init__(self, slot: int, degree: int) -> None:
         """Make the group of a rank.
@@ -48,7 +48,7 @@ class TensorParallelGroup:
 
 
 class _EveryoneTakes(torch.autograd.Function):
-    """Forward nothing; backward the sum of what each slot's features say about the common input."""
+    """Forward: the identity. Backward: the sum over the slots of the gradients of the common input."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
@@ -61,7 +61,7 @@ class _EveryoneTakes(torch.autograd.Function):
 
 
 class _EveryoneAdds(torch.autograd.Function):
-    """Forward the sum of what each slot's features give; backward the common gradient to everyone."""
+    """Forward: the sum over the slots of their outputs. Backward: the identity."""
 
     @staticmethod
     def forward(_: Any, values: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
@@ -73,13 +73,13 @@ class _EveryoneAdds(torch.autograd.Function):
 
 
 class ColumnParallel(torch.nn.Module):
-    """A linear layer of which each rank of a replica computes some output features.
+    """A linear layer whose output features are divided among the ranks of a replica.
 
     Args:
         inputs: Input features, which every rank has.
         outputs: Output features of the whole layer.
-        group: The one that `build` is given.
-        family: A name. Layers that work on the same features have the same one, and are cut alike.
+        group: The argument of `build`.
+        family: A name. Layers that work on the same features must have the same name; they are cut alike.
     """
 
     def __init__(self, inputs: int, outputs: int, group: TensorParallelGroup, *, family: str) -> None:
@@ -95,12 +95,12 @@ class ColumnParallel(torch.nn.Module):
 
 
 class RowParallel(torch.nn.Module):
-    """A linear layer to which each rank of a replica brings some input features. Every rank gets the whole result.
+    """A linear layer whose input features are divided among the ranks of a replica. Every rank gets the whole result.
 
     Args:
         inputs: Input features of the whole layer.
         outputs: Output features, which every rank gets.
-        group: The one that `build` is given.
+        group: The argument of `build`.
         family: As in `ColumnParallel`.
     """
 
@@ -119,7 +119,7 @@ class RowParallel(torch.nn.Module):
 
 
 class TensorParallelMLP(torch.nn.Module):
-    """The smallest model that has everything: replicated in, column-parallel, gelu, row-parallel out."""
+    """The smallest model with all kinds of layers: replicated, column-parallel, gelu, row-parallel."""
 
     def __init__(self, inputs: int, width: int, hidden: int, outputs: int, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -147,11 +147,15 @@ def _cut(part: torch.Tensor, described: Tensor) -> torch.nn.Parameter:
     return parameter
 
 
-# ---------------------------------------------------------------- what planning is told
+# ---------------------------------------------------------------- the description for planning
 
 
 def describe(parameters: Mapping[str, torch.nn.Parameter]) -> ModelUnits:
-    """The units of a model: its cut parameters by their families, all others replicated."""
+    """Return the units of a model: its cut parameters by family, all others as replicated.
+
+    Raises:
+        Refused: A family has layers with different numbers of features, or no layer is cut.
+    """
     tensors, families = [], dict[str, int]()
     for name, parameter in parameters.items():
         cut: Tensor | None = getattr(parameter, _CUT, None)
@@ -164,7 +168,7 @@ def describe(parameters: Mapping[str, torch.nn.Parameter]) -> ModelUnits:
         if families.setdefault(cut.family, units) != units:
             raise Refused(
                 f"{name} has {units} features, and others of its family {cut.family!r} have {families[cut.family]}",
-                way_out="give layers that are not cut together families of their own",
+                way_out="give layers that are cut separately different families",
             )
         tensors.append(Tensor(name=name, shape=cut.shape, family=cut.family, dim=cut.dim, runs=cut.runs))
     if not families:

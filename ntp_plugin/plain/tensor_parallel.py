@@ -1,14 +1,14 @@
-"""A tensor-parallel model that survives the loss of any slot: data parallel x tensor parallel, live re-layout.
+"""The trainer for a model whose layers are cut over the ranks of a replica: data parallel x tensor parallel.
 
-When a slot is lost its replica goes on narrower: the other slots of the replica keep their units, and the lost one's
-are dealt to them. These units come with their optimizer state from whoever holds them in another replica. The replica
-gets fewer micro-batches, by its width. A replica without slots is dropped, and its samples go to the others. Who comes
-back gets exactly its own again. All of it is decided by `planning/`, from the reports of the members alone.
+When a slot is lost, its replica goes on with the others. They keep their units and take over those of the lost slot,
+with the optimizer state, from the slots that hold them in another replica. The replica gets fewer micro-batches, by its
+width. A replica without slots is dropped, and its samples go to the other replicas. A slot that rejoins gets exactly
+its own units again. `planning/` decides all of this from the reports of the members alone.
 
-The step is that of `voted_step.py`: cut parameters are summed lane by lane, replicated ones over all
+`voted_step.py` has the step: cut parameters are summed lane by lane, replicated ones over all slots
 (`reduction/gradient_lanes.py`). Every slot of a replica computes the same samples, and one of them counts their losses.
 
-The recovery can be interrupted anywhere: see `resharding/reshard.py` for what holds the state together then.
+A further loss can interrupt the recovery anywhere; `resharding/reshard.py` explains how the state stays consistent.
 """
 
 import math
@@ -37,7 +37,7 @@ from ntp_plugin.resharding.sharded_state import ShardedState
 
 
 class TensorParallel(VotedStep):
-    """A `Trainer`: each rank is a TP slot of a replica; ranks count slot by slot, replica by replica."""
+    """A `Trainer`: each rank is a TP slot of a replica. Ranks are numbered slot by slot, replica by replica."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TensorParallel(VotedStep):
         min_width: int = 1,
         joiner: bool = False,
     ) -> None:
-        """`per_replica` micro-batches are what every replica computes while nobody is lost."""
+        """`per_replica` is the number of micro-batches that every replica computes while no rank is lost."""
         super().__init__(
             model,
             optimizer,
@@ -92,22 +92,22 @@ class TensorParallel(VotedStep):
     # ------------------------------------------------ a step
 
     def step(self) -> float:
-        """As of every `VotedStep`, in the groups of this epoch."""
+        """Take the step of `VotedStep` in the groups of this epoch."""
         self._connect()
         return super().step()
 
     @property
     def place(self) -> str:
-        """The TP slot of its replica."""
+        """The TP slot of this rank in its replica."""
         return f"t{self.slot.tp}"
 
     @property
     def is_in_the_first_replica(self) -> bool:
-        """Whether this rank is of the replica whose settings a joining process compares with its own."""
+        """Whether this rank belongs to the replica whose settings a joining process compares with its own."""
         return self.slot.replica == 0
 
     def my_samples(self) -> list[int]:
-        """The samples of a step that this slot's replica computes, by their numbers in the global batch."""
+        """Return the samples of a step that this slot's replica computes, as numbers in the global batch."""
         shares = {share.replica: share for share in self._plan.goal.batch.shares}
         if self.slot not in self._plan.training:
             return []
@@ -115,7 +115,7 @@ class TensorParallel(VotedStep):
 
     @property
     def counts(self) -> bool:
-        """Whether this slot speaks for its replica in sums to which all of its slots would add the same."""
+        """Whether this slot is the leader of its replica, the only slot that adds to sums over replicas."""
         return is_replica_leader(self._plan, self.slot)
 
     def _reduce(self, total: torch.Tensor) -> float:
@@ -141,7 +141,7 @@ class TensorParallel(VotedStep):
     # ------------------------------------------------ the groups of an epoch
 
     def _connect(self) -> None:
-        """Make this epoch's groups unless they are made: everybody who trains, the TP groups, the lanes."""
+        """Make this epoch's groups once: the group of all training ranks, the TP groups, and the lanes."""
         if self._lanes_of == self._groups.epoch:
             return
         self._lanes, self._within.handle = [], None  # the old groups end here
@@ -150,12 +150,13 @@ class TensorParallel(VotedStep):
         self._lanes_of = self._groups.epoch
 
     def replicated_state(self) -> ReplicatedState:
-        """What every replica has. What is not cut is compared with the same slot's in other replicas."""
+        """Yield the state that every replica holds. A tensor that is not cut is compared with the same slot's in other
+        replicas."""
         training = self.slot in self._plan.training
         for move in self._plan.moves if training else ():
             tensor = move.tensor
             units = self._plan.units_of(tensor, self.slot)
-            piece = TensorSlice(
+            tensor_slice = TensorSlice(
                 tensor=tensor.name,
                 shape=tensor.shape,
                 dim=tensor.dim,
@@ -165,25 +166,25 @@ class TensorParallel(VotedStep):
                 whole=f"r{self.slot.replica}",
             )
             of_slot = "" if tensor.family else f" of TP slot {self.slot.tp}"
-            yield tensor.name + of_slot, of_slot, piece, self.state.entries(tensor.name)
+            yield tensor.name + of_slot, of_slot, tensor_slice, self.state.entries(tensor.name)
 
     # ------------------------------------------------ a recovery
 
     def report(self) -> Report:
-        """An update is made in place, so there is no way back."""
+        """Report the applied step and the held units. An update is made in place, so no older step can be restored."""
         held = self.state.held(self._lost).encode()
         return Report(
             applied=self.applied, oldest=self.applied, prepared=self._prepared, joiner=self._joiner, held=held
         )
 
     def plan(self, agreed: Agreed) -> str:
-        """Who holds what, computes what and sends what, from what everybody reported."""
+        """Plan from the reports of all members what each slot holds, computes and sends; return the plan's digest."""
         held = {rank: AvailableVersions.decode(report.held) for rank, report in agreed.reports.items()}
         (self._next,) = plan_relayout(self._nominal, held, agreed.view.epoch)
         return self._next.digest
 
     def resume_from(self, agreed: Agreed) -> None:
-        """Roll forward, move what changes hands, and compare everything."""
+        """Roll forward, move units to their new slots, and compare the state."""
         if self._groups.slot in agreed.decision.roll_forward:
             self._apply()
         self._prepared, self._plan, self._lost = False, self._next, self._next.lost
@@ -201,7 +202,9 @@ def _nominal(
     min_width: int,
 ) -> Nominal:
     if ranks % tp:
-        raise Refused(f"{ranks} ranks do not make whole replicas of {tp} slots", way_out=f"start a multiple of {tp}")
+        raise Refused(
+            f"{ranks} ranks are not a multiple of {tp}, the slots of a replica", way_out=f"start {tp} x N ranks"
+        )
     parameter_bytes = max(parameter.element_size() for parameter in parameters.values())
     return Nominal(
         topology=Topology(tp=tp, pp=1, dp=ranks // tp, gpus_per_node=tp, nodes_per_rack=1, racks_per_power_row=1),

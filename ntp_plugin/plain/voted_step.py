@@ -1,8 +1,9 @@
-"""One optimizer step that a death may interrupt anywhere, whatever the layout of the model.
+"""One optimizer step that the loss of a rank may interrupt anywhere, whatever the layout of the model.
 
-The rank computes the loss of its samples one micro-batch after the other and sums the gradients; the sums are reduced;
-the vote is taken; the optimizer is applied. Until the vote nothing is applied, so a death before it means: the step
-again, with the lost samples dealt to the others. After it all who hold the reduced gradients apply.
+The rank computes the loss of its samples one micro-batch after the other and sums the gradients. The sums are reduced,
+all ranks vote, and each applies the optimizer. Nothing is applied before the vote, so after a loss before it the step
+is taken again, with the lost samples dealt to the others. After the vote all ranks with the reduced gradients apply
+them.
 """
 
 import abc
@@ -22,7 +23,7 @@ type LossOfSamples = Callable[[int, Samples], torch.Tensor]
 
 
 class VotedStep(abc.ABC):
-    """The half of a `Trainer` that takes steps; who derives from it says what is reduced where, and how to recover."""
+    """The half of a `Trainer` that takes steps. A subclass defines how gradients are reduced, and how to recover."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class VotedStep(abc.ABC):
         self._micro_batch, self._samples_per_step = micro_batch, micro_batches * micro_batch
         self.applied = 0
         self.not_finite: Callable[[], None] = _nothing
-        """Called by all ranks together where the loss of a step is not finite, before anything is applied."""
+        """Called by all ranks together if the loss of a step is not finite, before anything is applied."""
         self._prepared, self._joiner = False, joiner
         self.loss = math.nan
         """The mean loss of the newest step whose gradients this rank has reduced."""
@@ -52,27 +53,27 @@ class VotedStep(abc.ABC):
 
     @property
     def place(self) -> str:
-        """Which part of the model this rank has; ranks with the same one have the same shapes."""
+        """The part of the model that this rank holds. Ranks with the same part have tensors of the same shapes."""
         return "all ranks"
 
     @abc.abstractmethod
     def my_samples(self) -> list[int]:
-        """The samples of a step that this rank computes, by their numbers in the global batch."""
+        """Return the samples of a step that this rank computes, as numbers in the global batch."""
 
     @abc.abstractmethod
     def replicated_state(self) -> ReplicatedState:
-        """What every replica has, with this rank's part of it."""
+        """Yield this rank's part of the state that every replica holds."""
 
     @abc.abstractmethod
     def _reduce(self, total: torch.Tensor) -> float:
         """Sum all gradients, also those of a rank without samples, and the loss, over the global batch."""
 
     def step(self) -> float:
-        """Compute, reduce, vote and apply the next step; returns its mean loss over the global batch."""
+        """Compute, reduce, vote and apply the next step; return its mean loss over the global batch."""
         total = self._accumulate(self.applied + 1, self.my_samples())
-        told = self._reduce(total)
-        self.loss = told / self._samples_per_step
-        if not math.isfinite(told):
+        loss = self._reduce(total)
+        self.loss = loss / self._samples_per_step
+        if not math.isfinite(loss):
             self.not_finite()
         for parameter in self.model.parameters():
             assert parameter.grad is not None, "every parameter was reduced"
@@ -94,7 +95,7 @@ class VotedStep(abc.ABC):
         return total
 
     def _vote(self) -> None:
-        """Nothing to say but that everybody is here: who leaves this knows that all hold the reduced gradients."""
+        """Wait for all ranks: a rank that returns knows that all hold the reduced gradients. It transfers no value."""
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
 
     def _apply(self) -> None:
@@ -103,9 +104,9 @@ class VotedStep(abc.ABC):
 
 
 def _nothing() -> None:
-    """There is nothing to compare."""
+    """Do nothing."""
 
 
 def samples_of(share: Share, micro_batch: int) -> list[int]:
-    """The samples of a share, by their numbers in the global batch."""
+    """Return the samples of a share, as numbers in the global batch."""
     return [number * micro_batch + sample for number in share.numbers for sample in range(micro_batch)]

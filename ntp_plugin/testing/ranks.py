@@ -204,7 +204,7 @@ class Ranks:
             self.first,
             self._heartbeats,
             thresholds=self._thresholds,
-            told=self._told,
+            report=self._told,
             reported_hung=self.hung.append,
         )
         self._running: dict[int, _RunningRank] = {}

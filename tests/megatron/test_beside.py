@@ -47,7 +47,7 @@ def test_what_one_leaves_when_it_is_killed_is_removed_by_the_next_and_the_other_
         assert any(left.rglob("near-*.json"))
         code, said = Command([*NTP, *words(tmp_path, "next", 3)], tmp_path / "log", **ENVIRONMENT).end()
         assert code == 0, said[-4000:]
-        assert f"removing {left}: of a run that is dead" in said
+        assert f"removing {left}: its run has been dead" in said
         assert str(kept) not in said
         assert not left.exists()
         assert any(kept.rglob("near-*.json"))

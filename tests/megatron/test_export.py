@@ -128,7 +128,7 @@ def test_of_a_run_that_lives(tmp_path):
     def export_it(run):
         code, said = export(run, folder, tmp_path / "log")
         assert code == 0, said[-4000:]
-        assert "is of a run that lives" in said
+        assert "belongs to a running job" in said
 
     killed(tmp_path, sharded, SHARDED, step=3, meanwhile=export_it)
     assert_same_state(folder, tmp_path)

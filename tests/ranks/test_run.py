@@ -171,7 +171,7 @@ def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):
     store.process.send_signal(signal.SIGTERM)
     assert store.end()[0] == 0
     assert code == 2, said
-    assert "a job with this --rdzv-id has ended before this machine came. Way out: use another --rdzv-id" in said
+    assert "a job with this --rdzv-id has already ended. Way out: use another --rdzv-id" in said
     assert "Traceback" not in said
 
 
@@ -204,7 +204,7 @@ def test_what_a_fork_server_cannot_import_is_said_before_a_worker_starts(tmp_pat
     code, said = job(tmp_path, "--ntp-fork", "--nproc-per-node=2", NTP_PRELOAD="no.such.module").end()
     assert code == 2, said
     assert "No module named 'no'" in said
-    assert "ended with code 1, and had forked no worker. Way out: what it said stands above" in said
+    assert "exited with 1 before it forked this worker. Way out: see its output above" in said
 
 
 def test_a_script_of_ours_outside_of_ntp_run_says_so(tmp_path):
@@ -218,7 +218,7 @@ def test_a_script_of_ours_outside_of_ntp_run_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--nproc-per-node=1", "--max-restarts=3"], "--max-restarts = 3 would start all workers anew"),
+        (["--nproc-per-node=1", "--max-restarts=3"], "--max-restarts = 3 would restart all workers"),
         (["--nproc-per-node=1", "--ntp-respawn=many"], "argument --ntp-respawn: 'many' is not a whole number from 0"),
     ],
 )

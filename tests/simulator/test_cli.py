@@ -94,7 +94,7 @@ def test_a_trace_names_its_assumption(capsys, tmp_path):
         (["--mode", "hard"], "choose from shrink, strict, fixed"),
         (["--forbid", "sleep"], "'sleep' is no action"),
         (["--search", "many"], "argument --search: 'many' is not a whole number from 1"),
-        (["--planted", "decide-early"], "--planted belongs to --search or --replay"),
+        (["--planted", "decide-early"], "--planted needs --search or --replay"),
         (["--replay", "3", "--planted", "no"], "'no' is no planted bug"),
         (["--trace", "none.csv", "--trace-gpus", "1"], "none.csv cannot be read"),
         (["--layers", "1"], "do not fill pp = 2 stages"),

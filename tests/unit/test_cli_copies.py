@@ -47,14 +47,14 @@ def test_verify_finds_a_changed_byte(folder, capsys):
     assert main(["copies", "verify", str(folder[0].path)]) == 1
     told = capsys.readouterr().out
     assert "1 WRONG" in told
-    assert "host-0, near-3-e2-0: w (main) not as it was written" in told
+    assert "host-0, near-3-e2-0: w (main) damaged" in told
 
 
 def test_verify_finds_what_is_cut_short(folder, capsys):
     (place, _), *_ = folder[1].found()
     os.truncate(folder[1].folder / str(place), 10)
     assert main(["copies", "verify"]) == 1
-    assert "near-3-e2-0: not whole" in capsys.readouterr().out
+    assert "near-3-e2-0: incomplete" in capsys.readouterr().out
 
 
 def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):
@@ -62,7 +62,7 @@ def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):
     assert main(["copies", "clean"]) == 0
     assert run.path.exists()
     assert main(["copies", "clean", str(run.path)]) == 2
-    assert "belongs to a run that lives" in capsys.readouterr().err
+    assert "belongs to a running job" in capsys.readouterr().err
     run.leave()
     assert main(["copies", "clean"]) == 0
     assert not run.path.exists()
@@ -93,7 +93,7 @@ def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
     capsys.readouterr()
     mapped(store, place)[9] ^= 2
     assert main(["copies", "verify", str(run.path)]) == 1
-    assert "host-0, parity-3-e2-0: parity (xor) not as it was written" in capsys.readouterr().out
+    assert "host-0, parity-3-e2-0: parity (xor) damaged" in capsys.readouterr().out
 
 
 def test_a_run_that_begins_or_ends_meanwhile_is_passed_over(folder, tmp_path, capsys):

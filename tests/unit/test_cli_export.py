@@ -57,7 +57,7 @@ def test_what_would_be_done_is_told(left, tmp_path, capsys):
     script = ("train.py", "--flag", "two words")
     code, told = export(capsys, "latest", "--to", tmp_path / "out", "--dry-run", "--", *script)
     assert code == 0
-    assert f"step 7 as laid out in epoch 2 of {folder} would go into {tmp_path}/out, by 2 processes" in told
+    assert f"step 7 as laid out in epoch 2 of {folder} would be written to {tmp_path}/out by 2 processes" in told
     assert f"{sys.executable} -u train.py --flag 'two words'" in told
     assert not (tmp_path / "out").exists()
 
@@ -106,8 +106,8 @@ def test_where_it_cannot_go(left, tmp_path, capsys):
         (tmp_path / "full/something", "is not a folder"),
         (tmp_path / "full/something/in", "cannot be written to"),
         ("/proc/nobody/may", "cannot be written to"),
-        (folder / "inside", "is among the copies of the run"),
-        (folder, "is among the copies of the run"),
+        (folder / "inside", "is inside the run's folder of copies"),
+        (folder, "is inside the run's folder of copies"),
     ):
         code, told = export(capsys, folder, "--to", to, *COMMAND)
         assert (code, why in told) == (2, True), (to, told)
@@ -117,9 +117,9 @@ def test_where_it_cannot_go(left, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        ({"recorded": False}, "does not say by which command"),
-        ({"framework": "plain"}, "were made by plain, and it cannot start only to save"),
-        ({"framework": ""}, "were made by something that does not say its name"),
+        ({"recorded": False}, "has no record of the command"),
+        ({"framework": "plain"}, "were made by plain, which cannot start only to save"),
+        ({"framework": ""}, "were made by an unnamed framework"),
         ({"holders": (2, 3, 5)}, "the parts of slots 2, 5 are not on this host"),
         ({"here": ()}, "has copies of 0 hosts"),
     ],
@@ -138,7 +138,7 @@ def test_copies_of_another_host_than_the_first(left, tmp_path, capsys):
 def test_words_that_make_no_sense(left, tmp_path, capsys):
     folder, to = left(), tmp_path / "out"
     for words, why in (
-        ((tmp_path / "none", "--to", to), f"there are no copies of a run there. Way out: on this host: {folder}"),
+        ((tmp_path / "none", "--to", to), f"no copies of a run there. Way out: name a folder of this host: {folder}"),
         ((folder,), "--to"),
         ((folder, "--to", to, "--nproc-per-node", "0"), "argument --nproc-per-node: '0' is not a whole number from 1"),
         ((folder, "--to", to, "--", "ntp", "run", "train.py"), "leave out ntp run"),
@@ -155,6 +155,6 @@ def test_a_script_that_cannot_start_leaves_nothing(left, tmp_path):
     words = [*NTP, "copies", "export", str(folder), "--to", str(tmp_path / "out"), "--nproc-per-node", "1"]
     words += ["--", sys.executable, "-u", str(tmp_path / "train.py")]  # another Python ends with a code of its own
     code, said = Command(words, tmp_path / "log").end()
-    assert (code, "there is no checkpoint" in said) == (1, True), said
+    assert (code, "no checkpoint was written" in said) == (1, True), said
     assert not (tmp_path / "out").exists()
     assert any(folder.glob("*/*.json"))

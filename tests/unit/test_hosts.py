@@ -43,7 +43,7 @@ def host_1():
         doors.append(RefusingEndpoint("127.0.0.1"))
         clock = lambda: store.now  # noqa: E731
         return Hosts(
-            store, host=1, host_incarnation=0, hosts=2, slots=2, door=doors[-1], thresholds=LIMITS, clock=clock
+            store, host=1, host_incarnation=0, hosts=2, slots=2, endpoint=doors[-1], thresholds=LIMITS, clock=clock
         )
 
     yield make

@@ -38,7 +38,7 @@ def test_each_stays_for_its_own_time():
     ]
     assert names(runs) == ["past", "none"]
     goes = to_remove(runs, [], now=NOW, room=PLENTY)
-    assert goes[Path("past")] == "of a run that is dead for 1 d, and was to be kept for 1 d"
+    assert goes[Path("past")] == "its run has been dead for 1 d, and its copies were to stay for 1 d"
 
 
 def test_one_without_copies_goes():
@@ -56,9 +56,7 @@ def test_the_oldest_go_until_as_much_is_free_as_the_largest_took():
         assert names(runs, room=Room(free=unused * MB, total=400 * MB)) == gone, unused
     assert names(runs, room=Room(free=0, total=4000 * MB)) == ["oldest", "tiny", "older", "new"], "a quarter of all"
     told = to_remove(runs, [], now=NOW, room=Room(free=299 * MB, total=400 * MB))[Path("oldest")]
-    assert told == (
-        "the oldest of the dead runs, 9 h dead, takes 100.0 MB; 299.0 MB are free, and this run may need 300.0 MB"
-    )
+    assert told == ("the oldest dead run (9 h dead) takes 100.0 MB, 299.0 MB are free, and this run may need 300.0 MB")
 
 
 def test_what_is_past_its_time_makes_room_before_others_go():
@@ -91,7 +89,7 @@ def shared(tmp_path, monkeypatch):
 
 def said_by(keep_s=DAY_S, spares=lambda _: False):
     told = []
-    return new_folder(keep_s=keep_s, spares=spares, said=told.append), told
+    return new_folder(keep_s=keep_s, spares=spares, log=told.append), told
 
 
 def left(*, hours, keep_s=DAY_S, size=1000):
@@ -111,14 +109,14 @@ def test_a_new_run_leaves_what_another_job_may_resume(shared):
     waits, short = left(hours=2), left(hours=2, keep_s=HOUR)
     run, told = said_by()
     assert set(shared.iterdir()) == {waits, run.path}
-    assert told == [f"removing {short}: of a run that is dead for 2 h, and was to be kept for 1 h"]
+    assert told == [f"removing {short}: its run has been dead for 2 h, and its copies were to stay for 1 h"]
     run.remove()
 
 
 def test_what_is_removed_is_said(shared):
     past = left(hours=25)
     run, told = said_by()
-    assert told == [f"removing {past}: of a run that is dead for 1 d 1 h, and was to be kept for 1 d"]
+    assert told == [f"removing {past}: its run has been dead for 1 d 1 h, and its copies were to stay for 1 d"]
     run.remove()
 
 
@@ -165,7 +163,11 @@ def test_a_run_that_resumes_holds_the_folder_and_says_so_where_it_cannot(shared)
     first = left(hours=1)
     with cli_run._held(first), pytest.raises(BlockingIOError), free(first):
         pass
-    with free(first), pytest.raises(ConfigError, match="another command exports or removes it"), cli_run._held(first):
+    with (
+        free(first),
+        pytest.raises(ConfigError, match="another command is exporting or removing it"),
+        cli_run._held(first),
+    ):
         pass
     with cli_run._held(None):
         pass
@@ -180,7 +182,7 @@ def test_how_long_is_written(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "d", "-1", "1w", "1e3", "1 d", "soon", "nan", "9" * 10])
 def test_what_is_no_duration(text, capsys):
-    with pytest.raises(ConfigError, match="is no duration"):
+    with pytest.raises(ConfigError, match="is not a duration"):
         cli_run._seconds("--ntp-copies-keep", text)
     assert main(["run", f"--ntp-copies-keep={text}", "train.py"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

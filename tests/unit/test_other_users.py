@@ -108,7 +108,7 @@ def test_what_they_plant_is_neither_listed_nor_verified_nor_removed(shared, plan
 def test_an_export_takes_the_newest_of_ours_and_executes_no_command_of_a_file(shared, planted, capsys):
     own, proof, _ = planted
     assert main(["copies", "export", "latest", "--to", str(shared / "out"), "--dry-run", "--", "train.py"]) == 0
-    assert f"of {own} would go" in capsys.readouterr().out
+    assert f"of {own} would be written" in capsys.readouterr().out
     assert main(["copies", "export", "latest", "--to", str(shared / "out")]) == 2
     assert "the command of the job is missing" in capsys.readouterr().err
     assert not proof.exists()
@@ -149,8 +149,8 @@ def test_without_one_of_ours_there_is_none(shared, planted, capsys):
     assert main(["copies", "list"]) == 0
     assert "no copies on this host" in capsys.readouterr().out
     assert main(["copies", "export", "latest", "--to", str(shared / "out"), "--", "train.py"]) == 2
-    assert "on this host: none" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="on this host: none"):
+    assert "of this host: none" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="of this host: none"):
         cli_run._resumed("latest")
     assert not proof.exists()
 

@@ -473,8 +473,8 @@ def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "behind -- stands nothing"),
-        (["--", "torchrun", "x.py"], "behind -- stands torchrun x.py"),
+        ([], "behind --, but nothing"),
+        (["--", "torchrun", "x.py"], "behind --, but torchrun x.py"),
         (["--kinds", "kil", "--", "ntp", "run", "x.py"], "kil is not known"),
         (["--fault", "3", "--", "ntp", "run", "x.py"], "did you mean --faults"),
         (["--faults", "0", "--", "ntp", "run", "x.py"], "argument --faults: '0' is not a whole number from 1"),

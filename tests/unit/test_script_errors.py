@@ -33,7 +33,7 @@ def host(tmp_path):
 
     def make(store, number=0, on_error="stop"):
         said = []
-        errors = ScriptErrors(store, tmp_path, on_error=on_error, host=number, hosts=2, said=said.append)
+        errors = ScriptErrors(store, tmp_path, on_error=on_error, host=number, hosts=2, log=said.append)
         return errors, said
 
     return make

@@ -206,7 +206,7 @@ def test_workers_are_told_the_run_and_the_users_own_choice_stands():
 
 
 def begun(folder, *, founds):
-    return RecordingOptions(folder=folder).begin({}, host=1, founds=founds, agreed=str, said=print)
+    return RecordingOptions(folder=folder).begin({}, host=1, founds=founds, agreed=str, log=print)
 
 
 def test_a_machine_in_the_place_of_a_lost_host_goes_on_with_its_record_and_a_new_run_does_not(tmp_path):

@@ -42,7 +42,7 @@ def supervised(tmp_path):
     heartbeats = CountedLooks(tmp_path / "heartbeats", 1)
 
     def measure(questions, ask_s):
-        store, silent = CountingStore(questions), {"told": lambda *_: None, "reported_hung": lambda _: None}
+        store, silent = CountingStore(questions), {"report": lambda *_: None, "reported_hung": lambda _: None}
         supervisor = Supervisor(store, first_view(1), heartbeats, thresholds=Thresholds(), ask_s=ask_s, **silent)
         supervisor.watch(MemberId(slot=0, incarnation="0/0"), ME, lambda: 0)
         since, heartbeats.looks = time.monotonic(), 0
@@ -75,7 +75,7 @@ def test_an_error_of_its_own_is_the_trouble_of_its_host(tmp_path):
             raise ZeroDivisionError("odd")
 
     heartbeats, store = HeartbeatFile(tmp_path / "heartbeats", 1), Odd(1)
-    silent = {"told": lambda *_: None, "reported_hung": lambda _: None}
+    silent = {"report": lambda *_: None, "reported_hung": lambda _: None}
     supervisor = Supervisor(store, first_view(1), heartbeats, thresholds=Thresholds(), **silent)
     supervisor.watch(MemberId(slot=0, incarnation="0/0"), ME, lambda: 0)
     supervisor.start()
