@@ -96,7 +96,7 @@ def agree(first: View, slot: int, connection: TCPStore, fan: int) -> Asked:
     return Asked(answered=store.answered, in_vain=store.in_vain, bytes=store.bytes)
 
 
-def play(first: View, slots: range, port: int, fan: int, *, begin: Any, told: Any) -> None:
+def play(first: View, slots: range, port: int, fan: int, *, begin: Any, results: Any) -> None:
     """Some of the members, in a process of their own."""
     connections = [TCPStore("127.0.0.1", port, None, False) for _ in slots]
     found: list[Asked] = []
@@ -111,7 +111,7 @@ def play(first: View, slots: range, port: int, fan: int, *, begin: Any, told: An
         each.start()
     for each in members:
         each.join()
-    told.put(found)
+    results.put(found)
 
 
 def measure(members: int, fan: int) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def measure(members: int, fan: int) -> dict[str, Any]:
     fork = multiprocessing.get_context("fork")
     server, first = serve("127.0.0.1", 0), first_view(members + 1)
     shares = [range(members)[number::PROCESSES] for number in range(PROCESSES)]
-    begin, told = fork.Barrier(len(shares) + 1), fork.Queue()
+    begin, results = fork.Barrier(len(shares) + 1), fork.Queue()
     playing = [
-        fork.Process(target=play, args=(first, share, server.port, fan), kwargs={"begin": begin, "told": told})
+        fork.Process(target=play, args=(first, share, server.port, fan), kwargs={"begin": begin, "results": results})
         for share in shares
     ]
     for process in playing:
@@ -130,7 +130,7 @@ def measure(members: int, fan: int) -> dict[str, Any]:
     view = publish_lost(mine, first, [first.member_ids[members]])
     begin.wait()
     since = time.process_time()
-    found = [asked for _ in playing for asked in told.get()]
+    found = [asked for _ in playing for asked in results.get()]
     store_cpu_s = time.process_time() - since
     for process in playing:
         process.join()

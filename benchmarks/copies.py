@@ -211,8 +211,8 @@ def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
             leaving=(),
             timeout_s=240 + (2.0 + kind.samples / 4) * steps,
         )
-        told = [one.event for one in Follower(events).news()]
-    copied = [event for event in told if isinstance(event, Copied)]
+        recorded = [one.event for one in Follower(events).news()]
+    copied = [event for event in recorded if isinstance(event, Copied)]
     took = _steps(read, ranks=job.processes)
     beside = {event.step for event in copied} - set(range(2 * WARM_UP))
     return [
@@ -224,11 +224,11 @@ def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
 
 def _steps(read: Sequence[Sequence[Any]], *, ranks: int) -> dict[int, Step]:
     """By their numbers, what passed on the clocks of all ranks from where each began to where the next did."""
-    clocks = {(slot, step): told for slot, step, *told in read if isinstance(slot, int)}
+    clocks = {(slot, step): clock for slot, step, *clock in read if isinstance(slot, int)}
     passed: dict[int, list[tuple[float, ...]]] = defaultdict(list)
-    for (slot, step), told in clocks.items():
+    for (slot, step), clock in clocks.items():
         if (after := clocks.get((slot, step + 1))) is not None:
-            passed[step].append(tuple(end - begin for begin, end in zip(told, after, strict=True)))
+            passed[step].append(tuple(end - begin for begin, end in zip(clock, after, strict=True)))
     return {
         step: Step(seconds=max(seconds), busy=sum(busy), training=sum(training), copying=sum(copying))
         for step, all_ranks in passed.items()
@@ -262,12 +262,12 @@ def measured(kind: Kind, pairs: int, known: Known) -> dict[str, Any]:
     versions = {event.step for event in copied if event.step}
     sizes = {sum(event.size for event in copied if event.step == step) for step in versions}
     pace = wanted / statistics.median(pair.more("busy") for pair in found)
-    told, allowed = row(kind.what, ratios), BOUND
+    found_row, allowed = row(kind.what, ratios), BOUND
     if alone:
-        told |= by_bytes(alone, kind.mode, off, known)
-        told["is_above_bytes"] = interval(ratios)[0] > max(BOUND, told["explained_by_bytes"])
-        allowed = max(BOUND, told["explained_by_copies_alone"])
-    told |= {
+        found_row |= by_bytes(alone, kind.mode, off, known)
+        found_row["is_above_bytes"] = interval(ratios)[0] > max(BOUND, found_row["explained_by_bytes"])
+        allowed = max(BOUND, found_row["explained_by_copies_alone"])
+    found_row |= {
         "processor_time": round(statistics.median(pair.explained for pair in found), 4),
         "waiting": round(statistics.median(waiting), 4),
         "waiting_95": "{:.4f} to {:.4f}".format(*interval(waiting)),
@@ -281,16 +281,18 @@ def measured(kind: Kind, pairs: int, known: Known) -> dict[str, Any]:
         low, high = known.added[kind.alike] = interval([pair.added for pair in found])
         if kind.bare and not kind.spared:
             known.others[kind.mode] = statistics.median(pair.more_of_others for pair in found)
-        told |= {"added_ms_95": f"{1000 * low:.1f} to {1000 * high:.1f}", "gb_per_s": round(pace / 1e9, 2)}
-        told |= {f"more_ms_{of}": round(1000 * statistics.median(pair.more(of) for pair in found), 1) for of in THREADS}
-        holds &= told["ratio"] <= allowed and pace >= PACES[kind.mode]
+        found_row |= {"added_ms_95": f"{1000 * low:.1f} to {1000 * high:.1f}", "gb_per_s": round(pace / 1e9, 2)}
+        found_row |= {
+            f"more_ms_{of}": round(1000 * statistics.median(pair.more(of) for pair in found), 1) for of in THREADS
+        }
+        holds &= found_row["ratio"] <= allowed and pace >= PACES[kind.mode]
     else:
         low, high = (1 + seconds / off for seconds in known.added[kind.alike])
-        told["ratio_by_short_steps_95"] = f"{low:.4f} to {high:.4f}"
+        found_row["ratio_by_short_steps_95"] = f"{low:.4f} to {high:.4f}"
         holds &= is_within(high, interval(ratios)[0], allowed)
     slack = 64 * RANKS * 200  # each value begins at a multiple of 64 bytes
     exact = all(wanted <= size <= wanted + slack for size in sizes)
-    return told | {"exact": exact and all(kept == kept_wanted(kind.mode) for *_, kept in alone), "holds": holds}
+    return found_row | {"exact": exact and all(kept == kept_wanted(kind.mode) for *_, kept in alone), "holds": holds}
 
 
 def by_bytes(alone: Sequence[tuple[float, float, int]], mode: str, off: float, known: Known) -> dict[str, Any]:

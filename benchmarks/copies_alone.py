@@ -126,10 +126,12 @@ def kept_wanted(mode: str) -> int:
 
 
 def _stepped(number: int, size: int) -> Stepped:
-    piece = TensorSlice(tensor=f"layers.{number}.weight", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    tensor_slice = TensorSlice(
+        tensor=f"layers.{number}.weight", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size
+    )
     parameter = torch.nn.Parameter(torch.randn(size))
     parameter.grad = torch.randn(size)
-    return Stepped(parameter=parameter, pieces=((piece, 0),))
+    return Stepped(parameter=parameter, pieces=((tensor_slice, 0),))
 
 
 def _extras() -> dict[str, Any]:

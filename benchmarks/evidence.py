@@ -57,7 +57,7 @@ class Sittings:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        self._pieces: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self._rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def find(self, **alike: object) -> dict[str, Any] | None:
         """The first from a sitting before this one that has these values."""
@@ -65,20 +65,20 @@ class Sittings:
 
     def all(self, **alike: object) -> list[dict[str, Any]]:
         """All of them."""
-        return [one for one in self._pieces if all(one.get(name) == alike[name] for name in alike)]
+        return [one for one in self._rows if all(one.get(name) == alike[name] for name in alike)]
 
     def keep_only(self, **alike: object) -> None:
         """And have the file without all others."""
-        self._pieces, before = self.all(**alike), len(self._pieces)
-        if self._path is not None and len(self._pieces) < before:
-            self._path.write_text("".join(json.dumps(one) + "\n" for one in self._pieces))
+        self._rows, before = self.all(**alike), len(self._rows)
+        if self._path is not None and len(self._rows) < before:
+            self._path.write_text("".join(json.dumps(one) + "\n" for one in self._rows))
 
-    def add(self, piece: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """For the next sitting."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
-                file.write(json.dumps(piece) + "\n")
+                file.write(json.dumps(row) + "\n")
 
 
 def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]], **more: Any) -> int:

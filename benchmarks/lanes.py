@@ -73,8 +73,10 @@ def traffic(scale: str) -> list[dict[str, Any]]:
 
 def times(scale: str) -> dict[str, list[float]]:
     """Way -> of each round, the time of its slowest rank to that of the framework's way."""
-    told = _rounds(scale)
-    slowest = {way: [max(seconds) for seconds in zip(*(seen[way] for seen in told), strict=True)] for way in told[0]}
+    measured = _rounds(scale)
+    slowest = {
+        way: [max(seconds) for seconds in zip(*(seen[way] for seen in measured), strict=True)] for way in measured[0]
+    }
     usual = slowest.pop("in place")
     return {
         f"{way} / one all-reduce in place": [mine / other for mine, other in zip(seconds, usual, strict=True)]
@@ -140,8 +142,8 @@ def _single(tensors: Tensors) -> Tensors:
 def copied() -> dict[str, float]:
     """Way -> bytes that are packed and unpacked, to those of the gradients, of the busiest rank."""
     with Ranks(TP * DP, _count_copies) as ranks:
-        told = list(ranks.wait(60).values())
-    return {way: round(max(seen[way] for seen in told), 3) for way in told[0]}
+        measured = list(ranks.wait(60).values())
+    return {way: round(max(seen[way] for seen in measured), 3) for way in measured[0]}
 
 
 def _count_copies(rank: Rank) -> dict[str, float]:

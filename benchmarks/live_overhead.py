@@ -77,7 +77,7 @@ from benchmarks.overhead import BOUND, PLANTED, SEED
 from benchmarks.parity.job import RECIPES, Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
 from benchmarks.rehearsal import quietly
-from benchmarks.step_pairs import WARM_UP, Block, is_first, pairs_of, told
+from benchmarks.step_pairs import WARM_UP, Block, is_first, pairs_of, row_of
 from benchmarks.zero.job import have_deepspeed_imported
 from ntp_plugin.groups.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Rank, Ranks
@@ -260,8 +260,8 @@ def _processor_seconds_of_threads() -> float:
     ticks, found = os.sysconf("SC_CLK_TCK"), 0.0
     for thread in threading.enumerate():
         if thread.name.startswith("ntp-"):
-            told = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-            user, system = told.split()[11:13]
+            fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+            user, system = fields.split()[11:13]
             found += (int(user) + int(system)) / ticks
     return found
 
@@ -409,13 +409,13 @@ def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Ca
         if turn >= JOBS and _is_precise(number, found[number]):
             continue
         of_framework = kept[CASES[number].framework]
-        piece = of_framework.find(case=number, turn=turn, trees=trees)
-        if piece is None:
+        part = of_framework.find(case=number, turn=turn, trees=trees)
+        if part is None:
             sitting = f"{evidence.today()}, {evidence.machine()}"
-            piece = {"case": number, "turn": turn, "trees": trees, "sitting": sitting, "block": _block_of(number)}
-            of_framework.add(piece)
-        found[number].append(piece)
-        print(_told(number, found[number]), file=sys.stderr, flush=True)
+            part = {"case": number, "turn": turn, "trees": trees, "sitting": sitting, "block": _block_of(number)}
+            of_framework.add(part)
+        found[number].append(part)
+        print(_row_of_case(number, found[number]), file=sys.stderr, flush=True)
     return found
 
 
@@ -425,8 +425,8 @@ def main(scale: str, framework: str) -> int:
     if not cases:
         print(f"FRAMEWORK is {framework}, and has to be one of {', '.join(FRAMEWORKS)}", file=sys.stderr)
         return 2
-    pieces = found_of(cases, scale)
-    rows = [_told(number, those) for number, those in pieces.items()]
+    parts = found_of(cases, scale)
+    rows = [_row_of_case(number, those) for number, those in parts.items()]
     found = list(zip([case for _, case in cases], rows, strict=True))
     judged, apart = _ends(found, "low", "high"), _ends(found, "apart_low", "apart_high")
     noticed = {f"{case.framework}, {case.what}": row["low"] > 1 + PLANTED / 5 for case, row in found if case.planted}
@@ -441,7 +441,7 @@ def main(scale: str, framework: str) -> int:
         commit=evidence.commit(),
         scale=scale or "default",
         framework=framework or "both",
-        sittings=sorted({piece["sitting"] for those in pieces.values() for piece in those}),
+        sittings=sorted({part["sitting"] for those in parts.values() for part in those}),
         bound=BOUND,
         healthy={what: _verdict(low, high) for what, (low, high) in judged.items()},
         healthy_apart={what: _verdict(low, high) for what, (low, high) in apart.items()},
@@ -458,14 +458,14 @@ def _block_of(number: int) -> dict[str, Any]:
     return block
 
 
-def _is_precise(number: int, pieces: Sequence[CampaignPart]) -> bool:
-    row = _told(number, pieces)
+def _is_precise(number: int, parts: Sequence[CampaignPart]) -> bool:
+    row = _row_of_case(number, parts)
     return bool(row["high"] - row["low"] <= PRECISE)
 
 
-def _told(number: int, pieces: Sequence[CampaignPart]) -> dict[str, Any]:
-    blocks = [Block(**piece["block"]) for piece in pieces]
-    return told(CASES[number].what, blocks, framework=CASES[number].framework)
+def _row_of_case(number: int, parts: Sequence[CampaignPart]) -> dict[str, Any]:
+    blocks = [Block(**part["block"]) for part in parts]
+    return row_of(CASES[number].what, blocks, framework=CASES[number].framework)
 
 
 def _ends(found: Sequence[tuple[Case, dict[str, Any]]], low: str, high: str) -> dict[str, tuple[float, float]]:

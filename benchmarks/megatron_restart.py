@@ -104,7 +104,7 @@ class _Log:
 
     def __init__(self, job: "subprocess.Popen[str]") -> None:
         self._job = job
-        self._said: list[str] = []
+        self._output: list[str] = []
         self._times: list[float] = []
         self.iterations: list[int] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -122,14 +122,14 @@ class _Log:
     def _read(self) -> None:
         assert self._job.stdout is not None, "it is a pipe"
         for line in self._job.stdout:
-            self._said.append(line)
+            self._output.append(line)
             found = _ITERATION.search(line)
             if found:
                 self._times.append(time.monotonic())
                 self.iterations.append(int(found[1]))
 
     def _last_words(self) -> str:
-        return "".join(self._said[-40:])
+        return "".join(self._output[-40:])
 
 
 def _a_worker(agent: int) -> int:

@@ -176,8 +176,8 @@ def side_by_side(pairs: int, **settings: Any) -> tuple[list[float], bool]:
     second = TCPStore("127.0.0.1", 0, None, True, _PATIENCE, wait_for_workers=False)
     play = SideBySide(steps=WARM_UP + pairs + 1, second_port=second.port, **settings)
     with Ranks(2 * RANKS, play) as ranks:
-        told: dict[int, Run] = ranks.wait(120 + 3.0 * pairs)
-    off, on = ([told[slot] for slot in range(first, first + RANKS)] for first in (0, RANKS))
+        runs: dict[int, Run] = ranks.wait(120 + 3.0 * pairs)
+    off, on = ([runs[slot] for slot in range(first, first + RANKS)] for first in (0, RANKS))
     ratios = ratios_of([run.seconds for run in off], [run.seconds for run in on])
     alike = all(one.collectives == other.collectives for one, other in zip(off, on, strict=True))
     return ratios, alike and not any(run.hooked for run in on)

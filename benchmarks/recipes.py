@@ -24,7 +24,7 @@ from ntp_plugin.chaos.campaign import Campaign, quietly, run_campaign
 from ntp_plugin.chaos.recipe import JobSpec, Recipe, read_recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
-PIECES = Path("build/show/recipes.jsonl")
+ROWS = Path("build/show/recipes.jsonl")
 _STEPS, _SHORT, _LONG = "--train-iters=", 300, 7.4e-6
 """The weights of a longer job in float32 may differ by no more than four times what DeepSpeed's own do between two
 widths after as many steps: 1.87e-6 after 1,024 (`make show-widths`). Its losses by no more than any other's."""
@@ -59,7 +59,7 @@ def recipes_of(path: Path) -> Iterator[tuple[str, Recipe]]:
     yield "deepspeed", dataclasses.replace(other, job=job)
 
 
-class Twins:
+class ReferenceRuns:
     """Undisturbed runs, one for each job."""
 
     def __init__(self) -> None:
@@ -67,15 +67,15 @@ class Twins:
 
     def of(self, job: JobSpec) -> Path | None:
         """Of one that is started by these words."""
-        return self._folders.get(_told(job))
+        return self._folders.get(_command_of(job))
 
     def keep(self, job: JobSpec, campaign: Campaign) -> None:
         """For the next recipe."""
         if campaign.reference is not None:
-            self._folders[_told(job)] = campaign.reference.folder
+            self._folders[_command_of(job)] = campaign.reference.folder
 
 
-def _told(job: JobSpec) -> tuple[object, ...]:
+def _command_of(job: JobSpec) -> tuple[object, ...]:
     return job.run, job.environment, job.hosts
 
 
@@ -99,14 +99,14 @@ def row_of(framework: str, recipe: Recipe, campaign: Campaign, seconds: float) -
 def main(names: Sequence[str]) -> int:
     """All of them must hold."""
     paths = [path for path in sorted(RECIPES.glob("*.toml")) if not names or path.stem in names]
-    kept, twins, rows = evidence.Sittings(PIECES), Twins(), list[dict[str, Any]]()
+    kept, references, rows = evidence.Sittings(ROWS), ReferenceRuns(), list[dict[str, Any]]()
     folder = Path(tempfile.mkdtemp(prefix="ntp-recipes-"))
     for framework, recipe in (played for path in paths for played in recipes_of(path)):
         row = kept.find(recipe=recipe.name, framework=framework)
         if row is None:
             began, place = time.monotonic(), folder / f"{recipe.name}-{framework}"
-            campaign = run_campaign(recipe, place, look=quietly, reference=twins.of(recipe.job))
-            twins.keep(recipe.job, campaign)
+            campaign = run_campaign(recipe, place, look=quietly, reference=references.of(recipe.job))
+            references.keep(recipe.job, campaign)
             row = row_of(framework, recipe, campaign, time.monotonic() - began)
             kept.add(row)
             print(f"{framework}, {recipe.name}: {row['wrong'] or 'ok'}", flush=True)

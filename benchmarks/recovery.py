@@ -105,7 +105,7 @@ class Play(live.Play):
 
     def _play(self, rank: Rank) -> live.Lived:
         _record_faults()
-        _tell_of_times(rank)
+        _record_phases(rank)
         return super()._play(rank)
 
 
@@ -113,15 +113,15 @@ def _record_faults() -> None:
     """When a fault strikes by this rank's own hand."""
     reached = Rank.reached
 
-    def told(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
+    def recording_reached(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
         if any(fault.is_for(rank.slot, fault_point, step, epoch) for fault in rank.faults):
             rank.write([[_injected(rank.slot), rank.slot, time.monotonic()]])
         reached(rank, fault_point, step, epoch=epoch)
 
-    setattr(Rank, "reached", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(Rank, "reached", recording_reached)  # noqa: B010  (a plain assignment is not for methods)
 
 
-def _tell_of_times(rank: Rank) -> None:
+def _record_phases(rank: Rank) -> None:
     from ntp_plugin.megatron.live import start, trainer  # noqa: PLC0415  (only ranks know Megatron)
 
     begin = start.MegatronJob.__init__
@@ -141,7 +141,7 @@ def _tell_of_times(rank: Rank) -> None:
 
         setattr(owner, name, call)
 
-    def told(job: Any, *args: Any) -> None:
+    def recording_init(job: Any, *args: Any) -> None:
         begin(job, *args)
         marked(job.driver, "_agree", before="break out")
         marked(job.trainer, "plan", before="agree", after="plan")
@@ -152,15 +152,15 @@ def _tell_of_times(rank: Rank) -> None:
         marked(job.rank.groups, "make_lanes", before="rebuild", after="lanes")
         marked(job.model_rebuild, "wrap_again", before="rebuild", after="wrap")
         marked(job.trainer, "resume_from", after="rebuild")
-        _tell_of_commits(rank, job)
+        _record_commits(rank, job)
 
-    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", recording_init)  # noqa: B010
 
 
-def _tell_of_commits(rank: Rank, job: Any) -> None:
+def _record_commits(rank: Rank, job: Any) -> None:
     vote, known = job.loop.vote, [len(rank.first.member_ids)]
 
-    def told(*args: Any) -> Any:
+    def recording_vote(*args: Any) -> Any:
         result = vote(*args)
         now, members = time.monotonic(), len(job.rank.groups.members)
         rank.write([[_step(job.loop.done), rank.slot, now]])
@@ -169,7 +169,7 @@ def _tell_of_commits(rank: Rank, job: Any) -> None:
             rank.write([["ended", rank.slot, "first step", now], [_members(members), rank.slot, now]])
         return result
 
-    job.loop.vote = told
+    job.loop.vote = recording_vote
 
 
 def _step(number: int) -> str:
@@ -225,7 +225,7 @@ def trials(case: Case, chance: random.Random) -> list[Trial]:
     try:
         with ranks:
             for number, one in enumerate(drawn):
-                injected |= _strike(ranks, case.fault, one)
+                injected |= _inject(ranks, case.fault, one)
                 left = case.ranks - number - 1
                 ranks.wait_for_rows(left, _members(left), timeout_s=PATIENCE_S)
                 if case.fault == "sigstop":
@@ -236,15 +236,15 @@ def trials(case: Case, chance: random.Random) -> list[Trial]:
     except (AssertionError, NtpError, RuntimeError, TimeoutError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
-    told_of = f" (lost: {lost or 'nobody'}; drawn: {drawn})"
-    error, wrong = error and error + told_of, wrong and wrong + told_of
+    details = f" (lost: {lost or 'nobody'}; drawn: {drawn})"
+    error, wrong = error and error + details, wrong and wrong + details
     injected |= {slot: at for kind, slot, at, *_ in ranks.rows if kind == _injected(slot)}
-    told = [
+    found = [
         _trial(ranks, one.slot, injected[one.slot], left=case.ranks - number - 1, wrong=wrong)
         for number, one in enumerate(drawn)
         if one.slot in injected
     ]
-    return [*told[:-1], Trial(hung=error)] if error else told
+    return [*found[:-1], Trial(hung=error)] if error else found
 
 
 def _ranks(case: Case, drawn: Sequence[HangTrial]) -> Ranks:
@@ -255,7 +255,7 @@ def _ranks(case: Case, drawn: Sequence[HangTrial]) -> Ranks:
     return Ranks(case.ranks, Play(job_of(case.ranks)), faults=faults, fault_points=FAULT_POINTS, thresholds=thresholds)
 
 
-def _strike(ranks: Ranks, fault: str, one: HangTrial) -> dict[int, float]:
+def _inject(ranks: Ranks, fault: str, one: HangTrial) -> dict[int, float]:
     """Slot -> when it was struck; a rank that hangs tells itself."""
     if fault == "hang":
         ranks.wait_for_rows(1, _injected(one.slot), timeout_s=120)

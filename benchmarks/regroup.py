@@ -77,7 +77,7 @@ class Looper:
             if not isinstance(handle, int):
                 self.own.append((handle, slots))
         self.driver = self._rank.drive(Stateless())
-        self.stood_at = 0.0
+        self.waits_since = 0.0
         """When this rank last came to wait for others."""
         self._rank.start()
 
@@ -97,7 +97,7 @@ class Looper:
 
     def stand(self) -> None:
         """From here on this rank waits for others."""
-        self.stood_at = time.monotonic()
+        self.waits_since = time.monotonic()
 
     def stand_and_reduce(self, size: int, group: dist.ProcessGroup | None = None) -> None:
         self.stand_and_wait(dist.all_reduce(torch.ones(size), group=group, async_op=True))
@@ -168,7 +168,7 @@ def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
     done = time.monotonic()
     looper.driver.finish()
     looper.end()
-    return {"done": done, "stood": looper.stood_at, "wrong": wrong}
+    return {"done": done, "stood": looper.waits_since, "wrong": wrong}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -67,13 +67,13 @@ def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], ch
                 check()
 
 
-def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
+def report_request(rank: Rank, asking: Asking, store: Any) -> None:
     """As one who comes in: once its word is in the store, where members find it in the very next step. It asks no
     sooner than it is awaited: at which step it comes in would be a matter of how busy the machine is."""
     create, mine = store.create, rank.member_id.incarnation
     waits = mine in asking.awaited and not asking.sooner
 
-    def told(key: str, value: str) -> Any:
+    def reporting_create(key: str, value: str) -> Any:
         if not key.startswith(("asked/", "come/")):
             return create(key, value)
         _note(rank, "started", mine).touch()
@@ -83,7 +83,7 @@ def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
         _note(rank, "asks", mine).touch()
         return there
 
-    store.create = told
+    store.create = reporting_create
 
 
 def _note(rank: Rank, says: str, incarnation: str) -> Path:
@@ -93,9 +93,9 @@ def _note(rank: Rank, says: str, incarnation: str) -> Path:
 
 def quietly[Result](slot: int, play: Callable[[], Result]) -> Result:
     """What it prints goes to the file that NTP_TOLD names."""
-    told = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(told, 1)
-    os.dup2(told, 2)
+    log = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     try:
         return play()
     except NtpError:

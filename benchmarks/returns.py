@@ -57,21 +57,21 @@ class Play(live.Play):
 
     def _play(self, rank: Rank) -> live.Lived:
         setattr(admission, "_LOOK_S", 0.0)  # noqa: B010
-        _tell_of_steps(rank)
+        _record_steps(rank)
         return super()._play(rank)
 
 
-def _tell_of_steps(rank: Rank) -> None:
+def _record_steps(rank: Rank) -> None:
     from ntp_plugin.megatron.live import start  # noqa: PLC0415  (only ranks know Megatron)
 
     begin = start.MegatronJob.__init__
 
-    def told(job: Any, *args: Any) -> None:
+    def recording_init(job: Any, *args: Any) -> None:
         begin(job, *args)
         vote, epochs = job.loop.vote, set[int]()
 
-        def voted(*said: Any) -> Any:
-            result = vote(*said)
+        def voted(*arguments: Any) -> Any:
+            result = vote(*arguments)
             groups = job.rank.groups
             rank.write([[_step(job.loop.done), rank.slot, job.loop.done, time.monotonic(), len(groups.members)]])
             if len(groups.members) == RANKS and groups.epoch not in epochs:
@@ -83,7 +83,7 @@ def _tell_of_steps(rank: Rank) -> None:
 
         job.loop.vote = voted
 
-    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", recording_init)  # noqa: B010
 
 
 def _step(number: int) -> str:

@@ -51,10 +51,10 @@ RUN_LENGTH_SPARES = {"dp-drop": (65, 95)}
 
 
 def scenario(recipe: str, **changed: Any) -> Scenario:
-    told = read_file(RECIPES / f"{recipe}.toml")
+    options = read_file(RECIPES / f"{recipe}.toml")
     for name, value in changed.items():
-        told[name] = {**told.get(name, {}), **value} if isinstance(value, dict) else value
-    return Scenario(asked=schema.read(Simulation, told, where=""))
+        options[name] = {**options.get(name, {}), **value} if isinstance(value, dict) else value
+    return Scenario(asked=schema.read(Simulation, options, where=""))
 
 
 def row(case: str, policy: str, paper: str, ours: str, *, holds: bool, explained: bool = False) -> dict[str, Any]:
@@ -156,10 +156,10 @@ def against_all(pool: ProcessPoolExecutor) -> tuple[dict[str, Any], dict[str, fl
     compared = list(pool.map(choosing.compare, seeds, chunksize=4))
     best = sum(one.regret == 0 for one in compared) / len(compared)
     worst = max(one.regret for one in compared)
-    said = {"scenarios": SCENARIOS, "first_scenario": FIRST_SCENARIO, "best_share": best, "worst_regret": worst}
+    record = {"scenarios": SCENARIOS, "first_scenario": FIRST_SCENARIO, "best_share": best, "worst_regret": worst}
     ours = f"best in {best:.1%} of {SCENARIOS}, elsewhere at most {worst:.2%} worse"
     case = "goodput against the best fixed policy"
-    return row(case, "chooser", ">= 95 %, < 2 %", ours, holds=best >= 0.95 and worst < 0.02), said
+    return row(case, "chooser", ">= 95 %, < 2 %", ours, holds=best >= 0.95 and worst < 0.02), record
 
 
 # ---------------------------------------------------------------- schedules
@@ -172,7 +172,7 @@ def schedules(pool: ProcessPoolExecutor) -> tuple[dict[str, Any], dict[str, Any]
     seconds = time.perf_counter() - start
     found = [str(part.found) for part in searched if part.found is not None]
     planted = {name: search(range(2_000), name).found for name in PLANTED}
-    said = {
+    record = {
         "schedules": sum(part.seeds for part in searched),
         "schedule_faults": sum(part.faults for part in searched),
         "schedule_epochs": sum(part.epochs for part in searched),
@@ -182,8 +182,8 @@ def schedules(pool: ProcessPoolExecutor) -> tuple[dict[str, Any], dict[str, Any]
     }
     holds = not found and all(bug is not None for bug in planted.values())
     caught = sum(bug is not None for bug in planted.values())
-    ours = f"{said['schedules']:,} schedules, {len(found)} break a law; {caught} of {len(planted)} planted bugs found"
-    return row("the live protocol under drawn schedules", "live", ">= 20,000; all", ours, holds=holds), said
+    ours = f"{record['schedules']:,} schedules, {len(found)} break a law; {caught} of {len(planted)} planted bugs found"
+    return row("the live protocol under drawn schedules", "live", ">= 20,000; all", ours, holds=holds), record
 
 
 def paper_figures() -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ from ntp_plugin.chaos.recipe import RandomSpec, Recipe, read_recipe
 from ntp_plugin.chaos.verdict import FaultOutcome, differences
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
-PIECES = Path("build/show")
+PARTS = Path("build/show")
 SEED, EACH = 20261122, 40
 AT_A_FAULT_POINT = ("kill", "stop", "segfault", "hang", "lock", "exception", "memory", "exit", "clock")
 AT_ANY, ANY = ("sigkill", "sigstop", "pause"), "any"
@@ -199,33 +199,33 @@ def shares(scale: str) -> dict[str, Share]:
 
 def soak(case: Case, share: Share, folder: Path, kept: evidence.Sittings) -> list[CampaignPart]:
     """Campaigns until that has struck, with those that are kept; or until one brings nothing new."""
-    found, reference, most = [_read_piece(piece) for piece in kept.all(job=case.job)], None, min(EACH, share.left(()))
+    found, reference, most = [_read_part(part) for part in kept.all(job=case.job)], None, min(EACH, share.left(()))
     left = share.left(found)
     while left:
-        seed = next(seed for seed in itertools.count(SEED) if seed not in {piece.seed for piece in found})
+        seed = next(seed for seed in itertools.count(SEED) if seed not in {part.seed for part in found})
         recipe = recipe_of(case, share.next(found, min(most, left), seed), most=most, seed=seed)
         campaign = run_campaign(recipe, folder / recipe.name, look=quietly, reference=reference)
         assert campaign.reference is not None, "all of them are compared"
-        reference, piece = campaign.reference.folder, piece_of(case, seed, campaign)
-        kept.add(dataclasses.asdict(piece))
+        reference, part = campaign.reference.folder, part_of(case, seed, campaign)
+        kept.add(dataclasses.asdict(part))
         print(_line(campaign), flush=True)
-        found.append(piece)
+        found.append(part)
         before, left = left, share.left(found)
         if left == before:
             break
     return found
 
 
-def _injected_in(pieces: Iterable[CampaignPart]) -> int:
-    return sum(len(piece.faults) for piece in pieces)
+def _injected_in(parts: Iterable[CampaignPart]) -> int:
+    return sum(len(part.faults) for part in parts)
 
 
-def met(pieces: Iterable[CampaignPart]) -> Counter[Pair]:
+def met(parts: Iterable[CampaignPart]) -> Counter[Pair]:
     """How often each pair was."""
-    return Counter((fault.what, fault.fault_point) for piece in pieces for fault in piece.faults)
+    return Counter((fault.what, fault.fault_point) for part in parts for fault in part.faults)
 
 
-def piece_of(case: Case, seed: int, campaign: Campaign) -> CampaignPart:
+def part_of(case: Case, seed: int, campaign: Campaign) -> CampaignPart:
     """What is to be kept of it."""
     assert campaign.reference is not None, "all of them are compared"
     return CampaignPart(
@@ -253,16 +253,16 @@ def piece_of(case: Case, seed: int, campaign: Campaign) -> CampaignPart:
     )
 
 
-def _read_piece(read: dict[str, Any]) -> CampaignPart:
+def _read_part(read: dict[str, Any]) -> CampaignPart:
     return CampaignPart(**{**read, "faults": tuple(Fault(**fault) for fault in read["faults"])})
 
 
-def rows_of(case: Case, pieces: Sequence[CampaignPart]) -> list[dict[str, Any]]:
+def rows_of(case: Case, parts: Sequence[CampaignPart]) -> list[dict[str, Any]]:
     """By kind and moment."""
     by_kind: dict[tuple[str, str], list[tuple[CampaignPart, Fault]]] = defaultdict(list)
-    for piece in pieces:
-        for fault in piece.faults:
-            by_kind[fault.what, fault.fault_point].append((piece, fault))
+    for part in parts:
+        for fault in part.faults:
+            by_kind[fault.what, fault.fault_point].append((part, fault))
     rows = []
     for (what, fault_point), found in sorted(by_kind.items()):
         seconds = [fault.recovered_s for _, fault in found if fault.recovered_s is not None]
@@ -273,7 +273,7 @@ def rows_of(case: Case, pieces: Sequence[CampaignPart]) -> list[dict[str, Any]]:
                 "fault": what,
                 "moment": fault_point,
                 "faults": len(found),
-                "wrong": sum(piece.wrong for piece, _ in found),
+                "wrong": sum(part.wrong for part, _ in found),
                 "hung": sum(fault.hung for _, fault in found),
                 "recovered_p50_s": round(statistics.median(seconds), 3) if seconds else None,
             }
@@ -311,21 +311,21 @@ def main(scale: str) -> int:
     every, folder = list[CampaignPart](), Path(tempfile.mkdtemp(prefix="ntp-soak-"))
     of_job = shares(scale)
     for case in (case for case in CASES if case.job in of_job):
-        pieces = soak(case, of_job[case.job], folder, kept)
-        every += pieces
-        left[case.job] = of_job[case.job].left(pieces)
-        rows += rows_of(case, pieces)
-        efficiency[case.job] = round(statistics.mean(piece.efficiency for piece in pieces), 4)
+        parts = soak(case, of_job[case.job], folder, kept)
+        every += parts
+        left[case.job] = of_job[case.job].left(parts)
+        rows += rows_of(case, parts)
+        efficiency[case.job] = round(statistics.mean(part.efficiency for part in parts), 4)
         speed[case.job] = {
-            "broken": round(statistics.mean(piece.broken_per_s for piece in pieces), 2),
-            "undisturbed": round(statistics.mean(piece.calm_per_s for piece in pieces), 2),
+            "broken": round(statistics.mean(part.broken_per_s for part in parts), 2),
+            "undisturbed": round(statistics.mean(part.calm_per_s for part in parts), 2),
         }
         apart[case.job] = {
-            "losses": max(piece.losses_apart for piece in pieces),
-            "weights": max(piece.weights_apart for piece in pieces),
+            "losses": max(part.losses_apart for part in parts),
+            "weights": max(part.weights_apart for part in parts),
         }
-        injected[case.job] = dict(sorted(Counter(fault.slot for piece in pieces for fault in piece.faults).items()))
-        sittings += [{"job": piece.job, "seed": piece.seed, "commit": piece.commit} for piece in pieces]
+        injected[case.job] = dict(sorted(Counter(fault.slot for part in parts for fault in part.faults).items()))
+        sittings += [{"job": part.job, "seed": part.seed, "commit": part.commit} for part in parts]
     pairs = {pair for share in of_job.values() for pair in share.pairs}
     total = sum(row["faults"] for row in rows)
     holds = not any(left.values()) and not any(row["wrong"] or row["hung"] for row in rows)

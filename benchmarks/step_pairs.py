@@ -47,7 +47,7 @@ def apart_from_computing(seconds: Sequence[Pair], computing: Sequence[Pair]) -> 
     return [1 + (mine - other) / whole for mine, other in left]
 
 
-def told(what: str, blocks: Sequence[Block], *, framework: str) -> dict[str, Any]:
+def row_of(what: str, blocks: Sequence[Block], *, framework: str) -> dict[str, Any]:
     """The row of what some jobs of a kind found, in all of their pairs."""
     seconds = [pair for block in blocks for pair in block.seconds]
     computing = [pair for block in blocks for pair in block.computing]

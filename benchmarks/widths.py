@@ -44,8 +44,8 @@ def two_ranks(job: JobSpec, folder: Path) -> JobSpec:
 
 def whole(history: History) -> list[float]:
     """All weights of the first replica, in sums."""
-    told = {slot: one for slot, one in history.weighed.items() if slot.startswith("r0.")}
-    parts = [*(one.cut for one in told.values()), told["r0.s0.t0"].alike]
+    weighed = {slot: one for slot, one in history.weighed.items() if slot.startswith("r0.")}
+    parts = [*(one.cut for one in weighed.values()), weighed["r0.s0.t0"].alike]
     return [math.fsum(sums) for sums in zip(*parts, strict=True)]
 
 

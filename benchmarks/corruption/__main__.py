@@ -69,7 +69,7 @@ def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Tr
     for copy in victims:
         contents |= KINDS[kind](Hit(job=job, copy=copy, tensor=target.tensor, chance=chance))
     with injected(job, contents) as damage:
-        foreseen = foresee(job, NEWER, wanted, damage.damaged, damage.gone)
+        foreseen = foresee(job, NEWER, wanted, damage.damaged, damage.lost)
         assert foreseen.broken >= {target.copy}, "it would be read"
         assert foreseen.lost or not all_copies, "no copy is left"
         gots = restored(job, NEWER, wanted)
@@ -111,9 +111,9 @@ def _another_layout(chance: random.Random) -> Layout:
 def _is_found(foreseen: Foreseen, damage: Damage, gots: Sequence[Got], trouble: Sequence[str]) -> bool:
     """Whether all members name what has to be named, somebody was told of each, and nobody reads what is cut short."""
     names = tuple(sorted(map(str, foreseen.broken)))
-    told = all(any(str(copy.place) in text for text in trouble) for copy in foreseen.broken)
-    return told and all(
-        not got.raised and not got.sources & damage.gone and bool(got.lost) == foreseen.lost and got.named == names
+    is_reported = all(any(str(copy.place) in text for text in trouble) for copy in foreseen.broken)
+    return is_reported and all(
+        not got.raised and not got.sources & damage.lost and bool(got.lost) == foreseen.lost and got.named == names
         for got in gots
     )
 

@@ -103,8 +103,8 @@ def shift(hit: Hit) -> dict[Copy, bytes]:
 
 def exchange_pages(hit: Hit) -> dict[Copy, bytes]:
     """What stands at the same places of two pages of the digest: no key but the pages' own tells them apart."""
-    piece = hit.held().piece
-    places, page = elements(piece), piece.runs.page
+    tensor_slice = hit.held().piece
+    places, page = elements(tensor_slice), tensor_slice.runs.page
     pages, at = places // page, places % page
 
     def change(values: torch.Tensor, chance: random.Random) -> None:
@@ -156,7 +156,7 @@ class Damage:
     """What is not as it was written, by comparing bytes: in which tensors of which copies, and which are too short."""
 
     damaged: frozenset[tuple[Copy, str]]
-    gone: frozenset[Copy]
+    lost: frozenset[Copy]
 
 
 @contextlib.contextmanager
@@ -174,16 +174,16 @@ def injected(job: Job, contents: Mapping[Copy, bytes]) -> Iterator[Damage]:
 
 
 def _damage(job: Job, before: Mapping[Copy, bytes], after: Mapping[Copy, bytes]) -> Damage:
-    damaged, gone = set[tuple[Copy, str]](), set[Copy]()
+    damaged, lost = set[tuple[Copy, str]](), set[Copy]()
     for copy, content in after.items():
         if len(content) < len(before[copy]):
-            gone.add(copy)
+            lost.add(copy)
             continue
         for held in job.manifest(copy).held:
             spans = [slice(entry.offset, entry.offset + held.bytes_of(entry)) for entry in held.entries]
             if any(content[span] != before[copy][span] for span in spans):
                 damaged.add((copy, held.piece.tensor))
-    return Damage(damaged=frozenset(damaged), gone=frozenset(gone))
+    return Damage(damaged=frozenset(damaged), lost=frozenset(lost))
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -88,8 +88,8 @@ PARITY_KINDS: Mapping[str, Callable[[Case], dict[Copy, bytes]]] = {
 def parity_trial(job: Job, kind: str, chance: random.Random) -> Trial:
     """Lose a host, or nobody, change something, restore."""
     case = Case(job=job, member=chance.choice(MEMBERS), chance=chance)
-    gone = None if kind == NOBODY_LOST else HOSTS[case.member]
-    wanted = dealt([slot for slot, host in enumerate(HOSTS) if host != gone], chance, evenly=False)
+    lost_host = None if kind == NOBODY_LOST else HOSTS[case.member]
+    wanted = dealt([slot for slot, host in enumerate(HOSTS) if host != lost_host], chance, evenly=False)
     contents = PARITY_KINDS[kind](case)
     (target,) = contents
     job.trouble.clear()

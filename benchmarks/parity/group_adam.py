@@ -62,11 +62,11 @@ def install() -> None:
     from megatron.core import optimizer  # noqa: PLC0415  (only ranks know Megatron)
     from megatron.core.optimizer import distrib_optimizer  # noqa: PLC0415
 
-    told: dict[Any, dict[str, Any]] = {
+    attributes: dict[Any, dict[str, Any]] = {
         optimizer: {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False},
         distrib_optimizer: {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True},
     }
-    for module, names in told.items():
+    for module, names in attributes.items():
         for name, value in names.items():
             assert hasattr(module, name), "Megatron says by these which Adam there is"
             setattr(module, name, value)

@@ -222,19 +222,19 @@ class Looker:
         names = ("losses", "totals", "rate", "iteration", "scale", "flag", "skipped", "norm")
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
-            told = dict(zip(names, args, strict=False))
-            self._losses += [float(loss) for name, loss in told["losses"].items() if name == "lm loss"]
-            self._norms.append(float(told["norm"]))
-            self._rates.append(told["rate"])
+            values = dict(zip(names, args, strict=False))
+            self._losses += [float(loss) for name, loss in values["losses"].items() if name == "lm loss"]
+            self._norms.append(float(values["norm"]))
+            self._rates.append(values["rate"])
             return log(*args, **kwargs)
 
         return training_log
 
     def _with_evaluation(self, evaluate: Any) -> Any:
         def evaluated(*args: Any, **kwargs: Any) -> Any:
-            told = evaluate(*args, **kwargs)
-            self._evaluated.append(float(told[0]["lm loss"]))
-            return told
+            results = evaluate(*args, **kwargs)
+            self._evaluated.append(float(results[0]["lm loss"]))
+            return results
 
         return evaluated
 
@@ -405,14 +405,14 @@ def replica_digests(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
     return found
 
 
-def told(outcomes: Mapping[int, Seen]) -> list[Seen]:
+def with_losses(outcomes: Mapping[int, Seen]) -> list[Seen]:
     """Those who are told losses: the ranks of the last stage."""
     return [seen for seen in outcomes.values() if seen.losses]
 
 
 def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Seen]) -> dict[str, float]:
     """The largest relative difference over all steps, ranks and replicas: of loss, norm and weights."""
-    expected, weights = told(reference)[0], replica_digests(reference)[0]
+    expected, weights = with_losses(reference)[0], replica_digests(reference)[0]
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
     for seen in outcomes.values():
         for key, mine, theirs in (("loss", seen.losses, expected.losses), ("grad_norm", seen.norms, expected.norms)):

@@ -9,7 +9,7 @@ _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddi
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
 HYBRID, SEGMENTS = "hybrid", "hybrid in segments"
-FOURS, PIECES = "micro-batches of 4", "in pieces"
+FOURS, IN_SPLITS = "micro-batches of 4", "in pieces"
 SEQUENCE = "sequence parallel"
 VIA_CORE = "via core"
 DROPOUT = "dropout 0.1"
@@ -87,8 +87,8 @@ TOGETHER = {
 
 TIGHT = "--ntp-gpu-memory-gb 0.0012"
 """Room for a slot of TP3 that runs micro-batches of 4 in two pieces, and not in one."""
-TIGHTLY = {f"{FOURS}; {PIECES}": (FOURS, PIECES)}
-OPTIONS_OF_A_DEGRADED_RUN = OPTIONS | {PIECES: TIGHT}
+TIGHTLY = {f"{FOURS}; {IN_SPLITS}": (FOURS, IN_SPLITS)}
+OPTIONS_OF_A_DEGRADED_RUN = OPTIONS | {IN_SPLITS: TIGHT}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+TP3": {"tp": 4, "dp": 2, "lost": ("r1.s0.t3",)},

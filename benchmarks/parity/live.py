@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
-from benchmarks.rehearsal import Asking, asking_of, played, quietly, tell_that_it_asks, wait_until_they_ask
+from benchmarks.rehearsal import Asking, asking_of, played, quietly, report_request, wait_until_they_ask
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
@@ -69,7 +69,7 @@ class Play:
         cpu_emulation.install(cpu_emulation.FLOAT64 if self.job.dtype == "float64" else cpu_emulation.ON)
         activation.install()
         looker = Looker(self.job)
-        tell_fault_points(rank, self.asking)
+        report_fault_points(rank, self.asking)
         recipe = str(self.job.recipe)
         sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
         sys.path[0] = str(RECIPES)
@@ -85,27 +85,27 @@ class Play:
         return lived
 
 
-def tell_fault_points(rank: Rank, asking: Asking) -> None:
+def report_fault_points(rank: Rank, asking: Asking) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a recovery by its
     epoch."""
     from ntp_plugin.megatron.live import fault_points, start  # noqa: PLC0415
 
     begin = start.MegatronJob.__init__
 
-    def told(job: Any, *args: Any) -> None:
+    def reporting_init(job: Any, *args: Any) -> None:
         begin(job, *args)
         fault_points.tell(job, rank.reached)
         _record_samples(rank, job)
         if rank.joining:  # it is driven later
-            job.rank.drive = _then_tell_of_recoveries(rank, job, job.rank.drive)
+            job.rank.drive = _then_report_recoveries(rank, job, job.rank.drive)
         else:
             fault_points.tell_of_recoveries(job, rank.reached)
         _wait_for_those_who_come_back(rank, job, asking)
 
-    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", reporting_init)  # noqa: B010
 
 
-def _then_tell_of_recoveries(rank: Rank, job: Any, drive: Any) -> Any:
+def _then_report_recoveries(rank: Rank, job: Any, drive: Any) -> Any:
     def driven(trainer: Any) -> Any:
         from ntp_plugin.megatron.live import fault_points  # noqa: PLC0415
 
@@ -124,7 +124,7 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
         return begin(*args, **kwargs)
 
     job.step._begin = wait_and_begin
-    tell_that_it_asks(rank, asking, job.rank._agreeing)
+    report_request(rank, asking, job.rank._agreeing)
 
 
 def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from benchmarks.parity.job import STEPS, Seen, Whole, told
+from benchmarks.parity.job import STEPS, Seen, Whole, with_losses
 
 HALF = STEPS // 2
 
@@ -51,7 +51,7 @@ def largest_difference(mine: Whole, theirs: Whole) -> float:
 
 def joined(first: Mapping[int, Seen], second: Mapping[int, Seen]) -> dict[int, Seen]:
     """Both halves of a run as the ranks of the second saw them, which may be others than those of the first."""
-    before = told(first)[0]
+    before = with_losses(first)[0]
     return {
         rank: dataclasses.replace(
             seen,

@@ -71,19 +71,21 @@ def gate_and_up_swapped() -> None:
     def slices(sync: LaneSync, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
         named = sync.parameters
         return tuple(
-            _swapped(piece, named[piece.name].shape[piece.dim] // 2)
-            if sync._layout.pattern and len(sync.tensors[piece.name].runs) == 2
-            else piece
-            for piece in plan(sync, units)
+            _swapped(tensor_slice, named[tensor_slice.name].shape[tensor_slice.dim] // 2)
+            if sync._layout.pattern and len(sync.tensors[tensor_slice.name].runs) == 2
+            else tensor_slice
+            for tensor_slice in plan(sync, units)
         )
 
     _put(LaneSync, "_slices", slices)
 
 
-def _swapped(piece: Slice, half: int) -> Slice:
-    parts = [part for a, b in piece.ranges for part in ((a, min(b, half)), (max(a, half), b)) if part[0] < part[1]]
+def _swapped(tensor_slice: Slice, half: int) -> Slice:
+    parts = [
+        part for a, b in tensor_slice.ranges for part in ((a, min(b, half)), (max(a, half), b)) if part[0] < part[1]
+    ]
     other = tuple((a + half, b + half) if b <= half else (a - half, b - half) for a, b in parts)
-    return Slice(name=piece.name, dim=piece.dim, ranges=other)
+    return Slice(name=tensor_slice.name, dim=tensor_slice.dim, ranges=other)
 
 
 def units_to_the_wrong_core() -> None:
@@ -96,7 +98,7 @@ def units_to_the_wrong_core() -> None:
         lent = [place for place, slices in enumerate(core_slices.out) if slices and place != core_slices.place]
         if len(lent) < 2:
             return core_slices
-        out = [{piece.name: piece for piece in slices} for slices in core_slices.out]
+        out = [{tensor_slice.name: tensor_slice for tensor_slice in slices} for slices in core_slices.out]
         one, other = out[lent[0]], out[lent[1]]
         for name in one.keys() & other.keys():
             if sp.size(one[name].ranges) == sp.size(other[name].ranges):
@@ -208,11 +210,11 @@ def activations_of_another_micro_batch() -> None:
     operations = Pipeline._operations
     before: list[torch.Tensor] = []
 
-    def late(pipeline: Pipeline, *, tensor_send_next: torch.Tensor | None, **said: Any) -> Any:
+    def late(pipeline: Pipeline, *, tensor_send_next: torch.Tensor | None, **options: Any) -> Any:
         if tensor_send_next is not None:
             before.append(tensor_send_next.clone())
             tensor_send_next = before[-2:][0]
-        return operations(pipeline, tensor_send_next=tensor_send_next, **said)
+        return operations(pipeline, tensor_send_next=tensor_send_next, **options)
 
     _put(Pipeline, "_operations", late)
 
@@ -221,22 +223,22 @@ def shared_rows_not_summed() -> None:
     """Each stage steps its copy of the word embedding by its own gradient."""
     make = LaneSync._shared_lanes
 
-    def alone(sync: LaneSync, made: Made, **said: Any) -> list[GradientLane]:
-        return [dataclasses.replace(lane, group=None) for lane in make(sync, made, **said)]
+    def alone(sync: LaneSync, made: Made, **options: Any) -> list[GradientLane]:
+        return [dataclasses.replace(lane, group=None) for lane in make(sync, made, **options)]
 
     _put(LaneSync, "_shared_lanes", alone)
 
 
 def units_swapped_in_a_checkpoint() -> None:
     """The first and the last query group of a slot change places in what it writes, its own output projection not."""
-    in_pieces = checkpoints.in_pieces
+    split = checkpoints.in_pieces
 
     def swapped(entry: Any, whole: Tensor, places: Spans) -> Any:
         if whole.family.startswith(ATTENTION) and whole.dim == 0:
             size = whole.runs[0].unit_size
             first, *others, last = [(at, at + size) for start, stop in places for at in range(start, stop, size)]
             places = (last, *others, first)
-        return in_pieces(entry, whole, places)
+        return split(entry, whole, places)
 
     _put(checkpoints, "in_pieces", swapped)
 
@@ -313,7 +315,7 @@ def a_bit_flips_in_its_own_shard() -> None:
     _when_six_steps_are_over(flip)
 
 
-def nobody_tells_all_digests() -> None:
+def nobody_reports_all_digests() -> None:
     """Where replicas are compared: for who shows that sums do."""
     _put(ReplicaWatch, "_odd_of_all", None)
 
@@ -338,10 +340,10 @@ def an_own_copy_of_slot_0_is_corrupt() -> None:
     describe = JobCopies.describe
 
     def described(copies: JobCopies) -> str:
-        told = describe(copies)
+        description = describe(copies)
         if copies._slot == 0:
             harm.spoil_copy(copies._rank.place.copies, 0, seed=0)
-        return told
+        return description
 
     _put(JobCopies, "describe", described)
 

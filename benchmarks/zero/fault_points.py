@@ -5,7 +5,7 @@ import itertools
 import time
 from typing import Any
 
-from benchmarks.rehearsal import Asking, tell_that_it_asks, wait_until_they_ask
+from benchmarks.rehearsal import Asking, report_request, wait_until_they_ask
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.recovery.fault_points import FaultPoints
 from ntp_plugin.testing.ranks import Rank
@@ -19,7 +19,7 @@ FORWARDS = 3
 """Of an evaluation."""
 
 
-def tell_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
+def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
     """Tell the rank of every moment at which a fault may strike: of a step by its number, of a recovery by its
     epoch."""
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
@@ -111,4 +111,4 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
         begin()
 
     job.window._take_in_hand = wait_and_begin
-    tell_that_it_asks(rank, asking, job.rank._agreeing)
+    report_request(rank, asking, job.rank._agreeing)

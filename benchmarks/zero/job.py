@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rehearsal import Asking, asking_of, played, quietly
 from benchmarks.zero import fused_adam
-from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, hear_of_a_loss, tell_fault_points
+from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, hear_of_a_loss, report_fault_points
 from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
 from benchmarks.zero.own_layers import Mpu, Own
 from ntp_plugin.testing.faults import Fault
@@ -272,7 +272,7 @@ class _Loop:
         self._losses: dict[int, list[float]] = {}
         self._norms: dict[int, float] = {}
         if job.enabled:
-            tell_fault_points(rank, self.engine, job, asking)
+            report_fault_points(rank, self.engine, job, asking)
 
     @torch.no_grad()
     def _evaluate(self, loader: Any) -> None:
@@ -359,9 +359,9 @@ class _Loop:
 
     def _end_turn(self, epoch: int) -> None:
         if self._job.gathers_turns:
-            told = torch.ones(1)
-            torch.distributed.all_reduce(told)
-            self._rank.write([["turn", epoch, self._rank.slot, int(told)]])
+            one = torch.ones(1)
+            torch.distributed.all_reduce(one)
+            self._rank.write([["turn", epoch, self._rank.slot, int(one)]])
             weights = [parameter.detach().clone() for parameter in self.model.parameters()]
             if self._job.folder:
                 torch.save(weights, Path(self._job.folder) / f"{self._rank.slot}-{epoch}.pt")

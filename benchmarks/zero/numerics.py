@@ -127,18 +127,18 @@ class Play(zero.Play):
     spoil: str = ""
 
     def _play(self, rank: Rank) -> zero.Seen:
-        _tell_of_times()
+        _record_times()
         if self.spoil:
             _spoil(self.spoil)
         return super()._play(rank)
 
 
-def _tell_of_times() -> None:
+def _record_times() -> None:
     from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415  (only ranks have DeepSpeed)
 
     reached, commit = Rank.reached, AccumulationWindow._commit
 
-    def told(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
+    def recording_reached(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
         if any(fault.is_for(rank.slot, fault_point, step, epoch) for fault in rank.faults):
             rank.write([["struck", time.monotonic()]])
         _Now.rank = rank
@@ -149,7 +149,7 @@ def _tell_of_times() -> None:
         assert _Now.rank is not None, "it has reached something"
         _Now.rank.write([["over", window._rank.groups.epoch, window.step, time.monotonic()]])
 
-    setattr(Rank, "reached", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(Rank, "reached", recording_reached)  # noqa: B010  (a plain assignment is not for methods)
     setattr(AccumulationWindow, "_commit", committed)  # noqa: B010
 
 
@@ -188,8 +188,8 @@ def _spoil(what: str) -> None:
 
 def lived(job: Job, faults: list[Fault], spoil: str = "") -> tuple[dict[int, zero.Seen], Rows]:
     """A run with times in its rows."""
-    gone = sorted({slot for fault in faults for slot in leaving(job, fault.slot)})
-    return run(job, faults=faults, leaving=gone, play=lambda job, asking: Play(job, asking, spoil))
+    lost = sorted({slot for fault in faults for slot in leaving(job, fault.slot)})
+    return run(job, faults=faults, leaving=lost, play=lambda job, asking: Play(job, asking, spoil))
 
 
 def recovered_s(rows: Rows) -> float:
@@ -231,9 +231,9 @@ def main(scale: str) -> int:
         }
         row["heard"] = job.hear_at[0] if job.hear_at else "where it waits"
         try:
-            outcomes, told = lived(job, [kill(victim, during=fault_point, step=STEP)])
-            found = differences(outcomes, told, job)
-            once, took = used_once(told, job), recovered_s(told)
+            outcomes, recorded = lived(job, [kill(victim, during=fault_point, step=STEP)])
+            found = differences(outcomes, recorded, job)
+            once, took = used_once(recorded, job), recovered_s(recorded)
         except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:  # the other rows are worth knowing
             rows.append(row | {"failed": str(error)[-200:]})
             fine = False

@@ -32,12 +32,12 @@ def test_an_error_of_the_script_is_the_jobs(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(AFTERWARDS.format(recipe=str(RECIPES / "train.py")))
     config = with_block(tmp_path, {"enabled": True}, stage=2)
-    code, said = job(tmp_path, "--ntp-respawn=1", config=config, script=script, PAUSE_S="0").end()
-    assert code == 9, said
-    assert "done: step 32" in said
-    assert re.search(r"ntp run: slot 0 \(pid \d+\) failed:\nTraceback (.|\n)*    None.config\n", said)
-    assert "slot 0 ended by an error of its own script: AttributeError: 'NoneType' object has no attribute" in said
-    assert "starts anew" not in said
+    code, output = job(tmp_path, "--ntp-respawn=1", config=config, script=script, PAUSE_S="0").end()
+    assert code == 9, output
+    assert "done: step 32" in output
+    assert re.search(r"ntp run: slot 0 \(pid \d+\) failed:\nTraceback (.|\n)*    None.config\n", output)
+    assert "slot 0 ended by an error of its own script: AttributeError: 'NoneType' object has no attribute" in output
+    assert "starts anew" not in output
 
 
 @pytest.mark.short
@@ -53,7 +53,7 @@ def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path):
     config = with_block(tmp_path, {"enabled": True}, stage=2)
     running = job(tmp_path, config=config, PAUSE_S="3600")
     try:
-        wait_until(lambda: running.said.count("is pid") == 4, lambda: running.said, SECONDS)
+        wait_until(lambda: running.output.count("is pid") == 4, lambda: running.output, SECONDS)
     finally:
         pidfds = descendants_of(running.process.pid)
         running.process.kill()

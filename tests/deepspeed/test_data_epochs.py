@@ -24,7 +24,7 @@ class OpensAtOnce(Play):
 
 def together_in_turns(rows, slot):
     """After each turn, with how many it was."""
-    return [told for kind, _, who, told in (row for row in rows if row[0] == "turn") if who == slot]
+    return [ranks for kind, _, who, ranks in (row for row in rows if row[0] == "turn") if who == slot]
 
 
 @pytest.mark.parametrize("started_at", [10, 13])
@@ -66,18 +66,18 @@ class IsHeldUp(OpensAtOnce):
         from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415
         from ntp_plugin.recovery.elastic_rank import ElasticRank  # noqa: PLC0415
 
-        gone_on, begin, drive = Path(rank.folder) / "gone-on", AccumulationWindow._begin, ElasticRank.drive
+        went_on, begin, drive = Path(rank.folder) / "gone-on", AccumulationWindow._begin, ElasticRank.drive
 
         def begun(window):
             begin(window)
             driver = window._loop.driver
             if window.step == 18 and driver.heading_for == 1:  # since the loss
-                gone_on.touch()
+                went_on.touch()
                 while not driver._agreement.newer_view_exists():
                     time.sleep(0.01)
 
         def held_up(self, trainer):
-            while rank.joining and not gone_on.exists():
+            while rank.joining and not went_on.exists():
                 time.sleep(0.01)
             return drive(self, trainer)
 
@@ -94,5 +94,5 @@ def test_who_comes_in_behind_a_turn_ends_and_the_others_go_on():
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 14}, leaving=[2], play=IsHeldUp)
     assert sorted(outcomes) == [0, 1, 3]
     assert_same_training(outcomes, rows, job)
-    (told,) = (row[1] for row in rows if row[0] == "late")
-    assert "comes in at step 18, in a turn that its script has not come to" in told
+    (error,) = (row[1] for row in rows if row[0] == "late")
+    assert "comes in at step 18, in a turn that its script has not come to" in error

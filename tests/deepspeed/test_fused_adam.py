@@ -29,17 +29,17 @@ def test_a_rank_is_killed_and_comes_back(stage):
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short), 2])
 def test_a_slot_is_killed_and_comes_back(stage):
     """While it is lost its replica's shards are several to a group, of which one is counted."""
-    told = job(stage=stage, tp=2)
-    outcomes, rows = run(told, faults=[kill(1, during="backward", step=6)], back={1: 12})
+    spec = job(stage=stage, tp=2)
+    outcomes, rows = run(spec, faults=[kill(1, during="backward", step=6)], back={1: 12})
     assert sorted(outcomes) == [0, 1, 2, 3]
-    assert_same_training(outcomes, rows, told)
+    assert_same_training(outcomes, rows, spec)
 
 
-def assert_no_further_than_torchs(told, faults, back):
+def assert_no_further_than_torchs(spec, faults, back):
     """At other widths the order of sums is another one, for any Adam."""
     found, of_torchs = (
         differences(*run(one, faults=faults, back=back), one)
-        for one in (told, dataclasses.replace(told, fused_adam=""))
+        for one in (spec, dataclasses.replace(spec, fused_adam=""))
     )
     assert all(found[key] <= 4 * of_torchs[key] for key in found), (found, of_torchs)
 
@@ -53,8 +53,8 @@ def test_one_after_the_other_from_copies():
 @pytest.mark.parametrize(("stage", "tp"), [(0, 1), (1, 2)])
 def test_in_half_precision(stage, tp, dtype):
     """Without ZeRO DeepSpeed wraps it in another optimizer than torch's, which makes all parameters one."""
-    told = job(stage=stage, tp=tp, dtype=dtype, more=SCALED if dtype == "float16" else ())
-    assert_no_further_than_torchs(told, [kill(1, during="backward", step=6)], {1: 12})
+    spec = job(stage=stage, tp=tp, dtype=dtype, more=SCALED if dtype == "float16" else ())
+    assert_no_further_than_torchs(spec, [kill(1, during="backward", step=6)], {1: 12})
 
 
 def test_on_a_cpu_it_is_refused():

@@ -344,7 +344,7 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
 
 @pytest.mark.short
 @pytest.mark.parametrize(
-    ("more", "ntp", "kind", "said"),
+    ("more", "ntp", "kind", "message"),
     [
         pytest.param(
             (("zero_optimization", {"stage": 3}),),
@@ -362,8 +362,8 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
         ((), (("route", "via_core"),), Refused, r"ntp\.route"),
     ],
 )
-def test_what_is_refused_at_the_start(more, ntp, kind, said):
-    with pytest.raises(kind, match=said):
+def test_what_is_refused_at_the_start(more, ntp, kind, message):
+    with pytest.raises(kind, match=message):
         run(Job(ranks=2, steps=2, epochs=1, more=more, ntp=ntp))
 
 
@@ -423,7 +423,7 @@ def test_the_monitor_goes_on_when_the_first_rank_is_lost(tmp_path):
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     job = Job(more=(("csv_monitor", block),))
     run(job, faults=[kill(0, during="vote", step=6)])
-    told = {path.name: path.read_text().splitlines() for path in (tmp_path / "run").iterdir()}
-    samples = [line.split(",")[0] for line in told["Train_Samples_lr.csv"] if not line.startswith("step")]
+    lines_of = {path.name: path.read_text().splitlines() for path in (tmp_path / "run").iterdir()}
+    samples = [line.split(",")[0] for line in lines_of["Train_Samples_lr.csv"] if not line.startswith("step")]
     assert samples == [str(16 * step) for step in range(1, 21)]
-    assert told["NTP_ranks.csv"][1:] == ["80,3"]
+    assert lines_of["NTP_ranks.csv"][1:] == ["80,3"]

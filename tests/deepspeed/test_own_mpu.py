@@ -129,8 +129,8 @@ def test_a_checkpoint_without_the_first_replica(stage, tmp_path):
     }
     assert {tuple(row[1:]) for row in rows if row[0] == "writes"} == {(2, 1), (3, 1)}, "who, and of how many replicas"
     if not stage:  # ZeRO's shards are loaded by as many ranks
-        _, told = run(dataclasses.replace(job, loads=True))
-        assert sorted(told) == [["loaded", slot, 9] for slot in range(4)]
+        _, loaded = run(dataclasses.replace(job, loads=True))
+        assert sorted(loaded) == [["loaded", slot, 9] for slot in range(4)]
 
 
 def test_in_float32_with_clipping():

@@ -38,12 +38,12 @@ class Flips(Play):
         return super()._play(rank)
 
 
-def job(**said):
-    ntp = {"watch_steps": 3, **said.pop("ntp", {})}
-    return Job(**said, ntp=tuple(ntp.items()))
+def job(**options):
+    ntp = {"watch_steps": 3, **options.pop("ntp", {})}
+    return Job(**options, ntp=tuple(ntp.items()))
 
 
-def told(path, kind):
+def events_of(path, kind):
     return [one.event for one in Follower(Path(path)).news() if isinstance(one.event, kind)]
 
 
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_healed(options, tmp_path):
     found = differences(outcomes, rows, healed)
     assert within(found, healed.dtype), found
     assert used_once(rows, healed)
-    (what,) = {event.what for event in told(events, Corrupted)}
+    (what,) = {event.what for event in events_of(events, Corrupted)}
     assert "is not what the other replicas have after step 6" in what
 
 
@@ -104,8 +104,8 @@ def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
     outcomes, rows = run(watched, faults=[kill(3, during="backward", step=5)], back=back, play=NeedsSumsAlone)
     found = differences(outcomes, rows, watched)
     assert within(found, watched.dtype), found
-    assert not told(events, Corrupted)
-    assert {event.step for event in told(events, Compared)} == set(range(1, 21))
+    assert not events_of(events, Corrupted)
+    assert {event.step for event in events_of(events, Compared)} == set(range(1, 21))
 
 
 @pytest.mark.parametrize("options", [pytest.param({"stage": 1}, marks=pytest.mark.short), {"stage": 0, **CUT}])
@@ -116,9 +116,9 @@ def test_replicas_are_compared_after_the_first_step_of_each_epoch(options, tmp_p
     outcomes, _ = run(watched, faults=[kill(3, during="backward", step=5)], back={3: 10})
     assert sorted(outcomes) == [0, 1, 2, 3]
     first, ranks = {}, {}
-    for event in told(events, Committed):
+    for event in events_of(events, Committed):
         first[event.epoch] = min(event.step, first.get(event.epoch, event.step))
-    for event in told(events, Compared):
+    for event in events_of(events, Compared):
         ranks[event.step] = ranks.get(event.step, 0) + 1
     assert sorted(first) == [0, 1, 2]
     assert ranks == {first[0]: 4, first[1]: 3, first[2]: 4, 20: 4}
@@ -129,8 +129,8 @@ def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage,
     events = str(tmp_path / "events")
     halved = job(stage=stage, dtype="bfloat16", ntp={"watch_steps": 1, "events": events})
     outcomes, _ = run(halved, faults=[kill(3, during="vote", step=5)])
-    assert not told(events, Corrupted)
-    compared = told(events, Compared)
+    assert not events_of(events, Corrupted)
+    compared = events_of(events, Compared)
     assert {event.step for event in compared} == set(range(1, 21))
     (weights,) = {len(seen.weights) for seen in outcomes.values()}
     assert {event.values for event in compared} == {weights if stage else 4 * weights}  # each with two moments
@@ -157,7 +157,7 @@ def test_a_rank_dies_where_all_compare(tmp_path):
     assert sorted(outcomes) == [0, 1, 2]
     assert within(differences(outcomes, rows, watched), watched.dtype)
     assert used_once(rows, watched)
-    assert [event.odd for event in told(events, Compared)] == [0] * len(told(events, Compared))
+    assert [event.odd for event in events_of(events, Compared)] == [0] * len(events_of(events, Compared))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,8 +132,8 @@ def test_all_slots_of_a_replica_draw_alike_after_a_loss(back):
     job = Job(ranks=4, tp=2, dropout=0.1, slow_to_leave=6)
     _, rows = run(job, faults=[kill(3, during="applied", step=6)], back=back)
     for pair in ((0, 1), (2, 3)) if back else ((0, 1),):
-        drawn = [[(step, *told) for kind, step, of, *told in rows if kind == "drawn" and of == slot] for slot in pair]
-        after = [[one for one in told if one[1] == max(row[1] for row in told)] for told in drawn]
+        drawn = [[(step, *draws) for kind, step, of, *draws in rows if kind == "drawn" and of == slot] for slot in pair]
+        after = [[one for one in draws if one[1] == max(row[1] for row in draws)] for draws in drawn]
         assert after[0] == after[1] and len(after[0]) > 4
 
 
@@ -187,10 +187,10 @@ def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
     job = Job(ranks=4, tp=2, evaluates=9)
     outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=9)])
     assert_same_training(outcomes, rows, job)
-    told = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
-    assert all(math.isfinite(value) for value in told[0])
-    assert any(map(math.isnan, told[1])), "the slot beside the lost one waits for it"
-    assert any(map(math.isnan, told[2]))
+    losses = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
+    assert all(math.isfinite(value) for value in losses[0])
+    assert any(map(math.isnan, losses[1])), "the slot beside the lost one waits for it"
+    assert any(map(math.isnan, losses[2]))
 
 
 def test_slots_that_hear_of_a_loss_in_and_after_an_evaluation():
@@ -198,8 +198,8 @@ def test_slots_that_hear_of_a_loss_in_and_after_an_evaluation():
     job = Job(ranks=4, tp=2, evaluates=9, saves=9, hears_in_evaluation=1)
     outcomes, rows = run(job, faults=[kill(3, during="save", step=9)])
     assert_same_training(outcomes, rows, job)
-    told = [row[2] for row in rows if row[0] == "evaluated"]
-    assert sum(map(math.isnan, told)) >= len(told) // 2
+    losses = [row[2] for row in rows if row[0] == "evaluated"]
+    assert sum(map(math.isnan, losses)) >= len(losses) // 2
 
 
 def test_a_process_that_comes_in_evaluates_by_itself():
@@ -207,8 +207,8 @@ def test_a_process_that_comes_in_evaluates_by_itself():
     job = Job(ranks=4, tp=2, evaluates=0)
     outcomes, rows = run(job, faults=[kill(3, during="vote", step=6)], back={3: 12})
     assert_same_training(outcomes, rows, job)
-    told = [row[2] for row in rows if row[0] == "evaluated"]
-    assert [math.isnan(value) for value in told] == [False] * 12 + [True] * 3
+    losses = [row[2] for row in rows if row[0] == "evaluated"]
+    assert [math.isnan(value) for value in losses] == [False] * 12 + [True] * 3
 
 
 def test_a_vocabulary_that_is_cut_and_not_gathered():
@@ -259,13 +259,13 @@ def test_slots_that_do_not_begin_alike_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("more", "ntp", "said"),
+    ("more", "ntp", "message"),
     [
         ((), (("dropout", "exact"),), r"ntp\.dropout = exact"),
         ((), (("min_tp_width", 2),), r"ntp\.min_tp_width"),
         ((), (("granule", 5),), r"up.* in parts of \[12, 12\]"),
     ],
 )
-def test_what_is_refused_at_the_start(more, ntp, said):
-    with pytest.raises(Refused, match=said):
+def test_what_is_refused_at_the_start(more, ntp, message):
+    with pytest.raises(Refused, match=message):
         run(Job(ranks=4, tp=2, steps=2, epochs=1, more=more, ntp=ntp))

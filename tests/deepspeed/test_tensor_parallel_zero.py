@@ -224,9 +224,9 @@ def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
     job = two(1, evaluates=9)
     outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=9)])
     assert_same_training(outcomes, rows, job)
-    told = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
-    assert any(map(math.isnan, told[1])), "the slot beside the lost one waits for it"
-    assert any(map(math.isnan, told[2]))
+    losses = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
+    assert any(map(math.isnan, losses[1])), "the slot beside the lost one waits for it"
+    assert any(map(math.isnan, losses[2]))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -37,13 +37,13 @@ def events(tmp_path):
     return tmp_path / "events"
 
 
-def told(events, kind):
+def events_of(events, kind):
     return [one.event for one in Follower(events).news() if isinstance(one.event, kind)]
 
 
 def assert_little_was_lost(events, *, lag=0):
     """Steps that were over and taken again: the one whose copy was under way, and those that none was made of."""
-    restored = told(events, Restored)
+    restored = events_of(events, Restored)
     assert restored, "something came from copies"
     assert max(event.again for event in restored) <= lag + 1, restored
 
@@ -63,8 +63,8 @@ def test_nobody_is_lost(events):
     assert_same_training(lived)
     assert_every_sample_once(rows)
     assert_same_bits(lived, without)
-    assert not told(events, CopyTrouble)
-    copied, steps = told(events, Copied), told(events, Committed)
+    assert not events_of(events, CopyTrouble)
+    copied, steps = events_of(events, Copied), events_of(events, Committed)
     assert len(copied) >= len(steps) / 2, "a copy may take longer than a step here, and never two"
 
 
@@ -97,7 +97,7 @@ def test_another_dies_while_steps_are_taken_again(events):
     assert widths(lived) == {0: 1, 2: 1}
     assert_same_training(lived)
     assert_every_sample_once(rows)
-    assert {event.again for event in told(events, Restored)} == {1}
+    assert {event.again for event in events_of(events, Restored)} == {1}
 
 
 def test_the_last_step_is_not_lost_either():
@@ -143,7 +143,7 @@ def test_a_host_is_lost(fault_point, events):
     assert_same_training(lived)
     assert_every_sample_once(rows)
     assert_little_was_lost(events)
-    assert {event.far for event in told(events, Copied) if event.step < 4} == {1}
+    assert {event.far for event in events_of(events, Copied) if event.step < 4} == {1}
 
 
 def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
@@ -153,14 +153,14 @@ def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
     assert_same_training(lived)
     assert_every_sample_once(rows)
     assert_little_was_lost(events)
-    assert any("does not arrive" in event.what for event in told(events, CopyTrouble))
+    assert any("does not arrive" in event.what for event in events_of(events, CopyTrouble))
 
 
 def test_a_parity_host_that_stands_still_is_gone_on_without(events):
     """It is stopped and not dead, so nothing hangs up on those who are sending it their copies."""
-    told_of = job(f"{OVERLAP} --ntp-events={events}", per_host=2)
+    spec = job(f"{OVERLAP} --ntp-events={events}", per_host=2)
     have_megatron_imported()
-    with Ranks(4, Play(told_of), faults=[freeze(2, during="backward", step=5)], fault_points=FAULT_POINTS) as ranks:
+    with Ranks(4, Play(spec), faults=[freeze(2, during="backward", step=5)], fault_points=FAULT_POINTS) as ranks:
         lived = ranks.wait(but=[2])
         assert ranks.verdicts[2].kind == "frozen"
         ranks.thaw(2)
@@ -190,9 +190,9 @@ def test_a_host_is_lost_whose_far_copies_are_shares_of_parities(fault_point, eve
     assert_same_training(lived)
     assert_every_sample_once(rows)
     assert_little_was_lost(events)
-    assert not [event for event in told(events, CopyTrouble) if "cannot be reached" not in event.what]
-    assert {one for event in told(events, Restored) for one in event.rebuilt} <= set(REBUILT_OF_THE_SECOND)
-    assert all(len(event.rebuilt) == 2 for event in told(events, Restored))
+    assert not [event for event in events_of(events, CopyTrouble) if "cannot be reached" not in event.what]
+    assert {one for event in events_of(events, Restored) for one in event.rebuilt} <= set(REBUILT_OF_THE_SECOND)
+    assert all(len(event.rebuilt) == 2 for event in events_of(events, Restored))
 
 
 REBUILT_OF_THE_SECOND = [
@@ -223,7 +223,7 @@ def test_one_rank_of_a_host_is_lost_with_parities(events):
     assert widths(lived) == dict.fromkeys((0, 1, 4, 5), 2)
     assert_same_training(lived)
     assert_every_sample_once(rows)
-    assert {len(event.rebuilt) for event in told(events, Restored)} == {0, 1}
+    assert {len(event.rebuilt) for event in events_of(events, Restored)} == {0, 1}
 
 
 def test_too_few_hosts_for_a_parity_are_refused():
@@ -239,7 +239,7 @@ def test_ranks_on_other_hosts_are_asked(events):
     )
     assert_same_training(lived)
     assert_every_sample_once(rows)
-    assert any(event.elsewhere for event in told(events, Restored))
+    assert any(event.elsewhere for event in events_of(events, Restored))
 
 
 def test_who_comes_back_gets_its_state_from_copies(events):
@@ -320,7 +320,7 @@ def test_copies_may_lag(events):
     assert_same_training(lived)
     assert_every_sample_once(rows)
     assert_little_was_lost(events, lag=3)
-    steps = sorted({event.step for event in told(events, Copied) if event.step < 12})
+    steps = sorted({event.step for event in events_of(events, Copied) if event.step < 12})
     assert steps == [0, 4, 8], steps
 
 
@@ -331,7 +331,7 @@ def test_parity_hosts_that_are_slow(events):
     assert_same_training(lived)
     assert_every_sample_once(rows)
     assert_same_bits(lived, without)
-    late = [event.what for event in told(events, CopyTrouble) if "is not copied after 10 s" in event.what]
+    late = [event.what for event in events_of(events, CopyTrouble) if "is not copied after 10 s" in event.what]
     assert sorted(what.partition("by slot ")[2][0] for what in late) == ["0", "1", "2", "3"], late
     assert all(what.startswith("step 0 ") for what in late)
 
@@ -342,7 +342,7 @@ def test_a_single_replica_that_is_left_is_told_where_nothing_is_copied(events):
     lived, rows = live(job(more), faults=[kill(1, during="applied", step=5)], back={1: 10})
     assert_same_training(lived)
     assert_every_sample_once(rows)
-    (only,) = told(events, CopyTrouble)
+    (only,) = events_of(events, CopyTrouble)
     assert "replica 1 is the only one left" in only.what
     assert "--ntp-copies-protect all" in only.what
 
@@ -352,8 +352,8 @@ def test_a_host_without_room_for_copies(events):
     more = f"{OVERLAP} --ntp-copies-max-host-gb 0.0001 --ntp-events={events}"
     lived, _ = live(job(more))
     assert_same_training(lived)
-    assert any("max_host_gb" in event.what for event in told(events, CopyTrouble))
-    assert not told(events, Copied)
+    assert any("max_host_gb" in event.what for event in events_of(events, CopyTrouble))
+    assert not events_of(events, Copied)
     with pytest.raises(StateLost, match="no version of it of which all parts are copied"):
         live(job(more), faults=[kill(3, during="backward", step=5)])
 
@@ -403,8 +403,8 @@ def test_a_copy_that_is_corrupt_on_one_rank_alone_has_nobody_fall_back_alone(eve
     the sound far copy of slot 0's part to the newest, and never to another than their peers."""
     spoilt = job(f"{OVERLAP} --ntp-events={events}", per_host=2, spoil="an_own_copy_of_slot_0_is_corrupt")
     lived, rows = live(spoilt, faults=[kill(3, during="backward", step=5)])
-    assert any("near-0" in event.what or "slot 0" in event.what for event in told(events, CopyTrouble))
-    assert len({event.step for event in told(events, Restored)}) == 1
+    assert any("near-0" in event.what or "slot 0" in event.what for event in events_of(events, CopyTrouble))
+    assert len({event.step for event in events_of(events, Restored)}) == 1
     assert_little_was_lost(events)
     assert_same_training(lived)
     assert_every_sample_once(rows)

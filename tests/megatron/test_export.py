@@ -48,9 +48,9 @@ def without_us(folder, job_of, more):
     """Ordinary Megatron, started by torchrun; what it said."""
     job = job_of(enabled=False, more=f"{ITERATIONS} {more}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
-    code, said = command([*launcher, *training(job, folder)], folder / f"without us, {job.processes}")
-    assert code == 0, said[-4000:]
-    return said
+    code, output = command([*launcher, *training(job, folder)], folder / f"without us, {job.processes}")
+    assert code == 0, output[-4000:]
+    return output
 
 
 def run_of(events):
@@ -84,16 +84,16 @@ def killed(folder, job_of, more, *, step, meanwhile=lambda _: None):
     return put_by(run, folder)
 
 
-def sharded(**said):
-    return Job(model=MODELS[BASE], tp=2, dp=2, **said)
+def sharded(**options):
+    return Job(model=MODELS[BASE], tp=2, dp=2, **options)
 
 
-def alone(**said):
-    return Job(model=MODELS[BASE], tp=2, **said)
+def alone(**options):
+    return Job(model=MODELS[BASE], tp=2, **options)
 
 
-def wide(**said):
-    return Job(model=MODELS[BASE], tp=4, **said)
+def wide(**options):
+    return Job(model=MODELS[BASE], tp=4, **options)
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +126,17 @@ def test_of_a_run_that_lives(tmp_path):
     folder = tmp_path / "saved"
 
     def export_it(run):
-        code, said = export(run, folder, tmp_path / "log")
-        assert code == 0, said[-4000:]
-        assert "is of a run that lives" in said
+        code, output = export(run, folder, tmp_path / "log")
+        assert code == 0, output[-4000:]
+        assert "is of a run that lives" in output
 
     killed(tmp_path, sharded, SHARDED, step=3, meanwhile=export_it)
     assert_same_state(folder, tmp_path)
-    told = [one.event for one in Follower(tmp_path / "events").news()]
-    (event,) = (event for event in told if isinstance(event, Exported))
+    recorded = [one.event for one in Follower(tmp_path / "events").news()]
+    (event,) = (event for event in recorded if isinstance(event, Exported))
     assert (event.step, event.folder, event.failed) == (saved_step(folder), str(folder), "")
-    assert max(event.step for event in told if isinstance(event, Committed)) > event.step + 2
-    assert not [event for event in told if isinstance(event, Recovered | CopyTrouble)]
+    assert max(event.step for event in recorded if isinstance(event, Committed)) > event.step + 2
+    assert not [event for event in recorded if isinstance(event, Recovered | CopyTrouble)]
     assert not list(Path("/dev/shm").glob("ntp-excerpt-*"))
 
 
@@ -144,8 +144,8 @@ def test_of_a_run_that_is_dead(dead, tmp_path):
     """And nothing of it is changed by that."""
     left, _ = dead
     before = all_in(left)
-    code, said = export(left, tmp_path / "saved", tmp_path / "log")
-    assert code == 0, said[-4000:]
+    code, output = export(left, tmp_path / "saved", tmp_path / "log")
+    assert code == 0, output[-4000:]
     assert_same_state(tmp_path / "saved", tmp_path)
     assert all_in(left) == before
     assert command([*NTP, "copies", "verify", str(left)], tmp_path / "verified")[0] == 0
@@ -156,12 +156,12 @@ def test_a_disk_that_is_full(dead, tmp_path):
     left, events = dead
     before = all_in(left)
     with disk(tmp_path / "small", "1m") as small:
-        code, said = export(left, small, tmp_path / "log")
-        assert code == 1, said[-4000:]
-        assert "cannot be written to" in said
-        assert "which is full" in said
-        assert said.count("\nntp: ") == 1, said[-4000:]
-        assert "Traceback" not in said.rpartition("resumed from the copies")[2], said[-4000:]
+        code, output = export(left, small, tmp_path / "log")
+        assert code == 1, output[-4000:]
+        assert "cannot be written to" in output
+        assert "which is full" in output
+        assert output.count("\nntp: ") == 1, output[-4000:]
+        assert "Traceback" not in output.rpartition("resumed from the copies")[2], output[-4000:]
         assert not list(small.iterdir())
     assert all_in(left) == before
     failed = [one.event for one in Follower(events).news() if isinstance(one.event, Exported) and one.event.failed]
@@ -174,8 +174,8 @@ def test_it_can_be_resumed_afterwards(dead, tmp_path):
     shutil.copytree(left, run)
     job = sharded(enabled=True, more=f"{ITERATIONS} {SHARDED} --ntp-events={events} --exit-interval {ENOUGH}")
     flags = ["--standalone", "--nproc-per-node", "4", "--ntp-resume", str(run)]
-    code, said = command([*NTP, "run", *flags, *training(job, tmp_path)], tmp_path / "log")
-    assert code == 0, said[-4000:]
+    code, output = command([*NTP, "run", *flags, *training(job, tmp_path)], tmp_path / "log")
+    assert code == 0, output[-4000:]
     steps = {one.event.step for one in Follower(events).news() if isinstance(one.event, Committed)}
     assert max(steps) == ENOUGH
     assert min(steps) > 1
@@ -191,26 +191,26 @@ def test_of_a_run_of_two_hosts_on_one_of_them(tmp_path):
         hosts.kill(1)
         hosts.kill(2)
     left, _ = (put_by(run, tmp_path) for run in runs)
-    code, said = export(left, tmp_path / "saved", tmp_path / "log")
-    assert code == 0, said[-4000:]
+    code, output = export(left, tmp_path / "saved", tmp_path / "log")
+    assert code == 0, output[-4000:]
     assert_same_state(tmp_path / "saved", tmp_path, test_hosts.MORE)
     for far in left.glob("host-1/far-*"):
         far.unlink()
-    code, said = export(left, tmp_path / "none", tmp_path / "log")
-    assert code == 2, said
-    assert "the parts of slots 0, 1 are not on this host" in said
+    code, output = export(left, tmp_path / "none", tmp_path / "log")
+    assert code == 2, output
+    assert "the parts of slots 0, 1 are not on this host" in output
 
 
-def losses(said):
+def losses(output):
     """Megatron's own log: iteration -> loss."""
-    return {int(step): float(loss) for step, loss in re.findall(r"iteration +(\d+)/.* lm loss: (\S+)", said)}
+    return {int(step): float(loss) for step, loss in re.findall(r"iteration +(\d+)/.* lm loss: (\S+)", output)}
 
 
 def test_an_ordinary_job_goes_on_from_it(tmp_path):
     """One replica, of which everything was copied; it is loaded in another layout."""
     left = killed(tmp_path, alone, "", step=5)
-    code, said = export(left, tmp_path / "saved", tmp_path / "log")
-    assert code == 0, said[-4000:]
+    code, output = export(left, tmp_path / "saved", tmp_path / "log")
+    assert code == 0, output[-4000:]
     step = saved_step(tmp_path / "saved")
     end = step + 10
     whole = losses(without_us(tmp_path, alone, f"--exit-interval {end}"))

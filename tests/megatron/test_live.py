@@ -390,7 +390,7 @@ def test_units_that_are_put_in_the_wrong_place_are_noticed_by_their_digest():
         live(job(spoil="dealt_units_swapped"), faults=[kill(3, during="backward", step=5)])
 
 
-def told(path, kind):
+def events_of(path, kind):
     return [one.event for one in Follower(path).news() if isinstance(one.event, kind)]
 
 
@@ -431,8 +431,8 @@ def test_tokens_of_a_file(tmp_path):
     text = tmp_path / "text"
     text.write_text("".join(f"{number} {number**2} {number**3}\n" for number in range(1, 200)))
     command = [sys.executable, RECIPES / "tokenize_text.py", text, tmp_path / "tokens"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert f"{text.stat().st_size:,} tokens" in told
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert f"{text.stat().st_size:,} tokens" in output
     more = f"--data-path {tmp_path / 'tokens'} --split 90,5,5"
     whole = run(uniform(BASE, more=more))
     lived, _ = live(job(more=more), faults=[kill(3, during="backward", step=5)], back={3: 10})
@@ -482,17 +482,17 @@ def test_what_happens_is_told(tmp_path):
     """With `--ntp-events`: steps with loss and samples, the recovery, the end."""
     path = tmp_path / "events"
     live(job(more=f"--ntp-events={path}"), faults=[kill(3, during="backward", step=5)])
-    told = Follower(path).news()
-    steps = [one.event for one in told if isinstance(one.event, Committed)]
+    recorded = Follower(path).news()
+    steps = [one.event for one in recorded if isinstance(one.event, Committed)]
     for step in range(1, STEPS + 1):
         mine = [event for event in steps if event.step == step]
         assert sorted(sample for event in mine for sample in event.samples) == list(range((step - 1) * 6, step * 6))
         assert len({event.losses["lm loss"] for event in mine}) == 1
         assert {event.epoch for event in mine} == {int(step >= 5)}
-    recovered = [one for one in told if isinstance(one.event, Recovered)]
+    recovered = [one for one in recorded if isinstance(one.event, Recovered)]
     assert sorted(one.slot for one in recovered) == ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0"]
     assert {(*one.event.lost, *map(tuple, one.event.widths)) for one in recovered} == {("r1.s0.t1", (2,), (1,))}
     assert {sum(one.event.micro_batches) for one in recovered} == {6}
-    assert [one.event.action for one in told if isinstance(one.event, Chosen)] == ["reduce tp"]
-    assert sum(isinstance(one.event, Began) for one in told) == 4
-    assert sum(isinstance(one.event, Ended) for one in told) == 3
+    assert [one.event.action for one in recorded if isinstance(one.event, Chosen)] == ["reduce tp"]
+    assert sum(isinstance(one.event, Began) for one in recorded) == 4
+    assert sum(isinstance(one.event, Ended) for one in recorded) == 3

@@ -11,9 +11,9 @@ from benchmarks.parity.layouts import (
     BASE,
     DROPOUT,
     FOURS,
+    IN_SPLITS,
     LAST_DEGRADED,
     MODELS,
-    PIECES,
     TIGHT,
     degraded,
     reference,
@@ -26,7 +26,7 @@ from ntp_plugin.testing.faults import kill
 from tests.megatron.test_live import assert_every_sample_once
 
 SAMPLES = 24
-ROOM_FOR_TP1_IN_PIECES = "--ntp-gpu-memory-gb 0.0032"
+ROOM_FOR_TP1_IN_SPLITS = "--ntp-gpu-memory-gb 0.0032"
 ROOM_FOR_WHOLE_REPLICAS = "--ntp-gpu-memory-gb 0.002"
 
 
@@ -47,7 +47,7 @@ def assert_same_training(outcomes, expected):
     ],
 )
 def test_samples_of_a_step_are_the_same_in_smaller_micro_batches(layout, expected):
-    worst = compared(f"{FOURS}; {PIECES}", layout)
+    worst = compared(f"{FOURS}; {IN_SPLITS}", layout)
     assert max(worst.values()) <= BOUNDS["float64"], worst
     assert shares(run(degraded(FOURS, layout, more=TIGHT))) == expected
 
@@ -80,13 +80,15 @@ def job(more):
 
 
 def test_a_rank_dies_and_what_is_left_of_its_replica_runs_smaller_ones(tmp_path):
-    more = f"{ROOM_FOR_TP1_IN_PIECES} --ntp-events={tmp_path}/events"
+    more = f"{ROOM_FOR_TP1_IN_SPLITS} --ntp-events={tmp_path}/events"
     lived, rows = live(job(more), faults=[kill(3, during="backward", step=5)])
     assert shares({slot: one.seen for slot, one in lived.items()}) == {0: (4, 4), 1: (4, 2)}
     assert_same_training(as_if_always_there(lived), run(uniform(FOURS)))
     assert_every_sample_once(rows, SAMPLES)
-    told = [one.event.micro_batches for one in Follower(tmp_path / "events").news() if isinstance(one.event, Recovered)]
-    assert told == [[4, 2]] * 3, "of the nominal size, so that shares can be compared"
+    micro_batches = [
+        one.event.micro_batches for one in Follower(tmp_path / "events").news() if isinstance(one.event, Recovered)
+    ]
+    assert micro_batches == [[4, 2]] * 3, "of the nominal size, so that shares can be compared"
 
 
 def test_a_rank_dies_and_what_is_left_of_its_replica_does_not_fit():

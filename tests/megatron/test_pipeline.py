@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BOUNDS, compared
-from benchmarks.parity.job import STEPS, largest_differences, run, told
+from benchmarks.parity.job import STEPS, largest_differences, run, with_losses
 from benchmarks.parity.layouts import (
     BASE,
     BOTH_REPLICAS_DEGRADED,
@@ -39,7 +39,7 @@ def test_float64(layout):
 
 def assert_one_mind(outcomes, expected):
     """What is logged is the same on all ranks of the last stage, and the schedule follows the global batch."""
-    (losses,) = {tuple(seen.losses) for seen in told(outcomes)}
+    (losses,) = {tuple(seen.losses) for seen in with_losses(outcomes)}
     (norms,) = {tuple(seen.norms) for seen in outcomes.values()}
     assert len(losses) == len(norms) == STEPS
     assert losses[-1] < 0.9 * losses[0], "something is learnt"

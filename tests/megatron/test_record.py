@@ -50,13 +50,13 @@ def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_bac
     assert main(["status", str(record), "--json"]) == 0
     seen = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (seen["tp"], seen["replicas"]) == (2, 2)
-    code, said = running.end()
-    assert code == 0, said
+    code, output = running.end()
+    assert code == 0, output
 
     history = History.of(Follower(record).news())
     (injected,) = history.injected
     assert (injected.event.whom, injected.event.fault_point) == (OWNER, "backward")
-    back = [said for said in history.began if said.slot == OWNER and said.event.joiner]
+    back = [output for output in history.began if output.slot == OWNER and output.event.joiner]
     assert back, "the owner of the run has come back in time"
     assert sorted(history.commits) == list(range(1, 61))
 
@@ -68,8 +68,8 @@ def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_bac
     steps = [line["ntp/step"] for line in lines if "ntp/step_s" in line]
     assert steps == list(range(1, 61)), "each step once, and in order"
     assert sum("ntp/recovery_s" in line for line in lines) == 2
-    told_there = [line for path in theirs for line in numbers(path)[1] if "ntp/epoch" in line]
-    assert told_there, "Megatron's own run hears of the recovery in which its writer came back"
+    written_there = [line for path in theirs for line in numbers(path)[1] if "ntp/epoch" in line]
+    assert written_there, "Megatron's own run hears of the recovery in which its writer came back"
 
 
 def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
@@ -77,8 +77,8 @@ def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
     record = tmp_path / "run"
     running.wait_for(r"iteration +2/")
     assert main(["chaos", "attach", str(record), "--what", "sigkill", "--slot", "r0.s0.t0"]) == 0
-    code, said = running.end()
-    assert code == 0, said
+    code, output = running.end()
+    assert code == 0, output
     began = [one.event for one in Follower(record).news() if isinstance(one.event, Began) and one.slot == "r0.s0.t0"]
     assert f"pid {began[0].pid}" in capsys.readouterr().out
     (injected,) = History.of(Follower(record).news()).injected
@@ -94,8 +94,8 @@ def test_a_recipe_strikes_a_job_that_runs(tmp_path):
     recipe = "recipes/chaos/kill-in-backward.toml"
     out = tmp_path / "out"
     assert main(["chaos", "attach", str(tmp_path / "run"), recipe, "--out", str(out)]) == 0
-    code, said = running.end()
-    assert code == 0, said
+    code, output = running.end()
+    assert code == 0, output
     (fault,) = json.loads((out / "verdict.json").read_text())["strikes"]
     assert (fault["what"], fault["moment"], fault["problem"]) == ("kill", "backward", "")
     assert fault["step"] > 20

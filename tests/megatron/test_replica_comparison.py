@@ -9,7 +9,7 @@ from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import NotFinite, SilentCorruption
 from ntp_plugin.telemetry import Compared, Corrupted
 from ntp_plugin.testing.faults import kill
-from tests.megatron.test_live import SHARDED, assert_same_training, job, told, widths
+from tests.megatron.test_live import SHARDED, assert_same_training, events_of, job, widths
 
 
 @pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
@@ -27,7 +27,7 @@ def test_a_flipped_bit_is_found_by_the_usual_settings_also_in_a_short_job(tmp_pa
     more = f"--ntp-events {tmp_path / 'events'}"
     with pytest.raises(SilentCorruption, match=r"_embeddings.weight \(weight\) differs between 2 replicas"):
         live(job(spoil="a_bit_flips", more=more))
-    assert min(event.step for event in told(tmp_path / "events", Compared)) == 1
+    assert min(event.step for event in events_of(tmp_path / "events", Compared)) == 1
 
 
 def test_no_checkpoint_is_written_of_what_one_replica_alone_holds(tmp_path):
@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_healed(more, tmp_path):
     lived, _ = live(job(spoil="a_bit_flips", dp=3, more=more), leaving=[3])
     assert widths(lived) == {0: 2, 1: 2, 2: 1, 4: 2, 5: 2}
     assert_same_training(lived)
-    (found,) = {event.what for event in told(tmp_path / "events", Corrupted)}
+    (found,) = {event.what for event in events_of(tmp_path / "events", Corrupted)}
     assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
 
 
@@ -87,7 +87,7 @@ def test_no_copy_is_made_of_what_is_corrupt(tmp_path):
     lived, _ = live(job(spoil="a_bit_flips_in_its_own_shard", dp=3, more=more), leaving=[3])
     assert widths(lived) == {0: 2, 1: 2, 2: 1, 4: 2, 5: 2}
     assert_same_training(lived)
-    (found,) = {event.what for event in told(tmp_path / "events", Corrupted)}
+    (found,) = {event.what for event in events_of(tmp_path / "events", Corrupted)}
     assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
 
 
@@ -98,7 +98,7 @@ def test_nothing_is_taken_for_corrupt_that_is_not(fault_point, tmp_path):
     watched = job(spoil="nobody_tells_all_digests", more=more)
     lived, _ = live(watched, faults=[kill(3, during=fault_point, step=5)], back={3: 10})
     assert_same_training(lived)
-    assert not told(tmp_path / "events", Corrupted)
+    assert not events_of(tmp_path / "events", Corrupted)
 
 
 @pytest.mark.parametrize("slot", [0, 7])
@@ -106,5 +106,5 @@ def test_sums_do_where_two_stages_have_an_embedding_in_common(slot, tmp_path):
     more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
     watched = job(model=MODELS["tied embeddings"], pp=2, spoil="nobody_tells_all_digests", more=more)
     live(watched, faults=[kill(slot, during="backward", step=5)])
-    compared = told(tmp_path / "events", Compared)
+    compared = events_of(tmp_path / "events", Compared)
     assert {event.step for event in compared} == set(range(1, STEPS + 1)) and not any(event.odd for event in compared)

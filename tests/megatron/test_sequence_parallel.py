@@ -75,13 +75,13 @@ def cut_and_whole(rank):
         (layers, "linear_with_grad_accumulation_and_async_allreduce", sequence.column_linear),
     ):  # as `hooks.py` has them, and then told another length each time
         setattr(module, name, make(getattr(module, name)))
-    told = {}
+    found = {}
     for length in LENGTHS:
         sequence._rows = SequenceRows(length=length, width=WIDTH)
-        told[length] = one_length(length, rank.slot)
+        found[length] = one_length(length, rank.slot)
     sequence._with_pads = lambda whole: torch.cat([whole, torch.ones_like(whole[: sequence._rows.pads])])
     spoilt, _ = one_length(length, rank.slot)
-    return told, spoilt
+    return found, spoilt
 
 
 def one_length(length, place):

@@ -36,8 +36,8 @@ class Hosts:
         self._machines.__enter__()
         return self
 
-    def __exit__(self, *told):
-        self._machines.__exit__(*told)
+    def __exit__(self, *exception):
+        self._machines.__exit__(*exception)
         for command in self._commands:
             command.process.wait()
 
@@ -68,9 +68,9 @@ class Addresses:
         return ["env", f"NTP_TEST_MACHINE={os.getpid()}.{at}"]
 
     def pids(self, at):
-        said = f"NTP_TEST_MACHINE={os.getpid()}.{at}".encode()
+        mark = f"NTP_TEST_MACHINE={os.getpid()}.{at}".encode()
         return [
-            int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and said in _environment(path)
+            int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and mark in _environment(path)
         ]
 
     def kill(self, at):

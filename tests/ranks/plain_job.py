@@ -112,7 +112,7 @@ def fault(job, driver, rank):
         ("_vote", "vote"),
         ("_apply", "apply"),
     ):
-        setattr(job, name, _told(getattr(job, name), fault_point, rank, lambda: {"step": job.applied + 1}))
+        setattr(job, name, _reporting(getattr(job, name), fault_point, rank, lambda: {"step": job.applied + 1}))
     recovery = (
         (driver, "_report", "report"),
         (job, "plan", "plan"),
@@ -122,22 +122,22 @@ def fault(job, driver, rank):
     )
     for owner, name, fault_point in recovery:
         epoch = lambda: {"epoch": driver._agreement.member.view.epoch}  # noqa: E731
-        setattr(owner, name, _told(getattr(owner, name), fault_point, rank, epoch))
-    dist.group.WORLD.register_post_hook(_HOOK, lambda started: _tell_of_collective(started, rank, job))
+        setattr(owner, name, _reporting(getattr(owner, name), fault_point, rank, epoch))
+    dist.group.WORLD.register_post_hook(_HOOK, lambda started: _report_collective(started, rank, job))
 
 
-def _tell_of_collective(started, rank, job):
+def _report_collective(started, rank, job):
     """The operation is on its way, and nobody has waited for it yet."""
     if started.name.name == "ALLREDUCE":
         rank.reached("all_reduce", job.applied + 1)
 
 
-def _told(function, fault_point, rank, number):
-    def told(*args):
+def _reporting(function, fault_point, rank, number):
+    def reporting(*args):
         at = number()
         rank.reached(fault_point, **at)
         result = function(*args)
         rank.reached(f"after {fault_point}", **at)
         return result
 
-    return told
+    return reporting

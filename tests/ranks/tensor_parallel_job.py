@@ -87,20 +87,20 @@ def damage_tensors(job, rank):
     state, count, switched = job.state, 0, 0
     build, switch = state.build, state._switch
 
-    def told_build(*args):
+    def reporting_build(*args):
         nonlocal count
         count += 1
         rank.reached("build", count)
         build(*args)
 
-    def told_switch(*args):
+    def reporting_switch(*args):
         nonlocal switched
         switched += 1
         rank.reached("switch", switched)
         switch(*args)
         rank.reached("after switch", switched)
 
-    state.build, state._switch = told_build, told_switch
+    state.build, state._switch = reporting_build, reporting_switch
 
 
 def damage_lanes(groups, rank):
@@ -108,20 +108,20 @@ def damage_lanes(groups, rank):
     make, edit = groups.make_lanes, GlooBackend.edit
     connected = 0
 
-    def told_make(*args, **options):
+    def reporting_make(*args, **options):
         nonlocal connected
         rank.reached("make lanes", epoch=groups.epoch)
         connected = 0
         return make(*args, **options)
 
-    def told_edit(backend, *args):
+    def reporting_edit(backend, *args):
         nonlocal connected
         edit(backend, *args)
         connected += 1
         if connected == 1 and backend in [lane.gloo for lane in groups._lanes]:
             rank.reached("first lane", epoch=groups.epoch)
 
-    groups.make_lanes, GlooBackend.edit = told_make, told_edit
+    groups.make_lanes, GlooBackend.edit = reporting_make, reporting_edit
 
 
 def tensors_of(job):

@@ -177,9 +177,9 @@ class AgreementMachine(RuleBasedStateMachine):
         view, agreed, plan = process.member.view, process.plan, process.plan.decision
         if self.agreed.setdefault(view.epoch, agreed) != agreed:
             raise Violation(f"epoch {view.epoch} knows {self.agreed[view.epoch]} and {agreed}")
-        told = {self.checker.read(protocol.entries_of(view).own_key(slot)) for slot in view.slots}
-        if told != {repr(plan)}:
-            raise Violation(f"the members of epoch {view.epoch} made different plans: {told}")
+        plans = {self.checker.read(protocol.entries_of(view).own_key(slot)) for slot in view.slots}
+        if plans != {repr(plan)}:
+            raise Violation(f"the members of epoch {view.epoch} made different plans: {plans}")
         if not process.joiner and not process.applied <= plan.step <= process.applied + process.prepared:
             raise Violation(f"slot {process.member_id.slot} is at {process.applied} and cannot stand on {plan.step}")
         survivors = [p for p in self.processes if p.alive and not p.joiner and p.member_id in view.member_ids]

@@ -21,7 +21,7 @@ def look(meshes):
 
 
 def look_at(mesh):
-    def told(ask):
+    def answer_of(ask):
         try:
             answer = ask()
         except Refused:
@@ -34,9 +34,9 @@ def look_at(mesh):
         dist.all_reduce(total, group=mesh.get_group(dimension))
         sums.append(int(total))
     return {
-        "mesh": told(lambda: mesh.mesh),
-        "shape": told(lambda: mesh.shape),
-        "coordinate": told(lambda: list(mesh.get_coordinate())),
+        "mesh": answer_of(lambda: mesh.mesh),
+        "shape": answer_of(lambda: mesh.shape),
+        "coordinate": answer_of(lambda: list(mesh.get_coordinate())),
         "size": mesh.size(),
         "sizes": [mesh.size(dimension) for dimension in range(mesh.ndim)],
         "group sizes": [group.size() for group in mesh.get_all_groups()],
@@ -100,14 +100,14 @@ def test_a_line_is_as_long_as_it_has_members(looks):
 
 
 def test_an_uneven_grid_says_what_it_can_and_refuses_the_rest(looks):
-    told = {slot: looks[slot][1]["grid"] for slot in (0, 1, 3)}
-    for grid in told.values():
+    grids = {slot: looks[slot][1]["grid"] for slot in (0, 1, 3)}
+    for grid in grids.values():
         assert [grid[name] for name in ("mesh", "shape", "coordinate")] == ["refused"] * 3
         assert grid["size"] == 3
         assert grid["sizes"] == grid["group sizes"]
-    assert [told[slot]["sizes"] for slot in (0, 1, 3)] == [[1, 2], [2, 2], [2, 1]]
-    assert [told[slot]["local ranks"] for slot in (0, 1, 3)] == [[0, 0], [0, 1], [1, 0]]
-    assert [told[slot]["sums"] for slot in (0, 1, 3)] == [[0, 1], [4, 1], [4, 3]]
+    assert [grids[slot]["sizes"] for slot in (0, 1, 3)] == [[1, 2], [2, 2], [2, 1]]
+    assert [grids[slot]["local ranks"] for slot in (0, 1, 3)] == [[0, 0], [0, 1], [1, 0]]
+    assert [grids[slot]["sums"] for slot in (0, 1, 3)] == [[0, 1], [4, 1], [4, 3]]
 
 
 @pytest.mark.parametrize("prefix", ["", "late "])

@@ -24,6 +24,6 @@ def test_survivors_that_lost_state_and_are_slow_to_exit_give_the_job_their_code(
     running.wait_for("slot 0: step 1,")
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    code, said = running.end()
-    assert said.count("held by no living slot") == 2, said
-    assert code == 4, said
+    code, output = running.end()
+    assert output.count("held by no living slot") == 2, output
+    assert code == 4, output

@@ -29,12 +29,12 @@ def train_for_ever(rank):
     job = DataParallel(model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=1, joiner=rank.joining)
     driver = elastic.drive(job)
     elastic.start()
-    told = -1
+    written_epoch = -1
     while True:
         driver.carry_through(job.step)
-        if groups.epoch != told and len(job.members) == size:
-            told = groups.epoch
-            rank.write([["whole", rank.slot, told, *held(groups)]])
+        if groups.epoch != written_epoch and len(job.members) == size:
+            written_epoch = groups.epoch
+            rank.write([["whole", rank.slot, written_epoch, *held(groups)]])
 
 
 def test_deaths_and_returns_leave_nothing_behind():

@@ -29,17 +29,17 @@ class Spoilt:
         """Its exit code, what it said, and the losses, weights and members that it ended with."""
         os.environ |= rank.environment()
         torch.manual_seed(0)
-        said, losses, job = io.StringIO(), [], None
+        output, losses, job = io.StringIO(), [], None
         try:
-            with contextlib.redirect_stderr(said), self._begun() as job:
+            with contextlib.redirect_stderr(output), self._begun() as job:
                 while job.steps_done < STEPS:
                     if job.steps_done == self.after and rank.slot == 1:
                         self._spoil(next(iter(job._trainer.model.parameters())).data.view(-1))
                     losses.append(job.step())
         except SystemExit as end:
-            return end.code, said.getvalue(), losses, None, None
+            return end.code, output.getvalue(), losses, None, None
         weights = [parameter.detach().clone() for parameter in job._trainer.model.parameters()]
-        return 0, said.getvalue(), losses, weights, job.members
+        return 0, output.getvalue(), losses, weights, job.members
 
     def _begun(self):
         keys = dict(self.keys)
@@ -73,14 +73,14 @@ def played(spoilt, ranks, but=()):
 def test_a_flipped_bit_in_a_job_of_60_steps_is_found(tp, ranks, after):
     """Also one that flips before the last step: replicas are compared before the job ends."""
     outcomes = played(Spoilt(after=after, how="flip", tp=tp), ranks)
-    for code, said, *_ in outcomes.values():
-        assert code == 7, said
+    for code, output, *_ in outcomes.values():
+        assert code == 7, output
         named = "weight (weight) in r1.s0.t0 is not what the other"
         if tp == 2:
             named = (
                 "weight of TP slot 1 (weight) differs between 2 replicas after step 60, in one of r0.s0.t1, r1.s0.t1"
             )
-        assert named in said
+        assert named in output
 
 
 def test_where_the_user_wants_no_comparison_there_is_none():
@@ -92,18 +92,18 @@ def test_where_the_user_wants_no_comparison_there_is_none():
 def test_a_weight_that_is_not_finite_is_named_also_of_two_replicas(tp, ranks, slot):
     """Before it has come to the others by the gradients."""
     outcomes = played(Spoilt(after=30, how="nan", tp=tp), ranks)
-    for code, said, *_ in outcomes.values():
-        assert code == 7, said
-        assert f"in {slot} is not finite after step 30, and in other replicas it is" in said
+    for code, output, *_ in outcomes.values():
+        assert code == 7, output
+        assert f"in {slot} is not finite after step 30, and in other replicas it is" in output
 
 
 def test_the_others_go_on_where_the_job_is_to_heal():
     calm = played(Spoilt(after=-1, how=""), 2)
     outcomes = played(Spoilt(after=30, how="nan", keys=(("on_sdc", "heal"),)), 2)
-    code, said, *_ = outcomes[1]
-    assert code == 7 and "is not finite after step 30" in said
-    code, said, losses, weights, members = outcomes[0]
-    assert (code, members) == (0, (0,)), said
+    code, output, *_ = outcomes[1]
+    assert code == 7 and "is not finite after step 30" in output
+    code, output, losses, weights, members = outcomes[0]
+    assert (code, members) == (0, (0,)), output
     torch.testing.assert_close(losses, calm[0][2], rtol=1e-10, atol=0.0)
     torch.testing.assert_close(weights, calm[0][3], rtol=1e-10, atol=0.0)
 
@@ -111,8 +111,8 @@ def test_the_others_go_on_where_the_job_is_to_heal():
 def test_a_script_that_diverges_by_itself_goes_on():
     """All replicas hold the same: it is nobody's fault but the script's."""
     outcomes = played(Diverging(after=30, how="nan"), 2)
-    for code, said, losses, *_ in outcomes.values():
-        assert code == 0, said
+    for code, output, losses, *_ in outcomes.values():
+        assert code == 0, output
         assert len(losses) == STEPS and losses[-1] != losses[-1]
 
 

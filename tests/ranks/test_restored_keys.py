@@ -148,19 +148,19 @@ def test_survivors_come_through_a_loss_although_a_stranger_deletes_the_view(tmp_
     job = Command(words, tmp_path / "log", STEPS="400", PAUSE_S="0.1", RECIPE=str(RECIPES / "train.py"))
     pids = [int(job.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
     with open(f"/proc/{pids[0]}/environ") as file:  # noqa: PTH123
-        told = dict(pair.split("=", 1) for pair in file.read().split("\0") if "=" in pair)
+        variables = dict(pair.split("=", 1) for pair in file.read().split("\0") if "=" in pair)
     theirs = PrefixStore(
-        f"ntp/{told['TORCHELASTIC_RUN_ID']}", TCPStore("127.0.0.1", int(told["MASTER_PORT"]), None, False)
+        f"ntp/{variables['TORCHELASTIC_RUN_ID']}", TCPStore("127.0.0.1", int(variables["MASTER_PORT"]), None, False)
     )
     os.kill(pids[2], signal.SIGKILL)
     deadline = time.monotonic() + 300
     while not theirs.delete_key("view/1"):  # at once when it is there: the ranks shall not have read it
-        assert time.monotonic() < deadline, job.said
+        assert time.monotonic() < deadline, job.output
     job.go_on()
-    code, said = job.end()
-    assert code == 0, said
-    assert last_line(said)[2] == "(0, 1)"
-    assert "key view/1 of the job's store was deleted or overwritten, and was written again" in said
+    code, output = job.end()
+    assert code == 0, output
+    assert last_line(output)[2] == "(0, 1)"
+    assert "key view/1 of the job's store was deleted or overwritten, and was written again" in output
     assert {
         one.event.key
         for path in (tmp_path / "run").rglob("events*")

@@ -33,10 +33,10 @@ def noise(dice, size):
 
 def random_bytes(dice):
     """Bytes at random, or as a client of the store might begin, with numbers that make no sense."""
-    said = noise(dice, 200)
+    sent = noise(dice, 200)
     return [
         dice.choice(
-            [said, bytes([dice.randrange(20)]) + said, b"\x01" + b"\xff" * 8 + said, b"\x3c\x85\xf7\xa5" + said]
+            [sent, bytes([dice.randrange(20)]) + sent, b"\x01" + b"\xff" * 8 + sent, b"\x3c\x85\xf7\xa5" + sent]
         )
     ]
 
@@ -94,11 +94,11 @@ def spoilt(dice, body):
 
 def spoilt_commands(dice):
     """One or more, behind the opening, or with a write before them that is none."""
-    said = [OPENING] if dice.randrange(10) else [noise(dice, 10) or b"?"]
+    sent = [OPENING] if dice.randrange(10) else [noise(dice, 10) or b"?"]
     for _ in range(dice.randrange(1, 4)):
         opcode = dice.choice([*range(20), dice.randrange(256)])
-        said.append(bytes([opcode]) + spoilt(dice, BODIES[opcode](dice) if opcode in BODIES else b""))
-    return said if dice.randrange(2) else [b"".join(said)]
+        sent.append(bytes([opcode]) + spoilt(dice, BODIES[opcode](dice) if opcode in BODIES else b""))
+    return sent if dice.randrange(2) else [b"".join(sent)]
 
 
 # ---------------------------------------------------------------- and what it comes to
@@ -186,8 +186,8 @@ def test_a_job_of_one_host_listens_on_loopback_alone(tmp_path):
     pids = [job.process.pid, *children(job.process.pid)]
     assert len(pids) == 4, "ntp run, two workers, and the process that ends what a killed ntp run leaves"
     addresses = {address for pid in pids for address in listened_at(pid)}
-    code, said = job.end()
-    assert code == 0, said
+    code, output = job.end()
+    assert code == 0, output
     assert addresses
     assert all(is_loopback(address) for address in addresses), addresses
 
@@ -213,8 +213,8 @@ def test_a_job_of_several_hosts_listens_on_the_addresses_of_these_alone(tmp_path
     for job in jobs:
         job.go_on()
     for job in jobs:
-        code, said = job.end()
-        assert code == 0, said
+        code, output = job.end()
+        assert code == 0, output
     assert addresses
     assert all(is_loopback(address) for address in addresses), addresses
 

@@ -87,13 +87,13 @@ def test_a_stranger_who_says_that_the_job_is_over_is_not_heard(tmp_path):
     job = Command(words, tmp_path / "log", STEPS="40", PAUSE_S="0.1")
     job.wait_for(r"slot 1 is pid \d+")
     pid = int(job.wait_for(r"slot 0 is pid (\d+)").group(1))
-    told = dict(pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair)
-    stranger = TCPStore("127.0.0.1", int(told["MASTER_PORT"]), None, False)
-    corner = PrefixStore(f"ntp/{told['TORCHELASTIC_RUN_ID']}", stranger)
+    variables = dict(pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair)
+    stranger = TCPStore("127.0.0.1", int(variables["MASTER_PORT"]), None, False)
+    corner = PrefixStore(f"ntp/{variables['TORCHELASTIC_RUN_ID']}", stranger)
     corner.set("view/1", View(epoch=1, member_ids=(), over=True).encode())
     corner.set("done/0/0", "done")
     corner.set("word/units", json.dumps("a stranger's"))
-    code, said = job.end()
-    assert code == 0, said
-    assert "step 40:" in said, said
-    assert last_line(said)[2] == "(0, 1)"
+    code, output = job.end()
+    assert code == 0, output
+    assert "step 40:" in output, output
+    assert last_line(output)[2] == "(0, 1)"

@@ -63,7 +63,7 @@ def test_so_do_the_processes_that_workers_have_started(run, tmp_path, how):
         (tmp_path / "train.sh").write_text(f"#!/bin/sh\n{sys.executable} {words[0]}\nexit\n")
         flags, words = ["--no-python"], ["sh", str(tmp_path / "train.sh")]
     running = run("--nproc-per-node=2", *flags, *words)
-    wait_until(lambda: running.said.count("is ready") == 2, lambda: running.said, WITHIN_S)
+    wait_until(lambda: running.output.count("is ready") == 2, lambda: running.output, WITHIN_S)
     kill_with_all(running)
 
 
@@ -87,9 +87,9 @@ def test_a_supervisor_that_died_before_the_kernel_was_asked_is_noticed(tmp_path)
 
 def test_a_program_is_started_as_if_it_were_started_alone(tmp_path):
     """With the signals that Python ignores; and one that is not there is named."""
-    said = subprocess.check_output(bound.bound(["grep", "SigIgn", "/proc/self/status"]), text=True)
-    assert int(said.split()[1], 16) >> (signal.SIGPIPE - 1) & 1 == 0
-    assert int(said.split()[1], 16) >> (signal.SIGXFSZ - 1) & 1 == 0
+    output = subprocess.check_output(bound.bound(["grep", "SigIgn", "/proc/self/status"]), text=True)
+    assert int(output.split()[1], 16) >> (signal.SIGPIPE - 1) & 1 == 0
+    assert int(output.split()[1], 16) >> (signal.SIGXFSZ - 1) & 1 == 0
     done = subprocess.run(bound.bound([tmp_path / "no"]), capture_output=True, text=True, check=False)
     assert done.returncode == 127
     assert done.stderr == f"ntp run: {tmp_path / 'no'} cannot be started: No such file or directory\n"

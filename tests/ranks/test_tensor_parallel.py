@@ -136,8 +136,10 @@ def test_a_narrow_replica_stands_idle_until_its_slot_comes_back():
 def test_the_last_holder_of_a_unit_is_lost():
     """Slots 1 and 3 hold the same units; 3 dies before it has handed over those of 1, and nobody has them."""
     faults = [kill(1, during="reduce", step=5), kill(3, during="resume", epoch=1)]
-    said = r"state of r0\.s0\.t1 is held by no living slot.*units 6 to \d+ of hidden \(column\.weight.*last checkpoint"
-    with pytest.raises(StateLost, match=said), Ranks(4, play, faults=faults) as ranks:
+    message = (
+        r"state of r0\.s0\.t1 is held by no living slot.*units 6 to \d+ of hidden \(column\.weight.*last checkpoint"
+    )
+    with pytest.raises(StateLost, match=message), Ranks(4, play, faults=faults) as ranks:
         ranks.wait()
 
 
@@ -160,9 +162,9 @@ def play_wrong_scale(rank):
 
 def test_swapped_units_are_found_before_anybody_trains_on_them():
     """Slot 0 puts the units that it is sent into each other's places."""
-    said = r"column\.weight \(weight\) is not the same wherever it is held.*after in slots 0 .*after in slots 2, 3"
+    message = r"column\.weight \(weight\) is not the same wherever it is held.*after in slots 0 .*after in slots 2, 3"
     faults = [kill(1, during="reduce", step=5)]
-    with pytest.raises(StateLost, match=said), Ranks(4, play_swapped, faults=faults) as ranks:
+    with pytest.raises(StateLost, match=message), Ranks(4, play_swapped, faults=faults) as ranks:
         ranks.wait()
 
 

@@ -107,10 +107,10 @@ def go_alone(rank):
                 found.append([dist.get_rank(group), dist.get_world_size(group), dist.get_world_size()])
         if rank.slot < 2:
             found.append(collectives(group))
-        told = torch.ones(1)
-        dist.all_reduce(told)
+        one = torch.ones(1)
+        dist.all_reduce(one)
         rank.reached("first", 1)
-        return [*found, told.item()]
+        return [*found, one.item()]
 
     outcomes = [driver.carry_through(step)]
     while elastic.groups.epoch == 0:

@@ -85,13 +85,13 @@ def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
     dist.barrier()
     slices, wait = [], groups._waits._original
 
-    def wait_and_tell(work, *limit):
+    def recording_wait(work, *limit):
         slices.extend(each.total_seconds() for each in limit)
         if len(slices) == LOOKS:
             store.set("looked often", b"")
         return wait(work, *limit)
 
-    groups._waits._original = wait_and_tell
+    groups._waits._original = recording_wait
     if rank.slot:
         store.wait(["looked often"])
     dist.all_reduce(torch.ones(4))

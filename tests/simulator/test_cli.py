@@ -27,8 +27,8 @@ assert not heavy, f"imported {heavy}"
 
 def run(capsys, *words):
     code = main(["simulate", *words])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 def test_the_simulator_imports_no_torch():
@@ -75,16 +75,16 @@ def test_every_recipe_runs(capsys, recipe):
 def test_a_trace_names_its_assumption(capsys, tmp_path):
     path = tmp_path / "outages.csv"
     path.write_text("domain,start,end\nnode1,1,2\nnode2,2,4\n")
-    told = [*FLAGS, "--trace", str(path), "--trace-domains", "8"]
-    code, _, err = run(capsys, *told)
+    flags = [*FLAGS, "--trace", str(path), "--trace-domains", "8"]
+    code, _, err = run(capsys, *flags)
     assert code == 2 and "say with trace_gpus how many GPUs each outage takes" in err
-    code, out, _ = run(capsys, *told, "--trace-gpus", "4")
+    code, out, _ = run(capsys, *flags, "--trace-gpus", "4")
     assert code == 0
     assert "takes 4 GPUs of a domain" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--policies", "hope"], "'hope' is no policy"),
         (["--machine", "v100"], "machine = 'v100' is not known"),
@@ -100,11 +100,11 @@ def test_a_trace_names_its_assumption(capsys, tmp_path):
         (["--layers", "1"], "do not fill pp = 2 stages"),
     ],
 )
-def test_what_is_wrong_is_one_line(capsys, words, said):
+def test_what_is_wrong_is_one_line(capsys, words, message):
     code, _, err = run(capsys, *FLAGS, *words)
     assert code == 2
     assert err.startswith("ntp: ") and err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
 def test_a_search_says_what_it_found_and_how_to_see_it_again(capsys):

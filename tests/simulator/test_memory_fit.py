@@ -36,8 +36,8 @@ TRAINING = Training(
 )
 
 
-def tried(limit, pattern=(1,), training=TRAINING, **told):
-    return fit(training, 0, 4, pattern, limit=limit, replicas=3, packing=True, **told)
+def tried(limit, pattern=(1,), training=TRAINING, **options):
+    return fit(training, 0, 4, pattern, limit=limit, replicas=3, packing=True, **options)
 
 
 def test_activations_are_those_of_the_published_formula():
@@ -118,9 +118,9 @@ def test_it_is_the_width_that_counts_and_not_which_slots_are_lost(micro_batch, l
 
 def test_the_narrowest_replica_that_fits():
     sizes = {width: tried(0, tuple(range(width, 4)))[0].bytes for width in (1, 2, 3)}
-    told = {"limit": sizes[2], "rungs": (AS_IS,)}
-    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, **told) == 2
-    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=3, **told) == 3
+    options = {"limit": sizes[2], "rungs": (AS_IS,)}
+    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, **options) == 2
+    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=3, **options) == 3
     assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, limit=0, rungs=(AS_IS,)) == 4
     assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, limit=sizes[1], rungs=(AS_IS,)) == 1
 

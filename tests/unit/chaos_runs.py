@@ -15,7 +15,7 @@ def weighed(slots, slot):
     return Weighed(cut=cut, cut_values=len(mine), alike=[1.0, 2.0, 3.0], alike_values=3)
 
 
-def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=(), weights=weighed):
+def run_events(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=(), weights=weighed):
     """A run in which a step takes a second, and a recovery 0.4 s, after 0.1 s in which nobody noticed."""
     slots, epoch, found = [f"r{replica}.s0.t{slot}" for replica in range(2) for slot in range(2)], 0, []
 
@@ -64,4 +64,4 @@ def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, a
 
 
 def history(**changes):
-    return History.of(told(**changes))
+    return History.of(run_events(**changes))

@@ -48,7 +48,7 @@ class State:
     store: frozenset = frozenset()
     sent: frozenset = frozenset()
     """("gradients" | "vote", epoch, step, slot) for everything that went into a collective."""
-    stood: frozenset = frozenset()
+    resumed: frozenset = frozenset()
     """(epoch, step) for every decision that was acted on."""
     kills: int
     doubts: int
@@ -143,14 +143,14 @@ def agreement_steps(state, store, index, process, dead):
         process.member.member_id.slot,
         [s for s in process.member.view.member_ids if s != process.member.member_id],
     )
-    gone = frozenset(member_id.slot for member_id in others if member_id in dead)
+    lost_slots = frozenset(member_id.slot for member_id in others if member_id in dead)
     doubts = [(f"step{slot}", frozenset(), 0)]
-    doubts += [(f"notice{slot}", gone, 0)] if gone else []
+    doubts += [(f"notice{slot}", lost_slots, 0)] if lost_slots else []
     if state.doubts:
         doubts += [
             (f"doubt{slot}-{member_id.slot}", frozenset({member_id.slot}), 1)
             for member_id in others
-            if member_id.slot not in gone
+            if member_id.slot not in lost_slots
         ]
     for name, lost, price in doubts:
         member, write = protocol.advance(
@@ -177,16 +177,16 @@ def enter(state, store, index, process):
         return replace(state, index, dataclasses.replace(process, plan=plan))
     if process.member.phase is Phase.RUNNING:
         check_plan(store, process)
-        state = dataclasses.replace(state, stood=state.stood | {(process.member.view.epoch, process.plan.step)})
+        state = dataclasses.replace(state, resumed=state.resumed | {(process.member.view.epoch, process.plan.step)})
         process = dataclasses.replace(process, applied=process.plan.step, prepared=False, joiner=False, plan=None)
     return replace(state, index, process)
 
 
 def check_plan(store, process):
     view, plan = process.member.view, process.plan
-    if None in said(protocol.reports_of(view), store) or len(said(protocol.entries_of(view), store)) > 1:
+    if None in own_values(protocol.reports_of(view), store) or len(own_values(protocol.entries_of(view), store)) > 1:
         raise Violation(f"the members of epoch {view.epoch} made different plans, or have not all made theirs")
-    reports = [Report.decode(text) for text in said(protocol.reports_of(view), store)]
+    reports = [Report.decode(text) for text in own_values(protocol.reports_of(view), store)]
     newest = max(report.applied for report in reports if not report.joiner)
     if plan.step < newest:
         raise Violation(f"step {newest} was applied, and epoch {view.epoch} goes back to {plan.step}")
@@ -197,7 +197,7 @@ def check_plan(store, process):
         raise Violation(f"slot {process.member.member_id.slot} cannot stand on step {plan.step}")
 
 
-def said(by_all, store):
+def own_values(by_all, store):
     """What members wrote themselves, however it is put together; None where somebody has not."""
     return {store.get(by_all.own_key(slot)) for slot in by_all.slots}
 
@@ -256,9 +256,9 @@ def replace(state, index, process, **changed):
 
 
 def check(state):
-    epochs = [epoch for epoch, _ in state.stood]
+    epochs = [epoch for epoch, _ in state.resumed]
     if len(epochs) != len(set(epochs)):
-        raise Violation(f"one epoch stood on two steps: {sorted(state.stood)}")
+        raise Violation(f"one epoch stood on two steps: {sorted(state.resumed)}")
     running = [p for p in state.processes if p.alive and p.member.phase is Phase.RUNNING]
     for process in running:
         together = [p.applied for p in running if p.member.view == process.member.view]

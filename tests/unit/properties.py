@@ -294,7 +294,7 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
     try:
         moves = transfers.plan_transfers(change)
     except transfers.StateLost:
-        assert _some_optimizer_shard_is_gone(before, after, copies, empty), "state is called lost only where it is"
+        assert _some_optimizer_shard_is_lost(before, after, copies, empty), "state is called lost only where it is"
         return
     start, goal = _world(nominal, before), _world(nominal, after, without_blocks=before.dropped)
     start |= {slot: set() for slot in empty}
@@ -308,19 +308,19 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
         else:
             assert move.of in lost - lost_before, "copies serve for slots that are lost now"
             assert nominal.topology.node_of(move.source) in _hosts_that_give(copies, move.of, after)
-        pieces = _pieces(move)
-        assert len(pieces) == len(set(pieces)), "nothing stands twice in a transfer"
-        for piece in pieces:
-            assert piece not in received[move.target], "nothing moves twice"
-            assert piece not in start[move.target], "nothing moves to where it is"
-            assert piece in start[move.of or move.source], "a source gives what it held"
-            received[move.target].add(piece)
+        parts = _slices_of(move)
+        assert len(parts) == len(set(parts)), "nothing stands twice in a transfer"
+        for part in parts:
+            assert part not in received[move.target], "nothing moves twice"
+            assert part not in start[move.target], "nothing moves to where it is"
+            assert part in start[move.of or move.source], "a source gives what it held"
+            received[move.target].add(part)
     for slot, wanted in goal.items():
         assert wanted <= start[slot] | received[slot], "every slot ends with all of its new layout"
         assert received[slot] <= wanted, "and is sent nothing else"
 
 
-def _some_optimizer_shard_is_gone(before, after, copies, empty):
+def _some_optimizer_shard_is_lost(before, after, copies, empty):
     """A slot whose replica trained and goes on is newly lost, and no host with its shard in memory lives."""
     return any(
         copies is None or _hosts_that_give(copies, slot, after) <= set(after.lost_nodes)
@@ -339,7 +339,7 @@ def _hosts_that_give(copies, slot, after):
     return {home} if group is None or others & set(after.lost_nodes) else {home, group.parity_host}
 
 
-def _pieces(move):
+def _slices_of(move):
     what = {"state": "weights"}.get(move.what, move.what)
     if move.family == transfers.REPLICATED:
         return [(what, move.family, 0)]

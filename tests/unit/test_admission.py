@@ -27,13 +27,13 @@ def asking(store):
     return joiner
 
 
-def door_of(store, epoch, newer_view_exists):
+def control_of(store, epoch, newer_view_exists):
     """Of a member that looks whenever it is asked."""
     return AdmissionControl(store, epoch, newer_view_exists, now=itertools.count().__next__)
 
 
-def wait_until_asked(door):
-    while not door.somebody_asks():
+def wait_until_asked(admission_control):
+    while not admission_control.somebody_asks():
         pass
 
 
@@ -44,23 +44,23 @@ def let_in(joiner):
 
 def test_who_asks_is_let_in_when_the_door_is_opened():
     store = Keys()
-    door = door_of(store, lambda: 0, lambda: True)
-    assert not door.somebody_asks()
+    admission_control = control_of(store, lambda: 0, lambda: True)
+    assert not admission_control.somebody_asks()
     joiner = asking(store)
-    wait_until_asked(door)
+    wait_until_asked(admission_control)
     assert joiner.is_alive(), "it waits for the door"
-    assert door.open(mine=True)
+    assert admission_control.open(mine=True)
     assert let_in(joiner)
 
 
 def test_members_open_for_one_who_has_died_once():
     store = Keys()
     store.create("asked/0/0", "")
-    door, other = door_of(store, lambda: 0, lambda: False), door_of(store, lambda: 0, lambda: False)
-    assert door.somebody_asks()
-    assert not door.open(mine=True), "nobody came"
+    admission_control, other = control_of(store, lambda: 0, lambda: False), control_of(store, lambda: 0, lambda: False)
+    assert admission_control.somebody_asks()
+    assert not admission_control.open(mine=True), "nobody came"
     assert not other.open(mine=False)
-    assert not door.somebody_asks()
+    assert not admission_control.somebody_asks()
     joiner = asking(store)
     wait_until_asked(other)
     assert joiner.is_alive(), "the door that was opened for the other is shut"
@@ -70,26 +70,26 @@ def test_members_open_for_one_who_has_died_once():
 
 def test_members_with_short_steps_do_not_look_in_each():
     store, now = Keys(), 0.0
-    door = AdmissionControl(store, lambda: 0, lambda: True, now=lambda: now)
-    assert not door.somebody_asks()
+    admission_control = AdmissionControl(store, lambda: 0, lambda: True, now=lambda: now)
+    assert not admission_control.somebody_asks()
     store.create("asked/0/0", "")
     now = 0.2
-    assert not door.somebody_asks(), "it has just looked"
+    assert not admission_control.somebody_asks(), "it has just looked"
     now = 0.3
-    assert door.somebody_asks()
+    assert admission_control.somebody_asks()
 
 
 def test_who_waits_asks_again_in_the_next_epoch():
     store, epoch = Keys(), 0
-    door = door_of(store, lambda: epoch, lambda: True)
+    admission_control = control_of(store, lambda: epoch, lambda: True)
     joiner = asking(store)
-    wait_until_asked(door)
+    wait_until_asked(admission_control)
     following = without(FIRST, [1])
     store.create(view_key(1), following.encode())
     epoch = 1
-    wait_until_asked(door)
+    wait_until_asked(admission_control)
     assert joiner.is_alive()
-    door.open(mine=True)
+    admission_control.open(mine=True)
     assert let_in(joiner)
 
 
@@ -134,15 +134,15 @@ def put(store, view):
 def test_nobody_asks_before_all_of_a_replica_have_come():
     store = Keys()
     view = put(store, without(FOUR, [2, 3]))
-    door = door_of(store, lambda: view.epoch, lambda: True)
+    admission_control = control_of(store, lambda: view.epoch, lambda: True)
     first = asking_together(store, 2, 3)
     while "come/1/2" not in store:
         pass
     first.join(0.05)
-    assert first.is_alive() and not door.somebody_asks()
+    assert first.is_alive() and not admission_control.somebody_asks()
     second = asking_together(store, 3, 2)
-    wait_until_asked(door)
-    door.open(mine=True)
+    wait_until_asked(admission_control)
+    admission_control.open(mine=True)
     assert let_in(first) and let_in(second)
     assert newest_view(store.read, FOUR).slots == (0, 1, 2, 3)
 
@@ -157,9 +157,9 @@ def test_nobody_asks_beside_one_who_is_about_to_leave():
     assert joiner.is_alive() and "asked/1/0" not in store
     put(store, without(degraded, [2]))
     other = asking_together(store, 2, 3)
-    door = door_of(store, lambda: 2, lambda: True)
-    wait_until_asked(door)
-    door.open(mine=True)
+    admission_control = control_of(store, lambda: 2, lambda: True)
+    wait_until_asked(admission_control)
+    admission_control.open(mine=True)
     assert let_in(joiner) and let_in(other)
 
 
@@ -175,19 +175,19 @@ def test_who_comes_second_does_not_ask_again():
 def test_who_trains_by_other_settings_is_not_let_in_whatever_it_believes():
     """It asks under the digest of its own settings, and members look for theirs."""
     store = Keys()
-    door = door_of(store, lambda: 0, lambda: True)
-    door.settings = "ours"
+    admission_control = control_of(store, lambda: 0, lambda: True)
+    admission_control.settings = "ours"
     for settings in ("", "others"):
         args = {"slot": 1, "settings": settings}
         threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), kwargs=args, daemon=True).start()
     while sum(key.startswith("asked/") for key in store) < 2:
         pass
-    assert not any(door.somebody_asks() for _ in range(10))
+    assert not any(admission_control.somebody_asks() for _ in range(10))
     joiner = threading.Thread(
         target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 2, "settings": "ours"}, daemon=True
     )
     joiner.start()
-    wait_until_asked(door)
-    assert door.open(mine=True)
+    wait_until_asked(admission_control)
+    assert admission_control.open(mine=True)
     assert let_in(joiner)
     store.create(view_key(1), the_end(FIRST).encode())  # for those who still ask

@@ -77,8 +77,13 @@ def test_a_signal_is_told_as_a_campaign_tells_it(tmp_path, processes):
     run = recorded(tmp_path, processes["worker"].pid)
     assert attach(run, "sigkill") == 0
     assert processes["worker"].wait(PATIENCE_S) == -9
-    (said,) = injected(run)
-    assert (said.slot, said.event.what, said.event.whom, said.event.step) == ("campaign", "sigkill", SLOT, 6)
+    (recorded_fault,) = injected(run)
+    assert (recorded_fault.slot, recorded_fault.event.what, recorded_fault.event.whom, recorded_fault.event.step) == (
+        "campaign",
+        "sigkill",
+        SLOT,
+        6,
+    )
     (outcome,) = look_over(History.of(Follower(run).news()), None, bound=0.0).outcomes
     assert (outcome.what, outcome.slot) == ("sigkill", SLOT), "ntp report has it among the strikes"
 
@@ -87,7 +92,7 @@ def test_a_pause_is_over_when_the_command_is(tmp_path, processes):
     run = recorded(tmp_path, processes["worker"].pid)
     assert attach(run, "pause", "--seconds", "0.05") == 0
     assert runs(processes["worker"])
-    assert [said.event.what for said in injected(run)] == ["pause"]
+    assert [fault.event.what for fault in injected(run)] == ["pause"]
 
 
 @pytest.mark.parametrize("orders", [None, b"", b"garbage\n"])
@@ -98,9 +103,9 @@ def test_without_the_token_no_signal_is_sent_or_told(what, orders, tmp_path, pro
     if orders is not None:
         orders_file(run).write_bytes(orders)
     assert attach(run, what) == 2
-    said = capsys.readouterr().err
-    assert "--ntp-chaos" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "--ntp-chaos" in output
+    assert output.count("\n") == 1
     assert runs(processes["worker"])
     assert injected(run) == []
 
@@ -247,10 +252,10 @@ def test_what_is_ignored_ends_nothing(tmp_path, processes):
     try:
         with ending_in_waits() as wait:
             signal.raise_signal(signal.SIGHUP)
-            said = inject_now(run, OrderedFault(name="1", what="pause", slot=SLOT, seconds=0.05), wait=wait)
+            output = inject_now(run, OrderedFault(name="1", what="pause", slot=SLOT, seconds=0.05), wait=wait)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert said.startswith("done: pause")
+    assert output.startswith("done: pause")
     assert runs(processes["worker"])
 
 
@@ -271,6 +276,6 @@ def is_stopped(pid):
 def test_a_recipe_that_this_job_cannot_be_struck_with_is_refused(fault, message, tmp_path, processes, capsys):
     run = recorded(tmp_path / "run", processes["worker"].pid)
     assert attach_recipe(run, tmp_path, "[[fault]]\n" + fault)[0] == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1

@@ -106,10 +106,10 @@ def spoilt(line, dice):
     if kind == 2:
         at = dice.randrange(len(line))
         return line[:at] + bytes([dice.choice([0, 9, 34, 44, 123, 125, 200, 255])]) + line[at + 1 :]
-    said = json.loads(line)
-    name = dice.choice([name for name in said if name != "token"]) if kind == 3 else "token"
-    said[name] = dice.choice([[], {}, -1, 1e400, "r0.s0.t1\x00", "killl", True, "9" * 5000, 10**30])
-    return json.dumps(said).encode()
+    entry = json.loads(line)
+    name = dice.choice([name for name in entry if name != "token"]) if kind == 3 else "token"
+    entry[name] = dice.choice([[], {}, -1, 1e400, "r0.s0.t1\x00", "killl", True, "9" * 5000, 10**30])
+    return json.dumps(entry).encode()
 
 
 def test_ten_thousand_malformed_orders_break_nothing(orders):

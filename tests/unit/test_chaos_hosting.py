@@ -10,7 +10,7 @@ from ntp_plugin.chaos.hosting import SeveralMachines
 from ntp_plugin.testing.machines import Machines, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there are machines")
-ENDS_WHEN_TOLD = "import sys; print('here', flush=True); sys.exit(int(input()))"
+ENDS_ON_INPUT = "import sys; print('here', flush=True); sys.exit(int(input()))"
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def machines():
 @pytest.fixture
 def processes(machines):
     def start(at):
-        words = [*machines.prefix(at), sys.executable, "-c", ENDS_WHEN_TOLD]
+        words = [*machines.prefix(at), sys.executable, "-c", ENDS_ON_INPUT]
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     started = {at: start(at) for at in machines.numbers}

@@ -106,9 +106,9 @@ def test_a_wrong_recipe_is_one_line_and_code_2(text, message, tmp_path, capsys):
     with pytest.raises(ConfigError):
         read_recipe(path)
     assert main(["chaos", str(path), "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -9,7 +9,7 @@ from ntp_plugin.chaos.faults import OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.verdict import End, Expected, judge
 from ntp_plugin.telemetry import Began, Committed, Ended, FaultInjected, RankLost, RecordedEvent, Restored
-from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told, weighed
+from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, run_events, weighed
 
 FAULT = OrderedFault(name="1", what="kill", slot=VICTIM, during="backward", step=3)
 FINE = Expected(bound=1e-12)
@@ -43,9 +43,9 @@ def test_a_run_that_goes_on_as_its_reference_is_fine():
     ("hangs", "problem"), [((), ""), (("r1.s0.t0",), "the others did not go on"), (("r0.s0.t0",), "")]
 )
 def test_what_strikes_in_the_last_step_is_come_through_when_the_others_end(hangs, problem):
-    said = FaultInjected(fault="2", what="clock", whom="r0.s0.t0", fault_point="regroup", step=0)
-    events = [one for one in told(killed_in=STEPS) if not (isinstance(one.event, Ended) and one.slot in hangs)]
-    run = History.of([*events, RecordedEvent(at=STEPS - 0.5, slot="r0.s0.t0", event=said)])
+    injected_fault = FaultInjected(fault="2", what="clock", whom="r0.s0.t0", fault_point="regroup", step=0)
+    events = [one for one in run_events(killed_in=STEPS) if not (isinstance(one.event, Ended) and one.slot in hangs)]
+    run = History.of([*events, RecordedEvent(at=STEPS - 0.5, slot="r0.s0.t0", event=injected_fault)])
     fault = OrderedFault(name="2", what="clock", slot="r0.s0.t0", during="regroup", epoch=1)
     (outcome,) = verdict(run, faults=(fault,)).outcomes
     assert outcome.problem == problem
@@ -69,7 +69,7 @@ def test_a_run_that_is_not_its_reference_is_told(run, what):
 
 
 @pytest.mark.parametrize(
-    ("samples", "counts", "said"),
+    ("samples", "counts", "message"),
     [
         (lambda _, own: own, (24, 0, 0, 0), "24 in 6 steps"),
         (lambda step, own: own[step % 2 :], (21, 0, 3, 0), "3 missing, 0 other ones, in steps [1, 3, 5]"),
@@ -77,11 +77,11 @@ def test_a_run_that_is_not_its_reference_is_told(run, what):
         (lambda step, own: [*own, 900 + step], (30, 0, 0, 6), "6 other ones, in steps [1, 2, 3, 4, 5] and others"),
     ],
 )
-def test_samples_that_are_not_right_are_counted(samples, counts, said):
+def test_samples_that_are_not_right_are_counted(samples, counts, message):
     found = verdict(history(samples=samples), faults=())
     assert dataclasses.astuple(found.samples)[:4] == counts
     (check,) = [check for check in found.checks if "samples" in check.what]
-    assert said in check.found
+    assert message in check.found
     assert check.holds == (counts[1:] == (0, 0, 0))
 
 
@@ -150,14 +150,14 @@ def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():
     def own(step, samples):
         return samples[:2] if step == 2 else samples
 
-    run = History.of(halved(told(killed_in=3, samples=own)))
+    run = History.of(halved(run_events(killed_in=3, samples=own)))
     assert verdict(run).holds
     more = History.of(
-        halved(told(killed_in=3, samples=lambda step, drawn: own(step, drawn)[: 1 if step == 2 else None]))
+        halved(run_events(killed_in=3, samples=lambda step, drawn: own(step, drawn)[: 1 if step == 2 else None]))
     )
     assert not verdict(more).holds, "three are missing, and the share of its replica were two"
-    told_all = history(killed_in=3, samples=own)
-    assert broken_checks(verdict(told_all)) == ["the samples are the reference run's, each once"]
+    complete = history(killed_in=3, samples=own)
+    assert broken_checks(verdict(complete)) == ["the samples are the reference run's, each once"]
 
 
 def test_what_a_step_that_was_taken_again_had_drawn_before_counts_no_more():
@@ -194,9 +194,9 @@ def test_what_still_waited_in_the_end_is_told_and_fails_unless_it_may_miss(may_m
     ],
 )
 def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
-    told_of = verdict(history(killed_in=3), drawn=drawn, to_be_drawn=12)
-    (check,) = [check for check in told_of.checks if check.what == "faults were drawn"]
-    assert (check.found, check.holds, told_of.holds) == (found, holds, holds)
+    judged = verdict(history(killed_in=3), drawn=drawn, to_be_drawn=12)
+    (check,) = [check for check in judged.checks if check.what == "faults were drawn"]
+    assert (check.found, check.holds, judged.holds) == (found, holds, holds)
 
 
 def test_a_signal_to_a_slot_that_nobody_had_is_told_as_that():
@@ -206,14 +206,14 @@ def test_a_signal_to_a_slot_that_nobody_had_is_told_as_that():
 
 def test_who_was_on_a_host_that_is_lost_is_known_by_its_number():
     """Another host's supervisor notices, and knows no process of it."""
-    run = [one for one in told(killed_in=3) if not isinstance(one.event, RankLost)]
+    run = [one for one in run_events(killed_in=3) if not isinstance(one.event, RankLost)]
     began = next(one.event for one in run if isinstance(one.event, Began) and one.slot == VICTIM)
     injected = next(one.at for one in run if isinstance(one.event, FaultInjected))
     for number, seconds in ((began.number, 0.25), (began.number + 1, None)):
-        gone = RecordedEvent(
+        lost = RecordedEvent(
             at=injected + 0.25, slot="host0", event=RankLost(number=number, pid=0, kind="host", reason="no beat")
         )
-        (outcome,) = verdict(History.of([*run, gone])).outcomes
+        (outcome,) = verdict(History.of([*run, lost])).outcomes
         assert outcome.detected_s == (None if seconds is None else pytest.approx(seconds))
 
 
@@ -225,7 +225,7 @@ def test_a_strike_at_a_slot_that_the_job_has_not_is_told_as_that():
 @pytest.mark.parametrize(("killed_in", "holds"), [(None, True), (3, False)])
 def test_who_is_only_slow_must_not_be_taken_for_lost(killed_in, holds):
     injected = FaultInjected(fault="1", what="slow", whom=VICTIM, fault_point="forward", step=2)
-    run = [one for one in told(killed_in=killed_in) if not isinstance(one.event, FaultInjected)]
+    run = [one for one in run_events(killed_in=killed_in) if not isinstance(one.event, FaultInjected)]
     slow = History.of([*run, RecordedEvent(at=1.1, slot=VICTIM, event=injected)])
     found = verdict(slow, faults=[dataclasses.replace(FAULT, what="slow", during="forward", step=2)])
     assert found.holds == holds
@@ -237,7 +237,7 @@ def test_a_strike_that_was_drawn_may_miss():
 
 
 def test_a_run_that_hangs_after_a_strike_is_told():
-    hung = [one for one in told(killed_in=3) if one.at < 2.5]
+    hung = [one for one in run_events(killed_in=3) if one.at < 2.5]
     found = verdict(History.of(hung), end=End(code=-15, hung=True))
     assert found.outcomes[0].problem == "the others did not go on"
     assert "the job ended with code 0" in broken_checks(found)
@@ -279,10 +279,10 @@ def restored(at, again):
 def test_steps_again_are_those_of_its_own_recovery(before, behind):
     """Not of what was before the strike, nor of what a later one has cost."""
     others = [*(restored(2.0, again) for again in before), *(restored(4.5, again) for again in behind)]
-    run = [*told(killed_in=3, back_in=5), restored(2.5, 1), *others]
+    run = [*run_events(killed_in=3, back_in=5), restored(2.5, 1), *others]
     assert verdict(History.of(run)).outcomes[0].steps_again == 1
 
 
 def test_who_is_never_recovered_from_has_no_steps_again():
-    hung = [one for one in told(killed_in=3) if one.at < 2.5]
+    hung = [one for one in run_events(killed_in=3) if one.at < 2.5]
     assert verdict(History.of([*hung, restored(2.4, 1)]), end=End(code=1)).outcomes[0].steps_again == 0

@@ -46,7 +46,7 @@ class RecordingVictim:
         self.victim.reached("vote", STEP)
 
     @property
-    def told(self):
+    def recorded(self):
         return [one.event for one in Follower(events_file(self.folder)).news()]
 
     def in_a_process(self, what, seconds=0.0):
@@ -70,7 +70,7 @@ def here(tmp_path, monkeypatch):
     return RecordingVictim(tmp_path, monkeypatch)
 
 
-def said_first(what):
+def recorded_first(what):
     return [FaultInjected(fault="1", what=what, whom=SLOT, fault_point="vote", step=STEP)]
 
 
@@ -94,17 +94,17 @@ def test_a_process_ends_as_it_was_ordered_to_and_has_said_so(here, capfd, what, 
     process = here.in_a_process(what)
     process.join(PATIENCE_S)
     assert process.exitcode == code
-    assert here.told == said_first(what)
+    assert here.recorded == recorded_first(what)
     assert not here.goes_on
-    said = {"exception": "strike 1: an error that nobody expects", "memory": "MemoryError"}.get(what, "")
-    assert said in capfd.readouterr().err
+    message = {"exception": "strike 1: an error that nobody expects", "memory": "MemoryError"}.get(what, "")
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("what", HOLDS)
 def test_a_process_stands_still_as_it_was_ordered_to_and_has_said_so(here, what):
     process = here.in_a_process(what)
     try:
-        until(lambda: here.told == said_first(what))
+        until(lambda: here.recorded == recorded_first(what))
         until(lambda: state_of(process.pid) == ("T" if what == "stop" else "S"))
         process.join(0.3)
         assert process.exitcode is None
@@ -134,7 +134,7 @@ def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here,
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     try:
-        until(lambda: here.told == said_first(what))
+        until(lambda: here.recorded == recorded_first(what))
         until(lambda: state_of(process.pid) == "S")
         until(lambda: heartbeats_within(heartbeat, 0.5) == heartbeats_go_on)
     finally:
@@ -175,7 +175,7 @@ def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_fault_point_a
     for fault_point, times in [("vote", 1), ("forward", 1), ("vote", 2)]:
         here.victim.reached(fault_point, STEP + 1)
         assert slept == [0.2] * times
-    assert here.told == said_first("slow")
+    assert here.recorded == recorded_first("slow")
 
 
 class Later(threading.Timer):
@@ -203,7 +203,7 @@ def test_nothing_can_be_written_for_so_long_and_then_it_can(here, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert here.told == said_first("disk")
+    assert here.recorded == recorded_first("disk")
 
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
@@ -219,8 +219,8 @@ def test_the_clock_jumps_and_the_record_keeps_its_order(here, monkeypatch, secon
 
 def weight(name, values):
     size = values.numel()
-    piece = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    return Weight(piece=piece, values=values, is_cut=False)
+    tensor_slice = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    return Weight(piece=tensor_slice, values=values, is_cut=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,7 +233,7 @@ def test_one_number_of_one_weight_is_another(here, dtype, value):
     changed = after != torch.cat(before)
     assert int(changed.sum()) == 1
     assert float(after[changed]) == (2 * value or 1.0)
-    assert here.told == said_first("weight")
+    assert here.recorded == recorded_first("weight")
 
 
 @pytest.mark.parametrize("value", [0.75, -3.0])
@@ -261,7 +261,7 @@ def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monke
     assert changed == {older: 0, newest: -(-len(before[newest]) // 256), other: 0}
     assert wrong_in(store, newest)[0] == "a (weight)"
     assert wrong_in(store, older) == wrong_in(store, other) == []
-    assert here.told == said_first("copy")
+    assert here.recorded == recorded_first("copy")
     store.close()
 
 
@@ -270,4 +270,4 @@ def test_a_process_without_copies_or_in_another_slot_is_not_struck(here, monkeyp
     here.inject("copy")
     here.orders.give(OrderedFault(name="2", what="kill", slot="r9.s0.t0", during="vote", step=STEP))
     here.victim.reached("vote", STEP)
-    assert here.told == said_first("copy")
+    assert here.recorded == recorded_first("copy")

@@ -25,8 +25,8 @@ def folder(tmp_path, monkeypatch):
     run = RunFolder(COPIES, tmp_path)
     store = Store(run.path / "host-0")
     replicator = Replicator(store, run="ntp/job", secret="", slot=3, trouble=pytest.fail)
-    piece = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
-    part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
+    tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+    part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
     replicator.begin(Snapshot(version=Version(step=7, epoch=2), holders=(3, 5), parts=[part], extras={}))
     replicator.close()
     yield run, store
@@ -35,8 +35,8 @@ def folder(tmp_path, monkeypatch):
 
 def test_list_tells_which_versions_are_here(folder, capsys):
     assert main(["copies", "list"]) == 0
-    told = capsys.readouterr().out
-    assert all(word in told for word in ("ntp/job", "host-0", "7", "1 of 2", "(alive)"))
+    output = capsys.readouterr().out
+    assert all(word in output for word in ("ntp/job", "host-0", "7", "1 of 2", "(alive)"))
 
 
 def test_verify_finds_a_changed_byte(folder, capsys):
@@ -45,9 +45,9 @@ def test_verify_finds_a_changed_byte(folder, capsys):
     (place, _), *_ = folder[1].found()
     mapped(folder[1], place)[5] ^= 1
     assert main(["copies", "verify", str(folder[0].path)]) == 1
-    told = capsys.readouterr().out
-    assert "1 WRONG" in told
-    assert "host-0, near-3-e2-0: w (main) not as it was written" in told
+    output = capsys.readouterr().out
+    assert "1 WRONG" in output
+    assert "host-0, near-3-e2-0: w (main) not as it was written" in output
 
 
 def test_verify_finds_what_is_cut_short(folder, capsys):
@@ -86,9 +86,9 @@ def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
         batches = [(batch, memory[batch.begin : batch.end]) for batch in manifest.layout.batches]
         parities.take(place, (3, 5), manifest, batches)
     assert main(["copies", "list"]) == 0
-    told = capsys.readouterr().out
-    assert "1 of 2" in told, "a parity is no part"
-    assert "3+5" in told
+    output = capsys.readouterr().out
+    assert "1 of 2" in output, "a parity is no part"
+    assert "3+5" in output
     assert main(["copies", "verify"]) == 0
     capsys.readouterr()
     mapped(store, place)[9] ^= 2
@@ -104,9 +104,9 @@ def test_a_run_that_begins_or_ends_meanwhile_is_passed_over(folder, tmp_path, ca
     (ends / "owner").unlink()
     for what in ("list", "verify"):
         assert main(["copies", what]) == 0
-        told = capsys.readouterr().out
-        assert str(folder[0].path) in told
-        assert str(ends) not in told
+        output = capsys.readouterr().out
+        assert str(folder[0].path) in output
+        assert str(ends) not in output
     assert main(["copies", "list", str(ends)]) == 2
     assert "is no folder of a run" in capsys.readouterr().err
 

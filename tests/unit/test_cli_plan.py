@@ -58,12 +58,12 @@ def test_the_tables_answer_every_question(capsys):
 
 def test_json_holds_the_whole_plan(capsys):
     code, out, _ = run(capsys, [*LLAMA_70B, "--lose", "r3.s1.t5", "--json"])
-    told = json.loads(out)
+    record = json.loads(out)
     assert code == 0
-    assert told["plan"]["lost"] == ["r3.s1.t5"]
-    assert told["plan"]["routes"][1]["route"] == "direct"
-    assert sum(share["count"] for share in told["plan"]["batch"]["shares"]) == 512
-    assert len(told["digest"]) == 32
+    assert record["plan"]["lost"] == ["r3.s1.t5"]
+    assert record["plan"]["routes"][1]["route"] == "direct"
+    assert sum(share["count"] for share in record["plan"]["batch"]["shares"]) == 512
+    assert len(record["digest"]) == 32
 
 
 def test_the_order_of_losses_does_not_change_the_digest(capsys):
@@ -88,7 +88,7 @@ def test_a_file_says_the_same_as_flags_and_flags_win(capsys, tmp_path):
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     (tmp_path / "job.toml").write_text(SMALL_TOML)
-    told = [
+    digests = [
         json.loads(run(capsys, words)[1])["digest"]
         for words in (
             [*SMALL, "--lose", "r1.s0.t2", "--json"],
@@ -97,7 +97,7 @@ def test_a_file_says_the_same_as_flags_and_flags_win(capsys, tmp_path):
             ["plan", "--config", str(tmp_path / "job.toml"), "--lose", "r2.s1.t1", "--json"],
         )
     ]
-    assert told[0] == told[1] == told[2] != told[3]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
 
 
 BAD = {

@@ -39,7 +39,7 @@ def tell(folder, *events, slot=SLOTS[0]):
             teller.tell(event)
 
 
-def tell_a_beginning(folder, *, pids, machine):
+def write_beginning(folder, *, pids, machine):
     for number, (slot, pid) in enumerate(zip(SLOTS, pids, strict=True)):
         tell(folder, dataclasses.replace(BEGAN, number=number, pid=pid, machine=machine), slot=slot)
 
@@ -49,10 +49,10 @@ def committed(step):
 
 
 def test_the_view_of_a_terminal_has_who_is_there_and_how_wide_and_how_far(tmp_path):
-    tell_a_beginning(tmp_path, pids=range(1, 5), machine="another machine")
-    gone = RankLost(number=1, pid=2, kind="ended", reason="its process ended with code -9")
+    write_beginning(tmp_path, pids=range(1, 5), machine="another machine")
+    lost = RankLost(number=1, pid=2, kind="ended", reason="its process ended with code -9")
     went_on = Recovered(epoch=1, seconds=0.5, lost=["r0.s0.t1"], back=[], widths=[[1], [2]], micro_batches=[1, 3])
-    tell(tmp_path, committed(1), gone, went_on, committed(2), Ended())
+    tell(tmp_path, committed(1), lost, went_on, committed(2), Ended())
     console = Console(record=True, force_terminal=True, width=120, highlight=False)
     assert follow(tmp_path, Screen("the run", console)) == 0
     seen = console.export_text()
@@ -66,7 +66,7 @@ def test_the_view_of_a_terminal_has_who_is_there_and_how_wide_and_how_far(tmp_pa
 
 
 def test_a_job_that_ends_while_one_looks_is_over(tmp_path, process, capsys):
-    tell_a_beginning(tmp_path, pids=[process.pid] * 4, machine=here())
+    write_beginning(tmp_path, pids=[process.pid] * 4, machine=here())
     ending = threading.Timer(1.0, tell, (tmp_path, committed(1), Ended()))
     ending.start()
     assert main(["status", str(tmp_path)]) == 0
@@ -75,16 +75,16 @@ def test_a_job_that_ends_while_one_looks_is_over(tmp_path, process, capsys):
 
 
 def test_a_job_of_which_nobody_is_alive_is_one_line_and_code_1(tmp_path, capsys):
-    tell_a_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
+    write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
     tell(tmp_path, committed(7))
     assert main(["status", str(tmp_path)]) == 1
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "nobody is left" in line]
-    assert str(tmp_path) in said
-    assert "step 7 was the last" in said
+    (message,) = [line for line in capsys.readouterr().out.splitlines() if "nobody is left" in line]
+    assert str(tmp_path) in message
+    assert "step 7 was the last" in message
 
 
 def test_a_job_that_dies_while_one_looks_is_dead_once_its_last_process_is(tmp_path, process):
-    tell_a_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 3 + [process.pid], machine=here())
+    write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 3 + [process.pid], machine=here())
     died = []
     threading.Timer(1.0, lambda: (died.append(True), process.kill())).start()
     assert main(["status", str(tmp_path)]) == 1
@@ -92,7 +92,7 @@ def test_a_job_that_dies_while_one_looks_is_dead_once_its_last_process_is(tmp_pa
 
 
 def test_a_process_that_was_lost_and_replaced_is_not_looked_for(tmp_path, process):
-    tell_a_beginning(tmp_path, pids=[process.pid] + [ENDED_LONG_AGO] * 3, machine=here())
+    write_beginning(tmp_path, pids=[process.pid] + [ENDED_LONG_AGO] * 3, machine=here())
     for number in range(4):
         tell(tmp_path, RankLost(number=number, pid=1, kind="ended", reason="code 1"))
     assert main(["status", str(tmp_path)]) == 1, "nobody has a place any more"
@@ -100,7 +100,7 @@ def test_a_process_that_was_lost_and_replaced_is_not_looked_for(tmp_path, proces
 
 @pytest.mark.parametrize("elsewhere", [SLOTS, SLOTS[3:]])
 def test_a_job_some_of_which_is_on_another_machine_is_followed_on(tmp_path, elsewhere):
-    tell_a_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
+    write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
     for slot in elsewhere:
         tell(tmp_path, dataclasses.replace(BEGAN, number=SLOTS.index(slot), pid=ENDED_LONG_AGO), slot=slot)
     words = [sys.executable, "-m", "ntp_plugin.cli.main", "status", str(tmp_path)]

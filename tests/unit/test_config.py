@@ -35,8 +35,8 @@ FLAGS = (
 def from_flags(words, section=Policy, prefix="ntp-"):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     schema.add_flags(parser, section, prefix=prefix)
-    said = schema.flag_values(section, parser.parse_args(words.split()), prefix=prefix)
-    return schema.build(section, said, name=schema.dotted())
+    flags = schema.flag_values(section, parser.parse_args(words.split()), prefix=prefix)
+    return schema.build(section, flags, name=schema.dotted())
 
 
 def test_toml_json_and_flags_mean_the_same(tmp_path):
@@ -98,8 +98,8 @@ def test_what_is_missing_is_named():
 
 
 def test_flags_win_over_the_file_key_by_key():
-    said, written = {"min_tp_width": 2, "batch": {"mode": "carry"}}, {"min_tp_width": 4, "batch": {"epsilon": 0.1}}
-    policy = schema.build(Policy, said, written, name=schema.dotted())
+    flags, written = {"min_tp_width": 2, "batch": {"mode": "carry"}}, {"min_tp_width": 4, "batch": {"epsilon": 0.1}}
+    policy = schema.build(Policy, flags, written, name=schema.dotted())
     assert (policy.min_tp_width, policy.batch.mode, policy.batch.epsilon) == (2, "carry", 0.1)
 
 

@@ -45,16 +45,16 @@ def test_bytes_explain_what_copies_alone_take_and_what_moving_as_many_costs_othe
     alone = [(bytes_wanted() / 0.04, bytes_wanted() / 0.03, 0)] * 2  # seconds of a processor, for all ranks' copies
     bare, known = pair(more_seconds=0.1, more_busy=0.07, more_copying=0.06), copies.Known()
 
-    def told(mode="copy"):
+    def explained(mode="copy"):
         found = copies.by_bytes(alone, mode, 0.4, known)
         return found["explained_by_copies_alone"], found["explained_by_bytes"]
 
-    assert told() == (1.05, 1.05)
+    assert explained() == (1.05, 1.05)
     known.others["copy"] = bare.more_of_others
-    assert told() == (1.05, 1.0625)
-    assert told("near") == (1.05, 1.05), "other bytes"
+    assert explained() == (1.05, 1.0625)
+    assert explained("near") == (1.05, 1.05), "other bytes"
     known.others["copy"] = -0.01
-    assert told() == (1.05, 1.05), "noise takes nothing off"
+    assert explained() == (1.05, 1.05), "noise takes nothing off"
 
 
 def test_bytes_are_moved_before_what_they_explain_is_judged():

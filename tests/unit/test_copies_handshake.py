@@ -45,7 +45,7 @@ def test_strangers_who_announce_long_lines_take_no_memory_and_keep_nobody_out(tm
         assert resident_kb() - memory < MORE_MEMORY_KB
         assert threading.active_count() <= threads + 1, "the one of the peer that was served"
         until(lambda: not there.server.pending)
-        assert len(there.told) == 1, "the record is not filled by them"
+        assert len(there.reported) == 1, "the record is not filled by them"
 
 
 def test_silent_strangers_are_few_at_once_and_the_oldest_leaves_for_a_new_one(tmp_path):
@@ -69,7 +69,7 @@ def test_a_stranger_who_is_slow_is_left_in_time_however_it_spends_it(tmp_path, w
             with contextlib.suppress(ConnectionError):
                 assert len(heard_until_the_end(slow)) <= 40
         until(lambda: not there.server.pending)
-        assert there.told == [], "who says nothing wrong is not reported"
+        assert there.reported == [], "who says nothing wrong is not reported"
 
 
 class Between:
@@ -131,7 +131,7 @@ def test_a_recorded_conversation_is_worth_nothing_in_another_connection(tmp_path
                 replayed.sendall(sent)
             with contextlib.suppress(ConnectionError):
                 assert len(heard_until_the_end(replayed)) <= 40
-        until(lambda: there.told)
+        until(lambda: there.reported)
         assert list(there.store.found()) == []
 
 

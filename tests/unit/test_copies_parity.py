@@ -85,7 +85,7 @@ def test_a_parity_is_there_when_all_members_are_in_and_not_before(there):
     assert members_of(parity) == (first[1], second[1])
     assert is_parity_of(there.store, PLACE, first, second), "and the later one was longer"
     assert wrong_in(there.store, PLACE) == []
-    assert there.told == []
+    assert there.reported == []
     mapped(there.store, PLACE)[77] ^= 4
     assert wrong_in(there.store, PLACE) == ["parity (xor)"]
 
@@ -101,7 +101,7 @@ def break_off(after):
     return pace
 
 
-def send_in_pieces(there, copies, breaks):
+def send_in_parts(there, copies, breaks):
     """All members' copies, of the first again and again where it breaks off."""
     for number, (memory, manifest) in enumerate(copies):
         for after in breaks if number == 0 else ():
@@ -121,7 +121,7 @@ def test_a_piece_without_values_is_taken_like_any_other(there, taken_at_once, at
         more = layout.laid_out((nothing, first, nothing, *others, nothing))
         numbers = ({}, numbers[0], {}, *numbers[1:], {})
         copies.append((memory, dataclasses.replace(manifest, layout=more, numbers=numbers)))
-    send_in_pieces(there, copies, ())
+    send_in_parts(there, copies, ())
     assert is_parity_of(there.store, PLACE, *copies)
 
 
@@ -134,7 +134,7 @@ def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypa
     first, second, _ = copies[0][1].held
     assert first.bytes_of(first.entries[0]) == 500 * 24, "it breaks off in the first piece, behind it, and in the end"
     assert second.entries[0].offset < copies[0][1].size <= 500 * 25
-    send_in_pieces(there, copies, breaks)
+    send_in_parts(there, copies, breaks)
     until(lambda: len(list(there.store.found())) == 1)
     assert is_parity_of(there.store, PLACE, *copies)
 
@@ -151,7 +151,7 @@ def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch, taken_at_o
     monkeypatch.setattr(wire, "CHUNK", 500)
     taken_at_once(500)
     copies = copies_of(1, 2)
-    send_in_pieces(there, copies, [23])
+    send_in_parts(there, copies, [23])
     assert not is_parity_of(there.store, PLACE, *copies)
 
 
@@ -170,7 +170,7 @@ def test_a_piece_that_does_not_come_as_it_was_is_not_in(there):
     flipped[manifest.held[1].entries[0].offset] ^= 8
     peer = there.peer()
     assert peer.put(PLACE, manifest, flipped, pace=no_pace, members=MEMBERS) == ["b (weight)"]
-    assert there.told == ["slot 0 sent b (weight) of step 5 as laid out in epoch 2 and it did not come as it was"]
+    assert there.reported == ["slot 0 sent b (weight) of step 5 as laid out in epoch 2 and it did not come as it was"]
     assert peer.put(PLACE, copies[1][1], copies[1][0], pace=no_pace, members=MEMBERS) == []
     assert list(there.store.found()) == [], "the first member is not in"
     assert peer.put(PLACE, manifest, memory, pace=no_pace, members=MEMBERS) == [], "over the same connection"

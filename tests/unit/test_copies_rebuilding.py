@@ -206,8 +206,10 @@ def test_a_version_whose_parity_lacks_a_member_does_not_stand_and_the_one_before
     ],
 )
 def test_a_version_stands_if_each_slot_is_there_or_in_a_parity_with_all_others_there(there, group, stands):
-    told = json.dumps([[5, 2, slot, [0, 1, 2]] for slot in there] + ([[5, 2, group, [0, 1, 2]]] if group else []))
-    assert (standable([told]) == [VERSION]) == stands
+    description = json.dumps(
+        [[5, 2, slot, [0, 1, 2]] for slot in there] + ([[5, 2, group, [0, 1, 2]]] if group else [])
+    )
+    assert (standable([description]) == [VERSION]) == stands
 
 
 # ---------------------------------------------------------------- what is wrong
@@ -238,7 +240,7 @@ def test_a_parity_that_is_wrong_is_named_and_the_version_before_is_had(written_t
     for found in results:
         assert isinstance(found, StateLost)
         assert "not as they were written: parity-0-e2-0 on host 2" in found.what
-    assert any("parity-0-e2-0" in told for told in left[1].trouble)
+    assert any("parity-0-e2-0" in message for message in left[1].trouble)
     assert not any(place.kind == REBUILT for process in left for place, _ in process.store.found())
     assert_sound(restore(left, layout, version=OLDER), step=4)
 
@@ -274,7 +276,7 @@ def test_a_host_without_room_for_what_is_rebuilt_says_so(written_thirds, tmp_pat
     (_, _, found), _ = restore(left, {slot: [] for slot in layout})
     with pytest.raises(StateLost, match=r"the copies of step 5 .* of 0 are gone"):
         found.kinds()
-    assert any("rebuilt-0-e2-0 would take" in told for told in left[1].trouble)
+    assert any("rebuilt-0-e2-0 would take" in message for message in left[1].trouble)
 
 
 def test_it_would_be_noticed_if_what_comes_out_were_not_verified(written_thirds, tmp_path, monkeypatch):

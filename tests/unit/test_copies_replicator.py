@@ -33,18 +33,20 @@ def far(epoch, number):
 def some_parts(seed, rows=100):
     """A part of each of two tensors, with the dtypes that mixed precision has."""
     generator = torch.Generator().manual_seed(seed)
-    pieces = [
+    slices = [
         TensorSlice(tensor="a", shape=(rows, 40), dim=1, ranges=((30, 40), (0, 10)), start=0, stop=20 * rows),
         TensorSlice(tensor="b", shape=(70,), dim=0, ranges=((0, 70),), start=11, stop=50, whole="1"),
     ]
     dtypes = {"main": torch.float32, "moment": torch.bfloat16}
     return [
         Part(
-            piece=piece,
-            values={name: torch.randn(piece.size, generator=generator).to(dtype) for name, dtype in dtypes.items()},
+            piece=tensor_slice,
+            values={
+                name: torch.randn(tensor_slice.size, generator=generator).to(dtype) for name, dtype in dtypes.items()
+            },
             numbers={"step": seed},
         )
-        for piece in pieces
+        for tensor_slice in slices
     ]
 
 
@@ -92,8 +94,8 @@ class Here:
             **{"timeout_s": 20.0} | options,
         )
 
-    def copy(self, told):
-        self.replicator.begin(told)
+    def copy(self, snapshot):
+        self.replicator.begin(snapshot)
         until(lambda: self.replicator.through)
         return self.replicator.ok
 
@@ -279,8 +281,8 @@ def test_a_peer_that_comes_back_is_sent_to_again(here, there, tmp_path):
 def test_a_memory_without_room_is_told_and_the_next_snapshot_is_made(tmp_path):
     with closing(Here(tmp_path, at_most=20_000)) as here:
         assert not here.copy(snapshot(5, parts=some_parts(5, rows=1000)))
-        (told,) = here.trouble
-        assert "max_host_gb" in told
+        (message,) = here.trouble
+        assert "max_host_gb" in message
         assert list(here.store.found()) == []
         assert here.copy(snapshot(6))
 
@@ -289,8 +291,8 @@ def test_a_peer_without_room_is_told(here, tmp_path):
     with closing(There(tmp_path / "there", at_most=100)) as there:
         here.replicator.send_to([there.server.address])
         assert not here.copy(snapshot(5))
-        (told,) = here.trouble
-        assert "has no room" in told
+        (message,) = here.trouble
+        assert "has no room" in message
         assert here.store.manifest(near(2, 0)) is not None
 
 
@@ -329,13 +331,13 @@ def test_a_copy_that_is_slow_is_told_once_and_again_after_one_that_is_not(tmp_pa
         here.replicator.send_to([there.server.address])
         for step in (5, 6):
             assert here.copy(snapshot(step)), "it is made, whatever it takes"
-        (told,) = here.trouble
-        assert told.startswith("step 5 as laid out in epoch 2 is not copied after 0.2 s, by slot 3 to 127.0.0.1:")
+        (message,) = here.trouble
+        assert message.startswith("step 5 as laid out in epoch 2 is not copied after 0.2 s, by slot 3 to 127.0.0.1:")
         here.replicator.send_to([])
         assert here.copy(snapshot(7))
         here.replicator.send_to([there.server.address])
         assert here.copy(snapshot(8))
-        assert [told.split(" as ")[0] for told in here.trouble] == ["step 5", "step 8"]
+        assert [message.split(" as ")[0] for message in here.trouble] == ["step 5", "step 8"]
 
 
 def test_a_peer_that_is_frozen_is_told_before_it_is_given_up(tmp_path):

@@ -24,7 +24,7 @@ SHAPES = {"column": (12, 5), "row": (4, 9), "flat": (41,), "norm": (6,)}
 DTYPES = {"main": torch.float32, "moment": torch.bfloat16}
 
 
-def piece(tensor, dim, *ranges, start=0, stop=None, whole=""):
+def slice_of(tensor, dim, *ranges, start=0, stop=None, whole=""):
     shape = SHAPES[tensor]
     rows = sum(last - first for first, last in ranges)
     size = rows * torch.Size(shape).numel() // shape[dim]
@@ -41,37 +41,37 @@ def piece(tensor, dim, *ranges, start=0, stop=None, whole=""):
 
 HALVES = {
     0: [
-        piece("column", 0, (0, 6)),
-        piece("row", 1, (0, 5)),
-        piece("flat", 0, (0, 41), stop=20),
-        piece("norm", 0, (0, 6), whole="0"),
+        slice_of("column", 0, (0, 6)),
+        slice_of("row", 1, (0, 5)),
+        slice_of("flat", 0, (0, 41), stop=20),
+        slice_of("norm", 0, (0, 6), whole="0"),
     ],
     1: [
-        piece("column", 0, (6, 12)),
-        piece("row", 1, (5, 9)),
-        piece("flat", 0, (0, 41), start=20),
-        piece("norm", 0, (0, 6), whole="1"),
+        slice_of("column", 0, (6, 12)),
+        slice_of("row", 1, (5, 9)),
+        slice_of("flat", 0, (0, 41), start=20),
+        slice_of("norm", 0, (0, 6), whole="1"),
     ],
 }
 THIRDS = {
     0: [
-        piece("column", 0, (9, 12), (2, 4)),
-        piece("row", 1, (8, 9)),
-        piece("flat", 0, (30, 41), (0, 30), stop=12),
-        piece("norm", 0, (0, 6), whole="0"),
+        slice_of("column", 0, (9, 12), (2, 4)),
+        slice_of("row", 1, (8, 9)),
+        slice_of("flat", 0, (30, 41), (0, 30), stop=12),
+        slice_of("norm", 0, (0, 6), whole="0"),
     ],
     1: [
-        piece("column", 0, (0, 1)),
-        piece("row", 1, (4, 6), (1, 3), (6, 8)),
-        piece("flat", 0, (30, 41), (0, 30), start=12, stop=13),
-        piece("norm", 0, (3, 6), (0, 3), whole="1"),
+        slice_of("column", 0, (0, 1)),
+        slice_of("row", 1, (4, 6), (1, 3), (6, 8)),
+        slice_of("flat", 0, (30, 41), (0, 30), start=12, stop=13),
+        slice_of("norm", 0, (3, 6), (0, 3), whole="1"),
     ],
     2: [
-        piece("column", 0, (4, 9), (1, 2)),
-        piece("row", 1, (0, 1), (3, 4)),
-        piece("flat", 0, (30, 41), (0, 30), start=13),
-        piece("norm", 0, (0, 6), start=0, stop=2, whole="2"),
-        piece("norm", 0, (0, 6), start=2, stop=6, whole="2"),
+        slice_of("column", 0, (4, 9), (1, 2)),
+        slice_of("row", 1, (0, 1), (3, 4)),
+        slice_of("flat", 0, (30, 41), (0, 30), start=13),
+        slice_of("norm", 0, (0, 6), start=0, stop=2, whole="2"),
+        slice_of("norm", 0, (0, 6), start=2, stop=6, whole="2"),
     ],
 }
 
@@ -109,14 +109,14 @@ class Process:
             self.peers[address] = Peer(address, run="run", secret=SECRET, timeout_s=20.0)
         return self.peers[address]
 
-    def copy(self, version, pieces, holders, far, members=()):
+    def copy(self, version, slices, holders, far, members=()):
         replicator = Replicator(
             self.store, run="run", secret=SECRET, slot=self.slot, timeout_s=20.0, trouble=self.trouble.append
         )
         with contextlib.closing(replicator):
             replicator.send_to(far, members=members)
             whole = state(version.step)
-            parts = [part_of(whole, each) for each in pieces]
+            parts = [part_of(whole, each) for each in slices]
             extras = {"consumed": 8 * version.step, "of": self.slot}
             replicator.begin(Snapshot(version=version, holders=holders, parts=parts, extras=extras))
             until(lambda: replicator.through)
@@ -136,14 +136,14 @@ class Meeting:
         self._words, self._barrier = [b""] * members, threading.Barrier(members, timeout=60)
 
     def of(self, number):
-        def tell_all(what):
+        def all_gather(what):
             self._words[number] = pickle.dumps(what)
             self._barrier.wait()
-            told = [pickle.loads(word) for word in self._words]
+            gathered = [pickle.loads(word) for word in self._words]
             self._barrier.wait()
-            return told
+            return gathered
 
-        return tell_all
+        return all_gather
 
     def leave(self):
         self._barrier.abort()
@@ -201,7 +201,7 @@ def nothing(_process, _parts):
 def restore(members, layout, *, version=VERSION, afterwards=nothing):
     """(what came from where, the parts) of each member, verified; or the StateLost that it raised."""
 
-    def act(process, tell_all):
+    def act(process, all_gather):
         alike = [member.slot for member in members if member.host == process.host]
         restoration = Restoration(
             version,
@@ -209,7 +209,7 @@ def restore(members, layout, *, version=VERSION, afterwards=nothing):
             slot=process.slot,
             host=process.host,
             teller=process.slot == min(alike),
-            tell_all=tell_all,
+            tell_all=all_gather,
             address=process.server.address,
             peer=process.peer,
             trouble=process.trouble.append,
@@ -238,8 +238,8 @@ def total(done):
     return done.own + done.here + done.elsewhere
 
 
-def bytes_of(pieces):
-    return sum(each.size * sum(dtype.itemsize for dtype in DTYPES.values()) for each in pieces)
+def bytes_of(slices):
+    return sum(each.size * sum(dtype.itemsize for dtype in DTYPES.values()) for each in slices)
 
 
 def corrupt(folder, host, place, tensor):
@@ -313,8 +313,8 @@ def test_a_near_copy_that_was_changed_is_left_aside(written, started, tmp_path, 
     elsewhere = results[0][0].elsewhere + results[2][0].elsewhere
     assert (elsewhere > 0) == (tensor != "norm"), "the other half here has that as well"
     assert any(
-        "near-0-e2-0" in told and f"{tensor} (moment) in it is not" in told
-        for told in members[0].trouble + members[2].trouble
+        "near-0-e2-0" in message and f"{tensor} (moment) in it is not" in message
+        for message in members[0].trouble + members[2].trouble
     )
     assert members[1].trouble == []
 
@@ -323,12 +323,12 @@ def test_a_copy_on_another_host_that_was_changed_is_left_aside(written, started,
     """Who asks for it is told, and so is its host."""
     corrupt(tmp_path, 0, copy_at(NEAR, 0), "column")
     members = [started(0, 0), started(1, 1), started(2, 2)]
-    layout = {0: [], 1: [], 2: [piece("column", 0, (0, 12))]}
+    layout = {0: [], 1: [], 2: [slice_of("column", 0, (0, 12))]}
     results = restore(members, layout)
     assert_sound(results)
     assert all(done.broken == ("near-0-e2-0 on host 0",) for done, _, _ in results)
-    assert any("left aside" in told for told in members[2].trouble)
-    assert any("near-0-e2-0 holds column (moment)" in told for told in members[0].trouble)
+    assert any("left aside" in message for message in members[2].trouble)
+    assert any("near-0-e2-0 holds column (moment)" in message for message in members[0].trouble)
 
 
 def test_a_copy_whose_bytes_were_cut_short_is_none(written, started, tmp_path):
@@ -374,9 +374,9 @@ def test_versions_that_all_can_stand_on_are_the_whole_ones_newest_first(started)
     lacking = Version(step=11, epoch=5)
     first.copy(lacking, HALVES[0], (0, 1), [second.server.address])
     newest_first = whole[::-1]
-    told = [describe(each.store) for each in before]
-    assert standable(told) == standable([*told, "", "[]"]) == newest_first
-    assert standable(told[:1]) == standable(told[1:]) == newest_first, "each host has both parts"
+    descriptions = [describe(each.store) for each in before]
+    assert standable(descriptions) == standable([*descriptions, "", "[]"]) == newest_first
+    assert standable(descriptions[:1]) == standable(descriptions[1:]) == newest_first, "each host has both parts"
     second.copy(lacking, HALVES[1], (0, 1), [])
     assert standable([describe(each.store) for each in before]) == [lacking, *newest_first]
     assert standable([describe(first.store)]) == newest_first
@@ -384,8 +384,8 @@ def test_versions_that_all_can_stand_on_are_the_whole_ones_newest_first(started)
 
 
 def test_whoever_holds_nothing_of_a_version_is_not_waited_for():
-    told = json.dumps([[5, 2, slot, [0, 3]] for slot in (0, 3)])
-    assert standable([told]) == [VERSION]
+    description = json.dumps([[5, 2, slot, [0, 3]] for slot in (0, 3)])
+    assert standable([description]) == [VERSION]
     assert standable([json.dumps([[5, 2, 0, [0, 3]]])]) == []
 
 
@@ -428,5 +428,5 @@ def test_a_copy_that_one_process_does_not_give_is_asked_of_another(started):
     members = [*before, started(2, 1)]
     silent, asking = members[0].server.address, members[2]
     asking.peers[silent] = Peer(silent, run="run", secret="another", timeout_s=20.0)
-    layout = {0: [piece("column", 0, (0, 6))], 1: [], 2: [piece("column", 0, (6, 12))]}
+    layout = {0: [slice_of("column", 0, (0, 6))], 1: [], 2: [slice_of("column", 0, (6, 12))]}
     assert_sound(restore(members, layout))

@@ -41,13 +41,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def written(values, *, step=5, epoch=2, slot=3, run="run"):
     """The bytes of a copy of these tensors, and its manifest."""
-    pieces, digests = [], []
+    slices, digests = [], []
     for name, value in values.items():
         shape = tuple(value.shape)
-        pieces.append(
+        slices.append(
             TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=value.numel())
         )
-        digests.append(digest(value, pieces[-1].runs, salt=salt(run, step, name, "weight")))
+        digests.append(digest(value, slices[-1].runs, salt=salt(run, step, name, "weight")))
     kinds = [(("weight", value.dtype),) for value in values.values()]
     manifest = Manifest(
         run=run,
@@ -55,9 +55,9 @@ def written(values, *, step=5, epoch=2, slot=3, run="run"):
         slot=slot,
         holders=(slot, 9),
         size=places([value.nbytes for value in values.values()])[1],
-        layout=in_a_row(tuple(zip(pieces, kinds, strict=True))),
+        layout=in_a_row(tuple(zip(slices, kinds, strict=True))),
         digests=tuple(digests),
-        numbers=({"step": step},) * len(pieces),
+        numbers=({"step": step},) * len(slices),
         extras={"consumed": 8 * step},
     )
     memory = torch.zeros(manifest.size, dtype=torch.uint8)
@@ -209,8 +209,8 @@ def test_a_killed_process_leaves_whole_copies_or_none(store, tmp_path):
     """It is killed when one copy is complete, and while another is written over one that was."""
     memory, manifest = written(some_values())
     complete, half = PLACE, CopyKey(kind=NEAR, slot=3, epoch=2, number=1)
-    for name, told in {"manifest": manifest.encode(), "memory": memory.numpy().tobytes()}.items():
-        (tmp_path / name).write_bytes(told)
+    for name, content in {"manifest": manifest.encode(), "memory": memory.numpy().tobytes()}.items():
+        (tmp_path / name).write_bytes(content)
     paths = [store.folder, tmp_path / "manifest", tmp_path / "memory"]
     done = subprocess.run([sys.executable, "-c", DIES, *map(str, [*paths, complete, half])], check=False)
     assert done.returncode == -signal.SIGKILL

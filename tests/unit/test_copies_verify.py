@@ -52,11 +52,11 @@ def _copied(store, dtypes):
             ),
             values={
                 name: (100 * torch.randn(30 * 150 - 10 * number, generator=generator)).to(DTYPES[name])
-                for name in of_piece
+                for name in names
             },
             numbers={"step": number},
         )
-        for number, of_piece in enumerate(dtypes)
+        for number, names in enumerate(dtypes)
     ]
     trouble = []
     replicator = Replicator(store, run="r", secret="s", slot=0, trouble=trouble.append)
@@ -118,8 +118,8 @@ def test_what_would_lie_beyond_the_bytes_is_not_read(copied):
 
 def test_values_that_begin_where_none_of_their_type_may_are_left_to_torch(copied):
     manifest, _ = copied((("float32",), ("float32",)))
-    (piece, ((name, dtype, _),)), other = manifest.layout.pieces
-    odd = dataclasses.replace(manifest, layout=laid_out(((piece, ((name, dtype, 2),)), other)))
+    (tensor_slice, ((name, dtype, _),)), other = manifest.layout.pieces
+    odd = dataclasses.replace(manifest, layout=laid_out(((tensor_slice, ((name, dtype, 2),)), other)))
     assert not odd.layout.is_aligned
     assert Checked.begun(torch.zeros(manifest.size, dtype=torch.uint8), odd) is None
 
@@ -136,8 +136,10 @@ def test_a_layout_is_looked_at_once_for_all_versions(copied):
 
 
 def test_pieces_in_a_row_begin_at_lines_of_a_cache():
-    piece = TensorSlice(tensor="t", shape=(5,), dim=0, ranges=((0, 5),), start=0, stop=5)
-    layout = in_a_row(((piece, (("a", torch.float32), ("b", torch.uint8))), (piece, (("a", torch.float64),))))
+    tensor_slice = TensorSlice(tensor="t", shape=(5,), dim=0, ranges=((0, 5),), start=0, stop=5)
+    layout = in_a_row(
+        ((tensor_slice, (("a", torch.float32), ("b", torch.uint8))), (tensor_slice, (("a", torch.float64),)))
+    )
     assert layout.offsets.tolist() == [0, 64, 128]
     assert layout.sizes.tolist() == [20, 5, 40]
     assert (layout.end, layout.begins) == (168, [0, 2, 3])

@@ -31,8 +31,10 @@ class There:
     """Another host: its store, its server, and what that was told to be wrong."""
 
     def __init__(self, folder, *, at_most=None, **options):
-        self.store, self.told, self.peers = Store(folder, at_most=at_most), [], []
-        self.server = Server(self.store, run="run", secret=SECRET, host="127.0.0.1", told=self.told.append, **options)
+        self.store, self.reported, self.peers = Store(folder, at_most=at_most), [], []
+        self.server = Server(
+            self.store, run="run", secret=SECRET, host="127.0.0.1", told=self.reported.append, **options
+        )
 
     def peer(self, *, run="run", secret=SECRET, timeout_s=PATIENCE_S):
         self.peers.append(Peer(self.server.address, run=run, secret=secret, timeout_s=timeout_s))
@@ -89,7 +91,7 @@ def test_a_copy_that_is_put_is_found_on_the_other_side(there):
     assert list(there.store.found()) == [(FAR_PLACE, manifest)]
     assert torch.equal(bytes_of(there.store, FAR_PLACE)[: manifest.size], memory)
     assert sum(paces) == manifest.size
-    assert there.told == []
+    assert there.reported == []
 
 
 def test_another_copy_goes_over_the_same_connection(there):
@@ -115,8 +117,8 @@ def test_bytes_that_are_not_those_of_the_manifest_are_no_copy(there):
         view(memory, held, held.entries[0]).view(torch.uint8)[5] ^= 64
     assert peer.put(FAR_PLACE, manifest, memory, pace=no_pace) == ["a (weight)", "c (weight)"]
     assert list(there.store.found()) == []
-    (told,) = there.told
-    assert told.startswith("slot 3 sent a (weight) of step 5 as laid out in epoch 2")
+    (message,) = there.reported
+    assert message.startswith("slot 3 sent a (weight) of step 5 as laid out in epoch 2")
     memory, manifest = written(some_values())
     assert peer.put(FAR_PLACE, manifest, memory, pace=no_pace) == [], "and the next one is welcome"
     assert list(there.store.found()) == [(FAR_PLACE, manifest)]
@@ -125,13 +127,13 @@ def test_bytes_that_are_not_those_of_the_manifest_are_no_copy(there):
 def test_a_put_that_breaks_off_leaves_no_copy_and_not_the_old_one_either(there):
     put(there.store, FAR_PLACE)
     memory, manifest = written(some_values(1), step=6)
-    said_to_be_longer = dataclasses.replace(manifest, size=manifest.size + 64)
+    announced_longer = dataclasses.replace(manifest, size=manifest.size + 64)
 
     def broken_off(_):
         raise ConnectionResetError("as if the host had died")
 
     with pytest.raises(PeerTrouble, match="as if the host had died"):
-        there.peer().put(FAR_PLACE, said_to_be_longer, memory, pace=broken_off)
+        there.peer().put(FAR_PLACE, announced_longer, memory, pace=broken_off)
     until(lambda: not list(there.store.found()))
     until(lambda: not there.server._open)
     assert list(there.store.found()) == []
@@ -144,8 +146,8 @@ def test_a_host_without_room_says_so_and_can_be_asked_again(tmp_path):
         memory, manifest = written(some_values(size=10_000))
         with pytest.raises(PeerTrouble, match=r"the process at 127\.0\.0\.1:\d+ has no room: .*would take 0\.1 MB"):
             peer.put(FAR_PLACE, manifest, memory, pace=no_pace)
-        (told,) = there.told
-        assert "would take 0.1 MB" in told
+        (message,) = there.reported
+        assert "would take 0.1 MB" in message
         connection = peer._connection
         memory, manifest = written(some_values())
         assert peer.put(FAR_PLACE, manifest, memory, pace=no_pace) == []
@@ -172,7 +174,7 @@ def test_any_elements_can_be_had(there):
         assert torch.equal(found["weight"], expected)
 
     elements_come_as_they_are()
-    assert there.told == []
+    assert there.reported == []
 
 
 def all_of(held):
@@ -186,8 +188,8 @@ def test_elements_of_a_piece_that_was_changed_are_not_given(there):
     peer = there.peer()
     with pytest.raises(WrongCopy, match=r"has far-3-e2-0, and a \(weight\) in it is not as it was written"):
         peer.get(FAR_PLACE, 0, changed, Runs(starts=torch.tensor([100]), lengths=torch.tensor([1])))
-    (told,) = there.told
-    assert told.startswith("far-3-e2-0 holds a (weight) of step 5")
+    (message,) = there.reported
+    assert message.startswith("far-3-e2-0 holds a (weight) of step 5")
     assert torch.equal(peer.get(FAR_PLACE, 1, sound, all_of(sound))["weight"], some_values()["b"])
 
 
@@ -221,8 +223,8 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
     peer = there.peer(**stranger)
     with pytest.raises(PeerTrouble, match="cannot be reached"):
         peer.get(FAR_PLACE, 1, manifest.held[1], all_of(manifest.held[1]))
-    until(lambda: there.told)
-    assert "127.0.0.1 asked for copies of 'run' and did not prove that it has the job's token" in there.told[0]
+    until(lambda: there.reported)
+    assert "127.0.0.1 asked for copies of 'run' and did not prove that it has the job's token" in there.reported[0]
     memory, other = written(some_values(1), step=6)
     with pytest.raises(PeerTrouble, match="cannot be reached"):
         peer.put(dataclasses.replace(FAR_PLACE, slot=4), other, memory, pace=no_pace)
@@ -230,7 +232,7 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
         (5).to_bytes(8) + b"[1, 2",
@@ -241,12 +243,12 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
     ],
 )
 @pytest.mark.parametrize("proved", [False, True])
-def test_who_does_not_speak_our_language_is_left_alone(tmp_path, said, proved):
+def test_who_does_not_speak_our_language_is_left_alone(tmp_path, sent, proved):
     with closing(There(tmp_path)) as there:
         with socket.create_connection(there.server.address, timeout=PATIENCE_S) as connection:
             if proved:
                 authenticate(connection, CREDENTIALS)
-            connection.sendall(said)
+            connection.sendall(sent)
             with contextlib.suppress(OSError):  # the other side may have hung up by now
                 connection.shutdown(socket.SHUT_WR)
                 assert len(heard_until_the_end(connection)) <= (0 if proved else 40), "a challenge, at most"

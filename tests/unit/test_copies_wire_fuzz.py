@@ -38,9 +38,9 @@ BYTES = MEMORY.numpy().tobytes()
 TEXT = MANIFEST.encode()
 
 
-def line(said):
+def line(request):
     """As they are sent: the length, then so many bytes."""
-    text = said if isinstance(said, bytes) else json.dumps(said).encode()
+    text = request if isinstance(request, bytes) else json.dumps(request).encode()
     return len(text).to_bytes(8) + text
 
 
@@ -68,37 +68,41 @@ def spoilt_strangers(dice):
 
 def spoilt_requests(dice):
     """By who knows the secret: any of its fields, any byte of its line or of the manifest, or the end is wrong."""
-    said = dice.choice([putting(ELSEWHERE), putting(replace(ELSEWHERE, kind=PARITY)), getting()])
-    follows = (TEXT if said["do"] == "put" else b"") + BYTES
+    request = dice.choice([putting(ELSEWHERE), putting(replace(ELSEWHERE, kind=PARITY)), getting()])
+    follows = (TEXT if request["do"] == "put" else b"") + BYTES
     kind = dice.randrange(5)
     if kind == 0:
-        within = dice.choice([said, said["place"]])
+        within = dice.choice([request, request["place"]])
         within[dice.choice(list(within))] = dice.choice(
             [[], {}, None, -1, 1e400, "../../x", "near", "9" * 5000, 10**30, [[1]]]
         )
-        return line(said) + follows[:-8]
+        return line(request) + follows[:-8]
     if kind == 1:
-        return line(spoilt(json.dumps(said | {"token": 0}).encode(), dice)) + follows[:-8]
+        return line(spoilt(json.dumps(request | {"token": 0}).encode(), dice)) + follows[:-8]
     if kind == 2:
         wrong = bytearray(TEXT)
         wrong[dice.randrange(len(wrong))] ^= 1 << dice.randrange(8)
         return line(putting(ELSEWHERE)) + wrong + BYTES
     if kind == 3:
-        whole = line(said) + follows
+        whole = line(request) + follows
         return whole[: dice.randrange(len(whole))]
     return line(getting()) + dice.choice([dice.randbytes(32), torch.tensor([0, 0, 1 << 33, 1]).numpy().tobytes()])
 
 
 def spoilt_manifests(dice):
     """By who knows the secret and makes the checksum right, so that they are read to the end."""
-    layout, told = map(json.loads, TEXT.split(b"\n")[:2])
-    piece, kinds = dice.choice(layout)
-    of_piece = [(piece, at) for at in range(1, 6)] + [(piece[1], 0), (piece[3], 0), (piece[3][0], 1)]
+    layout, header = map(json.loads, TEXT.split(b"\n")[:2])
+    tensor_slice, kinds = dice.choice(layout)
+    of_slice = [(tensor_slice, at) for at in range(1, 6)] + [
+        (tensor_slice[1], 0),
+        (tensor_slice[3], 0),
+        (tensor_slice[3][0], 1),
+    ]
     of_kinds = [(kinds, 0), *((kinds[0], at) for at in range(3))]
-    of_all = [(told, 4), (told[1], 0), (told, 5), (told[5], 0), (told, 6)]
-    holder, at = dice.choice([*of_piece, *of_kinds, *of_all])
+    of_all = [(header, 4), (header[1], 0), (header, 5), (header[5], 0), (header, 6)]
+    holder, at = dice.choice([*of_slice, *of_kinds, *of_all])
     holder[at] = dice.choice([-1, 1 << 40, 10**30, "x", None, [], 2.5, {}, "int64"])
-    text = json.dumps(layout).encode() + b"\n" + json.dumps(told).encode()
+    text = json.dumps(layout).encode() + b"\n" + json.dumps(header).encode()
     text += b"\n" + hashlib.blake2b(text, digest_size=16).hexdigest().encode()
     return line(putting(replace(ELSEWHERE, kind=dice.choice([ELSEWHERE.kind, PARITY])), text)) + text + BYTES
 
@@ -154,7 +158,7 @@ def test_malformed_requests_change_nothing_and_hold_nothing(tmp_path, died, garb
         more = [CopyKey.read(path.name.removesuffix(".json")) for path in after.keys() - before.keys()]
         assert all(knows_the_secret and place.kind in (FAR, PARITY) for place in more)
         assert all(wrong_in(there.store, place) == [] for place, _ in there.store.found())
-        assert knows_the_secret or len(there.told) <= 1, "strangers fill no record"
+        assert knows_the_secret or len(there.reported) <= 1, "strangers fill no record"
         assert there.peer().put(ELSEWHERE, MANIFEST, MEMORY, pace=no_pace) == []
         held = MANIFEST.held[1]
         assert torch.equal(there.peer().get(FAR_PLACE, 1, held, all_of(held))["weight"], some_values(1)["b"])

@@ -57,8 +57,10 @@ def test_it_notices_when_pages_are_not_told_apart(monkeypatch):
 
 def test_every_slot_has_parts_of_several_pages(job):
     for tensor in (tensor for tensor in TENSORS if tensor.name in PAGED):
-        pieces = [piece for held in job.layout.values() for piece in held if piece.tensor == tensor.name]
-        pages = [set((elements(piece) // piece.runs.page).tolist()) for piece in pieces]
+        slices = [
+            tensor_slice for held in job.layout.values() for tensor_slice in held if tensor_slice.tensor == tensor.name
+        ]
+        pages = [set((elements(tensor_slice) // tensor_slice.runs.page).tolist()) for tensor_slice in slices]
         assert len(set.union(*pages)) > 3
         assert all(len(of_one) > 1 for of_one in pages)
 
@@ -67,7 +69,7 @@ def test_every_slot_has_parts_of_several_pages(job):
 def test_every_element_is_dealt_once_and_what_is_replicated_to_all(evenly):
     layout = dealt(range(4), random.Random(2), evenly=evenly)
     for number, tensor in enumerate(TENSORS):
-        places = torch.cat([elements(pieces[number]) for pieces in layout.values()])
+        places = torch.cat([elements(slices[number]) for slices in layout.values()])
         counts = torch.bincount(places, minlength=tensor.size)
         assert counts.tolist() == [4 if tensor.cut == "no" else 1] * tensor.size
 

@@ -50,17 +50,15 @@ def test_a_restart_is_chosen_where_more_work_is_done_until_repair(restart_s, wor
 
 def test_a_step_is_compared_with_a_whole_one_of_as_many_pieces():
     """An interleaved pipeline runs what is a micro-batch to a plan in pieces, and a whole replica does so too."""
-    one, pieces = (
-        decide(plan(dataclasses.replace(nominal(), pieces=number), "r1.s0.t2")).table[0] for number in (1, 4)
-    )
+    one, split = (decide(plan(dataclasses.replace(nominal(), pieces=number), "r1.s0.t2")).table[0] for number in (1, 4))
     assert one.action == REDUCE_TP
-    assert pieces.throughput == pytest.approx(one.throughput)
+    assert split.throughput == pytest.approx(one.throughput)
 
 
 def test_failures_that_come_often_make_a_restart_worth_less():
-    told = {"restart_s": 20_000.0, "repair_s": 400_000.0}
+    costs = {"restart_s": 20_000.0, "repair_s": 400_000.0}
     seldom, often = (
-        decide(plan(nominal(**told, failures_per_gpu_day=rate), "r1.s0.t2", "r1.s0.t3")) for rate in (0.0, 1.0)
+        decide(plan(nominal(**costs, failures_per_gpu_day=rate), "r1.s0.t2", "r1.s0.t3")) for rate in (0.0, 1.0)
     )
     assert (seldom.action, often.action) == (RESTART, REDUCE_TP)
     assert often.horizon_s == pytest.approx(86_400 / 4), "of the four GPUs of the replica that is degraded"

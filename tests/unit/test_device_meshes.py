@@ -21,13 +21,13 @@ def tell(monkeypatch):
     meshes = DeviceMeshes(MINE)
     meshes.attach()
 
-    def told(*members):
+    def set_members(*members):
         monkeypatch.setattr(torch_meshes, "get_rank", functools.partial(members.index, MINE))
         meshes.tell(members)
 
-    told(*ALL)
-    told.made = meshes._made
-    yield told
+    set_members(*ALL)
+    set_members.made = meshes._made
+    yield set_members
     meshes.detach()
 
 

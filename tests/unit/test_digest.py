@@ -53,13 +53,15 @@ def of_whole(values, salt="salt"):
     return digest(values, runs_of(values.shape, 0, ((0, values.shape[0]),)), salt=salt)
 
 
-def of_pieces(values, pieces):
+def digest_of(values, slices):
     flat = values.reshape(-1)
-    return sum(digest(flat[indices_of(piece)], piece.runs, salt="salt") for piece in pieces) % MODULUS
+    return (
+        sum(digest(flat[indices_of(tensor_slice)], tensor_slice.runs, salt="salt") for tensor_slice in slices) % MODULUS
+    )
 
 
-def indices_of(piece):
-    return indices(piece.runs.starts, piece.runs.lengths)
+def indices_of(tensor_slice):
+    return indices(tensor_slice.runs.starts, tensor_slice.runs.lengths)
 
 
 def odd_number(number):
@@ -86,19 +88,19 @@ def by_hand(values, places, row, salt="salt"):
 @settings(max_examples=50)
 @given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), cuts(shape))), dtypes, seeds)
 def test_the_sum_over_every_cut_is_one_number(case, dtype, seed):
-    shape, pieces = case
+    shape, slices = case
     values = bits(shape, dtype, seed)
-    assert of_pieces(values, pieces) == of_whole(values)
+    assert digest_of(values, slices) == of_whole(values)
 
 
 @settings(max_examples=40)
 @given(shapes.flatmap(cuts), dtypes, seeds, st.text(max_size=4))
-def test_it_is_the_number_of_its_definition(pieces, dtype, seed, salt):
-    values = bits(pieces[0].shape, dtype, seed).reshape(-1)
-    for piece in pieces:
-        part = values[places_of(piece)]
-        row = torch.Size(piece.shape[1:]).numel()
-        assert digest(part, piece.runs, salt=salt) == by_hand(part, places_of(piece), row, salt)
+def test_it_is_the_number_of_its_definition(slices, dtype, seed, salt):
+    values = bits(slices[0].shape, dtype, seed).reshape(-1)
+    for tensor_slice in slices:
+        part = values[places_of(tensor_slice)]
+        row = torch.Size(tensor_slice.shape[1:]).numel()
+        assert digest(part, tensor_slice.runs, salt=salt) == by_hand(part, places_of(tensor_slice), row, salt)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -106,10 +108,10 @@ def test_it_is_the_number_of_its_definition(pieces, dtype, seed, salt):
 def test_it_is_the_number_of_its_definition_on_later_pages_too(dtype, shape):
     size, start = torch.Size(shape).numel(), PAGE - 700
     stop = min(size, start + 4 * PAGE)
-    piece = TensorSlice(tensor="t", shape=shape, dim=0, ranges=((0, shape[0]),), start=start, stop=stop)
+    tensor_slice = TensorSlice(tensor="t", shape=shape, dim=0, ranges=((0, shape[0]),), start=start, stop=stop)
     row = {(60, 700): 700, (3, 3 * PAGE): 3 * PAGE, (3, 20, 4000): 4000}.get(shape, 1)
-    values = bits((piece.size,), dtype, 3)
-    assert digest(values, piece.runs, salt="salt") == by_hand(values, range(start, stop), row)
+    values = bits((tensor_slice.size,), dtype, 3)
+    assert digest(values, tensor_slice.runs, salt="salt") == by_hand(values, range(start, stop), row)
 
 
 LARGE = (150, 600)
@@ -118,10 +120,10 @@ LARGE = (150, 600)
 
 @settings(max_examples=8)
 @given(cuts(LARGE), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), seeds)
-def test_long_and_short_runs_across_pages_add_up_to_one_number(pieces, dtype, seed):
+def test_long_and_short_runs_across_pages_add_up_to_one_number(slices, dtype, seed):
     values = bits(LARGE, dtype, seed)
     assert values.numel() > 2 * PAGE
-    assert of_pieces(values, pieces) == of_whole(values)
+    assert digest_of(values, slices) == of_whole(values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,7 +221,7 @@ def test_an_element_that_is_missing_or_held_twice_is_found():
     half = {"tensor": "t", "shape": (100,), "dim": 0, "ranges": ((0, 100),)}
     cut = [(0, 50), (50, 100)], [(0, 50), (51, 100)], [(0, 51), (50, 100)]
     whole, missing, twice = (
-        of_pieces(values, [TensorSlice(**half, start=start, stop=stop) for start, stop in each]) for each in cut
+        digest_of(values, [TensorSlice(**half, start=start, stop=stop) for start, stop in each]) for each in cut
     )
     assert whole == of_whole(values)
     assert len({whole, missing, twice}) == 3

@@ -43,10 +43,10 @@ def script(tmp_path):
     def run(text, *before):
         path = tmp_path / "script.py"
         path.write_text(text)
-        told = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-        told.pop("NTP_CPU", None)
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        environment.pop("NTP_CPU", None)
         words = [sys.executable, *before, str(path)]
-        return subprocess.run(words, env=told, capture_output=True, text=True, check=False)
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
     return run
 

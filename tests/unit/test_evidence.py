@@ -24,9 +24,9 @@ def test_rows_of_other_values_stand_in_their_own_columns(capsys, tmp_path):
 def test_rows_of_many_values_are_told_one_by_one(capsys):
     row = {f"value {number}": number for number in range(20)}
     assert evidence.show("topic", holds=False, seed=1, rows=[row]) == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(f"{name} {value}" for name, value in row.items()) in told
-    assert "topic: DOES NOT HOLD" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(f"{name} {value}" for name, value in row.items()) in output
+    assert "topic: DOES NOT HOLD" in output
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ LIMITS = Thresholds()
 
 
 def heartbeats(at, *, waiting=False, moved_at=None, **more):
-    told = {"moved_at": at if moved_at is None else moved_at, "polled_at": at if waiting else None}
-    return Pulse(started_at=0.0, heartbeat_at=at, **told | more)
+    times = {"moved_at": at if moved_at is None else moved_at, "polled_at": at if waiting else None}
+    return Pulse(started_at=0.0, heartbeat_at=at, **times | more)
 
 
 def verdicts(pulses, limits, *, now):
@@ -232,8 +232,8 @@ def test_a_host_with_one_hung_rank_is_found_by_the_others_word():
 
 
 def test_the_smaller_part_of_a_cut_network_is_out():
-    told = {0: dataclasses.replace(STILL, unreachable=(1, 2, 3)), 1: STILL, 2: STILL, 3: STILL}
-    found = judge(told, SLOTS, LIMITS)
+    heartbeats_of = {0: dataclasses.replace(STILL, unreachable=(1, 2, 3)), 1: STILL, 2: STILL, 3: STILL}
+    found = judge(heartbeats_of, SLOTS, LIMITS)
     assert [(verdict.slot, verdict.kind) for verdict in found] == [(slot, "cut off") for slot in range(4)]
 
 

@@ -39,21 +39,21 @@ def file(tmp_path):
     file.close()
 
 
-def beats(file, told, starved):
+def beats(file, movements, starved):
     """What the heart writes for each (moved, polled) with the seconds for which it has starved by then."""
-    fault_points = iter(zip(told, starved, strict=True))
+    readings = iter(zip(movements, starved, strict=True))
     now = [(Movement(0.0), 0.0)]
     heartbeat = HeartbeatThread(file, 0, every_s=0.001, moved=lambda: now[0][0], starved=lambda: now[0][1])
-    for told_now, starved_now in fault_points:
-        now[0] = Movement(*told_now), starved_now
+    for movement, starved_now in readings:
+        now[0] = Movement(*movement), starved_now
         moved_at, polled_at, _ = heartbeat._moved_or_starved()
         yield moved_at, polled_at
     heartbeat.stop()
 
 
 def test_time_without_a_cpu_is_no_standstill(file):
-    told = [(10.0, None), (10.0, None), (10.0, None), (12.0, None), (12.0, None)]
-    seen = list(beats(file, told, [1.0, 1.0, 1.7, 2.0, 2.1]))
+    movements = [(10.0, None), (10.0, None), (10.0, None), (12.0, None), (12.0, None)]
+    seen = list(beats(file, movements, [1.0, 1.0, 1.7, 2.0, 2.1]))
     assert [(round(at, 9), polled) for at, polled in seen] == [
         (11.0, None),
         (11.0, None),
@@ -64,15 +64,15 @@ def test_time_without_a_cpu_is_no_standstill(file):
 
 
 def test_who_waits_for_others_tells_since_when_whatever_its_cpu_does(file):
-    told = [(10.0, 10.0), (10.0, 10.25), (10.5, None), (10.5, None)]
-    moved = [at for at, _ in beats(file, told, [1.0, 2.0, 2.5, 2.75])]
+    movements = [(10.0, 10.0), (10.0, 10.25), (10.5, None), (10.5, None)]
+    moved = [at for at, _ in beats(file, movements, [1.0, 2.0, 2.5, 2.75])]
     assert moved[:2] == [10.0, 10.0]
     assert moved[3] == moved[2] + 0.25
 
 
 def test_a_wait_that_gets_no_cpu_cannot_poll(file):
-    told = [(10.0, 10.0), (10.0, 10.25), (10.0, 10.25), (10.0, 10.25)]
-    polled = [at for _, at in beats(file, told, [0.0, 0.0, 0.5, 3.0])]
+    movements = [(10.0, 10.0), (10.0, 10.25), (10.0, 10.25), (10.0, 10.25)]
+    polled = [at for _, at in beats(file, movements, [0.0, 0.0, 0.5, 3.0])]
     assert polled == [10.0, 10.25, 10.75, 13.25]
 
 

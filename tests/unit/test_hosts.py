@@ -37,18 +37,18 @@ class LateStore(TorchStore):
 
 @pytest.fixture
 def host_1():
-    doors = []
+    endpoints = []
 
     def make(store):
-        doors.append(RefusingEndpoint("127.0.0.1"))
+        endpoints.append(RefusingEndpoint("127.0.0.1"))
         clock = lambda: store.now  # noqa: E731
         return Hosts(
-            store, host=1, host_incarnation=0, hosts=2, slots=2, door=doors[-1], thresholds=LIMITS, clock=clock
+            store, host=1, host_incarnation=0, hosts=2, slots=2, door=endpoints[-1], thresholds=LIMITS, clock=clock
         )
 
     yield make
-    for door in doors:
-        door.close()
+    for endpoint in endpoints:
+        endpoint.close()
 
 
 def test_who_was_cut_off_does_not_take_those_for_silent_who_went_on(host_1):

@@ -13,10 +13,10 @@ ANY = "a token of 25 characters."
 TWO_HOSTS = ["--nnodes=2", "--rdzv-backend=c10d"]
 
 
-def listening_at(words, said=None):
+def listening_at(words, log=None):
     """(the store's address, the arguments as torch gets them); None where it is not ours to start."""
     arguments = parse_args([*words, "train.py"])
-    store = start_store(arguments, say=[].append if said is None else said.append)
+    store = start_store(arguments, say=[].append if log is None else log.append)
     return (None if store is None else (store.host, store.port)), arguments
 
 
@@ -81,11 +81,11 @@ def test_a_second_agent_on_the_stores_host_is_its_client_and_one_that_must_have_
 
 
 def test_an_address_of_another_machine_is_left_to_torch_with_a_word():
-    said = []
-    found, arguments = listening_at([*TWO_HOSTS, "--rdzv-endpoint=192.0.2.1:0", "--rdzv-conf=is_host=1"], said)
+    log = []
+    found, arguments = listening_at([*TWO_HOSTS, "--rdzv-endpoint=192.0.2.1:0", "--rdzv-conf=is_host=1"], log)
     assert found is None
     assert arguments.rdzv_conf == "is_host=1"
-    assert said == ["192.0.2.1 is no address of this machine, so the job's store listens on all of its addresses"]
+    assert log == ["192.0.2.1 is no address of this machine, so the job's store listens on all of its addresses"]
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_the_address_that_others_reach_a_store_by(host, local, wanted):
 
 
 def test_a_name_that_is_loopback_here_is_left_to_torch_with_a_word():
-    said = []
-    found, _ = listening_at([*TWO_HOSTS, "--rdzv-endpoint=127.1:0", "--rdzv-conf=is_host=1"], said)
+    log = []
+    found, _ = listening_at([*TWO_HOSTS, "--rdzv-endpoint=127.1:0", "--rdzv-conf=is_host=1"], log)
     assert found is None
-    assert said == [
+    assert log == [
         "127.1 is a loopback address here, so the job's store listens on all addresses: --local-addr names one"
     ]
 

@@ -47,16 +47,16 @@ def test_one_without_copies_goes():
 
 def test_the_oldest_go_until_as_much_is_free_as_the_largest_took():
     runs = [dead("new", 1, mb=100), dead("oldest", 9, mb=100), dead("older", 5, mb=300), dead("tiny", 8, mb=1)]
-    for unused, gone in (
+    for unused, removed in (
         (300, []),
         (299, ["oldest"]),
         (150, ["oldest", "tiny", "older"]),
         (0, ["oldest", "tiny", "older"]),
     ):
-        assert names(runs, room=Room(free=unused * MB, total=400 * MB)) == gone, unused
+        assert names(runs, room=Room(free=unused * MB, total=400 * MB)) == removed, unused
     assert names(runs, room=Room(free=0, total=4000 * MB)) == ["oldest", "tiny", "older", "new"], "a quarter of all"
-    told = to_remove(runs, [], now=NOW, room=Room(free=299 * MB, total=400 * MB))[Path("oldest")]
-    assert told == (
+    reason = to_remove(runs, [], now=NOW, room=Room(free=299 * MB, total=400 * MB))[Path("oldest")]
+    assert reason == (
         "the oldest of the dead runs, 9 h dead, takes 100.0 MB; 299.0 MB are free, and this run may need 300.0 MB"
     )
 
@@ -73,8 +73,16 @@ def test_what_is_spared_stays_and_says_how_much_is_needed():
 
 
 def test_durations_in_words():
-    told = {0: "0 s", 59.9: "59 s", 60: "1 min", 3661: "1 h 1 min", 86399: "23 h 59 min", 90000.5: "1 d 1 h", -5: "0 s"}
-    assert {seconds: in_words(seconds) for seconds in told} == told
+    texts = {
+        0: "0 s",
+        59.9: "59 s",
+        60: "1 min",
+        3661: "1 h 1 min",
+        86399: "23 h 59 min",
+        90000.5: "1 d 1 h",
+        -5: "0 s",
+    }
+    assert {seconds: in_words(seconds) for seconds in texts} == texts
 
 
 # ---------------------------------------------------------------- on a disk
@@ -89,14 +97,14 @@ def shared(tmp_path, monkeypatch):
     return tmp_path
 
 
-def said_by(keep_s=DAY_S, spares=lambda _: False):
-    told = []
-    return new_folder(keep_s=keep_s, spares=spares, said=told.append), told
+def log_of(keep_s=DAY_S, spares=lambda _: False):
+    messages = []
+    return new_folder(keep_s=keep_s, spares=spares, said=messages.append), messages
 
 
 def left(*, hours, keep_s=DAY_S, size=1000):
     """What a run has left that died so long ago."""
-    run, _ = said_by(keep_s)
+    run, _ = log_of(keep_s)
     (run.path / "host-0").mkdir(mode=0o700)
     (run.path / "host-0/near-0-e0-0").write_bytes(bytes(size))
     manifest = run.path / "host-0/near-0-e0-0.json"
@@ -109,23 +117,23 @@ def left(*, hours, keep_s=DAY_S, size=1000):
 def test_a_new_run_leaves_what_another_job_may_resume(shared):
     """It was removed by any next run of the same user."""
     waits, short = left(hours=2), left(hours=2, keep_s=HOUR)
-    run, told = said_by()
+    run, messages = log_of()
     assert set(shared.iterdir()) == {waits, run.path}
-    assert told == [f"removing {short}: of a run that is dead for 2 h, and was to be kept for 1 h"]
+    assert messages == [f"removing {short}: of a run that is dead for 2 h, and was to be kept for 1 h"]
     run.remove()
 
 
 def test_what_is_removed_is_said(shared):
     past = left(hours=25)
-    run, told = said_by()
-    assert told == [f"removing {past}: of a run that is dead for 1 d 1 h, and was to be kept for 1 d"]
+    run, messages = log_of()
+    assert messages == [f"removing {past}: of a run that is dead for 1 d 1 h, and was to be kept for 1 d"]
     run.remove()
 
 
 def test_the_one_that_is_resumed_stays_however_old_it_is(shared):
     old = left(hours=400)
-    run, told = said_by(spares=lambda folder: folder == old)
-    assert (old.exists(), told) == (True, [])
+    run, messages = log_of(spares=lambda folder: folder == old)
+    assert (old.exists(), messages) == (True, [])
     run.remove()
 
 

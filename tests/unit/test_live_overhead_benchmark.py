@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks import evidence, live_overhead
 from benchmarks.live_overhead import CASES, jobs_of
-from benchmarks.step_pairs import WARM_UP, Block, apart_from_computing, is_first, pairs_of, told
+from benchmarks.step_pairs import WARM_UP, Block, apart_from_computing, is_first, pairs_of, row_of
 
 PAIRS = 8
 STEPS = WARM_UP + 2 * PAIRS
@@ -42,15 +42,15 @@ def test_what_is_added_to_the_computing_is_seen_of_whole_steps_alone():
 def test_a_row_has_the_pairs_of_all_its_jobs():
     slow = Block(seconds=[(2.2, 2.0)] * 3, computing=[(1.0, 1.0)] * 3, threads=0.002)
     fast = Block(seconds=[(1.0, 1.0)] * 5, computing=[(0.5, 0.5)] * 5, threads=0.004)
-    row = told("what", [slow, fast], framework="neither")
+    row = row_of("what", [slow, fast], framework="neither")
     assert (row["jobs"], row["pairs"], row["ratio"], row["step_ms"]) == (2, 8, 1.0, 1000.0)
     assert row["threads"] == pytest.approx(0.003)
-    assert told("what", [slow], framework="neither")["ratio"] == pytest.approx(1.1)
+    assert row_of("what", [slow], framework="neither")["ratio"] == pytest.approx(1.1)
 
 
 def test_what_is_not_known_is_not_told():
     blind = Block(seconds=[(1.0, 1.0)] * 3, computing=[(0.0, 0.0)] * 3, threads=0.0)
-    assert "apart" not in told("what", [blind], framework="neither")
+    assert "apart" not in row_of("what", [blind], framework="neither")
 
 
 def block(*ratios):

@@ -58,8 +58,8 @@ LOST_AFTER_S = 0.3
 def ask(two, times, wait_s=PATIENCE_S):
     """(how many answers, seconds); an answer that does not come is waited for so long."""
     words = [*two.prefix(1), sys.executable, "-c", ASKS, two.address(2), str(times), str(wait_s)]
-    said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=2 * PATIENCE_S).stdout.split()
-    return int(said[0]), float(said[1])
+    output = subprocess.run(words, capture_output=True, text=True, check=True, timeout=2 * PATIENCE_S).stdout.split()
+    return int(output[0]), float(output[1])
 
 
 def test_they_hear_each_other_and_know_their_names(two):

@@ -29,8 +29,8 @@ print(len(changed), "of", len(before), torch.cuda.is_available(), torch.get_defa
 """
 
 
-def probe(said):
-    environment = {**os.environ, "NTP_CPU": said}
+def probe(answer):
+    environment = {**os.environ, "NTP_CPU": answer}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, check=False
     )

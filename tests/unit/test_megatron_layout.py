@@ -59,7 +59,7 @@ def test_every_unit_is_held_once_in_each_replica():
 
 
 @pytest.mark.parametrize(
-    ("lost", "processes", "said"),
+    ("lost", "processes", "message"),
     [
         (("r1.s0.t3",), 8, "8 processes are not whole replicas of TP 4 x PP 1 but for r1.s0.t3"),
         (("r9.s0.t0",), 7, "r9.s0.t0 is not in this layout"),
@@ -67,8 +67,8 @@ def test_every_unit_is_held_once_in_each_replica():
         (("third",), 7, "does not name a slot"),
     ],
 )
-def test_a_loss_that_does_not_fit_is_refused(lost, processes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_loss_that_does_not_fit_is_refused(lost, processes, message):
+    with pytest.raises(ConfigError, match=message):
         layout(*lost, processes=processes)
 
 
@@ -82,7 +82,7 @@ def test_a_replica_without_slots_is_to_be_left_out():
 # ---------------------------------------------------------------- refusals
 
 
-def arguments(**said):
+def arguments(**changes):
     """Megatron's arguments, as far as the table looks at them, for what works."""
     fine = {
         "transformer_impl": "local",
@@ -94,11 +94,11 @@ def arguments(**said):
         "num_query_groups": 8,
         "num_attention_heads": 16,
     }
-    return types.SimpleNamespace(**{**fine, **said})
+    return types.SimpleNamespace(**{**fine, **changes})
 
 
 @pytest.mark.parametrize(
-    "said",
+    "changes",
     [
         {},
         {"hybrid_layer_pattern": "*--*"},
@@ -111,12 +111,12 @@ def arguments(**said):
         {"iterations_to_skip": [], "perform_initialization": True, "cross_entropy_fusion_impl": "native"},
     ],
 )
-def test_what_works_is_not_refused(said):
-    refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
+def test_what_works_is_not_refused(changes):
+    refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
 
 
 @pytest.mark.parametrize(
-    ("said", "flag"),
+    ("changes", "flag"),
     [
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
@@ -157,9 +157,9 @@ def test_what_works_is_not_refused(said):
         ({"num_query_groups": 2}, "--num-query-groups: 2 query groups do not divide over 4 TP slots"),
     ],
 )
-def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(said, flag):
+def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(changes, flag):
     with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
-        refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
+        refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
 
 
 EXACT = TrainingPolicy(enabled=True, dropout="exact")
@@ -171,7 +171,7 @@ def test_exact_masks_are_not_refused_degraded_or_healthy():
 
 
 @pytest.mark.parametrize(
-    ("said", "flag"),
+    ("changes", "flag"),
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
@@ -181,27 +181,27 @@ def test_exact_masks_are_not_refused_degraded_or_healthy():
         ({"num_query_groups": 2}, "--num-query-groups"),
     ],
 )
-def test_where_masks_cannot_be_exact_they_are_refused_with_nobody_lost(said, flag):
+def test_where_masks_cannot_be_exact_they_are_refused_with_nobody_lost(changes, flag):
     whole = layout(processes=8)
     with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
-        refuse_what_does_not_work(arguments(hidden_dropout=0.1, **said), EXACT, whole)
-    refuse_what_does_not_work(arguments(**said), EXACT, whole)
+        refuse_what_does_not_work(arguments(hidden_dropout=0.1, **changes), EXACT, whole)
+    refuse_what_does_not_work(arguments(**changes), EXACT, whole)
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "message"),
     [
         (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
         (TrainingPolicy(min_tp_width=4), "replica 1 is 3 slots wide in stage 0, below --ntp-min-tp-width 4"),
     ],
 )
-def test_a_policy_that_is_not_built_is_refused(policy, said):
-    with pytest.raises(Refused, match=f"{said}.*Way out: ."):
+def test_a_policy_that_is_not_built_is_refused(policy, message):
+    with pytest.raises(Refused, match=f"{message}.*Way out: ."):
         refuse_what_does_not_work(arguments(), policy, layout("r1.s0.t3"))
 
 
-def live_arguments(**said):
-    return arguments(tensor_model_parallel_size=4, **said)
+def live_arguments(**changes):
+    return arguments(tensor_model_parallel_size=4, **changes)
 
 
 def test_a_usual_job_may_be_live_also_with_checkpoints_and_the_distributed_optimizer():
@@ -224,14 +224,14 @@ def test_what_no_live_job_can_have_is_refused_at_its_start(refusal):
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "message"),
     [
         (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
         (TrainingPolicy(min_tp_width=5), "--ntp-min-tp-width 5 is above --tensor-model-parallel-size 4"),
     ],
 )
-def test_a_policy_that_no_loss_could_be_met_with_is_refused_at_the_start(policy, said):
-    with pytest.raises(Refused, match=f"{said}.*Way out: ."):
+def test_a_policy_that_no_loss_could_be_met_with_is_refused_at_the_start(policy, message):
+    with pytest.raises(Refused, match=f"{message}.*Way out: ."):
         refuse_live(live_arguments(), policy)
 
 

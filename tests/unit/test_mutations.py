@@ -111,7 +111,7 @@ def one_too_many(sound):
     return lambda self, step_ns, stages: sound(self, step_ns, stages) + 1
 
 
-def copy_next_door(sound):
+def copy_on_the_same_host(sound):
     """Copies are resettled without looking at failure domains."""
 
     def broken(node, nominal, placement, surplus):
@@ -202,7 +202,7 @@ MUTATIONS = [
         properties.strict_split_is_exact_and_the_shortest,
         BATCH,
     ),
-    (copy_placement, "_lightest_host", copy_next_door, properties.far_copies_are_far, COPIES),
+    (copy_placement, "_lightest_host", copy_on_the_same_host, properties.far_copies_are_far, COPIES),
     (parity_groups, "lightest_host", keep_a_parity_inside, properties.parities_protect, PARITIES),
     (parity_groups, "domain_size", share_inside_a_domain, properties.parities_protect, PARITIES),
     (transfers, "_sources", ask_the_dead, properties.transfers_turn_one_layout_into_the_next, situations()),

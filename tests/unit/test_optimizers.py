@@ -147,12 +147,12 @@ def test_what_is_kept_once_for_a_group_goes_with_its_parameters():
 
 def test_what_is_kept_for_a_parameter_stays_there():
     optimizer, (parameter,) = steps("Adam", [torch.ones(3, 2)], [torch.ones(3, 2)])
-    told = Numbers(optimizer).of(parameter)
-    assert told.keys() == {"step"}
+    numbers = Numbers(optimizer).of(parameter)
+    assert numbers.keys() == {"step"}
     other = make("Adam", [torch.nn.Parameter(torch.ones(3, 2))])
     (theirs,) = other.param_groups[0]["params"]
-    Numbers(other).put(theirs, told)
-    assert other.state[theirs] == {"step": told["step"]}
+    Numbers(other).put(theirs, numbers)
+    assert other.state[theirs] == {"step": numbers["step"]}
     assert "step" not in other.param_groups[0]
 
 

@@ -54,8 +54,8 @@ def as_nobody(script):
 def a_dead_run(shared):
     """What a job of ours has left; returns its folder."""
     run = RunFolder(COPIES, shared)
-    piece = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
-    part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
+    tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+    part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
     version, extras = Version(step=7, epoch=2), {"framework": "megatron"}
     replicator = Replicator(Store(run.path / "host-0"), run="ntp/job", secret="", slot=3, trouble=pytest.fail)
     replicator.begin(Snapshot(version=version, holders=(3,), parts=[part], extras=extras))
@@ -98,9 +98,9 @@ def test_what_they_plant_is_neither_listed_nor_verified_nor_removed(shared, plan
     own, _, there = planted
     for what in ("list", "verify"):
         assert main(["copies", what]) == 0
-        told = capsys.readouterr().out
-        assert str(own) in told
-        assert [name for name in there - {own.name} if name in told] == []
+        output = capsys.readouterr().out
+        assert str(own) in output
+        assert [name for name in there - {own.name} if name in output] == []
     assert main(["copies", "clean"]) == 0
     assert {path.name for path in shared.iterdir()} == there - {own.name}
 
@@ -127,8 +127,8 @@ def test_one_that_is_named_is_refused_in_one_line(shared, planted, name, why, ca
     folder, (_, proof, there) = str(shared / f"{COPIES}{name}"), planted
     for words in (["list"], ["verify"], ["clean"]):
         assert main(["copies", *words, folder]) == 2
-        told = capsys.readouterr().err
-        assert (told.count("\n"), why in told) == (1, True), told
+        output = capsys.readouterr().err
+        assert (output.count("\n"), why in output) == (1, True), output
     if name != "file":
         assert main(["copies", "export", folder, "--to", str(shared / "out"), "--", "train.py"]) == 2
         assert why in capsys.readouterr().err

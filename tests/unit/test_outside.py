@@ -285,8 +285,8 @@ def wrongs(*injected, noticed=(), code=0, steps=20, recorded=True, **more):
     """What a job of four ranks comes to that completes a step each second, of which rank 0 reports."""
     reports = [report(step + 0.5, step, LONG[step]) for step in range(1, steps + 1)]
     reports += [report(2.5, 2, LONG[2], rank=rank) for rank in (1, 2, 3)]
-    said = [Noticed(at=at, rank=rank) for rank, at in noticed]
-    run = dataclasses.replace(ran(*injected, reports=reports, noticed=said, code=code), is_recorded=recorded, **more)
+    notices = [Noticed(at=at, rank=rank) for rank, at in noticed]
+    run = dataclasses.replace(ran(*injected, reports=reports, noticed=notices, code=code), is_recorded=recorded, **more)
     return [(one.kind, one.wrong) for one in judge(run, LONG, weights_apart=None, allowed=ALLOWED)]
 
 
@@ -325,15 +325,15 @@ def test_a_replica_that_leaves_whole_and_a_job_that_ends_take_others_along():
 
 
 def test_a_loss_that_nobody_noticed_is_wrong_where_others_went_on():
-    said = "rank 1 was lost, nobody noticed, and the others completed 15 further steps"
+    message = "rank 1 was lost, nobody noticed, and the others completed 15 further steps"
     kill = fault("kill", 6.0, (1, 6.0))
-    assert wrongs(kill) == [("kill", said)]
+    assert wrongs(kill) == [("kill", message)]
     assert wrongs(kill, recorded=False) == [("kill", "")]
     assert wrongs(fault("kill", 17.0, (1, 17.0))) == [("kill", "")]  # the job was over before
     assert wrongs(fault("stop-long", 6.0, (0, 6.0))) == [("stop-long", "")]  # it goes on
     joiner = fault("kill-joiner", 6.0, (1, 6.0), (1, 7.0))
     assert wrongs(joiner, noticed=[(1, 6.2)]) == [("kill-joiner", "")]
-    assert wrongs(joiner) == [("kill-joiner", said)]
+    assert wrongs(joiner) == [("kill-joiner", message)]
 
 
 def test_who_was_stopped_for_longer_than_it_was_to_be_is_known():
@@ -471,7 +471,7 @@ def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "behind -- stands nothing"),
         (["--", "torchrun", "x.py"], "behind -- stands torchrun x.py"),
@@ -482,8 +482,8 @@ def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_pa
         (["--line", "(", "--", "ntp", "run", "x.py"], "--line"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_line(words, said, capsys):
+def test_a_wrong_command_line_is_told_in_one_line(words, message, capsys):
     assert main(["chaos", "outside", *words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1

@@ -74,7 +74,7 @@ def test_little_is_written_down_of_many():
 
 
 @pytest.mark.parametrize(
-    ("mode", "nodes", "per_rack", "far", "told"),
+    ("mode", "nodes", "per_rack", "far", "message"),
     [
         (
             "xor:3",
@@ -87,6 +87,6 @@ def test_little_is_written_down_of_many():
         ("xor:2", 1, 1, "node", "1 hosts of 4 GPUs make 1"),
     ],
 )
-def test_too_few_domains_are_refused_with_the_numbers_and_a_way_out(mode, nodes, per_rack, far, told):
-    with pytest.raises(Refused, match=told):
+def test_too_few_domains_are_refused_with_the_numbers_and_a_way_out(mode, nodes, per_rack, far, message):
+    with pytest.raises(Refused, match=message):
         share_parities(cluster(nodes, per_rack=per_rack), CopyPolicy(mode=mode, far=far), ())

@@ -225,8 +225,8 @@ def test_the_state_of_torchs_schedulers_is_data(scheduler):
     state = scheduler.state_dict()
     assert same(there_and_back(state), state)
     for group in scheduler.optimizer.param_groups:
-        told = {name: value for name, value in group.items() if name != "params"}
-        assert same(there_and_back(told), told)
+        options = {name: value for name, value in group.items() if name != "params"}
+        assert same(there_and_back(options), options)
 
 
 # ---------------------------------------------------------------- that it stays so
@@ -268,11 +268,11 @@ def unpickling(source):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLES:
             yield str(node.module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             called = ast.unparse(node.func)
-            if called == "torch.load" and said.get("weights_only") != "True":
+            if called == "torch.load" and keywords.get("weights_only") != "True":
                 yield called
-            if "allow_pickle" in said and said["allow_pickle"] != "False":
+            if "allow_pickle" in keywords and keywords["allow_pickle"] != "False":
                 yield called
 
 

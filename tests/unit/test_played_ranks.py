@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.rehearsal import Asking, asking_of, tell_that_it_asks, wait_until_they_ask
+from benchmarks.rehearsal import Asking, asking_of, report_request, wait_until_they_ask
 from tests.patience import PATIENCE_S
 
 STEP = 14
@@ -17,10 +17,10 @@ class Asks(threading.Thread):
 
     def __init__(self, folder, asking):
         super().__init__(daemon=True)
-        self.told = []
-        self._store = SimpleNamespace(create=lambda key, _: self.told.append(key))
+        self.keys = []
+        self._store = SimpleNamespace(create=lambda key, _: self.keys.append(key))
         rank = SimpleNamespace(folder=folder, member_id=SimpleNamespace(incarnation="2/1"))
-        tell_that_it_asks(rank, asking, self._store)
+        report_request(rank, asking, self._store)
         self.start()
 
     def run(self):
@@ -43,10 +43,10 @@ def test_who_is_early_asks_when_it_is_awaited(tmp_path):
     joiner = Asks(tmp_path, asking)
     member_at(tmp_path, STEP - 1, asking)
     joiner.join(0.1)
-    assert joiner.told == ["beat/2"]
+    assert joiner.keys == ["beat/2"]
     member_at(tmp_path, STEP, asking)
     joiner.join(PATIENCE_S)
-    assert joiner.told == ["beat/2", "come/1/2", "asked/1/0"]
+    assert joiner.keys == ["beat/2", "come/1/2", "asked/1/0"]
 
 
 def test_who_is_late_is_waited_for(tmp_path):
@@ -61,4 +61,4 @@ def test_who_is_late_is_waited_for(tmp_path):
 def test_who_may_or_is_awaited_by_nobody_asks_at_once(tmp_path, asking):
     joiner = Asks(tmp_path, asking)
     joiner.join(PATIENCE_S)
-    assert joiner.told[-1] == "asked/1/0"
+    assert joiner.keys[-1] == "asked/1/0"

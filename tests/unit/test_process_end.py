@@ -16,8 +16,8 @@ def started(*, leads):
     shell = subprocess.Popen(
         ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=leads
     )
-    with shell.stdout as told:
-        return shell, int(told.readline())
+    with shell.stdout as output:
+        return shell, int(output.readline())
 
 
 def is_there(pid):

@@ -4,7 +4,7 @@ import pytest
 
 from ntp_plugin.recovery.rank_context import RankContext
 
-TOLD = {
+VARIABLES = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "job",
@@ -17,7 +17,7 @@ TOLD = {
 
 
 def place_of(slot, **more):
-    return RankContext.read(TOLD | {"RANK": str(slot)} | more)
+    return RankContext.read(VARIABLES | {"RANK": str(slot)} | more)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ def replicas(count, tp=2):
     }
 
 
-def changed(told, slot, values, number):
-    *where, _ = told[slot][values]
-    return told | {slot: told[slot] | {values: (*where, number)}}
+def changed(digests, slot, values, number):
+    *where, _ = digests[slot][values]
+    return digests | {slot: digests[slot] | {values: (*where, number)}}
 
 
 def test_all_alike():
@@ -46,9 +46,9 @@ def test_what_each_slot_has_is_compared_among_all_slots():
 
 
 def test_a_replica_that_is_cut_otherwise_is_a_whole_as_well():
-    told = replicas(2) | {4: {"cut": ("", "r2", "both parts", 30)}}
-    assert not odd_ones(told)
-    (odd,) = odd_ones(changed(told, 4, "cut", 31))
+    digests = replicas(2) | {4: {"cut": ("", "r2", "both parts", 30)}}
+    assert not odd_ones(digests)
+    (odd,) = odd_ones(changed(digests, 4, "cut", 31))
     assert odd.slots == (4,)
 
 
@@ -66,8 +66,8 @@ def test_of_two_the_one_that_is_not_finite_is_wrong():
 
 
 def test_most_may_have_lost_a_number_and_the_finite_one_is_right():
-    told = changed(changed(replicas(3), 3, "cut", 21), 5, "cut", 21)
-    (odd,) = odd_ones(told, {3: ["cut"], 5: ["cut"]})
+    digests = changed(changed(replicas(3), 3, "cut", 21), 5, "cut", 21)
+    (odd,) = odd_ones(digests, {3: ["cut"], 5: ["cut"]})
     assert odd == Odd(values="cut", slots=(3, 5), certain=True, replica_digests=3, finite=False)
 
 
@@ -77,8 +77,8 @@ def test_where_no_whole_is_finite_nobody_can_say():
 
 
 def test_what_is_not_finite_is_told_first():
-    told = changed(changed(replicas(2), 3, "cut", 21), 1, "each", 8)
-    first, second = odd_ones(told, {3: ["cut"]})
+    digests = changed(changed(replicas(2), 3, "cut", 21), 1, "each", 8)
+    first, second = odd_ones(digests, {3: ["cut"]})
     assert not first.finite and (first.values, second.values) == ("cut", "each")
 
 
@@ -91,7 +91,7 @@ CUT, EACH = ["cut 0", "cut 1", "cut 2"], ["each 0", "each 1"]
 def jobs(draw):
     """Replicas of any width: some tensors are cut over a replica's slots, others are whole in each of them."""
     numbers = st.integers(0, MODULUS - 1)
-    right, told = draw(st.fixed_dictionaries(dict.fromkeys(CUT + EACH, numbers))), {}
+    right, digests = draw(st.fixed_dictionaries(dict.fromkeys(CUT + EACH, numbers))), {}
     for replica in range(draw(st.integers(1, 4))):
         width = draw(st.integers(1, 3))
         parts = {values: draw(st.lists(numbers, min_size=width - 1, max_size=width - 1)) for values in CUT}
@@ -99,17 +99,17 @@ def jobs(draw):
             of_all = {values: [*own, (right[values] - sum(own)) % MODULUS] for values, own in parts.items()}
             cut = {values: ("", f"r{replica}", f"{slot} of {width}", own[slot]) for values, own in of_all.items()}
             own = {f"{values} of slot {slot}": (f"{slot}", f"r{replica}", "", right[values] + slot) for values in EACH}
-            told[len(told)] = cut | own
-    return told
+            digests[len(digests)] = cut | own
+    return digests
 
 
 @given(jobs(), st.data())
-def test_sums_know_as_much_as_all_digests(told, data):
-    assert are_alike(map(sums_of, told.values())) and not odd_ones(told)
-    slot = data.draw(st.sampled_from(sorted(told)))
-    values, other = data.draw(st.sampled_from(sorted(told[slot]))), data.draw(st.integers(1, MODULUS - 1))
-    told = changed(told, slot, values, (told[slot][values][-1] + other) % MODULUS)
-    assert are_alike(map(sums_of, told.values())) == (not odd_ones(told))
+def test_sums_know_as_much_as_all_digests(digests, data):
+    assert are_alike(map(sums_of, digests.values())) and not odd_ones(digests)
+    slot = data.draw(st.sampled_from(sorted(digests)))
+    values, other = data.draw(st.sampled_from(sorted(digests[slot]))), data.draw(st.integers(1, MODULUS - 1))
+    digests = changed(digests, slot, values, (digests[slot][values][-1] + other) % MODULUS)
+    assert are_alike(map(sums_of, digests.values())) == (not odd_ones(digests))
 
 
 def test_a_slot_tells_no_more_sums_where_a_model_has_more_tensors():
@@ -119,7 +119,7 @@ def test_a_slot_tells_no_more_sums_where_a_model_has_more_tensors():
 
 def test_replica_digests_that_lack_a_tensor_are_not_called_alike():
     """Then all digests are told, and only what several have is compared."""
-    told = replicas(2)
-    told[3] = {values: digest for values, digest in told[3].items() if values != "each"}
-    told[3]["of its own"] = "each", "1.1", "", 9
-    assert not are_alike(map(sums_of, told.values())) and not odd_ones(told)
+    digests = replicas(2)
+    digests[3] = {values: digest for values, digest in digests[3].items() if values != "each"}
+    digests[3]["of its own"] = "each", "1.1", "", 9
+    assert not are_alike(map(sums_of, digests.values())) and not odd_ones(digests)

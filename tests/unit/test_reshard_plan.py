@@ -97,10 +97,12 @@ def recovery(nominal, members, epoch, stop_at, halfway):
         for rank, member in members.items():
             recut = recuts[rank]
             assert each(recut.before) <= member.units[number], "a member has what the plan says that it has"
-            for piece in recut.outgoing:
-                assert each(piece.units) <= member.units[number], "a source holds what it gives"
-                assert any(back.peer == rank and back.units == piece.units for back in recuts[piece.peer].incoming)
-            got = [unit for piece in recut.incoming for unit in each(piece.units)]
+            for transfer in recut.outgoing:
+                assert each(transfer.units) <= member.units[number], "a source holds what it gives"
+                assert any(
+                    back.peer == rank and back.units == transfer.units for back in recuts[transfer.peer].incoming
+                )
+            got = [unit for transfer in recut.incoming for unit in each(transfer.units)]
             assert len(got) == len(set(got)), "nothing comes twice"
             assert each(recut.after) <= each(recut.before) | set(got), "a member ends with all of its new part"
         building = members.keys() if number < stop_at else halfway[0] & members.keys()
@@ -234,5 +236,5 @@ def test_one_holder_speaks_for_each_tensor():
     nominal = job(4, 2)
     held = {rank: held_at_first() for rank in range(8)} | {0: dataclasses.replace(held_at_first(), versions=(-1, 0, 0))}
     (plan,) = plan_relayout(nominal, held, 1)
-    told = {rank: plan.tensors_told_by(nominal.topology.slot_of(rank)) for rank in range(8)}
-    assert {rank: names for rank, names in told.items() if names} == {0: ["norm", "second"], 1: ["first"]}
+    tensors_of = {rank: plan.tensors_told_by(nominal.topology.slot_of(rank)) for rank in range(8)}
+    assert {rank: names for rank, names in tensors_of.items() if names} == {0: ["norm", "second"], 1: ["first"]}

@@ -8,8 +8,8 @@ from ntp_plugin.planning.batch_split import NominalBatch, ReplicaPace, split_bat
 from ntp_plugin.training.samples import ReplicaSamples
 
 
-def samples(paces, nominal, *, consumed=0, steps=2, pieces=1):
-    split = split_batch({r: ReplicaPace(ns=ns, pieces=pieces) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
+def samples(paces, nominal, *, consumed=0, steps=2, splits=1):
+    split = split_batch({r: ReplicaPace(ns=ns, pieces=splits) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
     available = consumed + steps * nominal.total * nominal.micro_batch + 1
     return [
         ReplicaSamples(nominal=nominal, share=share, consumed=consumed, available=available) for share in split.shares
@@ -41,6 +41,6 @@ def test_a_whole_replica_gets_what_megatron_gives_it():
 
 def test_a_nominal_micro_batch_in_pieces_is_the_same_samples():
     nominal = NominalBatch(replicas=2, per_replica=2, micro_batch=4, stages=1, healthy_ns=10)
-    first, second = samples([10, 10], nominal, steps=1, pieces=2)
+    first, second = samples([10, 10], nominal, steps=1, splits=2)
     assert list(first) == [[0, 1], [2, 3], [8, 9], [10, 11]]
     assert list(second) == [[4, 5], [6, 7], [12, 13], [14, 15]]

@@ -31,19 +31,19 @@ def raised(error, *, cause=None):
     return caught.value
 
 
-def decision(failure=OWN, **told):
+def decision(failure=OWN, **changes):
     usual = {"on_error": "stop", "again": False, "is_member": True, "beside_a_loss": False, "others_are_done": False}
-    return ends_the_job(failure, **usual | told)
+    return ends_the_job(failure, **usual | changes)
 
 
 def test_an_error_of_a_member_that_no_loss_has_caused_ends_the_job():
     assert decision()
 
 
-@pytest.mark.parametrize("told", [{"is_member": False}, {"beside_a_loss": True}, {"on_error": "retry"}])
-def test_one_that_may_have_another_cause_does_when_it_comes_again(told):
-    assert not decision(**told)
-    assert decision(again=True, **told)
+@pytest.mark.parametrize("changes", [{"is_member": False}, {"beside_a_loss": True}, {"on_error": "retry"}])
+def test_one_that_may_have_another_cause_does_when_it_comes_again(changes):
+    assert not decision(**changes)
+    assert decision(again=True, **changes)
 
 
 def test_one_beside_a_loss_does_when_the_others_have_come_to_the_end():
@@ -55,9 +55,9 @@ def test_one_beside_a_loss_does_when_the_others_have_come_to_the_end():
 
 def test_nothing_does_where_ranks_are_to_be_evicted_and_no_fault_does():
     for again, is_member, beside_a_loss in itertools.product([False, True], repeat=3):
-        told = {"again": again, "is_member": is_member, "beside_a_loss": beside_a_loss}
-        assert not decision(on_error="evict", **told)
-        assert not any(decision(OF_A_FAULT, on_error=on_error, **told) for on_error in ON_ERROR)
+        changes = {"again": again, "is_member": is_member, "beside_a_loss": beside_a_loss}
+        assert not decision(on_error="evict", **changes)
+        assert not any(decision(OF_A_FAULT, on_error=on_error, **changes) for on_error in ON_ERROR)
 
 
 FAULTS = [

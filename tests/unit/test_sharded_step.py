@@ -48,10 +48,10 @@ def test_what_is_stepped_comes_back_into_the_parameters():
 def test_shards_are_told_by_their_places_in_the_whole():
     *_, step = made()
 
-    def piece_of(name, places, start, stop):
+    def slice_of(name, places, start, stop):
         return TensorSlice(tensor=name, shape=(3, 8), dim=1, ranges=places, start=start, stop=stop)
 
-    first = shards_of_lanes(step, piece_of)[0]
-    ((piece, at),) = first.pieces
-    assert (piece.tensor, piece.ranges, piece.size, at) == ("a", ((6, 8),), 6, 0)
-    assert piece.runs.starts.tolist() == [6, 14, 22]
+    first = shards_of_lanes(step, slice_of)[0]
+    ((tensor_slice, at),) = first.pieces
+    assert (tensor_slice.tensor, tensor_slice.ranges, tensor_slice.size, at) == ("a", ((6, 8),), 6, 0)
+    assert tensor_slice.runs.starts.tolist() == [6, 14, 22]

@@ -19,15 +19,15 @@ def values_of(shape, seed, dtype=torch.float64):
 
 def whole(values, name="t"):
     shape = tuple(values.shape)
-    piece = TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=values.numel())
-    return sketch([(piece, values)])
+    tensor_slice = TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=values.numel())
+    return sketch([(tensor_slice, values)])
 
 
 @settings(max_examples=100)
 @given(shapes, seeds, st.data())
 def test_it_is_the_same_for_all_cuts(shape, seed, data):
     values = values_of(shape, seed)
-    parts = [(piece, values.reshape(-1)[places_of(piece)]) for piece in data.draw(cuts(shape))]
+    parts = [(tensor_slice, values.reshape(-1)[places_of(tensor_slice)]) for tensor_slice in data.draw(cuts(shape))]
     each = [sketch([part]) for part in parts]
     added = [math.fsum(sums) for sums in zip(*each, strict=True)]
     assert added == pytest.approx(whole(values), rel=1e-13, abs=1e-13 * values.numel())

@@ -60,22 +60,22 @@ def known(job):
 def test_ten_thousand_spoilt_lines_change_nothing_that_status_shows(tmp_path, capsys):
     """Behind each event come lines that are nothing, and spoilt ones of the same event."""
     path, dice = events_file(tmp_path), random.Random(1)
-    job, right, follower, all_told = JobState(), JobState(), Follower(tmp_path), []
+    job, right, follower, all_recorded = JobState(), JobState(), Follower(tmp_path), []
     with Screen("a job") as screen:
         for slot, event in STORY:
             Teller(path, slot).tell(event)
             whole = path.read_bytes().splitlines()[-1]
             with path.open("ab") as file:
                 file.writelines(spoilt(whole, dice) + b"\n" for _ in range(LINES // len(STORY) + 1))
-            told = follower.news()
-            for one in told:
+            news = follower.news()
+            for one in news:
                 job.hear(one)
-            screen.show(job, told)
-            right.hear(told[0])
-            all_told.append(told[0])
+            screen.show(job, news)
+            right.hear(news[0])
+            all_recorded.append(news[0])
             assert known(job) == known(right), event
     assert follower.senseless > 0.8 * LINES
-    assert [told.event for told in all_told[:-2]] == [event for _, event in STORY[:-2]], (
+    assert [news.event for news in all_recorded[:-2]] == [event for _, event in STORY[:-2]], (
         "the last but one has a NaN, which equals nothing"
     )
     assert job.whole
@@ -147,9 +147,9 @@ def test_slots_that_are_none_are_not_lost_and_do_not_come_back():
 def test_a_number_that_counts_nothing_is_no_event(tmp_path, field, number):
     path = events_file(tmp_path)
     Teller(path, "r0.s0.t0").tell(step(1))
-    said = path.read_text()
-    value = json.dumps(json.loads(said)[field])
-    path.write_text(said.replace(f'"{field}": {value}', f'"{field}": {number}'))
+    text = path.read_text()
+    value = json.dumps(json.loads(text)[field])
+    path.write_text(text.replace(f'"{field}": {value}', f'"{field}": {number}'))
     follower = Follower(tmp_path)
     assert follower.news() == []
     assert follower.senseless == 1
@@ -166,9 +166,9 @@ def test_a_report_leaves_out_a_strike_that_can_be_none_and_says_so(tmp_path, cap
         with contextlib.closing(Teller(events_file(tmp_path), "r1.s0.t0")) as teller:
             teller.tell(FaultInjected(fault=name, what="kill", whom="r1.s0.t1", fault_point="", step=2))
     assert main(["report", str(tmp_path)]) in (0, 1)
-    told = capsys.readouterr().out
-    assert told.startswith(before), "the rest is judged as before"
-    assert "left out: a FaultInjected line that r1.s0.t0 told: 'two words' is no name for a strike" in told
-    assert told.count("left out: ") == 3
+    output = capsys.readouterr().out
+    assert output.startswith(before), "the rest is judged as before"
+    assert "left out: a FaultInjected line that r1.s0.t0 told: 'two words' is no name for a strike" in output
+    assert output.count("left out: ") == 3
     assert json.loads((tmp_path / "verdict.json").read_text())["left_out"]
     assert "Left out: a FaultInjected line" in (tmp_path / "report.html").read_text()

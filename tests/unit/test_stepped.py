@@ -33,7 +33,7 @@ class Member:
         self.optimizer = MAKE[name]([{"params": group} for group in self.parameters])
         at = (0, cut)
         self.stepped = [
-            Stepped(parameter=one, pieces=((piece(start, start + len(one)), 0),))
+            Stepped(parameter=one, pieces=((slice_of(start, start + len(one)), 0),))
             for start, group in zip(at, self.parameters, strict=True)
             for one in group
         ]
@@ -49,11 +49,11 @@ class Member:
         return torch.cat([one.parameter.detach() for one in self.stepped])
 
 
-def piece(start, stop):
+def slice_of(start, stop):
     return TensorSlice(tensor="w", shape=(SIZE,), dim=0, ranges=((0, SIZE),), start=start, stop=stop)
 
 
-def told(member):
+def copied(member):
     """As a manifest tells it, and its values element by element."""
     found, values = parts(member.stepped, member.optimizer), {}
     for part in found:
@@ -68,7 +68,7 @@ def told(member):
 
 def moved(name, member, cut):
     """To somebody who has it cut elsewhere, and was at something else."""
-    held, values = told(member)
+    held, values = copied(member)
     other = Member(name, cut, torch.full((SIZE,), 7.0))
     other.step(torch.ones(SIZE))
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_it_steps_on_as_it_would_have(name, steps, cuts, seed):
 def test_copies_that_do_not_tell_what_a_group_keeps_are_refused():
     member = Member("FusedAdam", 6, torch.ones(SIZE))
     member.step(torch.ones(SIZE))
-    held, _ = told(member)
-    told_by_others = CopiedSlice(piece=held.piece, entries=held.entries, numbers={})
+    held, _ = copied(member)
+    without_numbers = CopiedSlice(piece=held.piece, entries=held.entries, numbers={})
     with pytest.raises(Refused, match="the copies of w do not tell its optimizer's step"):
-        make_room(member.stepped, member.optimizer, {"w": told_by_others})
+        make_room(member.stepped, member.optimizer, {"w": without_numbers})

@@ -64,14 +64,14 @@ def test_every_shard_of_a_replica_that_is_dropped_or_comes_back_changes_hands_on
     except Refused:
         return
     change = Change(before=before, after=after, units=nominal.units, state=nominal.state, copies=copies)
-    gone, back = after.dropped - before.dropped, before.dropped - after.dropped
+    dropped, back = after.dropped - before.dropped, before.dropped - after.dropped
     try:
         deals = plan_block_deals(change)
     except StateLost:
-        homes = [nominal.topology.node_of(slot) for slot in lost - lost_before if slot.replica in gone]
+        homes = [nominal.topology.node_of(slot) for slot in lost - lost_before if slot.replica in dropped]
         assert any({home, *copies.holders(home)} <= set(after.lost_nodes) for home in homes)
         return
-    expected = {slot for replica in gone for slot in living_slots(before, replica)}
+    expected = {slot for replica in dropped for slot in living_slots(before, replica)}
     expected |= {slot for replica in back for slot in living_slots(after, replica)}
     assert sorted(blocks.slot for blocks in deals) == (sorted(expected) if nominal.state.distributed_optimizer else [])
     for blocks in deals:
