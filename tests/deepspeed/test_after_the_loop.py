@@ -42,7 +42,7 @@ def test_an_error_of_the_script_is_the_jobs(tmp_path):
 
 @pytest.mark.short
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_that_is_killed_takes_a_step_with_it_that_nobody_takes_again(stage):
+def test_a_rank_killed_after_the_loop_loses_its_last_step(stage):
     """So the survivors fail: they are not where they said that they were."""
     with pytest.raises(StateLost, match=f"a rank was lost after the script's last step, {STEPS}, and its part"):
         run(Job(stage=stage), faults=[kill(0, during="between", step=STEPS)])

@@ -29,7 +29,7 @@ def together_in_turns(rows, slot):
 
 @pytest.mark.parametrize("started_at", [10, 13])
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "tp": 2, "ranks": 4}])
-def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options, started_at, tmp_path):
+def test_a_joining_rank_skips_collectives_after_past_data_epochs(options, started_at, tmp_path):
     """Alone, before it is let in: so it hears of nobody, and nobody waits for it. Also past a turn that the others come
     to while it stands at the door."""
     job = Job(**options, gathers_turns=True, folder=str(tmp_path))
@@ -49,7 +49,7 @@ def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options,
 @pytest.mark.parametrize(
     "options", [{"stage": 1}, pytest.param({"stage": 0, "tp": 2, "ranks": 4}, marks=pytest.mark.short)]
 )
-def test_the_door_opens_where_a_turn_begins(options):
+def test_admission_opens_at_the_start_of_a_data_epoch(options):
     """The first step of the fourth one, which nobody has begun: who asked in the third has to go past that first."""
     job = Job(**options, gathers_turns=True)
     faults, started = [kill(2, during="vote", step=6)], {2: 10}
@@ -89,7 +89,7 @@ class IsHeldUp(OpensAtOnce):
             raise
 
 
-def test_who_comes_in_behind_a_turn_ends_and_the_others_go_on():
+def test_a_rank_that_joins_behind_a_data_epoch_ends_and_the_others_continue():
     job = Job(stage=1)
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 14}, leaving=[2], play=IsHeldUp)
     assert sorted(outcomes) == [0, 1, 3]

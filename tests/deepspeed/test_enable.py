@@ -27,7 +27,7 @@ def test_the_example_of_a_script_that_makes_its_process_group_runs(tmp_path):
     assert "step 5: loss" in output
 
 
-def test_it_says_in_one_line_that_it_is_called_too_late():
+def test_a_late_call_is_one_line():
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", TOO_LATE], env=environment, capture_output=True, text=True, check=False

@@ -68,7 +68,7 @@ def assert_equal(mine, own):
 
 
 @pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
-def test_what_is_in_memory_is_what_deepspeed_would_have_saved(tmp_path, config, stage):
+def test_exported_copies_equal_what_deepspeed_would_have_saved(tmp_path, config, stage):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=20", "--deepspeed_config"]
     watched = ["--ntp-copies-keep=0", *words, with_block(tmp_path, {"enabled": True}, of=config, stage=stage)]
     process = start(*watched, PAUSE_S="1")

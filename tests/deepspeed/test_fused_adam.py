@@ -20,14 +20,14 @@ def job(**options):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_rank_is_killed_and_comes_back(stage):
+def test_a_killed_rank_rejoins(stage):
     outcomes, rows = run(job(stage=stage), faults=[kill(1, during="backward", step=6)], back={1: 12})
     assert sorted(outcomes) == [0, 1, 2, 3]
     assert_same_training(outcomes, rows, job(stage=stage))
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short), 2])
-def test_a_slot_is_killed_and_comes_back(stage):
+def test_a_killed_slot_rejoins(stage):
     """While it is lost its replica's shards are several to a group, of which one is counted."""
     spec = job(stage=stage, tp=2)
     outcomes, rows = run(spec, faults=[kill(1, during="backward", step=6)], back={1: 12})
@@ -62,7 +62,7 @@ def test_on_a_cpu_it_is_refused():
         run(job(fused_adam="refused"))
 
 
-def test_what_it_keeps_is_in_the_table(monkeypatch):
+def test_state_of_fused_adam_is_in_the_table(monkeypatch):
     """Of three parameters in a group, the last one's step is that of all."""
     have_deepspeed_imported()
     from deepspeed.ops.adam import fused_adam as deepspeeds  # noqa: PLC0415

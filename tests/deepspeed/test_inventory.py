@@ -6,7 +6,7 @@ from ntp_plugin.deepspeed.inventory import known
 FOUND = ["weight a", "main weights", "counted scheduler", "the weight b, which nobody steps,", "the buffer c"]
 
 
-def test_what_nobody_steps_is_handed_on_but_to_who_has_copies_alone():
+def test_unstepped_state_is_passed_on_except_with_copies_alone():
     assert require_known(FOUND, known(resumes=False), strict=True) == []
     assert require_known(FOUND, known(resumes=True), strict=False) == FOUND[3:]
 

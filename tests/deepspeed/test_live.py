@@ -37,7 +37,7 @@ IN_FLOAT32 = Job(stage=1, dtype="bfloat16", more=(("data_types", {"grad_accum_dt
 
 
 @pytest.mark.short
-def test_nobody_is_lost_where_gradients_are_added_up_in_float32():
+def test_nobody_is_lost_with_float32_accumulation():
     outcomes, rows = run(IN_FLOAT32)
     reference = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0]
     for slot, seen in outcomes.items():
@@ -70,7 +70,7 @@ def test_a_rank_is_killed(stage, slot, fault_point):
 @pytest.mark.parametrize(
     ("stage", "step"), [(0, 1), (0, 7), (1, 1), pytest.param(1, 7, marks=pytest.mark.short), (2, 1), (2, 7)]
 )
-def test_a_rank_comes_back(stage, step):
+def test_a_rank_rejoins(stage, step):
     job = Job(stage=stage)
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=step)], back={2: 12})
     assert sorted(outcomes) == [0, 1, 2, 3]
@@ -87,7 +87,7 @@ def test_in_float32_with_clipping(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_after_the_other_until_one_is_left(stage):
+def test_ranks_are_lost_one_by_one_until_one_is_left(stage):
     job = Job(stage=stage)
     faults = [kill(0, during="vote", step=4), kill(3, during="backward", step=9), kill(1, during="applied", step=14)]
     outcomes, rows = run(job, faults=faults)
@@ -132,7 +132,7 @@ def test_the_others_hear_of_it_right_before_the_vote(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_who_stands_in_a_vote_that_another_has_left_applies_the_step(stage):
+def test_a_rank_waiting_in_a_vote_that_others_left_applies_the_step(stage):
     """And does not take it again, where the next loss comes before it has gone on."""
     job = Job(stage=stage, slow_to_leave=6)
     faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
@@ -142,7 +142,7 @@ def test_who_stands_in_a_vote_that_another_has_left_applies_the_step(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_who_stands_in_the_vote_of_a_checkpoint_that_another_has_left(stage):
+def test_a_rank_waits_in_the_vote_of_a_checkpoint_that_others_left(stage):
     job = Job(stage=stage, saves=8, slow_to_leave=9)
     outcomes, rows = run(job, faults=[kill(3, during="applied", step=9)])
     assert sorted(outcomes) == [0, 1, 2]
@@ -157,7 +157,7 @@ def test_two_at_once(stage):
     assert_same_training(outcomes, rows, job)
 
 
-def test_one_that_stands_still_is_gone_on_without():
+def test_a_hung_rank_is_evicted_and_training_continues():
     job = Job(stage=1)
     have_deepspeed_imported()
     with Ranks(4, Play(job), faults=[freeze(2, during="backward", step=5)]) as ranks:
@@ -185,7 +185,7 @@ def test_a_loader_that_nobody_can_follow_is_refused():
 
 
 @pytest.mark.parametrize("calls", [("set_train_batch_size", 8), ("set_train_micro_batch_size", 1), ("no_sync",)])
-def test_what_a_loop_may_not_call(calls):
+def test_calls_that_a_loop_may_not_make_are_refused(calls):
     with pytest.raises(Refused, match=rf"engine\.{calls[0]}\(\)"):
         run(Job(ranks=2, steps=2, epochs=1, calls=calls))
 
@@ -238,7 +238,7 @@ def test_the_last_step_that_is_lost_in_its_checkpoint_is_not_passed_over():
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short)])
-def test_who_comes_back_goes_past_the_checkpoints_that_were_written(stage):
+def test_a_joining_rank_skips_checkpoints_already_written(stage):
     """Its script goes through turns that are over, and asks for those in between."""
     job = Job(stage=stage, saves_turns=True)
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 12})
@@ -277,7 +277,7 @@ def begun(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_who_comes_back_into_a_job_that_began_from_a_checkpoint(begun, tmp_path, stage):
+def test_a_rank_rejoins_a_job_that_began_from_a_checkpoint(begun, tmp_path, stage):
     """There is a newer one by then, and its script must not begin its turns from that."""
     outcomes, _ = run(begun(stage, tmp_path / "mine"), faults=[kill(2, during="backward", step=10)], back={2: 7})
     reference = run(dataclasses.replace(begun(stage, tmp_path / "reference"), enabled=False))[0][0]
@@ -324,7 +324,7 @@ def test_a_checkpoint_has_the_model_after_the_first_rank_was_lost(stage, back, s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_deepspeed_alone_loads_what_was_saved_after_a_loss(tmp_path, stage):
+def test_stock_deepspeed_loads_a_checkpoint_saved_after_a_loss(tmp_path, stage):
     """With as many ranks as had saved it: weights, and what the optimizer keeps."""
     job = Job(stage=stage, saves=20, folder=str(tmp_path))
     run(job, faults=[kill(0, during="vote", step=6)])
@@ -362,7 +362,7 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
         ((), (("route", "via_core"),), Refused, r"ntp\.route"),
     ],
 )
-def test_what_is_refused_at_the_start(more, ntp, kind, message):
+def test_unsupported_settings_are_refused_at_the_start(more, ntp, kind, message):
     with pytest.raises(kind, match=message):
         run(Job(ranks=2, steps=2, epochs=1, more=more, ntp=ntp))
 
@@ -389,11 +389,11 @@ def comes_back_in_half_precision(job):
     assert used_once(rows, job)
 
 
-def test_where_gradients_are_added_up_in_float32():
+def test_a_rank_rejoins_with_float32_accumulation():
     comes_back_in_half_precision(IN_FLOAT32)
 
 
-def test_a_second_one_in_the_recovery_where_gradients_are_added_up_in_float32():
+def test_a_second_loss_in_the_recovery_with_float32_accumulation():
     """And then both come back."""
     faults = [kill(0, during="reduce", step=5), kill(2, during="resume", epoch=1)]
     outcomes, rows = run(IN_FLOAT32, faults=faults, back={0: 10, 2: 14})
@@ -408,7 +408,7 @@ def test_a_second_one_in_the_recovery_where_gradients_are_added_up_in_float32():
     assert used_once(rows, IN_FLOAT32)
 
 
-def test_deepspeed_alone_loads_what_was_saved_where_gradients_are_added_up_in_float32(tmp_path):
+def test_stock_deepspeed_loads_a_checkpoint_saved_with_float32_accumulation(tmp_path):
     job = dataclasses.replace(IN_FLOAT32, saves=20, folder=str(tmp_path))
     saved, _ = run(job, faults=[kill(0, during="vote", step=6)])
     outcomes, rows = run(dataclasses.replace(job, enabled=False, ranks=3, loads=True))
@@ -418,7 +418,7 @@ def test_deepspeed_alone_loads_what_was_saved_where_gradients_are_added_up_in_fl
     assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 3
 
 
-def test_the_monitor_goes_on_when_the_first_rank_is_lost(tmp_path):
+def test_the_monitor_continues_when_the_first_rank_is_lost(tmp_path):
     """And hears of the recovery."""
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     job = Job(more=(("csv_monitor", block),))

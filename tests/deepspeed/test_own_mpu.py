@@ -61,7 +61,7 @@ def test_a_slot_is_killed(stage, slot, fault_point):
 
 
 @pytest.mark.parametrize(("stage", "slot"), [(0, 0), pytest.param(1, 3, marks=pytest.mark.short), (2, 1)])
-def test_a_replica_comes_back(stage, slot):
+def test_a_replica_rejoins(stage, slot):
     """Once there are processes for all of its slots; and holds what the others hold, step by step."""
     job, mate = dataclasses.replace(TWO, stage=stage, ntp=(("watch_steps", 3),)), slot ^ 1
     outcomes, rows = run(job, faults=[kill(slot, during="vote", step=6)], back={slot: 12, mate: 12})
@@ -167,6 +167,6 @@ def test_an_mpu_of_data_parallel_ranks(stage):
     assert_same_training(outcomes, rows, job)
 
 
-def test_one_replica_alone_is_refused():
+def test_a_single_replica_is_refused():
     with pytest.raises(Refused, match="all 2 ranks in one replica"):
         run(Job(ranks=2, tp=2, mpu=True, steps=2, epochs=1))

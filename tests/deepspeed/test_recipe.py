@@ -60,7 +60,7 @@ def with_block(folder, block, *, ranks=4, of="ds_config.json", stage=None):
 
 
 @pytest.mark.parametrize("config", [pytest.param("ds_config.json", marks=pytest.mark.short), "ds_config_tp.json"])
-def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
+def test_training_continues_when_a_worker_is_killed(tmp_path, config):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
     undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config)))
     process = start(*words, str(RECIPES / config))
@@ -72,7 +72,7 @@ def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
 
 
 @pytest.mark.parametrize("back", [pytest.param(False, marks=pytest.mark.short), True])
-def test_with_an_mpu_two_leave_and_two_come_back(tmp_path, back):
+def test_with_an_mpu_two_ranks_leave_and_two_rejoin(tmp_path, back):
     words = ["--nproc-per-node=4", str(RECIPES / "train_mpu.py"), "--epochs=1", "--deepspeed_config"]
     found = []
     for disturbed in (False, True):
@@ -93,7 +93,7 @@ def test_with_an_mpu_two_leave_and_two_come_back(tmp_path, back):
 
 
 @pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
-def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path, config, stage):
+def test_a_job_resumes_from_the_copies_of_a_dead_run(tmp_path, config, stage):
     """The launcher and all workers are killed at once, and nothing was saved."""
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
     undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config, stage=stage)))
@@ -147,7 +147,7 @@ signal.pause()
 """
 
 
-def test_who_takes_a_place_where_nothing_is_switched_on_does_not_train_alone(tmp_path):
+def test_a_replacement_without_the_plugin_does_not_train_alone(tmp_path):
     script = tmp_path / "off.py"
     script.write_text(NOT_SWITCHED_ON)
     process = start("--nproc-per-node=2", "--ntp-respawn=1", str(script))

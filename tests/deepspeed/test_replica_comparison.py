@@ -56,7 +56,7 @@ def test_a_flipped_bit_stops_the_job(options):
 
 
 @pytest.mark.parametrize(("every", "left"), [(1, {4, 5}), (3, set())])
-def test_nobody_begins_from_copies_that_were_made_since_all_were_alike(every, left, tmp_path):
+def test_copies_newer_than_the_last_comparison_are_not_restored(every, left, tmp_path):
     """The newest two were made after steps 4 and 5, of a state that nobody can answer for unless it was compared."""
     with pytest.raises(SilentCorruption, match=f"at step {5 if every == 1 else 3} all were alike"):
         run(job(stage=1, copies=str(tmp_path), ntp={"watch_steps": every}), play=Flips)
@@ -137,7 +137,7 @@ def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage,
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.short), {"ranks": 6, **OWN}])
-def test_nobody_goes_on_from_a_loss_with_state_that_differs(options):
+def test_differing_state_stops_the_recovery_from_a_loss(options):
     """All tell sums of their digests after a recovery; which tensors differ, and where, is told as well."""
     mates = [1] if not options else [0, 1]
     with pytest.raises(StateLost, match=r"hold different state of step 7, in 1 tensors; .*weight.* \(main\): slot "):

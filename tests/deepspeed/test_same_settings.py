@@ -48,7 +48,7 @@ WAYS = [
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(("way", "named"), WAYS)
-def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(stage, way, named):
+def test_a_joining_process_with_other_settings_is_refused_and_the_job_continues(stage, way, named):
     have_deepspeed_imported()
     trained = Job(stage=stage)
     with Ranks(4, Deviating(trained, who="3/1", **way), faults=[kill(3, during="backward", step=5)]) as ranks:
@@ -63,7 +63,7 @@ def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(
 
 @pytest.mark.short
 @pytest.mark.parametrize(("way", "named"), WAYS)
-def test_founders_that_train_otherwise_end_the_job_before_its_first_step(way, named):
+def test_founders_with_other_settings_end_the_job_before_its_first_step(way, named):
     have_deepspeed_imported()
     match = rf"rank 2 \(here\) and rank 0 \(there\): {named}"
     with Ranks(4, Deviating(Job(), who="2/0", **way)) as ranks:

@@ -74,7 +74,7 @@ def test_replicas_of_other_widths(job, lost):
 
 
 @pytest.mark.parametrize("slots", [(2, 3), (0, 1)])
-def test_a_whole_replica_is_lost(slots):
+def test_all_slots_of_a_replica_are_lost(slots):
     outcomes, rows = run(TWO, faults=[kill(slot, during="backward", step=6) for slot in slots])
     assert_same_training(outcomes, rows, TWO)
 
@@ -87,7 +87,7 @@ def test_each_replica_loses_one_and_then_one_its_last():
 
 
 @pytest.mark.parametrize(("slot", "step"), [(0, 1), (3, 1), (0, 7), pytest.param(3, 7, marks=pytest.mark.short)])
-def test_a_slot_comes_back(slot, step):
+def test_a_slot_rejoins(slot, step):
     outcomes, rows = run(TWO, faults=[kill(slot, during="vote", step=step)], back={slot: 12})
     assert {seen.members for seen in outcomes.values()} == {4}
     assert {slot: seen.places for slot, seen in outcomes.items()} == {
@@ -118,7 +118,7 @@ def test_in_the_first_forward_of_all():
     assert_same_training(outcomes, rows, TWO)
 
 
-def test_who_stands_in_a_vote_that_another_has_left_applies_the_step():
+def test_a_rank_waiting_in_a_vote_that_others_left_applies_the_step():
     job = Job(ranks=4, tp=2, slow_to_leave=6)
     faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
     outcomes, rows = run(job, faults=faults)
@@ -127,7 +127,7 @@ def test_who_stands_in_a_vote_that_another_has_left_applies_the_step():
 
 
 @pytest.mark.parametrize("back", [{}, {3: 12}])
-def test_all_slots_of_a_replica_draw_alike_after_a_loss(back):
+def test_all_slots_of_a_replica_draw_the_same_after_a_loss(back):
     """Masks of what they all have: of slots 0 and 1 the second stands in the vote, and goes on in it."""
     job = Job(ranks=4, tp=2, dropout=0.1, slow_to_leave=6)
     _, rows = run(job, faults=[kill(3, during="applied", step=6)], back=back)
@@ -202,7 +202,7 @@ def test_slots_that_hear_of_a_loss_in_and_after_an_evaluation():
     assert sum(map(math.isnan, losses)) >= len(losses) // 2
 
 
-def test_a_process_that_comes_in_evaluates_by_itself():
+def test_a_joining_process_evaluates_by_itself():
     """Before its first step, as its script does."""
     job = Job(ranks=4, tp=2, evaluates=0)
     outcomes, rows = run(job, faults=[kill(3, during="vote", step=6)], back={3: 12})
@@ -228,7 +228,7 @@ def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
 
 
 @pytest.mark.parametrize(("stage", "back"), [(0, {}), (1, {0: 12}), (2, {0: 12})])
-def test_autotp_alone_loads_what_was_saved_after_a_loss(tmp_path, stage, back):
+def test_stock_autotp_loads_a_checkpoint_saved_after_a_loss(tmp_path, stage, back):
     """Into whole replicas: weights, and what the optimizer keeps. With ZeRO the files want the shards of all."""
     job = Job(ranks=4, tp=2, stage=stage, saves=20, folder=str(tmp_path))
     run(job, faults=[kill(0, during="vote", step=6)], back=back)
@@ -247,12 +247,12 @@ def test_without_a_replica_that_has_all_of_its_slots_no_checkpoint_is_written():
     assert not [row for row in rows if row[0] == "saved"]
 
 
-def test_one_replica_alone_is_refused():
+def test_a_single_replica_is_refused():
     with pytest.raises(Refused, match=r"one replica, of 2 slots"):
         run(Job(ranks=2, tp=2, steps=2, epochs=1))
 
 
-def test_slots_that_do_not_begin_alike_are_refused():
+def test_slots_with_different_initial_state_are_refused():
     """DeepSpeed makes replicas alike, but not the slots of one."""
     with pytest.raises(Refused, match=r"do not begin alike: .*norm\.weight"):
         run(Job(ranks=4, tp=2, steps=2, epochs=1, unlike=True))
@@ -266,6 +266,6 @@ def test_slots_that_do_not_begin_alike_are_refused():
         ((), (("granule", 5),), r"up.* in parts of \[12, 12\]"),
     ],
 )
-def test_what_is_refused_at_the_start(more, ntp, message):
+def test_unsupported_settings_are_refused_at_the_start(more, ntp, message):
     with pytest.raises(Refused, match=message):
         run(Job(ranks=4, tp=2, steps=2, epochs=1, more=more, ntp=ntp))

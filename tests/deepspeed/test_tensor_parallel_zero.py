@@ -66,7 +66,7 @@ def test_replicas_of_other_widths(stage, ranks, tp, lost):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("slot", "fault_point"), [(0, "vote"), (1, "within"), (3, "gather"), (2, "applied")])
-def test_one_replica_alone(stage, slot, fault_point):
+def test_a_single_replica_continues(stage, slot, fault_point):
     """Everything that the lost slot had is in copies alone."""
     job = Job(ranks=4, tp=4, stage=stage)
     outcomes, rows = run(job, faults=[kill(slot, during=fault_point, step=6)])
@@ -75,7 +75,7 @@ def test_one_replica_alone(stage, slot, fault_point):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_replica_alone_shrinks_twice_and_grows(stage):
+def test_a_single_replica_shrinks_twice_and_grows(stage):
     job = Job(ranks=4, tp=4, stage=stage)
     faults = [kill(2, during="backward", step=4), kill(0, during="applied", step=7)]
     outcomes, rows = run(job, faults=faults, back={2: 12})
@@ -83,14 +83,14 @@ def test_one_replica_alone_shrinks_twice_and_grows(stage):
     assert_same_training(outcomes, rows, job)
 
 
-def test_one_replica_alone_without_copies_ends_with_its_first_loss():
+def test_a_single_replica_without_copies_ends_with_its_first_loss():
     job = Job(ranks=2, tp=2, stage=1, ntp=(("copies", {"mode": "off"}),))
     with pytest.raises(StateLost, match=r"1 of 2 ranks .*ntp\.copies\.mode"):
         run(job, faults=[kill(1, during="vote", step=5)])
 
 
 @pytest.mark.parametrize(("stage", "slots"), [(1, (2, 3)), (1, (0, 1)), (2, (2, 3))])
-def test_a_whole_replica_is_lost(stage, slots):
+def test_all_slots_of_a_replica_are_lost(stage, slots):
     job = two(stage)
     outcomes, rows = run(job, faults=[kill(slot, during="backward", step=6) for slot in slots])
     assert_same_training(outcomes, rows, job)
@@ -98,7 +98,7 @@ def test_a_whole_replica_is_lost(stage, slots):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("last", [2, 3])
-def test_one_after_the_other_until_one_is_left(stage, last):
+def test_ranks_are_lost_one_by_one_until_one_is_left(stage, last):
     """Also where both that had the same part are gone: without ZeRO nobody would have it."""
     job, lost = two(stage), [0, 5 - last, 1]
     fault_points = [("vote", 4), ("within", 9), ("applied", 13)]
@@ -113,7 +113,7 @@ def test_one_after_the_other_until_one_is_left(stage, last):
 @pytest.mark.parametrize(
     ("stage", "slot", "step"), [(1, 0, 1), (1, 0, 7), (2, 3, 1), pytest.param(2, 3, 7, marks=pytest.mark.short)]
 )
-def test_a_slot_comes_back(stage, slot, step):
+def test_a_slot_rejoins(stage, slot, step):
     """And DeepSpeed's own shards are there again."""
     job = two(stage)
     outcomes, rows = run(job, faults=[kill(slot, during="vote", step=step)], back={slot: 12})
@@ -126,7 +126,7 @@ def test_a_slot_comes_back(stage, slot, step):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_comes_back_while_another_is_lost(stage):
+def test_a_rank_rejoins_while_another_is_lost(stage):
     """It comes into a degraded layout, and its own replica is whole."""
     job = two(stage)
     faults = [kill(1, during="vote", step=4), kill(2, during="gradient", step=7)]
@@ -165,7 +165,7 @@ def test_in_the_first_forward_of_all(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_who_stands_in_a_vote_that_another_has_left(stage):
+def test_a_rank_waits_in_a_vote_that_others_left(stage):
     """The step is taken again, or is in the copies, for all alike; also where the next loss comes before that."""
     job = two(stage, slow_to_leave=6)
     faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
@@ -268,7 +268,7 @@ def test_a_part_that_is_not_trained_is_refused():
         run(two(1, steps=2, epochs=1, frozen="up.weight"))
 
 
-def test_what_all_slots_have_may_be_not_trained():
+def test_replicated_parameters_may_be_frozen():
     job = two(1, frozen="enter.weight")
     outcomes, rows = run(job, faults=[kill(1, during="vote", step=6)], back={1: 12})
     assert_same_training(outcomes, rows, job)

@@ -52,7 +52,7 @@ def play(rank):
     return seen
 
 
-def test_a_rank_dies_and_comes_back():
+def test_a_killed_rank_rejoins():
     victim = SIZE - 1
     with Ranks(SIZE, play) as ranks:
         ranks.wait_for_rows(SIZE, "ready")

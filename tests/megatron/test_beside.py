@@ -34,7 +34,7 @@ def events_of(path, *kinds):
     return [one.event for one in Follower(path).news() if isinstance(one.event, kinds)]
 
 
-def test_what_one_leaves_when_it_is_killed_is_removed_by_the_next_and_the_other_keeps_its_own(tmp_path):
+def test_the_next_job_removes_copies_of_a_killed_one_and_leaves_those_of_a_living_one(tmp_path):
     living = Command([*NTP, *words(tmp_path, "living", 4000)], tmp_path / "log of the living", **ENVIRONMENT)
     try:
         with machines(1, tmp_path) as hosts:

@@ -64,25 +64,25 @@ def nominal(model, layout, **options):
 
 
 @pytest.mark.short
-def test_a_nominal_job_goes_on_from_what_a_degraded_one_saved(first_half):
+def test_a_nominal_job_resumes_a_checkpoint_of_a_degraded_one(first_half):
     """Adam counts its steps in a number that all parameters share: one that began again would be far off."""
     outcomes = whole_run(first_half, degraded(BASE, "TP2+TP1"), nominal(BASE, "TP2+TP1"))
     assert_same_training(outcomes, uniform(BASE))
 
 
-def test_a_degraded_job_goes_on_from_what_a_nominal_one_saved(first_half):
+def test_a_degraded_job_resumes_a_checkpoint_of_a_nominal_one(first_half):
     outcomes = whole_run(first_half, nominal(BASE, "TP2+TP1"), degraded(BASE, "TP2+TP1"))
     assert_same_training(outcomes, uniform(BASE))
 
 
-def test_a_degraded_job_goes_on_from_what_another_degraded_one_saved(first_half):
+def test_a_degraded_job_resumes_a_checkpoint_of_another_degraded_one(first_half):
     """Four slots that hold several ranges of one tensor each; other replicas, other slots, other widths."""
     outcomes = whole_run(first_half, degraded(BASE, "TP4+TP3"), degraded(BASE, "TP3+TP3"))
     assert_same_training(outcomes, uniform(BASE))
 
 
 @pytest.mark.parametrize("shared_out", [True, False])
-def test_a_checkpoint_of_a_degraded_job_is_that_of_a_whole_one(first_half, shared_out):
+def test_a_checkpoint_of_a_degraded_job_equals_a_nominal_one(first_half, shared_out):
     """Tensor for tensor, of the optimizer as well, whether the replicas share the writing out or one does it all."""
     job = degraded(BASE, "TP4+TP3", more="" if shared_out else "--no-ckpt-fully-parallel-save")
     _, mine = first_half(job)
@@ -143,7 +143,7 @@ def test_a_sharded_optimizer_in_buckets_of_another_layout_is_refused(first_half)
         whole_run(first_half, nominal(BASE, "TP2+TP1", more=buckets), degraded(BASE, "TP2+TP1", more=buckets))
 
 
-def test_two_units_that_change_places_in_what_is_written_are_noticed(first_half):
+def test_two_swapped_units_in_a_checkpoint_are_detected(first_half):
     spoilt = degraded(BASE, "TP2+TP1", spoil="units_swapped_in_a_checkpoint")
     _, mine = first_half(spoilt)
     _, theirs = first_half(uniform(BASE, tp=2))

@@ -107,7 +107,7 @@ def test_the_last_step_is_not_lost_either():
     assert_every_sample_once(rows)
 
 
-def test_one_replica_alone(events):
+def test_a_single_replica_continues(events):
     """No data parallelism at all: everything is copied."""
     lived, rows = live(job(f"--ntp-events={events}", tp=4, dp=1), faults=[kill(2, during="backward", step=5)])
     assert widths(lived) == dict.fromkeys((0, 1, 3), 3)
@@ -116,7 +116,7 @@ def test_one_replica_alone(events):
     assert_little_was_lost(events)
 
 
-def test_one_replica_alone_shrinks_twice_and_grows():
+def test_a_single_replica_shrinks_twice_and_grows():
     faults = [kill(2, during="backward", step=4), kill(0, during="applied", step=7)]
     lived, rows = live(job("", tp=4, dp=1), faults=faults, back={2: 12})
     assert widths(lived) == dict.fromkeys((1, 2, 3), 3)
@@ -156,7 +156,7 @@ def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
     assert any("does not arrive" in event.what for event in events_of(events, CopyTrouble))
 
 
-def test_a_parity_host_that_stands_still_is_gone_on_without(events):
+def test_a_hung_parity_host_is_evicted_and_training_continues(events):
     """It is stopped and not dead, so nothing hangs up on those who are sending it their copies."""
     spec = job(f"{OVERLAP} --ntp-events={events}", per_host=2)
     have_megatron_imported()
@@ -242,14 +242,14 @@ def test_ranks_on_other_hosts_are_asked(events):
     assert any(event.elsewhere for event in events_of(events, Restored))
 
 
-def test_who_comes_back_gets_its_state_from_copies(events):
+def test_a_joining_rank_gets_its_state_from_copies(events):
     lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"), faults=[kill(3, during="applied", step=4)], back={3: 9})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
     assert_every_sample_once(rows)
 
 
-def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
+def test_a_replica_that_is_too_narrow_is_idle_until_a_rank_rejoins():
     lived, rows = live(job(f"{OVERLAP} --ntp-min-tp-width 2"), faults=[kill(1, during="applied", step=5)], back={1: 10})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
@@ -305,7 +305,7 @@ def test_beside_evaluations(fault_point, section):
         assert np.allclose(one.seen.evaluated, whole[0].evaluated, rtol=1e-12, atol=0)
 
 
-def test_evaluations_while_a_replica_stands_idle():
+def test_evaluations_run_while_a_replica_is_idle():
     """Megatron has all ranks gather what the next step would have gathered, and the idle one has nothing on its way."""
     more = "--eval-interval 4 --eval-iters 2"
     lived, _ = live(job(f"{OVERLAP} {more} --ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=3)])
@@ -336,7 +336,7 @@ def test_parity_hosts_that_are_slow(events):
     assert all(what.startswith("step 0 ") for what in late)
 
 
-def test_a_single_replica_that_is_left_is_told_where_nothing_is_copied(events):
+def test_the_last_replica_is_reported_when_nothing_is_copied(events):
     """Replica 0 is too narrow and stands idle. That is told once."""
     more = f"--ntp-min-tp-width 2 --ntp-events={events}"
     lived, rows = live(job(more), faults=[kill(1, during="applied", step=5)], back={1: 10})
@@ -363,7 +363,7 @@ def test_copies_that_are_off():
         live(job(f"{OVERLAP} --ntp-copies-mode off"), faults=[kill(3, during="backward", step=5)])
 
 
-def test_state_that_nobody_knows_is_refused():
+def test_unknown_state_is_refused():
     with pytest.raises(Refused, match=r"nobody knows what becomes of the buffer .*odd.*--no-ntp-copies-strict"):
         live(job(spoil="a_buffer_that_nobody_knows"))
     lived, _ = live(job(f"{OVERLAP} --no-ntp-copies-strict", spoil="a_buffer_that_nobody_knows"))
@@ -398,7 +398,7 @@ def test_float32():
     assert max(worst.values()) <= BOUNDS["float32"], worst
 
 
-def test_a_copy_that_is_corrupt_on_one_rank_alone_has_nobody_fall_back_alone(events):
+def test_a_corrupt_copy_on_one_rank_makes_all_fall_back_together(events):
     """Slot 0 reads its own copy and finds it wrong, while all others read sound ones. All go back to one version: with
     the sound far copy of slot 0's part to the newest, and never to another than their peers."""
     spoilt = job(f"{OVERLAP} --ntp-events={events}", per_host=2, spoil="an_own_copy_of_slot_0_is_corrupt")

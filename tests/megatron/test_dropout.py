@@ -40,7 +40,7 @@ def test_options_that_must_make_no_difference(option, layout):
     assert worst(run(degraded(DROPOUT, layout, more=option)), run(uniform(DROPOUT))) <= FLOAT64
 
 
-def test_micro_batches_of_two_samples_draw_what_each_sample_draws_alone():
+def test_micro_batches_of_two_samples_draw_the_masks_of_single_samples():
     eight = f"--global-batch-size 8 {PER_TOKEN}"
     outcomes = run(degraded(DROPOUT, "TP4+TP3", more=f"{eight} --micro-batch-size 2"))
     assert worst(outcomes, run(uniform(DROPOUT, more=eight))) <= FLOAT64

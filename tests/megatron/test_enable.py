@@ -46,14 +46,14 @@ def test_a_rank_dies_and_the_job_comes_to_its_end(script, tmp_path):
     assert "iteration       40/" in output
 
 
-def test_what_is_refused_is_said_in_one_line(script, tmp_path):
+def test_a_refusal_is_one_line(script, tmp_path):
     code, output = run(script, tmp_path, "--hidden-dropout=0.1").end()
     assert code == 2, output
     assert "ntp: with --ntp-enable under `ntp run`" in output
     assert "Traceback" not in output, output[-2000:]
 
 
-def test_an_error_of_the_scripts_own_is_told_as_ever(tmp_path):
+def test_an_error_of_the_script_keeps_its_own_traceback(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("from ntp_plugin.megatron import enable\nenable()\n1 / 0\n")
     job = Command([sys.executable, str(path)], tmp_path / "log", NTP_CPU="1", PYTHONWARNINGS="ignore")

@@ -121,7 +121,7 @@ def assert_same_state(saved, folder, more=SHARDED):
     assert largest_difference(mine, later) > FLOAT64
 
 
-def test_of_a_run_that_lives(tmp_path):
+def test_a_living_run_is_exported(tmp_path):
     """It goes on meanwhile, and so far that nothing is left of the version that was exported."""
     folder = tmp_path / "saved"
 
@@ -140,7 +140,7 @@ def test_of_a_run_that_lives(tmp_path):
     assert not list(Path("/dev/shm").glob("ntp-excerpt-*"))
 
 
-def test_of_a_run_that_is_dead(dead, tmp_path):
+def test_a_dead_run_is_exported(dead, tmp_path):
     """And nothing of it is changed by that."""
     left, _ = dead
     before = all_in(left)
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full(dead, tmp_path):
     assert [event.folder for event in failed] == [str(small)]
 
 
-def test_it_can_be_resumed_afterwards(dead, tmp_path):
+def test_a_run_can_be_resumed_after_an_export(dead, tmp_path):
     left, _ = dead
     run, events = Path("/dev/shm") / left.name, tmp_path / "events"
     shutil.copytree(left, run)
@@ -182,7 +182,7 @@ def test_it_can_be_resumed_afterwards(dead, tmp_path):
     assert not run.exists()
 
 
-def test_of_a_run_of_two_hosts_on_one_of_them(tmp_path):
+def test_a_run_of_two_hosts_is_exported_on_one_of_them(tmp_path):
     """Far copies make it whole there; without them it is refused. In the format that Megatron takes by itself."""
     with machines(2, tmp_path) as hosts:
         (agent, events), (_, of_second) = (test_hosts.start(hosts, at, tmp_path) for at in (1, 2))
@@ -206,7 +206,7 @@ def losses(output):
     return {int(step): float(loss) for step, loss in re.findall(r"iteration +(\d+)/.* lm loss: (\S+)", output)}
 
 
-def test_an_ordinary_job_goes_on_from_it(tmp_path):
+def test_a_stock_job_resumes_from_an_export(tmp_path):
     """One replica, of which everything was copied; it is loaded in another layout."""
     left = killed(tmp_path, alone, "", step=5)
     code, output = export(left, tmp_path / "saved", tmp_path / "log")

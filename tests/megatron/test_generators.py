@@ -33,7 +33,7 @@ assert generators.names() == ["drawn model-parallel-rng"]
 
 
 @pytest.mark.short
-def test_what_is_drawn_is_drawn_again():
+def test_restored_generators_draw_the_same_numbers():
     environment = {**os.environ, "NTP_CPU": "1", "TORCHDYNAMO_DISABLE": "1"}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, check=False

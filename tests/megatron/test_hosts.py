@@ -124,5 +124,5 @@ def test_there_is_nothing_to_resume(tmp_path):
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "there are machines")
 @pytest.mark.parametrize("recipe", ["host-killed", "link-cut", "link-blinks", "store-gone"])
-def test_what_a_recipe_does_to_hosts(recipe, tmp_path, capsys):
+def test_a_recipe_injects_faults_into_hosts(recipe, tmp_path, capsys):
     assert main(["chaos", f"recipes/chaos/{recipe}.toml", "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_masks_are_those_of_the_samples_and_not_of_the_micro_batches():
     assert_same_training(outcomes, run(uniform(FOURS, more=dropouts)))
 
 
-def test_a_loss_that_is_a_mean_is_not_taken_over_pieces():
+def test_a_mean_loss_is_not_split():
     mean = MODELS[FOURS].replace("--calculate-per-token-loss", "")
     refused = r"stage 0 at TP width 3 does not fit into 0\.0012 GB per GPU: as is 0\.00126 GB.*Way out"
     with pytest.raises(Refused, match=refused):
@@ -79,7 +79,7 @@ def job(more):
     return Job(model=MODELS[FOURS], tp=2, dp=2, enabled=True, more=more)
 
 
-def test_a_rank_dies_and_what_is_left_of_its_replica_runs_smaller_ones(tmp_path):
+def test_a_degraded_replica_runs_smaller_micro_batches(tmp_path):
     more = f"{ROOM_FOR_TP1_IN_SPLITS} --ntp-events={tmp_path}/events"
     lived, rows = live(job(more), faults=[kill(3, during="backward", step=5)])
     assert shares({slot: one.seen for slot, one in lived.items()}) == {0: (4, 4), 1: (4, 2)}
@@ -91,7 +91,7 @@ def test_a_rank_dies_and_what_is_left_of_its_replica_runs_smaller_ones(tmp_path)
     assert micro_batches == [[4, 2]] * 3, "of the nominal size, so that shares can be compared"
 
 
-def test_a_rank_dies_and_what_is_left_of_its_replica_does_not_fit():
+def test_a_degraded_replica_that_does_not_fit_is_dropped():
     lived, rows = live(job(ROOM_FOR_WHOLE_REPLICAS), faults=[kill(3, during="backward", step=5)])
     training = {slot: one for slot, one in lived.items() if slot != 2}
     assert shares({slot: one.seen for slot, one in training.items()}) == {0: (6, 4)}
@@ -99,6 +99,6 @@ def test_a_rank_dies_and_what_is_left_of_its_replica_does_not_fit():
     assert_every_sample_once(rows, SAMPLES)
 
 
-def test_a_limit_that_whole_replicas_do_not_keep_is_refused_before_training():
+def test_a_memory_limit_below_nominal_replicas_is_refused_before_training():
     with pytest.raises(Refused, match=r"stage 0 at TP width 2 does not fit into 0\.001 GB per GPU: as is"):
         live(job("--ntp-gpu-memory-gb 0.001"))

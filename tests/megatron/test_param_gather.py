@@ -12,7 +12,7 @@ BOUND = BOUNDS["float64"]
 
 
 @pytest.mark.parametrize("layout", [pytest.param("TP4+TP3", marks=pytest.mark.short), "TP3+TP3"])
-def test_gathers_are_under_way_while_the_forward_goes_on(layout):
+def test_gathers_overlap_the_forward_pass(layout):
     outcomes = run(degraded(BASE, layout, more=GATHER))
     worst = largest_differences(outcomes, run(uniform(BASE)))
     assert max(worst.values()) <= BOUND, worst

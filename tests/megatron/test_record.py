@@ -40,7 +40,7 @@ def _name(item):
 
 
 @pytest.mark.short
-def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_back(tmp_path, capsys):
+def test_wandb_has_one_run_although_its_writer_is_killed_and_rejoins(tmp_path, capsys):
     running = job(tmp_path, steps=60)
     record = tmp_path / "run"
     running.wait_for(r"iteration +4/")
@@ -72,7 +72,7 @@ def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_bac
     assert written_there, "Megatron's own run hears of the recovery in which its writer came back"
 
 
-def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
+def test_a_signal_is_recorded_and_goes_to_workers_only(tmp_path, capsys):
     running = job(tmp_path, steps=30)
     record = tmp_path / "run"
     running.wait_for(r"iteration +2/")
@@ -87,7 +87,7 @@ def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
     assert "no worker of ntp run" in capsys.readouterr().err
 
 
-def test_a_recipe_strikes_a_job_that_runs(tmp_path):
+def test_a_recipe_injects_faults_into_a_running_job(tmp_path):
     """Its steps are counted from then on, and the job goes on to its end."""
     running = job(tmp_path, steps=60)
     running.wait_for(r"iteration +20/")

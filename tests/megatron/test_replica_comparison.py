@@ -30,7 +30,7 @@ def test_a_flipped_bit_is_found_by_the_usual_settings_also_in_a_short_job(tmp_pa
     assert min(event.step for event in events_of(tmp_path / "events", Compared)) == 1
 
 
-def test_no_checkpoint_is_written_of_what_one_replica_alone_holds(tmp_path):
+def test_no_checkpoint_is_written_of_differing_state(tmp_path):
     """They are compared before it is written, whatever else is due."""
     more = f"--ntp-watch-steps 1000 --save {tmp_path / 'saved'} --save-interval 8"
     with pytest.raises(SilentCorruption, match="differs between 2 replicas after step 8"):
@@ -56,13 +56,13 @@ def test_a_replica_that_is_not_finite_is_healed(tmp_path):
     assert_same_training(lived)
 
 
-def test_where_all_replicas_are_not_finite_the_job_ends_by_its_own_fault():
+def test_a_job_with_no_finite_replica_ends_with_its_own_error():
     with pytest.raises(NotFinite, match=r"not finite in the step after step 6 .*all replicas hold the same weights"):
         live(job(spoil="all_lose_a_number"))
 
 
 @pytest.mark.parametrize(("every", "left"), [(1, {4, 5}), (3, set())])
-def test_nobody_begins_from_copies_that_were_made_since_all_were_alike(every, left, tmp_path):
+def test_copies_newer_than_the_last_comparison_are_not_restored(every, left, tmp_path):
     more = f"--use-distributed-optimizer --ntp-watch-steps {every}"
     with pytest.raises(SilentCorruption, match=f"at step {5 if every == 1 else 3} all were alike"):
         live(job(spoil="a_bit_flips", more=more, copies=str(tmp_path)))

@@ -76,6 +76,6 @@ def test_auto_takes_the_cheaper_by_the_plan():
 
 
 @pytest.mark.short
-def test_units_that_go_to_the_wrong_core_are_noticed():
+def test_units_sent_to_the_wrong_core_are_detected():
     with pytest.raises(StateLost, match="is not the same in all replicas"):
         routed("TP4+TP2", spoil="units_to_the_wrong_core")

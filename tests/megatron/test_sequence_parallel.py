@@ -43,7 +43,7 @@ def test_with_what_else_a_model_or_a_job_has(feature, layout):
     assert max(compared(feature, layout).values()) <= BOUNDS["float64"]
 
 
-def test_sums_are_over_several_buckets_while_the_backward_goes_on():
+def test_bucket_sums_overlap_the_backward_pass():
     outcomes = run(degraded(BASE, "TP3+TP3", more=OPTIONS[f"{SEQUENCE}, distributed optimizer, overlap"]))
     assert all(seen.overlapped > 3 for seen in outcomes.values())
 

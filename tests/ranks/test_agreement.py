@@ -107,7 +107,7 @@ def test_survivors_agree_whichever_members_die_in_whichever_phases(connections, 
     assert len({results[slot].decision for slot in survivors}) == 1
 
 
-def test_a_joiner_takes_a_dead_slot_and_stands_where_the_others_stand(connections):
+def test_a_joiner_takes_a_dead_slot_and_resumes_from_the_common_step(connections):
     stage = Stage(connections, 3)
     stage.dead.add(1)
     shrunk = stage.all_play({0: {}, 2: {}})
@@ -147,14 +147,14 @@ def test_different_plans_stop_everybody(connections):
     assert "different plans: slot 1 another plan; all others the plan" in str(results[0])
 
 
-def test_joining_ranks_alone_say_that_no_state_is_left(connections):
+def test_joining_ranks_alone_report_that_no_state_is_left(connections):
     stage = Stage(connections, 1)
     results = stage.all_play({0: {"joins": True, "applied": 0}})
     assert isinstance(results[0], StateLost)
 
 
 @pytest.mark.parametrize("fan", [2, FAN])
-def test_members_that_nobody_suspects_are_evicted_at_the_time_limit(connections, caplog, fan):
+def test_unsuspected_members_are_evicted_at_the_time_limit(connections, caplog, fan):
     """They neither report nor die, and no detector finds them: the others go on without them."""
     stage = Stage(connections, 6, fan)
     stage.dead.add(5)

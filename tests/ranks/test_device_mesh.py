@@ -99,7 +99,7 @@ def test_a_line_is_as_long_as_it_has_members(looks):
         assert line["sums"] == [4]
 
 
-def test_an_uneven_grid_says_what_it_can_and_refuses_the_rest(looks):
+def test_an_uneven_mesh_answers_what_it_can_and_refuses_the_rest(looks):
     grids = {slot: looks[slot][1]["grid"] for slot in (0, 1, 3)}
     for grid in grids.values():
         assert [grid[name] for name in ("mesh", "shape", "coordinate")] == ["refused"] * 3
@@ -127,7 +127,7 @@ def test_a_mesh_made_of_a_group_follows_it(looks):
     assert [looks[slot][1]["of group"]["mesh"] for slot in (0, 1, 3)] == [[0, 1], [0, 1], [2]]
 
 
-def test_all_are_as_at_first_when_it_is_back(looks):
+def test_meshes_are_restored_when_a_rank_rejoins(looks):
     for slot in (0, 1, 3):
         assert looks[slot][2] == looks[slot][0]
     assert looks[2][-1]["grid"]["mesh"] == [[0, 1], [2, 3]]

@@ -83,7 +83,7 @@ def reduce_large_tensors(rank):
     return grown
 
 
-def test_what_was_summed_is_let_go_of():
+def test_summed_tensors_are_freed():
     """Forty times 8 MB, and none of it is in anybody's hands any more."""
     with Ranks(2, reduce_large_tensors) as ranks:
         for grown in ranks.wait().values():

@@ -123,7 +123,7 @@ def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
 
 
 @with_cuts
-def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_path, folder):
+def test_a_disconnected_machine_ends_its_workers_and_the_others_continue(tmp_path, folder):
     with machines(2, tmp_path) as hosts:
         job = Job(hosts, 2)
         job.wait_until_it_trains()
@@ -170,7 +170,7 @@ def test_the_stores_machine_is_lost_and_the_others_end_clearly(tmp_path):
 
 
 @with_cuts
-def test_with_a_store_outside_the_larger_part_of_a_cut_network_goes_on(tmp_path, folder):
+def test_with_an_outside_store_the_majority_side_of_a_network_split_continues(tmp_path, folder):
     with machines(4, tmp_path) as hosts:
         store = hosts.run(4, "store", "--host", hosts.address(4), "--port", str(PORT), name="store")
         store.wait_for("ntp store: ")

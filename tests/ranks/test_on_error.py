@@ -61,14 +61,14 @@ def test_an_error_of_one_rank_ends_the_job_with_its_traceback_and_a_code_of_its_
     assert "ends at step" not in output
 
 
-def test_who_asks_for_it_has_the_others_go_on(tmp_path):
+def test_evict_on_error_lets_the_others_continue(tmp_path):
     code, output = run(tmp_path, trains(at_step_three="fail"), "--ntp-on-error=evict")
     assert code == 0, output
     assert "slot 1 failed, and is taken for lost: ValueError: the script is wrong (" in output
     assert "ends at step 8 with members (0, 2)" in output
 
 
-def test_one_that_comes_again_on_the_replacement_ends_the_job(tmp_path):
+def test_an_error_repeated_on_the_replacement_ends_the_job(tmp_path):
     body = trains(at_step_three="fail", steps="float('inf')")
     code, output = run(tmp_path, body, "--ntp-on-error=retry", "--ntp-respawn=3")
     assert code == 9, output

@@ -94,7 +94,7 @@ def count_both_ways(rank, missed=""):
     return found
 
 
-def test_all_are_seen_that_torch_tells_of():
+def test_every_operation_of_torchs_hook_is_seen():
     by_name = set()
     with Ranks(SIZE, count_both_ways) as ranks:
         for found in ranks.wait().values():
@@ -107,7 +107,7 @@ def test_all_are_seen_that_torch_tells_of():
     assert by_name >= POINT_TO_POINT
 
 
-def test_one_that_is_not_replaced_would_be_missed():
+def test_a_method_that_is_not_replaced_is_missed():
     """The comparison above can fail."""
     with Ranks(SIZE, functools.partial(count_both_ways, missed="broadcast")) as ranks:
         hooked, seen, _, _ = ranks.wait()[0]["broadcast"]

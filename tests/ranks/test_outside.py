@@ -87,7 +87,7 @@ STOPPED_S = 5.0
 """Longer than the others wait for a loss to be published, which takes a supervisor that runs."""
 
 
-def test_while_the_supervisor_is_stopped_nobody_takes_a_loss_for_an_error(tmp_path, undisturbed):
+def test_a_loss_is_no_error_while_the_supervisor_is_stopped(tmp_path, undisturbed):
     running = job(tmp_path)
     pids = pids_of(running)
     running.process.send_signal(signal.SIGSTOP)

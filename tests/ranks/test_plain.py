@@ -55,7 +55,7 @@ def test_a_second_death_in_every_phase_of_the_recovery(phase):
 
 
 @pytest.mark.parametrize("phase", [phase for phase in IN_A_RECOVERY if phase not in IN_A_HELPER])
-def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_left_behind(phase):
+def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_evicted(phase):
     faults = [kill(1, during="reduce", step=7), hang(3, during=phase, epoch=1)]
     with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         outcomes = ranks.wait()
@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_left_behind(phase):
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
-def test_an_edit_that_hangs_in_one_rank_is_left_behind_and_tried_again_with_that_rank():
+def test_an_edit_that_hangs_in_one_rank_is_retried_with_that_rank():
     """It is a thread beside the rank's own that hangs there; the rank waits for it, as all others wait for theirs."""
     faults = [kill(1, during="reduce", step=7), hang(3, during="address", epoch=1)]
     with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
@@ -86,7 +86,7 @@ def test_a_third_death_in_every_phase_of_the_second_recovery(second, third):
     assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
 
 
-def test_two_at_once_and_then_one_after_the_other_until_one_is_left():
+def test_two_ranks_are_lost_at_once_and_then_one_by_one_until_one_is_left():
     faults = [kill(slot, during="vote", step=step) for slot, step in ((0, 3), (2, 3), (1, 9))]
     with Ranks(4, play, faults=faults) as ranks:
         outcomes = ranks.wait()
@@ -95,7 +95,7 @@ def test_two_at_once_and_then_one_after_the_other_until_one_is_left():
 
 
 @pytest.mark.parametrize("slot", [0, 2])
-def test_a_killed_rank_comes_back_and_trains_on_with_the_others_state(slot):
+def test_a_killed_rank_rejoins_with_the_others_state(slot):
     fault = kill(slot, during="vote", step=5)
     with Ranks(4, functools.partial(play, hold_at=(10,)), faults=[fault]) as ranks:
         ranks.wait_for_death(slot)
@@ -122,7 +122,7 @@ def test_a_frozen_rank_is_left_behind_and_fenced_when_it_thaws():
 
 
 @pytest.mark.parametrize("fault_point", ["between", "backward", "after vote"])
-def test_a_hung_rank_with_a_beating_heart_is_left_behind(fault_point):
+def test_a_hung_rank_with_a_heartbeat_is_evicted(fault_point):
     """The others wait in a collective for it; a job with two replicas would wait for ever."""
     fault = hang(1, during=fault_point, step=7)
     with Ranks(2, play, faults=[fault], thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
@@ -198,7 +198,7 @@ def test_a_slow_rank_is_waited_for():
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad sample"), RuntimeError("out of memory")], ids=repr)
-def test_the_error_of_a_rank_is_its_own_and_the_others_go_on(error):
+def test_an_error_of_one_rank_ends_only_that_rank(error):
     with Ranks(3, play, faults=[fail(1, error, during="backward", step=7)], fault_points=FAULT_POINTS) as ranks:
         outcomes = ranks.wait(but=[1])
         with pytest.raises(type(error), match=str(error)):
@@ -208,7 +208,7 @@ def test_the_error_of_a_rank_is_its_own_and_the_others_go_on(error):
     assert_nothing_but_who_computes(outcomes, ranks.rows, 3)
 
 
-def test_a_death_while_others_have_nothing_left_to_do():
+def test_a_rank_dies_when_the_others_have_finished():
     """Whoever was done first is still there to report."""
     outcomes, _ = injected(kill(1, during="after vote", step=STEPS))
     assert outcomes.keys() == {0, 2}

@@ -83,7 +83,7 @@ def test_a_flipped_bit_in_a_job_of_60_steps_is_found(tp, ranks, after):
         assert named in output
 
 
-def test_where_the_user_wants_no_comparison_there_is_none():
+def test_comparison_can_be_switched_off():
     outcomes = played(Spoilt(after=5, how="flip", keys=(("watch_steps", 0),)), 2)
     assert [code for code, *_ in outcomes.values()] == [0, 0]
 
@@ -97,7 +97,7 @@ def test_a_weight_that_is_not_finite_is_named_also_of_two_replicas(tp, ranks, sl
         assert f"in {slot} is not finite after step 30, and in other replicas it is" in output
 
 
-def test_the_others_go_on_where_the_job_is_to_heal():
+def test_the_other_replicas_continue_when_the_job_heals():
     calm = played(Spoilt(after=-1, how=""), 2)
     outcomes = played(Spoilt(after=30, how="nan", keys=(("on_sdc", "heal"),)), 2)
     code, output, *_ = outcomes[1]
@@ -108,7 +108,7 @@ def test_the_others_go_on_where_the_job_is_to_heal():
     torch.testing.assert_close(weights, calm[0][3], rtol=1e-10, atol=0.0)
 
 
-def test_a_script_that_diverges_by_itself_goes_on():
+def test_a_script_that_diverges_by_itself_continues():
     """All replicas hold the same: it is nobody's fault but the script's."""
     outcomes = played(Diverging(after=30, how="nan"), 2)
     for code, output, losses, *_ in outcomes.values():

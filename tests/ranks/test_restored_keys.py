@@ -66,7 +66,7 @@ def test_a_key_that_was_deleted_is_there_again_when_it_is_read(process, stranger
 
 
 @pytest.mark.parametrize("how", ["deleted", "overwritten"])
-def test_who_waits_for_the_next_view_writes_all_views_again_that_it_knows(process, stranger, server, how):
+def test_a_waiting_member_rewrites_all_views_that_it_knows(process, stranger, server, how):
     """A supervisor does; its ranks are told of the newest epoch in shared memory, and look for it in the store."""
     newest = views_of(process, 3)
     for epoch in (1, 2, 3):
@@ -82,7 +82,7 @@ def test_who_waits_for_the_next_view_writes_all_views_again_that_it_knows(proces
     assert {key for key, _ in process.reported} == {"view/1", "view/2", "view/3"}
 
 
-def test_what_is_deleted_again_and_again_is_reported_once(process, stranger):
+def test_a_key_deleted_repeatedly_is_reported_once(process, stranger):
     process.keys.create("view/1", "its value")
     for _ in range(20):
         stranger.delete_key("view/1")
@@ -100,7 +100,7 @@ def test_another_signed_value_for_a_known_key_ends_the_process(process, stranger
         process.keys.create("view/1", "its value")
 
 
-def test_who_comes_first_still_decides_and_others_know_its_value(process, server):
+def test_the_first_writer_decides_and_others_read_its_value(process, server):
     other = Process(server)
     assert other.keys.create("view/1", "first") == "first"
     assert process.keys.create("view/1", "second") == "first"

@@ -65,7 +65,7 @@ def test_every_route_ends_in_the_same_sums(shape, number):
 
 
 @pytest.mark.parametrize(("shape", "number"), CASES, ids=NAMES)
-def test_all_replicas_have_the_same_bits_and_so_has_a_repeated_run(shape, number):
+def test_all_replicas_and_a_repeated_run_have_the_same_bits(shape, number):
     routed_slots = outcomes(shape)[number]
     for route in ("direct", "via_core", "sharded"):
         first, *others = put_together(routed_slots, route, cut_tensors(small_nominal(*shape))).values()
@@ -96,7 +96,7 @@ def size(part):
     return sum(stop - start for start, stop in part.ranges)
 
 
-def test_units_that_go_to_the_wrong_core_are_noticed():
+def test_units_sent_to_the_wrong_core_are_detected():
     spoilt = outcomes((4, 2), to_the_wrong_core)
     differences = [worst_difference(routed, "via_core", (4, 2)) for routed in spoilt]
     assert max(differences) > 1e-3, differences

@@ -73,7 +73,7 @@ def test_a_warm_spare_takes_the_place_at_once_in_a_tensor_parallel_job(tmp_path)
     )
 
 
-def test_who_holds_what_nobody_else_does_takes_the_job_with_it(tmp_path):
+def test_losing_the_only_holder_of_state_ends_the_job(tmp_path):
     """Slots 1 and 3 hold the same features of their replicas."""
     running = job(tmp_path, "--nproc-per-node=4", script=RECIPES / "train_tp.py", STEPS="10000", PAUSE_S="0.05")
     pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in (1, 3)]
@@ -187,7 +187,7 @@ def test_a_job_whose_workers_all_fail_has_failed(tmp_path, how_workers_come):
     assert re.search("slot [01] was lost before all others had begun to train|no worker ended well", output)
 
 
-def test_a_lost_fork_server_takes_nobody_with_it_and_there_is_another_when_it_is_needed(tmp_path):
+def test_a_lost_fork_server_ends_no_worker_and_is_replaced_when_needed(tmp_path):
     running = paused_job(tmp_path, "--ntp-fork", "--nproc-per-node=3", "--ntp-respawn=1")
     pids = [int(running.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
     fork_server = {parent_of(pid) for pid in pids}
@@ -200,14 +200,14 @@ def test_a_lost_fork_server_takes_nobody_with_it_and_there_is_another_when_it_is
     assert "members (0, 1, 2)" in output
 
 
-def test_what_a_fork_server_cannot_import_is_said_before_a_worker_starts(tmp_path):
+def test_an_import_error_of_the_fork_server_is_reported_before_a_worker_starts(tmp_path):
     code, output = job(tmp_path, "--ntp-fork", "--nproc-per-node=2", NTP_PRELOAD="no.such.module").end()
     assert code == 2, output
     assert "No module named 'no'" in output
     assert "ended with code 1, and had forked no worker. Way out: what it said stands above" in output
 
 
-def test_a_script_of_ours_outside_of_ntp_run_says_so(tmp_path):
+def test_a_script_started_outside_ntp_run_says_so(tmp_path):
     done = subprocess.run(
         [sys.executable, str(RECIPES / "train.py")], capture_output=True, text=True, check=False, cwd=tmp_path
     )

@@ -25,7 +25,7 @@ def job(folder, deviant, *flags, recipe="train.py", **environment):
 
 
 @pytest.mark.parametrize(("way", "named"), WAYS)
-def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(tmp_path, way, named):
+def test_a_joining_process_with_other_settings_is_refused_and_the_job_continues(tmp_path, way, named):
     """Each process that is started in its place is refused too; there are no more of them than --ntp-respawn says."""
     running = job(tmp_path, f"1:joining {way}", "--nproc-per-node=3", "--ntp-respawn=2")
     os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
@@ -42,7 +42,7 @@ def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(
 
 
 @pytest.mark.parametrize("recipe", ["train.py", "train_tp.py"])
-def test_founders_that_train_otherwise_end_the_job_before_its_first_step(tmp_path, recipe):
+def test_founders_with_other_settings_end_the_job_before_its_first_step(tmp_path, recipe):
     running = job(tmp_path, "2:founding --seed=4 NVTE_X=1", "--nproc-per-node=4", recipe=recipe)
     code, output = running.end()
     assert code == 2, output

@@ -16,7 +16,7 @@ def worker(running, slot):
     return None
 
 
-def test_the_job_ends_at_once_and_says_why(tmp_path):
+def test_a_loss_before_the_start_ends_the_job_with_its_reason(tmp_path):
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", "--ntp-respawn=1", str(RECIPES / "train.py")]
     running = Command(words, tmp_path / "log")
     os.kill(wait_until(lambda: worker(running, 1), lambda: running.output), signal.SIGKILL)

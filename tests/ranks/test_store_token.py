@@ -40,7 +40,7 @@ def strangers_words(server):
     return [b"\xff\x00garbage", value.encode(), b"0" * 32 + value.encode(), signed_by_another, raw.get("view/2"), other]
 
 
-def test_what_a_stranger_writes_is_not_read_and_is_written_over(server):
+def test_unsigned_values_are_ignored_and_overwritten(server):
     raw, own = PrefixStore(CORNER, connection(server)), store(server)
     for words in strangers_words(server):
         key = "view/1"
@@ -51,7 +51,7 @@ def test_what_a_stranger_writes_is_not_read_and_is_written_over(server):
         assert store(server).create(key, "too late") == store(server).read(key) == "ours"
 
 
-def test_ten_thousand_values_that_nobody_has_signed(server):
+def test_ten_thousand_unsigned_values_are_ignored(server):
     """Also such as differ from a signed one in a byte."""
     raw, own, dice = PrefixStore(CORNER, connection(server)), store(server), random.Random(1)
     own.create("signed", "its value")
@@ -65,7 +65,7 @@ def test_ten_thousand_values_that_nobody_has_signed(server):
     assert own.read("signed") == "its value"
 
 
-def test_whoever_writes_over_a_strangers_words_at_once_agree(server):
+def test_concurrent_writers_over_unsigned_values_agree(server):
     for number in range(50):
         PrefixStore(CORNER, connection(server)).set(f"view/{number}", "a stranger's")
         stores = [store(server) for _ in range(4)]
@@ -81,7 +81,7 @@ def test_a_host_with_another_token_is_refused(server):
         store(server, token="another").refuse_strangers()
 
 
-def test_a_stranger_who_says_that_the_job_is_over_is_not_heard(tmp_path):
+def test_an_unsigned_end_of_the_job_is_ignored(tmp_path):
     """It has all that a process of another user could have, and more: the port, and the name of the run."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=2", str(RECIPES / "train.py")]
     job = Command(words, tmp_path / "log", STEPS="40", PAUSE_S="0.1")

@@ -67,7 +67,7 @@ def test_so_do_the_processes_that_workers_have_started(run, tmp_path, how):
     kill_with_all(running)
 
 
-def test_who_is_stopped_ends_too(run):
+def test_a_stopped_worker_ends_with_its_supervisor(run):
     running = run("--nproc-per-node=2", str(RECIPES / "train_tp.py"), STEPS="1000000", PAUSE_S="0.05")
     pid = int(running.wait_for(r"slot 1 is pid (\d+)")[1])
     running.wait_for("slot 0: step 1,")
@@ -75,7 +75,7 @@ def test_who_is_stopped_ends_too(run):
     kill_with_all(running)
 
 
-def test_a_supervisor_that_died_before_the_kernel_was_asked_is_noticed(tmp_path):
+def test_a_supervisor_that_died_before_prctl_is_detected(tmp_path):
     """Whoever starts a process and dies at once leaves one whose parent is another."""
     done = subprocess.run(
         [*BOUND, str(os.getppid()), "touch", str(tmp_path / "started")], capture_output=True, text=True, check=False
@@ -85,7 +85,7 @@ def test_a_supervisor_that_died_before_the_kernel_was_asked_is_noticed(tmp_path)
     assert not (tmp_path / "started").exists()
 
 
-def test_a_program_is_started_as_if_it_were_started_alone(tmp_path):
+def test_a_bound_program_starts_with_default_signals(tmp_path):
     """With the signals that Python ignores; and one that is not there is named."""
     output = subprocess.check_output(bound.bound(["grep", "SigIgn", "/proc/self/status"]), text=True)
     assert int(output.split()[1], 16) >> (signal.SIGPIPE - 1) & 1 == 0

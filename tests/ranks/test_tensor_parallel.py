@@ -93,7 +93,7 @@ def test_a_second_loss_in_the_same_replica_drops_it():
     assert outcomes.keys() == {2, 3}
 
 
-def test_a_whole_replica_at_once():
+def test_all_slots_of_a_replica_are_lost_at_once():
     outcomes = lose(kill(2, during="reduce", step=4), kill(3, during="reduce", step=4))
     assert outcomes.keys() == {0, 1}
 
@@ -106,7 +106,7 @@ def test_four_wide_two_slots_of_one_replica_and_a_third_of_the_other():
 
 
 @pytest.mark.parametrize("slots", [(1,), (2, 3), (0, 3)])
-def test_who_comes_back_gets_exactly_its_own_again(slots):
+def test_a_rejoining_slot_gets_exactly_its_own_state(slots):
     """One slot, a whole replica, and one of each replica."""
     faults = [kill(slot, during="vote", step=3) for slot in slots]
     with Ranks(4, functools.partial(play, hold_at=(6,)), faults=faults) as ranks:
@@ -123,7 +123,7 @@ def test_who_comes_back_gets_exactly_its_own_again(slots):
         assert outcome.shapes == reference_run(4, 2)[slot].shapes
 
 
-def test_a_narrow_replica_stands_idle_until_its_slot_comes_back():
+def test_a_narrow_replica_is_idle_until_its_slot_rejoins():
     fault = kill(3, during="vote", step=3)
     with Ranks(4, functools.partial(play, hold_at=(8,), min_width=2), faults=[fault]) as ranks:
         ranks.wait_for_death(3)
@@ -146,7 +146,7 @@ def test_the_last_holder_of_a_unit_is_lost():
 # ---------------------------------------------------------------- negative controls: the suite can fail
 
 
-def test_the_twin_notices_a_lane_with_a_wrong_scale():
+def test_the_reference_run_detects_a_lane_with_a_wrong_scale():
     with Ranks(4, play_wrong_scale) as ranks:
         outcomes = ranks.wait()
     with pytest.raises(AssertionError):

@@ -61,7 +61,7 @@ def go_on_in_pairs(rank):
     return seen
 
 
-def test_who_has_lost_the_other_is_left_out_and_both_come_back():
+def test_a_rank_that_lost_its_partner_is_excluded_and_both_rejoin():
     faults = [kill(3, during="first", step=1)]
     with Ranks(4, go_on_in_pairs, faults=faults) as ranks:
         ranks.wait_for_death(3)
@@ -120,7 +120,7 @@ def go_alone(rank):
     return outcomes[0]
 
 
-def test_who_goes_alone_waits_for_nobody_and_is_together_again_behind_it():
+def test_a_subset_runs_alone_without_waiting_and_rejoins_after_it():
     """Also in groups that were edited."""
     with Ranks(3, go_alone, faults=[kill(2, during="first", step=1)]) as ranks:
         ranks.wait_for_death(2)
@@ -151,7 +151,7 @@ def end_in_half_a_pair(rank):
     return elastic.groups.members
 
 
-def test_who_is_left_out_is_told_so():
+def test_an_excluded_rank_gets_an_error():
     with Ranks(4, end_in_half_a_pair, faults=[kill(0, during="first", step=1)]) as ranks:
         ranks.wait_for_death(0)
         outcomes = ranks.wait(but=[0, 1])

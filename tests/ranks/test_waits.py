@@ -63,7 +63,7 @@ def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_it_is_left_when_the_membership_changes(name):
+def test_a_wait_is_interrupted_when_the_membership_changes(name):
     with Ranks(SIZE, functools.partial(wait_for_who_never_comes, name=name)) as ranks:
         busy = ranks.wait()[0]
     assert busy, "the backend has it still, and is to be replaced"
@@ -120,7 +120,7 @@ def do_it_often(rank, name):
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in POINT_TO_POINT])
-def test_one_that_was_waited_for_keeps_nothing(name):
+def test_a_finished_work_keeps_no_references(name):
     with Ranks(SIZE, functools.partial(do_it_often, name=name)) as ranks:
         for busy, kept in ranks.wait().values():
             assert (busy, kept) == (False, 0)
@@ -136,7 +136,7 @@ def start_and_never_wait(rank):
     return kept, len(groups._waits._works)
 
 
-def test_one_that_nobody_waits_for_is_let_go_when_it_is_over():
+def test_an_unawaited_work_is_freed_when_it_is_done():
     with Ranks(SIZE, start_and_never_wait) as ranks:
         for before, after in ranks.wait().values():
             assert before > 0

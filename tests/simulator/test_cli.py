@@ -100,14 +100,14 @@ def test_a_trace_names_its_assumption(capsys, tmp_path):
         (["--layers", "1"], "do not fill pp = 2 stages"),
     ],
 )
-def test_what_is_wrong_is_one_line(capsys, words, message):
+def test_an_error_is_one_line(capsys, words, message):
     code, _, err = run(capsys, *FLAGS, *words)
     assert code == 2
     assert err.startswith("ntp: ") and err.count("\n") == 1
     assert message in err
 
 
-def test_a_search_says_what_it_found_and_how_to_see_it_again(capsys):
+def test_a_search_reports_its_findings_and_how_to_reproduce_them(capsys):
     code, out, _ = run(capsys, "--search", "50")
     assert code == 0 and "50 schedules" in out and "no law is broken" in out
     code, out, _ = run(capsys, "--search", "2000", "--planted", "stale-epoch")
@@ -118,7 +118,7 @@ def test_a_search_says_what_it_found_and_how_to_see_it_again(capsys):
     assert run(capsys, "--replay", words[1])[0] == 0
 
 
-def test_a_law_that_is_broken_live_fails_the_search(capsys, monkeypatch):
+def test_a_violated_invariant_fails_the_search(capsys, monkeypatch):
     def broken(seed, planted=None):
         if seed == 7:
             raise Violation("somebody waits for ever")

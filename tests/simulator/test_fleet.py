@@ -45,7 +45,7 @@ def test_a_step_is_its_parts():
     assert model.tail_ns(0, 8) / 1e9 == pytest.approx(exposed + optimizer, rel=1e-6)
 
 
-def test_the_reduction_sends_what_the_plan_says_its_busiest_rank_sends():
+def test_the_modelled_reduction_sends_as_much_as_the_busiest_rank_of_the_plan():
     asked = scenario()
     fleet, topology = asked.fleet, asked.topology
     surviving = SurvivingReplicas(topology=topology, lost=frozenset({Slot(replica=3, stage=1, tp=2)}), min_tp_width=1)
@@ -122,7 +122,7 @@ def test_below_the_minimum_width_a_replica_is_dropped():
     assert fleet.replicas({3: 1})[1] == 0
 
 
-def test_power_helps_the_degraded_alone():
+def test_power_boosts_degraded_replicas_only():
     fleet = scenario().fleet
     assert fleet.pace((1, 0), boosted=True).ns < fleet.pace((1, 0)).ns
     assert fleet.pace((0, 0), boosted=True) == fleet.pace((0, 0))

@@ -108,7 +108,7 @@ def test_a_dropped_replica_leaves_fewer_to_share_the_optimizer():
 
 
 @given(st.sampled_from([2, 4]), st.sets(st.integers(0, 3), min_size=1, max_size=3), st.integers(0, 1))
-def test_it_is_the_width_that_counts_and_not_which_slots_are_lost(micro_batch, lost, stage):
+def test_memory_depends_on_the_width_and_not_on_which_slots_are_lost(micro_batch, lost, stage):
     """So a width can be judged before anybody knows who will be lost."""
     training = dataclasses.replace(TRAINING, batch=Batch(micro_batch=micro_batch))
     some, last = tuple(sorted(lost)), tuple(range(4 - len(lost), 4))
@@ -134,7 +134,7 @@ def test_activations_without_sequence_parallelism_and_in_float32():
     assert activation_bytes(double, 1, 4, ()) == 12 * ((2 * 8 + 2) * rows + 48 * rows // 4)
 
 
-def test_a_guard_that_looks_at_whole_groups_alone_is_noticed(monkeypatch):
+def test_a_guard_that_checks_only_full_groups_is_detected(monkeypatch):
     """A negative control: the test above fails where degraded patterns are left out."""
     monkeypatch.setattr(SurvivingReplicas, "patterns_of_stage", lambda *_: {})
     with pytest.raises(AssertionError):

@@ -31,7 +31,7 @@ def test_a_planted_bug_is_found_and_its_seed_shows_it_again(planted):
     assert str(law.value) == found.law
 
 
-def test_what_is_searched_is_the_live_code():
+def test_the_search_runs_the_live_code():
     assert (LIVE.advance, LIVE.finish, LIVE.decide) == (protocol.advance, protocol.finish, protocol.decide)
     assert (LIVE.gone, LIVE.judge) == (failure_detector.gone, failure_detector.judge)
 
@@ -40,7 +40,7 @@ def test_a_seed_is_a_run():
     assert [replay(seed) for seed in range(60)] == [replay(seed) for seed in range(60)]
 
 
-def test_every_kind_of_fault_befalls_somebody_in_the_slice():
+def test_every_kind_of_fault_occurs_in_the_searched_seeds():
     kinds = set()
 
     class Noting(VirtualJob):

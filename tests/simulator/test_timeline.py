@@ -126,7 +126,7 @@ def test_the_papers_case():
     assert whole[0].mean == pytest.approx((1 - 0.004) ** 32, abs=0.01)
 
 
-def test_spares_that_keep_a_batch_whole():
+def test_spares_keep_the_global_batch():
     asked = scenario(PAPER, even=True)
     many = [fault(1, 9, domain=number) for number in range(20)]
     needed = {

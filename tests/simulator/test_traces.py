@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path):
         read_trace(tmp_path / "none.csv")
 
 
-def test_our_domains_live_what_the_watched_ones_lived():
+def test_scaled_domains_see_the_faults_of_the_trace():
     outages = [Outage(domain=f"n{number}", start_s=number * 10.0, end_s=number * 10.0 + 5) for number in range(4)]
     options = {"watched": 6, "domain_gpus": 8, "gpus_per_fault": 2, "horizon_s": 1000.0}
     same = replay_outages(Random(1), outages, domains=6, **options)
@@ -114,7 +114,7 @@ def test_a_constant_without_a_source_is_refused(tmp_path):
     assert read_machine(str(path)) == read_machine("h100-nvl8")
 
 
-def test_a_machine_that_is_not_known_or_not_whole_is_one_line():
+def test_an_unknown_or_incomplete_machine_is_one_line():
     with pytest.raises(ConfigError, match=r"machine = 'v100' is not known. Way out: choose from a100-nvl8, b200"):
         read_machine("v100")
     with pytest.raises(ConfigError, match="domain_gpus has no source"):

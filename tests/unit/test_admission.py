@@ -42,7 +42,7 @@ def let_in(joiner):
     return not joiner.is_alive()
 
 
-def test_who_asks_is_let_in_when_the_door_is_opened():
+def test_a_joining_rank_is_admitted_when_members_open_admission():
     store = Keys()
     admission_control = control_of(store, lambda: 0, lambda: True)
     assert not admission_control.somebody_asks()
@@ -79,7 +79,7 @@ def test_members_with_short_steps_do_not_look_in_each():
     assert admission_control.somebody_asks()
 
 
-def test_who_waits_asks_again_in_the_next_epoch():
+def test_a_waiting_rank_asks_again_in_the_next_epoch():
     store, epoch = Keys(), 0
     admission_control = control_of(store, lambda: epoch, lambda: True)
     joiner = asking(store)
@@ -93,13 +93,13 @@ def test_who_waits_asks_again_in_the_next_epoch():
     assert let_in(joiner)
 
 
-def test_who_comes_too_late_does_not_wait():
+def test_a_late_joining_rank_does_not_wait():
     store = Keys()
     store.create(view_key(1), the_end(FIRST).encode())
     assert let_in(asking(store)), "joining says that the job is over"
 
 
-def test_who_asks_for_a_job_that_all_have_left_ends():
+def test_a_joining_rank_ends_when_the_job_is_over():
     """The view is empty, and not the end of a job that is done: nobody will ever open."""
     store, view = Keys(), FIRST
     for slot in range(3):
@@ -131,7 +131,7 @@ def put(store, view):
     return view
 
 
-def test_nobody_asks_before_all_of_a_replica_have_come():
+def test_a_joining_rank_asks_only_when_its_replica_is_complete():
     store = Keys()
     view = put(store, without(FOUR, [2, 3]))
     admission_control = control_of(store, lambda: view.epoch, lambda: True)
@@ -147,7 +147,7 @@ def test_nobody_asks_before_all_of_a_replica_have_come():
     assert newest_view(store.read, FOUR).slots == (0, 1, 2, 3)
 
 
-def test_nobody_asks_beside_one_who_is_about_to_leave():
+def test_a_joining_rank_does_not_ask_beside_one_about_to_leave():
     """The others have lost this slot, and have not yet gone on without its replica."""
     store = Keys()
     degraded = put(store, without(FOUR, [3]))
@@ -163,7 +163,7 @@ def test_nobody_asks_beside_one_who_is_about_to_leave():
     assert let_in(joiner) and let_in(other)
 
 
-def test_who_comes_second_does_not_ask_again():
+def test_a_second_joining_rank_does_not_ask_again():
     """The members stand in the recovery with the first one, and nobody would open."""
     store = Keys()
     view = put(store, with_joiners(put(store, without(FOUR, [2, 3])), [MemberId(slot=2, incarnation="2/1")]))
@@ -172,7 +172,7 @@ def test_who_comes_second_does_not_ask_again():
     assert "asked/2/0" not in store
 
 
-def test_who_trains_by_other_settings_is_not_let_in_whatever_it_believes():
+def test_a_rank_with_other_settings_is_never_admitted():
     """It asks under the digest of its own settings, and members look for theirs."""
     store = Keys()
     admission_control = control_of(store, lambda: 0, lambda: True)

@@ -73,7 +73,7 @@ def attach(run, what, *more, slot=SLOT):
     return main(["chaos", "attach", str(run), "--what", what, "--slot", slot, *more])
 
 
-def test_a_signal_is_told_as_a_campaign_tells_it(tmp_path, processes):
+def test_a_signal_is_recorded_as_in_a_campaign(tmp_path, processes):
     run = recorded(tmp_path, processes["worker"].pid)
     assert attach(run, "sigkill") == 0
     assert processes["worker"].wait(PATIENCE_S) == -9
@@ -97,7 +97,7 @@ def test_a_pause_is_over_when_the_command_is(tmp_path, processes):
 
 @pytest.mark.parametrize("orders", [None, b"", b"garbage\n"])
 @pytest.mark.parametrize("what", ["sigkill", "sigstop", "pause"])
-def test_without_the_token_no_signal_is_sent_or_told(what, orders, tmp_path, processes, capsys):
+def test_without_the_token_no_signal_is_sent_or_recorded(what, orders, tmp_path, processes, capsys):
     run = recorded(tmp_path, processes["worker"].pid)
     orders_file(run).unlink()
     if orders is not None:
@@ -110,7 +110,7 @@ def test_without_the_token_no_signal_is_sent_or_told(what, orders, tmp_path, pro
     assert injected(run) == []
 
 
-def test_to_a_stranger_nothing_is_sent_or_told(tmp_path, processes, capsys):
+def test_nothing_is_sent_to_an_unrelated_process_or_recorded(tmp_path, processes, capsys):
     run = recorded(tmp_path, processes["stranger"].pid)
     assert attach(run, "sigkill") == 2
     assert "no worker of ntp run" in capsys.readouterr().err
@@ -163,7 +163,7 @@ seconds = 0.05
 """
 
 
-def test_a_recipe_strikes_a_job_that_runs_by_steps_from_now_on(tmp_path, processes, monkeypatch):
+def test_a_recipe_counts_steps_of_a_running_job_from_now_on(tmp_path, processes, monkeypatch):
     run = recorded(tmp_path / "run", processes["worker"].pid)
     with training(run, monkeypatch):
         code, verdict = attach_recipe(run, tmp_path, TWO)
@@ -178,7 +178,7 @@ def test_a_recipe_strikes_a_job_that_runs_by_steps_from_now_on(tmp_path, process
     assert (tmp_path / "out/report.html").exists()
 
 
-def test_a_recipe_whose_fault_point_never_comes_is_given_up_and_said(tmp_path, processes, monkeypatch):
+def test_a_recipe_whose_fault_point_is_never_reached_is_given_up_and_reported(tmp_path, processes, monkeypatch):
     """And does not strike later, when nobody looks on."""
     run = recorded(tmp_path / "run", processes["worker"].pid)
     with training(run, monkeypatch):
@@ -194,7 +194,7 @@ TO_COME = "[[fault]]\nwhat = 'slow'\nslot = 'r0.s0.t1'\nduring = 'save'\n"
 
 
 @pytest.mark.parametrize("by_recipe", [False, True])
-def test_who_is_ended_while_a_rank_is_paused_wakes_it_first(by_recipe, tmp_path, processes):
+def test_a_command_ended_during_a_pause_resumes_the_rank_first(by_recipe, tmp_path, processes):
     """And takes back what was still to come."""
     run, worker = recorded(tmp_path / "run", processes["worker"].pid), processes["worker"]
     (tmp_path / "recipe.toml").write_text(PAUSED + TO_COME)
@@ -232,7 +232,7 @@ def asked_beside(request, monkeypatch):
 
 @pytest.mark.parametrize("by_recipe", [False, True])
 @pytest.mark.parametrize("beside", [signal.SIGSTOP, signal.SIGCONT])
-def test_it_is_woken_whenever_the_command_is_ended(beside, by_recipe, tmp_path, processes, asked_beside):
+def test_the_rank_resumes_whenever_the_command_is_ended(beside, by_recipe, tmp_path, processes, asked_beside):
     seconds = "600.0" if beside == signal.SIGSTOP else "0.05"
     run, worker = recorded(tmp_path / "run", processes["worker"].pid), processes["worker"]
     (tmp_path / "recipe.toml").write_text(PAUSED.replace("600.0", seconds) + TO_COME)
@@ -245,7 +245,7 @@ def test_it_is_woken_whenever_the_command_is_ended(beside, by_recipe, tmp_path, 
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
 
 
-def test_what_is_ignored_ends_nothing(tmp_path, processes):
+def test_an_ignored_signal_does_not_end_the_command(tmp_path, processes):
     """As under nohup."""
     run = recorded(tmp_path, processes["worker"].pid)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -273,7 +273,7 @@ def is_stopped(pid):
         ("what = 'kill'\nslot = 'r7.s0.t0'\n", "there is no slot r7.s0.t0"),
     ],
 )
-def test_a_recipe_that_this_job_cannot_be_struck_with_is_refused(fault, message, tmp_path, processes, capsys):
+def test_a_recipe_that_does_not_fit_the_job_is_refused(fault, message, tmp_path, processes, capsys):
     run = recorded(tmp_path / "run", processes["worker"].pid)
     assert attach_recipe(run, tmp_path, "[[fault]]\n" + fault)[0] == 2
     output = capsys.readouterr().err

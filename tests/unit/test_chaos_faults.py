@@ -20,7 +20,7 @@ def orders(tmp_path):
     return Orders.new(tmp_path / "orders.jsonl")
 
 
-def test_a_strike_is_taken_by_its_slot_at_its_fault_point_and_once(orders):
+def test_a_slot_takes_its_fault_once_at_its_fault_point(orders):
     pending = Pending(orders.path)
     orders.give(KILL)
     assert pending.take("r0.s0.t0", "backward", 5, None) == []
@@ -35,13 +35,13 @@ def test_an_order_that_comes_too_late_for_its_step_is_for_the_next(orders):
     assert Pending(orders.path).take("r0.s0.t1", "backward", 6, None) == [KILL]
 
 
-def test_who_takes_the_place_of_a_slot_is_not_struck_by_the_same_order(orders):
+def test_a_replacement_does_not_take_the_same_fault(orders):
     orders.give(ANYWHERE)
     assert Pending(orders.path).take("r0.s0.t1", "forward", 5, None) == [ANYWHERE]
     assert Pending(orders.path).take("r0.s0.t1", "forward", 9, None) == []
 
 
-def test_an_order_is_taken_back_unless_it_has_struck(orders):
+def test_an_order_can_be_withdrawn_until_it_is_injected(orders):
     orders.give(KILL)
     orders.give(ANYWHERE)
     assert orders.take_back(KILL)
@@ -65,13 +65,13 @@ def test_without_a_fault_point_it_is_the_next_one(orders, fault, there, injected
     assert bool(Pending(orders.path).take("r0.s0.t1", *there)) == injected
 
 
-def test_the_file_is_its_owners_alone_and_never_overwritten(orders):
+def test_the_orders_file_is_private_and_never_overwritten(orders):
     assert stat.S_IMODE(orders.path.stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
         Orders.new(orders.path)
 
 
-def test_who_attaches_gives_orders_that_are_obeyed(tmp_path):
+def test_orders_of_an_attached_command_are_obeyed(tmp_path):
     worker_words(tmp_path)
     Orders.of_a_running_job(orders_file(tmp_path)).give(KILL)
     assert Pending(orders_file(tmp_path)).take("r0.s0.t1", "backward", 5, None) == [KILL]

@@ -65,7 +65,7 @@ def test_a_host_is_killed_and_the_others_say_how_the_job_ended(running, machines
     assert running.code == 3
 
 
-def test_who_is_cut_off_is_not_waited_for(running, machines, processes):
+def test_a_disconnected_host_is_not_waited_for(running, machines, processes):
     running.way_to(fault("cut"), pid_on(machines, 1))()
     end(processes[2], 0)
     assert running.is_over

@@ -58,7 +58,7 @@ def test_its_pictures_are_one_sheet_as_well(report, tmp_path):
     assert 1000 < width < height, "one below the other"
 
 
-def test_the_page_says_what_is_wrong(report, tmp_path):
+def test_the_page_lists_what_is_wrong(report, tmp_path):
     broken = judge(RequestedFaults(faults=(FAULT,)), history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=broken), tmp_path).read_text()
     assert "Something is not as it should be" in page
@@ -66,7 +66,7 @@ def test_the_page_says_what_is_wrong(report, tmp_path):
     assert "✗ no" not in write_page(report, tmp_path).read_text()
 
 
-def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
+def test_a_fault_never_injected_is_on_the_page_and_in_the_json(report, tmp_path):
     left = Unordered(fault=OrderedFault(name="2", what="sigkill", slot="any"), why="the job was over")
     asked = RequestedFaults(faults=(FAULT,), unordered=(left,), drawn=("1",), to_be_drawn=12)
     found = judge(asked, report.run, history(), End(code=0), FINE)

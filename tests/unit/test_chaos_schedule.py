@@ -28,7 +28,7 @@ def recipe(*faults, **drawn):
 
 
 @given(st.integers(2, 4), st.integers(1, 4), st.data())
-def test_what_may_be_struck_leaves_every_unit_with_a_holder(replicas, tp, data):
+def test_possible_victims_leave_every_unit_with_a_holder(replicas, tp, data):
     names = sorted(job(replicas, tp).slots)
     lost = data.draw(st.lists(st.sampled_from(names), unique=True))
     for injected in survivable(job(replicas, tp, lost=lost)):
@@ -43,7 +43,7 @@ def test_one_replica_keeps_all_of_its_stages():
     assert survivable(job(replicas=3, tp=1, stages=2, lost=("r0.s0.t0", "r1.s1.t0"))) == ["r0.s1.t0", "r1.s0.t0"]
 
 
-def test_who_is_said_to_be_back_is_struck_when_its_process_is_known():
+def test_a_returned_slot_takes_a_fault_once_its_process_is_known():
     """It holds its part already, so that another holder of it may be struck."""
     back = job()
     back.slots["r0.s0.t1"] = SlotState.BACK
@@ -58,7 +58,7 @@ def test_a_fault_with_a_slot_and_a_fault_point_is_ordered_before_the_job_starts(
     assert schedule.next(job(step=8), seconds=1.0) == []
 
 
-def test_a_strike_that_was_drawn_and_missed_does_not_come_later_beside_the_next(tmp_path):
+def test_a_missed_drawn_fault_is_not_injected_beside_the_next(tmp_path):
     drawn = recipe(count=2, seed=1, what=("kill",), during=("save",), every_steps=0, seconds=0.1)
     injector, history = FaultInjector(tmp_path, FaultSchedule(drawn)), History()
     for step in range(40):
@@ -79,7 +79,7 @@ WAITING = (
 )
 
 
-def test_what_still_waits_in_the_end_is_known_with_its_reason(tmp_path):
+def test_pending_faults_are_reported_with_their_reason(tmp_path):
     injector = FaultInjector(tmp_path, FaultSchedule(recipe(*WAITING)))
     over = job(step=5, lost=("r0.s0.t0", "r0.s0.t1"))
     over.heard_at = 3.0
@@ -93,7 +93,7 @@ def test_what_still_waits_in_the_end_is_known_with_its_reason(tmp_path):
     ]
 
 
-def test_a_job_that_never_began_is_the_reason_why_nothing_struck():
+def test_a_job_that_never_began_explains_missing_faults():
     (left,) = FaultSchedule(recipe(FaultSpec(what="sigkill"))).asked(JobState(), seconds=0.0, ordered=[]).unordered
     assert left.why == "training never began"
 
@@ -147,7 +147,7 @@ def test_a_fault_on_any_slot_waits_while_every_loss_would_end_the_job():
     assert len(schedule.next(job(), seconds=9.0)) == 1
 
 
-def test_one_replica_alone_is_struck_while_somebody_is_left_of_it():
+def test_a_single_replica_takes_faults_while_it_has_a_slot():
     assert survivable(job(replicas=1, tp=3)) == ["r0.s0.t0", "r0.s0.t1", "r0.s0.t2"]
     assert survivable(job(replicas=1, tp=3, lost=("r0.s0.t0", "r0.s0.t2"))) == []
 
@@ -171,7 +171,7 @@ def test_so_many_are_drawn_and_not_more_and_each_in_a_step_to_come():
     assert [fault.step for fault in found] == sorted({fault.step for fault in found})
 
 
-def test_the_next_one_waits_for_the_one_before_and_for_who_comes_back():
+def test_the_next_fault_waits_for_the_last_recovery_and_return():
     assert drawn(1, pending=("r0.s0.t1",))[0] == []
     whole, degraded = drawn(1, steps=14)[0], drawn(1, steps=14, lost=("r0.s0.t1",))[0]
     assert len(whole) > len(degraded) == 1, "with somebody lost it waits for ten steps first"
@@ -192,7 +192,7 @@ def test_every_kind_comes_at_every_fault_point_before_one_comes_again():
     assert pairs[:12] != pairs[12:]
 
 
-def test_what_has_missed_its_fault_point_gets_another_turn():
+def test_a_fault_that_missed_its_fault_point_is_retried():
     schedule = FaultSchedule(recipe(count=4, seed=1, what=("kill",), during=("vote", "save"), every_steps=0))
     found, missed = [], set()
     for step in range(40):
@@ -205,12 +205,12 @@ def test_what_has_missed_its_fault_point_gets_another_turn():
     assert len(asked.drawn) == 4, "one that missed is not counted, and another one has its turn"
 
 
-def test_where_only_one_may_be_lost_no_fault_waits_for_a_recovery():
+def test_no_fault_waits_for_a_recovery_when_one_loss_is_the_limit():
     found, _ = drawn(4, count=3, tp=1, replicas=2, what=("kill",), during=("resume", "vote"))
     assert [fault.during for fault in found] == ["vote"] * 3
     assert drawn(4, tp=1, what=("kill",), during=("resume",))[0] == []
 
 
-def test_seconds_go_to_the_strike():
+def test_seconds_are_passed_to_the_fault():
     spec = FaultSpec(what="slow", slot="r0.s0.t1", during="forward", at_step=8, seconds=0.1)
     assert dataclasses.asdict(FaultSchedule(recipe(spec)).at_start()[0])["seconds"] == 0.1

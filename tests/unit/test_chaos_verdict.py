@@ -29,7 +29,7 @@ def broken_checks(found):
     return [check.what for check in found.checks if not check.holds]
 
 
-def test_a_run_that_goes_on_as_its_reference_is_fine():
+def test_a_run_equal_to_its_reference_passes():
     found = verdict(history(killed_in=3, back_in=5), expected=dataclasses.replace(FINE, returns=1))
     assert found.holds, found
     (outcome,) = found.outcomes
@@ -42,7 +42,7 @@ def test_a_run_that_goes_on_as_its_reference_is_fine():
 @pytest.mark.parametrize(
     ("hangs", "problem"), [((), ""), (("r1.s0.t0",), "the others did not go on"), (("r0.s0.t0",), "")]
 )
-def test_what_strikes_in_the_last_step_is_come_through_when_the_others_end(hangs, problem):
+def test_a_fault_in_the_last_step_is_survived_when_the_others_end(hangs, problem):
     injected_fault = FaultInjected(fault="2", what="clock", whom="r0.s0.t0", fault_point="regroup", step=0)
     events = [one for one in run_events(killed_in=STEPS) if not (isinstance(one.event, Ended) and one.slot in hangs)]
     run = History.of([*events, RecordedEvent(at=STEPS - 0.5, slot="r0.s0.t0", event=injected_fault)])
@@ -62,7 +62,7 @@ def test_what_strikes_in_the_last_step_is_come_through_when_the_others_end(hangs
         ({"steps": STEPS - 1}, "every step"),
     ],
 )
-def test_a_run_that_is_not_its_reference_is_told(run, what):
+def test_a_run_that_differs_from_its_reference_is_reported(run, what):
     found = verdict(history(killed_in=3, **run))
     assert not found.holds
     assert [check for check in broken_checks(found) if what in check], found.checks
@@ -107,7 +107,7 @@ def test_weights_are_compared_however_they_are_cut(killed_in, back_in, replica_d
 
 @pytest.mark.parametrize("what", ["cut", "alike"])
 @pytest.mark.parametrize("slot", ["r0.s0.t0", "r1.s0.t1"])
-def test_weights_that_are_not_the_twins_are_told(what, slot):
+def test_weights_that_differ_from_the_reference_are_reported(what, slot):
     fine = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-12)))
     assert fine.holds, fine.checks
     found = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-9)))
@@ -115,14 +115,14 @@ def test_weights_that_are_not_the_twins_are_told(what, slot):
     assert f"replica {slot[1]}" in found.checks[-1].found
 
 
-def test_a_bound_for_the_weights_alone_leaves_that_of_the_losses():
+def test_a_bound_for_the_weights_keeps_that_of_the_losses():
     drifted, wider = spoilt("cut", "r0.s0.t0", 1e-9), dataclasses.replace(FINE, weights_bound=1e-8)
     assert verdict(history(killed_in=3, weights=drifted), expected=wider).holds
     off = verdict(history(killed_in=3, loss=5.0 + 1e-9, weights=drifted), expected=wider)
     assert broken_checks(off) == ["losses agree with the reference run's"]
 
 
-def test_a_replica_of_which_a_slot_has_not_told_is_not_compared():
+def test_a_replica_with_a_silent_slot_is_not_compared():
     def silent(*silent_slots):
         return history(killed_in=3, weights=lambda slots, own: None if own in silent_slots else weighed(slots, own))
 
@@ -138,7 +138,7 @@ def test_a_reference_that_was_never_weighed_is_compared_by_its_losses():
     assert not [check for check in found.checks if "weights" in check.what]
 
 
-def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():
+def test_unreported_samples_of_a_dead_rank_are_not_missed_and_others_are():
     """The victim draws half of the samples of its replica, and dies when the step is over and not told of."""
 
     def halved(run):
@@ -160,21 +160,21 @@ def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():
     assert broken_checks(verdict(complete)) == ["the samples are the reference run's, each once"]
 
 
-def test_what_a_step_that_was_taken_again_had_drawn_before_counts_no_more():
+def test_samples_of_an_attempt_that_was_repeated_do_not_count():
     run = history(killed_in=3, again=(2,))
     assert run.taken_again == {2}
     assert verdict(run).holds
     assert verdict(run).efficiency == pytest.approx(6 / 8)
 
 
-def test_a_strike_that_never_struck_is_told():
+def test_a_fault_never_injected_is_reported():
     found = verdict(history(), faults=[FAULT])
     assert "never struck" in found.outcomes[0].problem
     assert not found.holds
 
 
 @pytest.mark.parametrize(("may_miss", "problem"), [(False, "it never struck: the job was over"), (True, "")])
-def test_what_still_waited_in_the_end_is_told_and_fails_unless_it_may_miss(may_miss, problem):
+def test_a_pending_fault_is_reported_and_fails_unless_it_may_miss(may_miss, problem):
     left = Unordered(
         fault=OrderedFault(name="2", what="sigkill", slot="any", may_miss=may_miss), why="the job was over"
     )
@@ -199,12 +199,12 @@ def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
     assert (check.found, check.holds, judged.holds) == (found, holds, holds)
 
 
-def test_a_signal_to_a_slot_that_nobody_had_is_told_as_that():
+def test_a_signal_to_an_empty_slot_is_reported():
     found = verdict(history(killed_in=3), faults=[OrderedFault(name="2", what="sigkill", slot=VICTIM)])
     assert found.outcomes[0].problem == "it never struck: nobody had the slot then"
 
 
-def test_who_was_on_a_host_that_is_lost_is_known_by_its_number():
+def test_ranks_of_a_lost_host_are_known_by_number():
     """Another host's supervisor notices, and knows no process of it."""
     run = [one for one in run_events(killed_in=3) if not isinstance(one.event, RankLost)]
     began = next(one.event for one in run if isinstance(one.event, Began) and one.slot == VICTIM)
@@ -217,13 +217,13 @@ def test_who_was_on_a_host_that_is_lost_is_known_by_its_number():
         assert outcome.detected_s == (None if seconds is None else pytest.approx(seconds))
 
 
-def test_a_strike_at_a_slot_that_the_job_has_not_is_told_as_that():
+def test_a_fault_for_an_unknown_slot_is_reported():
     found = verdict(history(), faults=[dataclasses.replace(FAULT, slot="r7.s0.t0")])
     assert "no such slot, but r0.s0.t0, r0.s0.t1" in found.outcomes[0].problem
 
 
 @pytest.mark.parametrize(("killed_in", "holds"), [(None, True), (3, False)])
-def test_who_is_only_slow_must_not_be_taken_for_lost(killed_in, holds):
+def test_a_slow_rank_must_not_be_reported_lost(killed_in, holds):
     injected = FaultInjected(fault="1", what="slow", whom=VICTIM, fault_point="forward", step=2)
     run = [one for one in run_events(killed_in=killed_in) if not isinstance(one.event, FaultInjected)]
     slow = History.of([*run, RecordedEvent(at=1.1, slot=VICTIM, event=injected)])
@@ -232,11 +232,11 @@ def test_who_is_only_slow_must_not_be_taken_for_lost(killed_in, holds):
     assert broken_checks(found) == ([] if holds else ["nobody was taken for lost"])
 
 
-def test_a_strike_that_was_drawn_may_miss():
+def test_a_drawn_fault_may_miss():
     assert verdict(history(), faults=[dataclasses.replace(FAULT, may_miss=True)]).holds
 
 
-def test_a_run_that_hangs_after_a_strike_is_told():
+def test_a_run_that_hangs_after_a_fault_is_reported():
     hung = [one for one in run_events(killed_in=3) if one.at < 2.5]
     found = verdict(History.of(hung), end=End(code=-15, hung=True))
     assert found.outcomes[0].problem == "the others did not go on"
@@ -250,11 +250,11 @@ def test_a_job_that_is_to_stop_must_stop_as_expected(code, holds):
     assert found.holds == holds
 
 
-def test_workers_that_outlive_their_job_are_told():
+def test_workers_that_outlive_their_job_are_reported():
     assert broken_checks(verdict(history(killed_in=3), end=End(code=0, left=(17,)))) == ["no worker was left behind"]
 
 
-def test_nobody_came_back_and_somebody_should_have():
+def test_a_missing_return_is_reported():
     found = verdict(history(killed_in=3), expected=dataclasses.replace(FINE, returns=1))
     assert broken_checks(found) == ["1 came back"]
 
@@ -264,7 +264,7 @@ def test_a_run_without_samples_or_steps_is_not_fine():
     assert not found.holds
 
 
-def test_who_was_there_when():
+def test_the_history_knows_the_members_at_each_time():
     run = history(killed_in=3, back_in=5)
     assert presence(run, "r0.s0.t0", 6.0)[-1][1] == 6.0
     assert presence(run, VICTIM, 6.0) == [(0.0, pytest.approx(2.6)), (pytest.approx(4.5), 6.0)]
@@ -283,6 +283,6 @@ def test_steps_again_are_those_of_its_own_recovery(before, behind):
     assert verdict(History.of(run)).outcomes[0].steps_again == 1
 
 
-def test_who_is_never_recovered_from_has_no_steps_again():
+def test_a_loss_without_recovery_repeats_no_steps():
     hung = [one for one in run_events(killed_in=3) if one.at < 2.5]
     assert verdict(History.of([*hung, restored(2.4, 1)]), end=End(code=1)).outcomes[0].steps_again == 0

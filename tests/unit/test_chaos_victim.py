@@ -90,7 +90,7 @@ def test_every_kind_is_tried_here():
 
 
 @pytest.mark.parametrize(("what", "code"), ENDS.items())
-def test_a_process_ends_as_it_was_ordered_to_and_has_said_so(here, capfd, what, code):
+def test_a_process_records_the_order_and_ends(here, capfd, what, code):
     process = here.in_a_process(what)
     process.join(PATIENCE_S)
     assert process.exitcode == code
@@ -101,7 +101,7 @@ def test_a_process_ends_as_it_was_ordered_to_and_has_said_so(here, capfd, what, 
 
 
 @pytest.mark.parametrize("what", HOLDS)
-def test_a_process_stands_still_as_it_was_ordered_to_and_has_said_so(here, what):
+def test_a_process_records_the_order_and_hangs(here, what):
     process = here.in_a_process(what)
     try:
         until(lambda: here.recorded == recorded_first(what))
@@ -115,7 +115,7 @@ def test_a_process_stands_still_as_it_was_ordered_to_and_has_said_so(here, what)
 
 
 @pytest.mark.parametrize(("what", "heartbeats_go_on"), [("hang", True), ("lock", False)])
-def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here, what, heartbeats_go_on):
+def test_a_hung_process_sends_heartbeats_unless_it_holds_the_lock(here, what, heartbeats_go_on):
     """What is told by a thread of its own, as beats are."""
     heartbeat = here.folder / "heart"
 
@@ -153,7 +153,7 @@ def state_of(pid):
         return file.read().rpartition(") ")[2][0]
 
 
-def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_waits_for(here, monkeypatch):
+def test_a_slow_factor_applies_to_computing_and_not_to_waiting(here, monkeypatch):
     slept = []
     here.inject("slow", 0.0, factor=5.0)
     monkeypatch.setattr(worker.time, "sleep", slept.append)
@@ -168,7 +168,7 @@ def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_wa
     assert computed >= 4 * 0.1
 
 
-def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_fault_point_alone(here, monkeypatch):
+def test_a_slow_rank_is_slow_in_each_later_step_at_one_fault_point(here, monkeypatch):
     slept = []
     here.inject("slow", 0.2)
     monkeypatch.setattr(worker.time, "sleep", slept.append)
@@ -225,7 +225,7 @@ def weight(name, values):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [0.75, -3.0, 0.0])
-def test_one_number_of_one_weight_is_another(here, dtype, value):
+def test_a_weight_fault_changes_one_number(here, dtype, value):
     before = [torch.full((50,), value, dtype=dtype) for _ in range(3)]
     here.weights = [weight(str(number), values.clone().requires_grad_()) for number, values in enumerate(before)]
     here.inject("weight")
@@ -237,7 +237,7 @@ def test_one_number_of_one_weight_is_another(here, dtype, value):
 
 
 @pytest.mark.parametrize("value", [0.75, -3.0])
-def test_it_is_one_bit_of_the_exponent_where_that_is_even(here, value):
+def test_a_weight_fault_flips_one_exponent_bit(here, value):
     """Doubling adds one to it: 126 of 0.75 is even; 128 of -3."""
     values = torch.full((50,), value)
     here.weights = [weight("a", values.clone())]
@@ -265,7 +265,7 @@ def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monke
     store.close()
 
 
-def test_a_process_without_copies_or_in_another_slot_is_not_struck(here, monkeypatch):
+def test_a_process_without_copies_or_in_another_slot_takes_no_fault(here, monkeypatch):
     monkeypatch.delenv("NTP_COPIES", raising=False)
     here.inject("copy")
     here.orders.give(OrderedFault(name="2", what="kill", slot="r9.s0.t0", during="vote", step=STEP))

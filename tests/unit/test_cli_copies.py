@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     run.leave() if run.path.exists() else None
 
 
-def test_list_tells_which_versions_are_here(folder, capsys):
+def test_list_shows_the_versions_on_this_host(folder, capsys):
     assert main(["copies", "list"]) == 0
     output = capsys.readouterr().out
     assert all(word in output for word in ("ntp/job", "host-0", "7", "1 of 2", "(alive)"))
@@ -57,7 +57,7 @@ def test_verify_finds_what_is_cut_short(folder, capsys):
     assert "near-3-e2-0: not whole" in capsys.readouterr().out
 
 
-def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):
+def test_clean_keeps_copies_of_a_living_run(folder, capsys):
     run, _ = folder
     assert main(["copies", "clean"]) == 0
     assert run.path.exists()
@@ -68,7 +68,7 @@ def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):
     assert not run.path.exists()
 
 
-def test_what_is_no_folder_of_ours(tmp_path, folder, capsys):
+def test_a_foreign_folder_is_refused(tmp_path, folder, capsys):
     assert main(["copies", "clean", str(tmp_path / "none")]) == 2
     (tmp_path / "other").mkdir(mode=0o700)
     assert main(["copies", "clean", str(tmp_path / "other")]) == 2
@@ -123,7 +123,7 @@ def test_a_run_that_is_removed_while_it_is_read_is_passed_over(folder, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_only_reads_makes_no_folder(tmp_path):
+def test_reading_creates_no_folder(tmp_path):
     """One that a run has just removed would be there again, without a lock, and for ever."""
     assert list(Store(tmp_path / "run/host-0", makes=False).found()) == []
     assert list(tmp_path.iterdir()) == []

@@ -52,7 +52,7 @@ def export(capsys, *words):
     return code, captured.err or captured.out
 
 
-def test_what_would_be_done_is_told(left, tmp_path, capsys):
+def test_a_dry_run_prints_what_it_would_do(left, tmp_path, capsys):
     folder = left()
     script = ("train.py", "--flag", "two words")
     code, output = export(capsys, "latest", "--to", tmp_path / "out", "--dry-run", "--", *script)
@@ -62,7 +62,7 @@ def test_what_would_be_done_is_told(left, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_is_for_its_owner_only_and_comes_back(left):
+def test_the_stored_command_is_private_and_round_trips(left):
     folder = left()
     (file,) = folder.glob("*.json")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -70,7 +70,7 @@ def test_the_command_is_for_its_owner_only_and_comes_back(left):
     assert set(json.loads(file.read_text())) == {"words", "folder", "workers", "hosts"}, "no environment"
 
 
-def test_a_command_that_stands_in_a_file_is_shown_and_not_executed(left, tmp_path, capsys):
+def test_a_stored_command_is_shown_and_not_executed(left, tmp_path, capsys):
     """Whoever can write a file that this command reads shall not run anything by that."""
     folder, to = left(), tmp_path / "out"
     words = ("sh", "-c", f"touch {tmp_path}/executed", "--title", "\x1b]0;owned\x07")
@@ -97,7 +97,7 @@ def test_the_command_of_a_worker(left, given, words, capsys, monkeypatch):
     assert (code, output.splitlines()[-1]) == (0, words)
 
 
-def test_where_it_cannot_go(left, tmp_path, capsys):
+def test_invalid_targets_are_refused(left, tmp_path, capsys):
     folder = left()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/something").write_text("")
@@ -135,7 +135,7 @@ def test_copies_of_another_host_than_the_first(left, tmp_path, capsys):
     assert code == 0, output
 
 
-def test_words_that_make_no_sense(left, tmp_path, capsys):
+def test_invalid_arguments_are_refused(left, tmp_path, capsys):
     folder, to = left(), tmp_path / "out"
     for words, why in (
         ((tmp_path / "none", "--to", to), f"there are no copies of a run there. Way out: on this host: {folder}"),

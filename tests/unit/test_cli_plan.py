@@ -73,14 +73,14 @@ def test_the_order_of_losses_does_not_change_the_digest(capsys):
     assert len(digests) == 1
 
 
-def test_slots_come_back(capsys):
+def test_slots_rejoin(capsys):
     code, out, _ = run(capsys, [*SMALL, "--already", "r1.s0.t2,r2.s1.t0", "--back", "r1.s0.t2"])
     assert code == 0
     assert "3 -> 4" in out
     assert "1 slot: r2.s1.t0" in out
 
 
-def test_a_file_says_the_same_as_flags_and_flags_win(capsys, tmp_path):
+def test_a_file_equals_flags_and_flags_win(capsys, tmp_path):
     job = {
         "parallel": {"tp": 4, "pp": 2, "dp": 4, "gpus_per_node": 4},
         "model": {"heads": 8, "ffn": 256, "vocab": 1000, "layers": 4, "hidden": 64},
@@ -196,13 +196,13 @@ def test_a_folder_is_not_a_file(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], ["plan"], ["plann"]])
-def test_a_bare_or_misspelled_command_says_what_is_missing(capsys, words):
+def test_a_bare_or_misspelled_command_names_what_is_missing(capsys, words):
     code, _, err = run(capsys, words)
     assert code == 2
     assert err.count("\n") == 1
 
 
-def test_the_installed_command_speaks_on_stderr_only_and_never_with_a_traceback():
+def test_the_installed_command_prints_errors_on_stderr_without_a_traceback():
     done = subprocess.run(
         [sys.executable, "-m", "ntp_plugin.cli.main", *SMALL, "--lose", "nonsense"],
         capture_output=True,

@@ -74,7 +74,7 @@ def test_a_job_that_ends_while_one_looks_is_over(tmp_path, process, capsys):
     assert "nobody is left" not in capsys.readouterr().out
 
 
-def test_a_job_of_which_nobody_is_alive_is_one_line_and_code_1(tmp_path, capsys):
+def test_a_job_without_living_processes_is_one_line_and_code_1(tmp_path, capsys):
     write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
     tell(tmp_path, committed(7))
     assert main(["status", str(tmp_path)]) == 1
@@ -112,7 +112,7 @@ def test_a_job_some_of_which_is_on_another_machine_is_followed_on(tmp_path, else
         assert looking.wait(PATIENCE_S) == 0
 
 
-def test_a_process_that_nobody_has_waited_for_is_not_alive(process):
+def test_a_zombie_process_is_not_alive(process):
     assert is_alive(process.pid)
     process.send_signal(signal.SIGKILL)
     until(lambda: not is_alive(process.pid))

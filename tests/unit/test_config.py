@@ -92,7 +92,7 @@ def test_a_bad_flag_is_refused_by_its_name(words, message):
     assert message in str(caught.value)
 
 
-def test_what_is_missing_is_named():
+def test_missing_parts_are_named():
     with pytest.raises(ConfigError, match=r"parallel\.tp is missing\. Way out: give it: tensor-parallel degree"):
         schema.read(Job, {}, where="")
 

@@ -19,7 +19,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank_and_costs_what_all_took():
     assert copies._steps(begun + over, ranks=2) == {7: step}
 
 
-def test_a_step_that_one_rank_has_not_told_of_is_none():
+def test_a_step_missing_from_one_rank_does_not_count():
     read = [[0, 7, 10.0, 1.0, 0.5, 0.0], [0, 8, 11.0, 1.75, 1.0, 0.0], ["drawn", 1, 0, 3]]
     assert copies._steps(read, ranks=2) == {}
 
@@ -36,12 +36,12 @@ def test_processor_time_explains_a_longer_step_by_as_much_as_there_are_processor
     assert waiting.ratio - waiting.explained == pytest.approx(0.05)
 
 
-def test_where_copies_have_a_processor_of_their_own_theirs_explains_nothing():
+def test_with_a_spare_processor_copies_explain_nothing():
     assert pair(more_seconds=0.2, more_busy=0.4, spared=True).explained == pytest.approx(1.0)
     assert pair(more_seconds=0.2, more_busy=0.4, more_training=0.1, spared=True).explained == pytest.approx(1.05)
 
 
-def test_bytes_explain_what_copies_alone_take_and_what_moving_as_many_costs_others():
+def test_bytes_explain_the_time_of_copies_and_of_moving_as_many_bytes():
     alone = [(bytes_wanted() / 0.04, bytes_wanted() / 0.03, 0)] * 2  # seconds of a processor, for all ranks' copies
     bare, known = pair(more_seconds=0.1, more_busy=0.07, more_copying=0.06), copies.Known()
 

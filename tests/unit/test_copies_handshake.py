@@ -33,7 +33,7 @@ def put_one(there):
     return there.peer().put(FAR_PLACE, manifest, memory, pace=no_pace)
 
 
-def test_strangers_who_announce_long_lines_take_no_memory_and_keep_nobody_out(tmp_path):
+def test_unauthenticated_clients_with_long_lines_take_no_memory_and_block_nobody(tmp_path):
     with closing(There(tmp_path)) as there, contextlib.ExitStack() as open_ones:
         assert put_one(there) == [], "memory that it needs in any case"
         memory, threads = resident_kb(), threading.active_count()
@@ -60,7 +60,7 @@ def test_silent_strangers_are_few_at_once_and_the_oldest_leaves_for_a_new_one(tm
 
 
 @pytest.mark.parametrize("words", [[b""], [b"x"] * 63])
-def test_a_stranger_who_is_slow_is_left_in_time_however_it_spends_it(tmp_path, words):
+def test_a_slow_unauthenticated_client_is_dropped_in_time(tmp_path, words):
     with closing(There(tmp_path, handshake_s=0.3)) as there:
         with socket.create_connection(there.server.address, timeout=20) as slow:
             with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ def test_a_recorded_conversation_is_worth_nothing_in_another_connection(tmp_path
         assert list(there.store.found()) == []
 
 
-def test_who_took_the_port_of_a_dead_server_is_sent_no_state():
+def test_no_state_is_sent_to_an_impostor_on_the_port_of_a_dead_server():
     memory, manifest = written(some_values())
     received = bytearray()
 
@@ -157,7 +157,7 @@ def test_who_took_the_port_of_a_dead_server_is_sent_no_state():
     assert len(received) == 64
 
 
-def test_a_proof_holds_for_one_side_one_run_and_one_connection_alone():
+def test_a_proof_holds_for_one_side_one_run_and_one_connection():
     proofs = {
         of.proof(side, servers, clients)
         for of in (CREDENTIALS, type(CREDENTIALS)(run="another", secret=SECRET))

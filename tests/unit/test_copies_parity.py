@@ -112,7 +112,7 @@ def send_in_parts(there, copies, breaks):
 
 
 @pytest.mark.parametrize("at_once", [100, 1 << 20])
-def test_a_piece_without_values_is_taken_like_any_other(there, taken_at_once, at_once):
+def test_an_empty_slice_is_folded_like_any_other(there, taken_at_once, at_once):
     taken_at_once(at_once)
     copies = []
     for memory, manifest in copies_of(1, 2):
@@ -127,7 +127,7 @@ def test_a_piece_without_values_is_taken_like_any_other(there, taken_at_once, at
 
 @pytest.mark.parametrize("batch", [500, 1 << 20], ids=["one by one", "at once"])
 @pytest.mark.parametrize("breaks", [(0,), (3,), (23,), (23, 1, 20), (24, 24)])
-def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypatch, taken_at_once, breaks, batch):
+def test_a_slice_sent_again_after_a_broken_connection_is_folded_once(there, monkeypatch, taken_at_once, breaks, batch):
     monkeypatch.setattr(wire, "CHUNK", 500)
     taken_at_once(batch)
     copies = copies_of(1, 2)
@@ -139,7 +139,7 @@ def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypa
     assert is_parity_of(there.store, PLACE, *copies)
 
 
-def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch, taken_at_once):
+def test_folding_a_slice_twice_is_detected(there, monkeypatch, taken_at_once):
     """A negative control: pieces that are in are folded again, which takes them out."""
     sound = ParityStore._fold_once
 
@@ -155,7 +155,7 @@ def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch, taken_at_o
     assert not is_parity_of(there.store, PLACE, *copies)
 
 
-def test_what_comes_again_though_it_had_arrived_changes_nothing(there):
+def test_a_slice_that_arrives_twice_changes_nothing(there):
     """The answer was lost."""
     copies = copies_of(1, 2)
     for memory, manifest in [*copies, *copies]:
@@ -163,7 +163,7 @@ def test_what_comes_again_though_it_had_arrived_changes_nothing(there):
     assert is_parity_of(there.store, PLACE, *copies)
 
 
-def test_a_piece_that_does_not_come_as_it_was_is_not_in(there):
+def test_a_slice_with_a_wrong_digest_is_not_folded(there):
     copies = copies_of(1, 2)
     memory, manifest = copies[0]
     flipped = memory.clone()
@@ -186,7 +186,7 @@ def test_an_older_version_of_one_member_is_refused_and_nothing_is_committed(ther
     assert list(there.store.found()) == []
 
 
-def test_a_newer_version_takes_the_place_of_one_that_was_never_whole(there):
+def test_a_newer_version_replaces_an_incomplete_one(there):
     lone = copies_of(1, 2, step=5)[0]
     assert there.peer().put(PLACE, lone[1], lone[0], pace=no_pace, members=MEMBERS) == []
     copies = copies_of(3, 4, step=6, sizes=(500, 900))
@@ -208,7 +208,7 @@ def test_members_that_name_others_are_refused(there, other):
     assert list(there.store.found()) == []
 
 
-def test_what_is_folded_into_a_version_that_is_over_does_not_come_into_the_next(tmp_path):
+def test_folding_into_a_closed_version_leaves_the_next_unchanged(tmp_path):
     """A connection that was thought broken goes on while a newer version has begun."""
     store, old, new = Store(tmp_path), copies_of(1, 2, step=5), copies_of(3, 4, step=6)
     parities = ParityStore(store)

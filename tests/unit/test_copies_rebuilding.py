@@ -51,7 +51,7 @@ def test_machine_code_folds_what_torch_folds(sizes, dice):
     assert torch.equal(*parities)
 
 
-def test_what_would_lie_before_the_bytes_is_not_folded():
+def test_negative_offsets_are_not_folded():
     """A manifest may say anything, and machine code writes where it is told."""
     _, manifest = written(some_values())
     held = manifest.held[0]
@@ -88,7 +88,7 @@ def test_any_member_comes_out_of_the_parity_and_the_others(tmp_path_factory, siz
         assert store.manifest(place) is None, "nothing is left of it"
 
 
-def test_a_full_host_is_told_before_a_loss_and_has_room_after_it(tmp_path):
+def test_a_full_host_is_reported_before_a_loss_and_has_room_after_it(tmp_path):
     copies = copies_of(1, 2, sizes=(1000, 1000))
     size, other = copies[0][1].size, dataclasses.replace(PLACE, number=1)
     with closing(Store(tmp_path / "full", at_most=3 * size - 1)) as store:
@@ -174,7 +174,7 @@ def test_the_host_of_a_parity_takes_no_member_with_it(written_thirds):
     assert all(done.rebuilt == () for done, _, _ in results)
 
 
-def test_two_losses_in_one_group_are_no_version_and_said_to_be_lost(written_thirds):
+def test_two_losses_in_one_group_leave_no_version(written_thirds):
     left, _ = without(written_thirds, 0, 1)
     assert versions(left) == []
     ((_, _, found),) = restore(left, {2: []})
@@ -182,7 +182,7 @@ def test_two_losses_in_one_group_are_no_version_and_said_to_be_lost(written_thir
         found.kinds()
 
 
-def test_a_version_whose_parity_lacks_a_member_does_not_stand_and_the_one_before_does(written_thirds):
+def test_a_version_with_an_incomplete_parity_is_unavailable_and_the_one_before_is_used(written_thirds):
     """The other member's part of it did not come through before the host was lost."""
     newest = Version(step=6, epoch=3)
     first, second, third = written_thirds
@@ -205,7 +205,7 @@ def test_a_version_whose_parity_lacks_a_member_does_not_stand_and_the_one_before
         ([1], [0], False),
     ],
 )
-def test_a_version_stands_if_each_slot_is_there_or_in_a_parity_with_all_others_there(there, group, stands):
+def test_a_version_is_available_if_each_slot_has_a_copy_or_a_complete_parity(there, group, stands):
     description = json.dumps(
         [[5, 2, slot, [0, 1, 2]] for slot in there] + ([[5, 2, group, [0, 1, 2]]] if group else [])
     )
@@ -264,7 +264,7 @@ def test_a_near_copy_that_is_wrong_is_put_together_anew(written_thirds, tmp_path
         assert done.rebuilt == ("rebuilt-1-e2-0 on host 2",)
 
 
-def test_a_host_without_room_for_what_is_rebuilt_says_so(written_thirds, tmp_path, monkeypatch):
+def test_a_host_without_room_for_a_rebuilt_copy_reports_it(written_thirds, tmp_path, monkeypatch):
     left, layout = without(written_thirds, 0)
 
     def full(self, place, size, sound=Store.open):
@@ -279,7 +279,7 @@ def test_a_host_without_room_for_what_is_rebuilt_says_so(written_thirds, tmp_pat
     assert any("rebuilt-0-e2-0 would take" in message for message in left[1].trouble)
 
 
-def test_it_would_be_noticed_if_what_comes_out_were_not_verified(written_thirds, tmp_path, monkeypatch):
+def test_skipping_the_verification_of_a_rebuilt_copy_is_detected(written_thirds, tmp_path, monkeypatch):
     """A negative control: a wrong parity is believed; the comparison in the end finds it."""
     flipped(tmp_path, 2)
     monkeypatch.setattr("ntp_plugin.copies.restore.wrong", lambda *_: [])

@@ -123,7 +123,7 @@ def there(tmp_path):
         yield there
 
 
-def test_bytes_among_the_extras_are_told_as_digits(here):
+def test_bytes_among_the_extras_are_reported_as_digits(here):
     drawn = torch.get_rng_state().numpy().tobytes()
     assert here.copy(dataclasses.replace(snapshot(5), extras={"random": {"torch": drawn}}))
     ((_, manifest),) = here.store.found()
@@ -145,7 +145,7 @@ def test_a_snapshot_becomes_a_copy_on_the_own_host(here):
     assert here.trouble == []
 
 
-def test_what_is_changed_once_it_is_taken_does_not_change_the_copy(here, there):
+def test_a_snapshot_is_independent_of_later_changes(here, there):
     """A large one, so that a copy which is not there yet would show it."""
     parts = some_parts(5, rows=100_000)
     before = kept(parts)
@@ -207,7 +207,7 @@ def test_far_copies_arrive_at_all_who_keep_them(here, there, tmp_path):
         assert {version.step for _, version, _ in there.store.versions()} == {7, 8}
 
 
-def test_what_is_committed_is_not_touched_by_the_next_snapshot(here):
+def test_the_next_snapshot_leaves_the_committed_copy(here):
     seen = []
     for step in (5, 6, 7, 8):
         assert here.copy(snapshot(step))
@@ -222,7 +222,7 @@ def test_what_is_committed_is_not_touched_by_the_next_snapshot(here):
         assert (path.read_bytes(), path.stat().st_mtime_ns) == before
 
 
-def test_a_commit_in_a_newer_epoch_removes_what_older_ones_left(here):
+def test_a_commit_in_a_newer_epoch_removes_older_copies(here):
     for step, epoch in [(5, 2), (6, 2), (7, 4)]:
         assert here.copy(snapshot(step, epoch=epoch))
         if epoch == 2:
@@ -240,7 +240,7 @@ def test_a_commit_in_a_newer_epoch_removes_what_older_ones_left(here):
     assert {version.step for place, version, _ in here.store.versions() if place.kind == NEAR} == {7, 8}
 
 
-def test_the_first_commit_of_a_joiner_removes_what_older_epochs_left(here, tmp_path):
+def test_the_first_commit_of_a_joiner_removes_copies_of_older_epochs(here, tmp_path):
     with closing(Here(tmp_path / "here")) as dead:
         assert dead.copy(snapshot(5, epoch=2))
         dead.replicator.commit()
@@ -254,7 +254,7 @@ def closed_address():
         return closed.getsockname()
 
 
-def test_a_peer_that_is_not_there_is_told_and_the_next_snapshot_is_made(here, there):
+def test_a_missing_peer_is_reported_and_the_next_snapshot_is_made(here, there):
     here.replicator.send_to([closed_address(), there.server.address])
     for step in (5, 6):
         assert not here.copy(snapshot(step))
@@ -267,7 +267,7 @@ def test_a_peer_that_is_not_there_is_told_and_the_next_snapshot_is_made(here, th
     assert here.copy(snapshot(7)), "nothing is wrong any more"
 
 
-def test_a_peer_that_comes_back_is_sent_to_again(here, there, tmp_path):
+def test_a_returning_peer_gets_copies_again(here, there, tmp_path):
     """Its process ends the connection, and whoever comes next listens where it did."""
     with closing(There(tmp_path / "elsewhere")) as elsewhere:
         here.replicator.send_to([elsewhere.server.address])
@@ -278,7 +278,7 @@ def test_a_peer_that_comes_back_is_sent_to_again(here, there, tmp_path):
     assert here.copy(snapshot(7))
 
 
-def test_a_memory_without_room_is_told_and_the_next_snapshot_is_made(tmp_path):
+def test_a_full_memory_is_reported_and_the_next_snapshot_is_made(tmp_path):
     with closing(Here(tmp_path, at_most=20_000)) as here:
         assert not here.copy(snapshot(5, parts=some_parts(5, rows=1000)))
         (message,) = here.trouble
@@ -287,7 +287,7 @@ def test_a_memory_without_room_is_told_and_the_next_snapshot_is_made(tmp_path):
         assert here.copy(snapshot(6))
 
 
-def test_a_peer_without_room_is_told(here, tmp_path):
+def test_a_full_peer_is_reported(here, tmp_path):
     with closing(There(tmp_path / "there", at_most=100)) as there:
         here.replicator.send_to([there.server.address])
         assert not here.copy(snapshot(5))
@@ -296,7 +296,7 @@ def test_a_peer_without_room_is_told(here, tmp_path):
         assert here.store.manifest(near(2, 0)) is not None
 
 
-def test_whatever_is_wrong_with_the_memory_is_told_and_the_training_goes_on(tmp_path):
+def test_memory_errors_are_reported_and_training_continues(tmp_path):
     with closing(Here(tmp_path / "here")) as here:
         shutil.rmtree(here.store.folder)
         here.copy(snapshot(5))
@@ -315,7 +315,7 @@ def test_a_copy_goes_no_faster_than_it_may(tmp_path, there):
         assert copied.taken_s < copied.seconds
 
 
-def test_what_is_late_is_news_until_one_is_through_in_time():
+def test_a_late_copy_is_news_until_a_copy_is_in_time():
     lateness = Lateness(after_s=10)
     assert [lateness.is_news(seconds) for seconds in (3, 9.9, 10, 11, 50)] == [False, False, True, False, False]
     lateness.ended(60, ok=True)
@@ -326,7 +326,7 @@ def test_what_is_late_is_news_until_one_is_through_in_time():
     assert lateness.is_news(11)
 
 
-def test_a_copy_that_is_slow_is_told_once_and_again_after_one_that_is_not(tmp_path, there):
+def test_a_slow_copy_is_reported_once_until_a_copy_is_in_time(tmp_path, there):
     with closing(Here(tmp_path / "here", bytes_per_s=5e4, timeout_s=0.2)) as here:
         here.replicator.send_to([there.server.address])
         for step in (5, 6):
@@ -340,7 +340,7 @@ def test_a_copy_that_is_slow_is_told_once_and_again_after_one_that_is_not(tmp_pa
         assert [message.split(" as ")[0] for message in here.trouble] == ["step 5", "step 8"]
 
 
-def test_a_peer_that_is_frozen_is_told_before_it_is_given_up(tmp_path):
+def test_a_frozen_peer_is_reported_before_it_is_given_up(tmp_path):
     with deaf_server() as (_, address), closing(Here(tmp_path, timeout_s=0.3)) as here:
         here.replicator.send_to([address])
         assert not here.copy(snapshot(5, parts=some_parts(5, rows=200_000)))
@@ -349,7 +349,7 @@ def test_a_peer_that_is_frozen_is_told_before_it_is_given_up(tmp_path):
         assert "was not copied" in given_up
 
 
-def test_nobody_waits_for_a_copy_that_is_slow(tmp_path, there):
+def test_training_does_not_wait_for_a_slow_copy(tmp_path, there):
     """The first one is waited for, until it is late; a recovery, and who closes, ends it: at this pace it takes an
     hour."""
     with closing(Here(tmp_path / "here", bytes_per_s=10.0, timeout_s=0.2)) as here:
@@ -414,7 +414,7 @@ def test_a_recovery_costs_no_far_copy_after_it(here, there):
 @pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("part", [0, -1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_becomes_no_copy_and_what_is_committed_stays(here, value, part):
+def test_state_that_is_not_finite_is_not_copied_and_the_committed_copy_stays(here, value, part):
     for step in (5, 6):
         assert here.copy(snapshot(step))
         here.replicator.commit()
@@ -437,7 +437,7 @@ def test_an_idle_replicator_holds_and_closes(tmp_path):
     assert not any(thread.is_alive() for thread in here.replicator._threads)
 
 
-def test_what_all_have_near_is_kept_while_far_copies_do_not_arrive(here):
+def test_near_copies_are_kept_while_far_copies_do_not_arrive(here):
     """So that there is a whole version, and not an old one, while the next is taken."""
     here.replicator.send_to([closed_address()])
     places = []
@@ -452,7 +452,7 @@ def test_what_all_have_near_is_kept_while_far_copies_do_not_arrive(here):
     assert {manifest.version.step for _, manifest in here.store.found()} == {8, 9}
 
 
-def test_what_is_committed_is_not_given_up_for_what_is_kept(here, there):
+def test_the_committed_copy_is_not_replaced_by_a_kept_one(here, there):
     """A lost host needs it: its far copies are of no newer version."""
     here.replicator.send_to([there.server.address])
     here.copy(snapshot(5))

@@ -254,7 +254,7 @@ def copy_at(kind, slot):
     return CopyKey(kind=kind, slot=slot, epoch=2, number=0)
 
 
-def test_what_two_had_is_put_together_for_three(written, started):
+def test_copies_of_two_slots_are_assembled_for_three(written, started):
     """The third has nothing of its own, and takes what others on its host have."""
     members = [started(0, 0), started(1, 1), started(2, 1)]
     results = restore(members, THIRDS)
@@ -282,7 +282,7 @@ def test_the_own_copy_is_all_that_the_same_layout_needs(written, started):
         assert restoration.extras()["of"] == member.slot
 
 
-def test_what_no_copy_here_has_comes_from_other_hosts(started):
+def test_missing_parts_come_from_other_hosts(started):
     """There are near copies only, and one of the members is on a host that has none."""
     before = [started(0, 0), started(1, 1)]
     write_halves(before, far=False)
@@ -295,7 +295,7 @@ def test_what_no_copy_here_has_comes_from_other_hosts(started):
     assert (third.own, third.here, third.elsewhere) == (0, 0, bytes_of(THIRDS[2]))
 
 
-def test_a_host_that_is_gone_is_covered_by_far_copies(written, started):
+def test_far_copies_cover_a_lost_host(written, started):
     members = [started(0, 0), started(1, 2), started(2, 0)]
     results = restore(members, THIRDS)
     assert_sound(results)
@@ -304,7 +304,7 @@ def test_a_host_that_is_gone_is_covered_by_far_copies(written, started):
 
 
 @pytest.mark.parametrize("tensor", SHAPES)
-def test_a_near_copy_that_was_changed_is_left_aside(written, started, tmp_path, tensor):
+def test_a_changed_near_copy_is_skipped(written, started, tmp_path, tensor):
     corrupt(tmp_path, 0, copy_at(NEAR, 0), tensor)
     members = [started(0, 0), started(1, 1), started(2, 0)]
     results = restore(members, THIRDS)
@@ -319,7 +319,7 @@ def test_a_near_copy_that_was_changed_is_left_aside(written, started, tmp_path, 
     assert members[1].trouble == []
 
 
-def test_a_copy_on_another_host_that_was_changed_is_left_aside(written, started, tmp_path):
+def test_a_changed_copy_on_another_host_is_skipped(written, started, tmp_path):
     """Who asks for it is told, and so is its host."""
     corrupt(tmp_path, 0, copy_at(NEAR, 0), "column")
     members = [started(0, 0), started(1, 1), started(2, 2)]
@@ -340,7 +340,7 @@ def test_a_copy_whose_bytes_were_cut_short_is_none(written, started, tmp_path):
     assert results[0][0].own == 0 < results[0][0].elsewhere
 
 
-def test_all_raise_where_no_copy_of_a_part_is_sound(written, started, tmp_path):
+def test_all_members_raise_when_no_copy_of_a_part_is_sound(written, started, tmp_path):
     corrupt(tmp_path, 0, copy_at(NEAR, 0), "flat")
     corrupt(tmp_path, 1, copy_at(FAR, 0), "flat")
     members = [started(0, 0), started(1, 1), started(2, 0)]
@@ -366,7 +366,7 @@ def test_an_older_version_can_be_had_where_the_newest_cannot(started, tmp_path):
     assert_sound(restore(members, THIRDS, version=versions[1]), step=4)
 
 
-def test_versions_that_all_can_stand_on_are_the_whole_ones_newest_first(started):
+def test_complete_versions_are_listed_newest_first(started):
     first, second = before = [started(0, 0), started(1, 1)]
     whole = [Version(step=4, epoch=1), Version(step=5, epoch=2), Version(step=5, epoch=3), Version(step=10, epoch=4)]
     for version in (whole[2], whole[0], whole[3], whole[1]):
@@ -383,7 +383,7 @@ def test_versions_that_all_can_stand_on_are_the_whole_ones_newest_first(started)
     assert standable([]) == standable([""]) == []
 
 
-def test_whoever_holds_nothing_of_a_version_is_not_waited_for():
+def test_a_member_without_copies_of_a_version_is_not_waited_for():
     description = json.dumps([[5, 2, slot, [0, 3]] for slot in (0, 3)])
     assert standable([description]) == [VERSION]
     assert standable([json.dumps([[5, 2, 0, [0, 3]]])]) == []
@@ -391,7 +391,7 @@ def test_whoever_holds_nothing_of_a_version_is_not_waited_for():
 
 @pytest.mark.parametrize("at", [(0, 0, "column"), (2, 2, "flat"), (1, 3, "norm"), (2, 4, "norm")])
 @pytest.mark.parametrize("entry", ["main", "moment"])
-def test_all_raise_where_one_has_another_value_in_the_end(written, started, at, entry):
+def test_all_members_raise_when_one_restored_value_differs(written, started, at, entry):
     members = [started(0, 0), started(1, 1), started(2, 1)]
     slot, number, named = at
 
@@ -404,7 +404,7 @@ def test_all_raise_where_one_has_another_value_in_the_end(written, started, at, 
         assert found.what.startswith(f"{named} ({entry}) of step 5 as laid out in epoch 2 is not what was copied")
 
 
-def test_all_raise_where_two_swap_values_in_the_end(written, started):
+def test_all_members_raise_when_two_restored_values_are_swapped(written, started):
     """Each bit is there, and not where it was."""
     members, swapped = [started(0, 0), started(1, 1), started(2, 1)], {}
     both = threading.Barrier(2, timeout=60)

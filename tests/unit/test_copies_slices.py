@@ -57,7 +57,7 @@ def listed(runs):
 
 
 @given(shapes.flatmap(cuts))
-def test_the_runs_of_a_piece_are_the_places_of_its_elements_in_their_order(slices):
+def test_the_runs_of_a_slice_are_the_places_of_its_elements_in_order(slices):
     for tensor_slice in slices:
         assert listed(tensor_slice.runs) == places_of(tensor_slice)
         assert tensor_slice.runs.size == tensor_slice.size == len(places_of(tensor_slice))
@@ -68,7 +68,7 @@ def test_the_runs_of_a_piece_are_the_places_of_its_elements_in_their_order(slice
 
 @settings(max_examples=40)
 @given(shapes.flatmap(lambda shape: st.tuples(cuts(shape), cuts(shape))))
-def test_what_two_pieces_have_in_common_is_found_in_both(case):
+def test_the_overlap_of_two_slices_is_found_in_both(case):
     for mine, theirs in itertools.product(*case):
         found = common(mine.runs, theirs.runs)
         my_places, their_places = places_of(mine), places_of(theirs)

@@ -136,7 +136,7 @@ def test_a_copy_that_has_no_bytes_is_one(store, another):
     assert manifest.size == 0
 
 
-def test_what_is_forgotten_is_gone_and_takes_nothing(store, another):
+def test_a_forgotten_copy_takes_no_room(store, another):
     other = CopyKey(kind=FAR, slot=4, epoch=2, number=1)
     _, manifest = put(store, PLACE)
     put(store, other, slot=4)
@@ -147,7 +147,7 @@ def test_what_is_forgotten_is_gone_and_takes_nothing(store, another):
     assert not any(path.name.startswith(str(PLACE)) for path in store.folder.iterdir())
 
 
-def test_all_of_older_epochs_is_forgotten_whoever_wrote_it(store, another):
+def test_copies_of_older_epochs_are_forgotten_regardless_of_writer(store, another):
     places = [CopyKey(kind=kind, slot=3, epoch=epoch, number=1) for kind in (NEAR, FAR) for epoch in (1, 2, 3, 10)]
     for place, writer in zip(places, [store, another] * 4, strict=True):
         put(writer, place, epoch=place.epoch)
@@ -157,7 +157,7 @@ def test_all_of_older_epochs_is_forgotten_whoever_wrote_it(store, another):
     assert len(list(store.folder.iterdir())) == 2 * 4, "bytes without a manifest are gone as well"
 
 
-def test_forgetting_in_a_folder_that_is_gone_is_no_trouble(store):
+def test_forgetting_in_a_missing_folder_is_no_error(store):
     store.folder.rmdir()
     store.forget_before(3)
 
@@ -180,7 +180,7 @@ def test_a_manifest_that_is_cut_short_is_no_copy(store, another, part):
     assert list(another.found()) == []
 
 
-def test_a_copy_whose_bytes_are_cut_short_or_gone_is_none(store, another):
+def test_a_truncated_or_missing_copy_is_not_listed(store, another):
     _, manifest = put(store, PLACE)
     path = store.folder / str(PLACE)
     os.truncate(path, manifest.size - 1)
@@ -205,7 +205,7 @@ def test_a_place_is_read_from_its_name(place):
     assert CopyKey.read(f"{place}.json") is None
 
 
-def test_a_killed_process_leaves_whole_copies_or_none(store, tmp_path):
+def test_a_killed_process_leaves_complete_copies_or_none(store, tmp_path):
     """It is killed when one copy is complete, and while another is written over one that was."""
     memory, manifest = written(some_values())
     complete, half = PLACE, CopyKey(kind=NEAR, slot=3, epoch=2, number=1)
@@ -324,7 +324,7 @@ def test_copies_are_forgotten_while_others_are_made(store):
     assert not (store.folder / str(old)).exists()
 
 
-def test_what_is_of_later_steps_is_forgotten_whoever_wrote_it(tmp_path):
+def test_copies_of_later_steps_are_forgotten_regardless_of_writer(tmp_path):
     """And what is not whole, of which nobody can tell."""
     mine, others = Store(tmp_path), Store(tmp_path)
     for number, step in enumerate((5, 6)):
@@ -339,7 +339,7 @@ def test_what_is_of_later_steps_is_forgotten_whoever_wrote_it(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_what_an_earlier_version_of_the_plugin_wrote_is_no_copy(store):
+def test_copies_of_an_earlier_plugin_version_are_not_listed(store):
     """All in one line."""
     put(store, PLACE)
     path = store.folder / f"{PLACE}.json"

@@ -90,7 +90,7 @@ def test_machine_code_names_what_numpy_names(copied, dtypes, data):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_is_verified_as_it_comes_is_looked_at_once_it_is_there_and_not_before(copied, data):
+def test_streamed_verification_reads_bytes_only_after_arrival(copied, data):
     manifest, memory = copied((("float32", "bfloat16"), ("float64",)))
     memory = memory.clone()
     flipped = data.draw(st.none() | st.integers(0, len(memory) - 1))
@@ -107,7 +107,7 @@ def test_what_is_verified_as_it_comes_is_looked_at_once_it_is_there_and_not_befo
     assert checked.wrong() == as_numpy_says(memory, manifest)
 
 
-def test_what_would_lie_beyond_the_bytes_is_not_read(copied):
+def test_offsets_beyond_the_bytes_are_not_read(copied):
     manifest, memory = copied((("float32",), ("float32",)))
     with pytest.raises(ValueError, match="has values beyond its bytes"):
         wrong_in(memory[:-64], manifest)
@@ -116,7 +116,7 @@ def test_what_would_lie_beyond_the_bytes_is_not_read(copied):
     assert wrong_in(memory[64:], manifest, first=2, since=64) == []
 
 
-def test_values_that_begin_where_none_of_their_type_may_are_left_to_torch(copied):
+def test_misaligned_values_are_left_to_torch(copied):
     manifest, _ = copied((("float32",), ("float32",)))
     (tensor_slice, ((name, dtype, _),)), other = manifest.layout.pieces
     odd = dataclasses.replace(manifest, layout=laid_out(((tensor_slice, ((name, dtype, 2),)), other)))
@@ -135,7 +135,7 @@ def test_a_layout_is_looked_at_once_for_all_versions(copied):
     assert next_one.encode().split(b"\n")[0] == manifest.encode().split(b"\n")[0]
 
 
-def test_pieces_in_a_row_begin_at_lines_of_a_cache():
+def test_consecutive_slices_begin_at_cache_lines():
     tensor_slice = TensorSlice(tensor="t", shape=(5,), dim=0, ranges=((0, 5),), start=0, stop=5)
     layout = in_a_row(
         ((tensor_slice, (("a", torch.float32), ("b", torch.uint8))), (tensor_slice, (("a", torch.float64),)))

@@ -140,7 +140,7 @@ def test_a_put_that_breaks_off_leaves_no_copy_and_not_the_old_one_either(there):
     assert (there.store.folder / str(FAR_PLACE)).exists(), "it had begun"
 
 
-def test_a_host_without_room_says_so_and_can_be_asked_again(tmp_path):
+def test_a_full_host_reports_it_and_can_be_asked_again(tmp_path):
     with closing(There(tmp_path, at_most=20_000)) as there:
         peer = there.peer()
         memory, manifest = written(some_values(size=10_000))
@@ -181,7 +181,7 @@ def all_of(held):
     return Runs(starts=torch.tensor([0]), lengths=torch.tensor([held.piece.size]))
 
 
-def test_elements_of_a_piece_that_was_changed_are_not_given(there):
+def test_elements_of_a_changed_slice_are_not_sent(there):
     _, manifest = put(there.store, FAR_PLACE)
     changed, sound = manifest.held[:2]
     mapped(there.store, FAR_PLACE)[changed.entries[0].offset + 8] ^= 1
@@ -193,7 +193,7 @@ def test_elements_of_a_piece_that_was_changed_are_not_given(there):
     assert torch.equal(peer.get(FAR_PLACE, 1, sound, all_of(sound))["weight"], some_values()["b"])
 
 
-def test_what_is_gone_is_not_given(there):
+def test_a_removed_copy_is_not_sent(there):
     _, manifest = written(some_values())
     peer = there.peer()
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_newer_version_is_not_given_for_an_older_one(there):
         there.peer().get(FAR_PLACE, 1, manifest.held[1], all_of(manifest.held[1]))
 
 
-def test_a_newer_copy_with_fewer_pieces_is_not_given_for_an_older_one(tmp_path):
+def test_a_newer_copy_with_fewer_slices_does_not_answer_for_an_older_one(tmp_path):
     with closing(There(tmp_path)) as there:
         _, manifest = put(there.store, FAR_PLACE)
         put(there.store, FAR_PLACE, {"a": torch.ones(3)}, step=6)
@@ -243,7 +243,7 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
     ],
 )
 @pytest.mark.parametrize("proved", [False, True])
-def test_who_does_not_speak_our_language_is_left_alone(tmp_path, sent, proved):
+def test_a_client_with_a_foreign_protocol_is_dropped(tmp_path, sent, proved):
     with closing(There(tmp_path)) as there:
         with socket.create_connection(there.server.address, timeout=PATIENCE_S) as connection:
             if proved:
@@ -256,7 +256,7 @@ def test_who_does_not_speak_our_language_is_left_alone(tmp_path, sent, proved):
         assert there.peer().put(FAR_PLACE, manifest, memory, pace=no_pace) == []
 
 
-def test_a_server_that_never_answers_is_left_in_time():
+def test_a_server_that_never_answers_is_given_up_in_time():
     memory, manifest = written(some_values())
     with deaf_server() as (_, address):
         peer, began = Peer(address, run="run", secret=SECRET, timeout_s=0.2), time.monotonic()
@@ -268,7 +268,7 @@ def test_a_server_that_never_answers_is_left_in_time():
         peer.close()
 
 
-def test_a_server_that_is_not_there_is_told():
+def test_a_missing_server_is_reported():
     memory, manifest = written(some_values())
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = closed.getsockname()

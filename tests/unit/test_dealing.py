@@ -18,7 +18,7 @@ def tables(draw):
 
 
 @given(tables())
-def test_everything_is_kept_dealt_or_left_exactly_once(table):
+def test_each_micro_batch_is_kept_dealt_or_left_exactly_once(table):
     held, room, extra = table
     result = deal(held, room=room, extra=extra)
     everything = [*result.kept.values(), *result.dealt.values(), result.left]

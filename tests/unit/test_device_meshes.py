@@ -64,7 +64,7 @@ def test_an_uneven_one_is_no_grid(tell, cube, ask):
         ask(cube)
 
 
-def test_slices_taken_before_and_after_are_alike(tell, cube):
+def test_slices_taken_before_and_after_a_loss_are_equal(tell, cube):
     before = {names: cube[names] for names in ("pp", "dp", "tp", ("dp", "tp"))}
     tell(0, 1, 3, 5, 6, 7)
     after = {names: cube[names] for names in before}
@@ -88,7 +88,7 @@ def test_with_all_back_it_is_as_it_was_made(tell, cube):
     assert all(mesh == cube["dp", "tp"] for mesh in late)
 
 
-def test_what_makes_groups_is_refused_while_slots_are_lost(tell, cube):
+def test_making_groups_is_refused_while_slots_are_lost(tell, cube):
     tell(0, 1, 2, 3, 4, 5)
     with pytest.raises(Refused, match="flattened"):
         cube["dp", "tp"]._flatten()
@@ -96,7 +96,7 @@ def test_what_makes_groups_is_refused_while_slots_are_lost(tell, cube):
         cube._unflatten("tp", (1, 2), ("a", "b"))
 
 
-def test_a_mesh_that_nobody_has_any_more_is_forgotten(tell, cube):
+def test_an_unreferenced_mesh_is_forgotten(tell, cube):
     kept, copied = cube["tp"], copy.copy(cube["dp"])
     del kept
     gc.collect()
@@ -104,7 +104,7 @@ def test_a_mesh_that_nobody_has_any_more_is_forgotten(tell, cube):
     assert copied.mesh.tolist() == [5, 7]
 
 
-def test_torch_is_left_as_it_was():
+def test_detaching_restores_torch():
     before = dict(vars(DeviceMesh))
     meshes = DeviceMeshes(MINE)
     meshes.attach()

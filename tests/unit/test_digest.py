@@ -95,7 +95,7 @@ def test_the_sum_over_every_cut_is_one_number(case, dtype, seed):
 
 @settings(max_examples=40)
 @given(shapes.flatmap(cuts), dtypes, seeds, st.text(max_size=4))
-def test_it_is_the_number_of_its_definition(slices, dtype, seed, salt):
+def test_the_digest_equals_its_definition(slices, dtype, seed, salt):
     values = bits(slices[0].shape, dtype, seed).reshape(-1)
     for tensor_slice in slices:
         part = values[places_of(tensor_slice)]
@@ -105,7 +105,7 @@ def test_it_is_the_number_of_its_definition(slices, dtype, seed, salt):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(3 * PAGE,), (60, 700), (3, 3 * PAGE), (2, 9 * PAGE), (3, 20, 4000)], ids=str)
-def test_it_is_the_number_of_its_definition_on_later_pages_too(dtype, shape):
+def test_the_digest_equals_its_definition_on_later_pages(dtype, shape):
     size, start = torch.Size(shape).numel(), PAGE - 700
     stop = min(size, start + 4 * PAGE)
     tensor_slice = TensorSlice(tensor="t", shape=shape, dim=0, ranges=((0, shape[0]),), start=start, stop=stop)
@@ -145,7 +145,7 @@ in_pages = st.lists(st.sampled_from([(0, 10), (20, 10), (20, 9), (PAGE - 10, 10)
 
 @settings(max_examples=50)
 @given(st.lists(in_pages, min_size=1, max_size=6), st.booleans(), seeds)
-def test_pages_that_are_almost_alike_have_their_own_numbers(pages, turned, seed):
+def test_almost_equal_pages_have_different_digests(pages, turned, seed):
     runs = [(number * PAGE + start, length) for number, those in enumerate(pages) for start, length in those]
     runs = runs[::-1] if turned else runs
     places = [place for start, length in runs for place in range(start, start + length)]
@@ -272,7 +272,7 @@ def test_many_parts_at_once_have_the_numbers_of_each(shape, seed):
     assert digests_of(asked) == [[digest(part, runs, salt="a") for part in parts[:number]] for number in range(7)]
 
 
-def test_keys_live_for_as_long_as_they_are_read_whoever_forgets_them(monkeypatch, by):
+def test_keys_stay_while_they_are_read(monkeypatch, by):
     """Two threads may come to the same places at once, and only what one of them came to is remembered."""
     if by == "numpy":
         pytest.skip("it has the keys themselves, and not where they are")
@@ -324,7 +324,7 @@ print(look(values) is not None, look(values / 0.0) is None)
 """
 
 
-def test_what_is_finite_is_copied_also_where_float32_is_a_double():
+def test_finite_values_are_copied_although_float32_is_a_double():
     """As in a rehearsal (`NTP_CPU=float64`), where that is so before any of this is imported."""
     done = subprocess.run([sys.executable, "-c", WHERE_FLOAT32_IS_A_DOUBLE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]

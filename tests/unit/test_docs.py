@@ -44,7 +44,7 @@ def test_recipes_and_tests_that_a_page_names_are_there(page):
     assert missing_in(page.read_text()) == []
 
 
-def test_a_recipe_that_is_not_there_is_noticed():
+def test_a_missing_recipe_is_detected():
     assert missing_in("ntp chaos recipes/chaos/no-such.toml, [x](../../recipes/chaos/none.toml)") == [
         "recipes/chaos/no-such.toml",
         "recipes/chaos/none.toml",

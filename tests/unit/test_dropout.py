@@ -29,7 +29,7 @@ def parts(numbers):
 
 
 @given(parts(SAMPLES), parts(HEADS), parts(ROWS), st.integers(1, COLUMNS))
-def test_a_part_has_the_whole_masks_bits(samples, heads, rows, columns):
+def test_a_part_has_the_bits_of_the_full_mask(samples, heads, rows, columns):
     part = attention(samples, heads, rows, columns)
     assert torch.equal(part, attention()[samples][:, heads][:, :, rows][..., :columns])
 
@@ -74,7 +74,7 @@ def halves(number):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_kept_is_scaled_and_so_is_its_gradient(dtype):
+def test_kept_values_and_their_gradients_are_scaled(dtype):
     x = torch.randn(6, 5, dtype=dtype, requires_grad=True)
     keys = row_keys(stream(SEED), torch.arange(6))
     out = dropout(x, 0.25, keys)
@@ -123,7 +123,7 @@ def excess(mask, p):
 
 
 @pytest.mark.parametrize("p", [0.5, 0.1, 0.3, 1e-3, 0.9])
-def test_as_many_are_dropped_as_were_asked_for(p):
+def test_the_dropped_share_equals_the_probability(p):
     whole = kept(row_keys(stream(SEED, "many"), torch.arange(4), torch.arange(256)), MANY // 1024, p)
     assert excess(whole, p) < SIGMAS
     for parity in (0, 1):

@@ -59,7 +59,7 @@ def test_each_member_comes_to_know_what_each_wrote(slots, fan, seed):
 
 
 @given(SLOTS, st.integers(2, 9), st.data())
-def test_nobody_has_all_while_one_is_missing_and_that_one_is_named(slots, fan, data):
+def test_gathering_waits_for_a_missing_member_and_names_it(slots, fan, data):
     gathering = Gathering(kind="report", epoch=3, slots=tuple(slots), fan=fan)
     late = data.draw(st.sets(st.sampled_from(slots), min_size=1))
     store = {gathering.own_key(slot): "here" for slot in slots if slot not in late}
@@ -71,7 +71,7 @@ def test_nobody_has_all_while_one_is_missing_and_that_one_is_named(slots, fan, d
     assert late <= set(gathering.late(store.get))
 
 
-def test_who_does_not_put_together_what_is_there_is_named():
+def test_a_member_that_does_not_combine_its_share_is_named():
     gathering = Gathering(kind="report", epoch=3, slots=tuple(range(10, 19)), fan=3)
     store = {gathering.own_key(slot): "here" for slot in gathering.slots}
     assert gathering.late(store.get) == (10, 13, 16)
@@ -87,7 +87,7 @@ def test_few_read_what_each_wrote(members):
     assert not any(gathering.gathers(slot) or gathering.due(slot, store.get) for slot in gathering.slots)
 
 
-def test_what_is_read_grows_with_the_members_and_not_with_their_square():
+def test_reads_grow_linearly_with_the_members():
     def reads_of_a_member(members, fan):
         slots = tuple(range(members))
         _, readers = gather(Gathering(kind="report", epoch=1, slots=slots, fan=fan), slots)

@@ -64,7 +64,7 @@ def test_an_issue_form_can_be_shown(form):
     assert needless_or_missing_in(yaml.safe_load(form.read_text())) == []
 
 
-def test_a_form_that_cannot_be_shown_is_noticed():
+def test_an_invalid_issue_form_is_detected():
     twice = {"type": "textarea", "id": "a", "attributes": {"label": "A"}}
     form = {"name": "N", "description": "", "body": [twice, {**twice, "type": "essay"}]}
     assert needless_or_missing_in(form) == ["description", "essay", "a", "a"]
@@ -79,7 +79,7 @@ def test_commands_and_files_that_are_named_are_there(file):
     assert unknown_in(file.read_text()) == []
 
 
-def test_a_command_that_is_not_there_is_noticed():
+def test_an_unknown_command_is_detected():
     assert unknown_in("`make chekc`, `ntp stauts RUN`, docs/none.md, .ci/recovery, ABSENT.md") == [
         "make chekc",
         "ntp stauts",

@@ -63,7 +63,7 @@ def test_time_without_a_cpu_is_no_standstill(file):
     ]
 
 
-def test_who_waits_for_others_tells_since_when_whatever_its_cpu_does(file):
+def test_a_waiting_rank_reports_since_when_regardless_of_its_cpu(file):
     movements = [(10.0, 10.0), (10.0, 10.25), (10.5, None), (10.5, None)]
     moved = [at for at, _ in beats(file, movements, [1.0, 2.0, 2.5, 2.75])]
     assert moved[:2] == [10.0, 10.0]
@@ -76,7 +76,7 @@ def test_a_wait_that_gets_no_cpu_cannot_poll(file):
     assert polled == [10.0, 10.25, 10.75, 13.25]
 
 
-def test_the_system_tells_how_long_a_thread_waited_for_a_cpu():
+def test_the_kernel_reports_how_long_a_thread_waited_for_a_cpu():
     """Two that always want to run share one CPU: each is kept waiting about half of the time."""
     allowed, me = os.sched_getaffinity(0), threading.get_native_id()
     cpu = min(allowed)
@@ -96,7 +96,7 @@ def test_the_system_tells_how_long_a_thread_waited_for_a_cpu():
     assert waited() == WaitForCpu(0)() == 0.0, "closed, and no such thread"
 
 
-def test_what_is_told_together_is_read_together(file):
+def test_values_written_together_are_read_together(file):
     """The other process moves as fast as it can, and waits after every odd move."""
     writer = subprocess.Popen([sys.executable, "-c", WRITE, str(file.path)])
     try:
@@ -127,7 +127,7 @@ HeartbeatThread(HeartbeatFile(Path(sys.argv[1]), 1), 0, every_s=0.01, moved=lamb
 @pytest.mark.parametrize(
     "ends", ["raise ValueError", "sys.exit(4)", "import os; os.fork() or sys.exit(0); raise OSError"]
 )
-def test_a_process_that_ends_by_an_error_says_that_it_ends(file, ends):
+def test_a_process_that_ends_with_an_error_announces_its_end(file, ends):
     ended = subprocess.run(
         [sys.executable, "-c", ENDS.format(ends=ends), str(file.path)], check=False, capture_output=True
     )
@@ -135,7 +135,7 @@ def test_a_process_that_ends_by_an_error_says_that_it_ends(file, ends):
     assert file.read(0).leaving
 
 
-def test_a_forked_process_that_ends_says_nothing(file):
+def test_a_forked_process_announces_nothing(file):
     forks = "import os, time\nif os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", ENDS.format(ends=forks), str(file.path)], check=False).returncode == 9
     assert not file.read(0).leaving
@@ -147,7 +147,7 @@ def test_how_often_the_supervisor_has_looked(file):
     assert file.looks() == before + 1
 
 
-def test_the_last_beat_says_so(file):
+def test_the_last_heartbeat_is_marked(file):
     asked = threading.Semaphore(0)
     heartbeat = HeartbeatThread(
         file, 0, every_s=0.001, moved=lambda: asked.release() or Movement(3.0), starved=lambda: 0.0

@@ -7,7 +7,7 @@ import pytest
 from ntp_plugin.groups.waits import BreakableWaits
 
 
-def test_what_failed_keeps_no_frames_alive():
+def test_a_failed_task_keeps_no_frames_alive():
     ended = []
 
     class Kept:

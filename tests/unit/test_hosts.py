@@ -51,7 +51,7 @@ def host_1():
         endpoint.close()
 
 
-def test_who_was_cut_off_does_not_take_those_for_silent_who_went_on(host_1):
+def test_a_reconnected_host_does_not_report_the_others_silent(host_1):
     """It looks again at once: the other has not beaten since the store has answered."""
     store = LateStore(late=2)
     host, began_at = host_1(store), store.now

@@ -41,7 +41,7 @@ def test_each_stays_for_its_own_time():
     assert goes[Path("past")] == "of a run that is dead for 1 d, and was to be kept for 1 d"
 
 
-def test_one_without_copies_goes():
+def test_a_run_without_copies_is_removed():
     assert names([dataclasses.replace(dead("empty", 0), died_at=0.0, size=0)]) == ["empty"]
 
 
@@ -61,12 +61,12 @@ def test_the_oldest_go_until_as_much_is_free_as_the_largest_took():
     )
 
 
-def test_what_is_past_its_time_makes_room_before_others_go():
+def test_expired_runs_are_removed_before_others():
     runs = [dead("past", 30, mb=100), dead("old", 20, mb=100)]
     assert names(runs, room=Room(free=0, total=400 * MB)) == ["past"]
 
 
-def test_what_is_spared_stays_and_says_how_much_is_needed():
+def test_spared_runs_stay_and_the_needed_room_is_reported():
     runs, resumed = [dead("other", 1, mb=50)], dead("resumed", 20, mb=300)
     assert names(runs, spared=[resumed], room=Room(free=299 * MB, total=400 * MB)) == ["other"]
     assert names(runs, spared=[resumed], room=Room(free=300 * MB, total=400 * MB)) == []
@@ -123,7 +123,7 @@ def test_a_new_run_leaves_what_another_job_may_resume(shared):
     run.remove()
 
 
-def test_what_is_removed_is_said(shared):
+def test_removed_copies_are_reported(shared):
     past = left(hours=25)
     run, messages = log_of()
     assert messages == [f"removing {past}: of a run that is dead for 1 d 1 h, and was to be kept for 1 d"]
@@ -147,7 +147,7 @@ def test_the_time_is_kept_with_the_run_and_a_spoilt_one_is_a_day(shared):
     assert dead_run(folder).keep_s == DAY_S
 
 
-def test_what_is_found_of_a_run(shared):
+def test_a_run_folder_is_described(shared):
     found = dead_run(left(hours=1, size=100_000))
     assert found.died_at == pytest.approx(time.time() - HOUR, abs=600)
     assert 100_000 <= found.size < 120_000
@@ -169,7 +169,7 @@ def test_latest_is_the_one_that_died_last(shared):
     assert cli_run._resumed(str(first)) == first
 
 
-def test_a_run_that_resumes_holds_the_folder_and_says_so_where_it_cannot(shared):
+def test_a_resuming_run_locks_the_folder_or_reports_that_it_cannot(shared):
     first = left(hours=1)
     with cli_run._held(first), pytest.raises(BlockingIOError), free(first):
         pass
@@ -187,7 +187,7 @@ def test_how_long_is_written(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "d", "-1", "1w", "1e3", "1 d", "soon", "nan", "9" * 10])
-def test_what_is_no_duration(text, capsys):
+def test_invalid_durations_are_refused(text, capsys):
     with pytest.raises(ConfigError, match="is no duration"):
         cli_run._seconds("--ntp-copies-keep", text)
     assert main(["run", f"--ntp-copies-keep={text}", "train.py"]) == 2

@@ -41,6 +41,6 @@ def test_a_report_that_comes_then_is_read(monkeypatch):
     assert agree(keys, monkeypatch).view.slots == (0, 1)
 
 
-def test_where_none_comes_its_member_is_evicted(monkeypatch):
+def test_a_member_without_a_report_is_evicted(monkeypatch):
     """A negative control."""
     assert agree(LateKeys(), monkeypatch).view.slots == (0,)

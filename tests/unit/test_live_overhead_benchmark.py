@@ -26,13 +26,13 @@ def test_a_pair_is_two_steps_in_a_row_and_either_begins():
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=STEPS, max_size=STEPS))
-def test_what_the_machine_does_to_the_computing_is_not_in_what_is_told_apart(computing):
+def test_noise_of_the_computing_is_not_in_the_plugins_share(computing):
     steps = [own + LEFT + ADDED * is_first(number) for number, own in enumerate(computing)]
     whole = statistics.median(without for _, without in pairs_of(steps))
     assert apart_from_computing(pairs_of(steps), pairs_of(computing)) == pytest.approx([1 + ADDED / whole] * PAIRS)
 
 
-def test_what_is_added_to_the_computing_is_seen_of_whole_steps_alone():
+def test_time_added_to_computing_shows_in_full_steps_only():
     computing = [1.0 + ADDED * is_first(number) for number in range(STEPS)]
     steps = [own + LEFT for own in computing]
     assert apart_from_computing(pairs_of(steps), pairs_of(computing)) == pytest.approx([1.0] * PAIRS)
@@ -48,7 +48,7 @@ def test_a_row_has_the_pairs_of_all_its_jobs():
     assert row_of("what", [slow], framework="neither")["ratio"] == pytest.approx(1.1)
 
 
-def test_what_is_not_known_is_not_told():
+def test_an_unknown_interval_is_not_reported():
     blind = Block(seconds=[(1.0, 1.0)] * 3, computing=[(0.0, 0.0)] * 3, threads=0.0)
     assert "apart" not in row_of("what", [blind], framework="neither")
 
@@ -70,7 +70,7 @@ def test_jobs_have_as_many_pairs_as_are_asked_for_and_come_by_turns(scale):
     assert [turn for _, turn in jobs] == sorted(turn for _, turn in jobs)
 
 
-def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
+def test_a_sitting_continues_where_the_last_one_ended(tmp_path, monkeypatch):
     trees, run = ["first"], []
 
     def job(number):

@@ -31,7 +31,7 @@ def test_without_a_library_there_is_nothing_to_say(monkeypatch, tmp_path, caplog
 
 @pytest.mark.usefixtures("_asked_anew")
 @pytest.mark.parametrize("text", [b"", b"this is no library"])
-def test_what_is_no_library_is_told_and_left(monkeypatch, tmp_path, caplog, text):
+def test_a_file_that_is_no_library_is_reported_and_ignored(monkeypatch, tmp_path, caplog, text):
     (tmp_path / "_machine.so").write_bytes(text)
     monkeypatch.setattr(module, "LIBRARY", tmp_path / "_machine.so")
     assert machine() is None
@@ -39,7 +39,7 @@ def test_what_is_no_library_is_told_and_left(monkeypatch, tmp_path, caplog, text
 
 
 @pytest.mark.usefixtures("_asked_anew")
-def test_a_library_that_has_other_calls_is_told_and_left(monkeypatch, caplog):
+def test_a_library_with_other_functions_is_reported_and_ignored(monkeypatch, caplog):
     """As one does that was built before they took what they take now: to call it would end the process."""
     monkeypatch.setattr(module, "LIBRARY", Path(_ctypes.__file__))
     assert machine() is None
@@ -48,7 +48,7 @@ def test_a_library_that_has_other_calls_is_told_and_left(monkeypatch, caplog):
 
 @pytest.mark.usefixtures("_asked_anew")
 @pytest.mark.parametrize("what", ["a sum", "a largest word", "the width"])
-def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
+def test_a_library_with_wrong_sums_is_reported_and_ignored(monkeypatch, caplog, what):
     if machine() is None:
         pytest.skip("it was not built")
     call = NativeLibrary.sums
@@ -86,7 +86,7 @@ def copies_all_but_a_byte(sums):
 @pytest.mark.parametrize(
     ("call", "spoilt"), [("fold", folds_a_byte_less), ("sums", copies_nothing), ("sums", copies_all_but_a_byte)]
 )
-def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog, call, spoilt):
+def test_a_library_that_skips_bytes_is_reported_and_ignored(monkeypatch, caplog, call, spoilt):
     if machine() is None:
         pytest.skip("it was not built")
     machine.cache_clear()

@@ -92,7 +92,7 @@ def test_a_wire_that_loses_packets_loses_about_so_many(two):
     assert 3 <= heard <= 21, "by the seed it is always the same number, but for packets of others"
 
 
-def test_nothing_is_left_of_them():
+def test_stopped_machines_leave_nothing():
     with Machines(2) as made:
         sleeping = subprocess.Popen([*made.prefix(1), "sleep", "100"])
         names = mine()
@@ -108,7 +108,7 @@ def mine():
     return [name for line in listed.splitlines() if (name := line.split()[0]).startswith(f"ntp{os.getpid()}x")]
 
 
-def test_who_may_not_is_told_why(monkeypatch):
+def test_a_missing_permission_is_explained(monkeypatch):
     monkeypatch.setattr(machines, "why_not", lambda: "there is no `ip` (iproute2)")
     with pytest.raises(Refused, match=r"several machines cannot be had: there is no `ip`"):
         Machines(2)

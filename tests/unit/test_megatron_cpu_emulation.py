@@ -50,12 +50,12 @@ def test_everything_is_replaced_while_it_is_on():
     assert dtype == "torch.float64"
 
 
-def test_every_replacement_has_its_reason_and_stands_once():
+def test_every_replacement_has_a_reason_and_is_listed_once():
     tables = (*cpu_emulation.TORCH, *cpu_emulation.MEGATRON)
     assert all(entry.why for entry in (*tables, *cpu_emulation.DOUBLE))
     assert len({entry.target for entry in tables}) == len(tables)
 
 
-def test_a_word_that_is_not_known_is_refused():
+def test_an_unknown_value_is_refused():
     with pytest.raises(ConfigError, match="NTP_CPU = 'yes' is not known"):
         cpu_emulation.wanted({"NTP_CPU": "yes"})

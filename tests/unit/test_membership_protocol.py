@@ -147,7 +147,7 @@ def test_a_planted_protocol_bug_is_found(monkeypatch, planted, events):
 
 
 @given(st.dictionaries(st.integers(0, 5), REPORTS, min_size=1))
-def test_the_decision_is_the_newest_step_that_all_can_stand_on(reports):
+def test_the_decision_is_the_newest_step_that_all_can_resume_from(reports):
     known = {report.applied for report in reports.values()}
 
     def can_resume(report, step):
@@ -166,12 +166,12 @@ def test_the_decision_is_the_newest_step_that_all_can_stand_on(reports):
     assert decision.roll_back == tuple(sorted(s for s, r in reports.items() if r.applied > decision.step))
 
 
-def test_whoever_has_applied_takes_the_prepared_along_with_the_vote():
+def test_an_applied_step_carries_the_prepared_members_and_the_vote():
     reports = {0: Report(applied=7, oldest=7, vote=1), 1: Report(applied=6, oldest=6, prepared=True)}
     assert decide(reports) == Decision(step=7, vote=1, roll_forward=(1,), roll_back=())
 
 
-def test_gradients_that_nobody_applied_are_reduced_again():
+def test_unapplied_gradients_are_reduced_again():
     reports = {slot: Report(applied=6, oldest=6, prepared=True) for slot in range(3)}
     assert decide(reports) == Decision(step=6, vote=0, roll_forward=(), roll_back=())
 
@@ -181,7 +181,7 @@ def test_joining_ranks_alone_hold_nothing():
         decide({slot: Report(applied=0, oldest=0, joiner=True) for slot in range(2)})
 
 
-def test_a_process_that_lost_its_seat_to_another_is_fenced():
+def test_a_process_whose_slot_has_a_new_incarnation_is_fenced():
     """The old process of slot 1 is thawed after a new one took the seat: the slot is in the view, it is not."""
     first = View(epoch=0, member_ids=(MemberId(slot=0, incarnation="a"), MemberId(slot=1, incarnation="b")))
     shrunk = protocol.without(first, [1])
@@ -193,7 +193,7 @@ def test_a_process_that_lost_its_seat_to_another_is_fenced():
 
 
 @given(REPORTS, st.integers(0, 9))
-def test_what_goes_through_the_store_comes_back_the_same(report, epoch):
+def test_store_entries_round_trip(report, epoch):
     assert Report.decode(report.encode()) == report
     view = View(
         epoch=epoch, member_ids=(MemberId(slot=0, incarnation="h/1"), MemberId(slot=3, incarnation="h/2")), joiners=(3,)

@@ -245,7 +245,7 @@ def run_over_examples(check, cases):
 @pytest.mark.parametrize(
     "mutation", MUTATIONS, ids=[f"{broken.__name__}-{check.__name__}" for _, _, broken, check, _ in MUTATIONS]
 )
-def test_a_planted_bug_is_noticed(monkeypatch, mutation):
+def test_a_planted_bug_is_detected(monkeypatch, mutation):
     room, function, broken, check, cases = mutation
     run_over_examples(check, cases)
     SOUND_LAY_OUT.cache_clear()

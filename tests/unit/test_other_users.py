@@ -94,7 +94,7 @@ def planted(shared):
     return own, proof, {path.name for path in shared.iterdir()}
 
 
-def test_what_they_plant_is_neither_listed_nor_verified_nor_removed(shared, planted, capsys):
+def test_planted_folders_are_neither_listed_nor_verified_nor_removed(shared, planted, capsys):
     own, _, there = planted
     for what in ("list", "verify"):
         assert main(["copies", what]) == 0
@@ -123,7 +123,7 @@ def test_an_export_takes_the_newest_of_ours_and_executes_no_command_of_a_file(sh
         ("file", "cannot be opened as a folder"),
     ],
 )
-def test_one_that_is_named_is_refused_in_one_line(shared, planted, name, why, capsys):
+def test_a_planted_folder_given_by_name_is_refused_in_one_line(shared, planted, name, why, capsys):
     folder, (_, proof, there) = str(shared / f"{COPIES}{name}"), planted
     for words in (["list"], ["verify"], ["clean"]):
         assert main(["copies", *words, folder]) == 2
@@ -155,7 +155,7 @@ def test_without_one_of_ours_there_is_none(shared, planted, capsys):
     assert not proof.exists()
 
 
-def test_a_new_run_leaves_theirs_alone(shared, planted):
+def test_a_new_run_leaves_folders_of_other_users(shared, planted):
     own, _, there = planted
     run = RunFolder(COPIES, shared)
     assert {path.name for path in shared.iterdir()} == (there - {own.name}) | {run.path.name}
@@ -182,7 +182,7 @@ def test_a_folder_of_ours_that_others_may_write_to_is_none(shared):
         assert is_private(folder) == private, oct(mode)
 
 
-def test_it_can_be_seen_from_here_what_they_planted(shared, planted):
+def test_planted_folders_are_visible(shared, planted):
     """A control: without the check these would be taken, being newer."""
     own, _, _ = planted
     newest = max(shared.glob(f"{COPIES}*"), key=lambda path: path.lstat().st_mtime)

@@ -120,7 +120,7 @@ def test_a_planted_exit_code_is_wrong(tmp_path):
     assert any("ended with code 7" in one.wrong for one in found.judged)
 
 
-def test_a_supervisor_that_is_killed_and_leaves_its_ranks_is_noticed(tmp_path):
+def test_ranks_that_outlive_a_killed_supervisor_are_detected(tmp_path):
     """The ranks of this job go on without it, and end by themselves after some seconds: not within this limit."""
     pace = InjectionPace(thresholds=THRESHOLDS, every_s=0.1, end_s=0.01)
     queue, command = [KINDS["supervisor-kill"]], asked("nothing").command
@@ -141,7 +141,7 @@ def test_a_reference_run_without_losses_is_refused(tmp_path):
 # ---------------------------------------------------------------- drawing
 
 
-def test_all_kinds_come_before_one_comes_again_and_the_same_seed_draws_the_same():
+def test_every_kind_is_drawn_before_one_repeats_and_a_seed_is_reproducible():
     every = list(KINDS.values())
     drawn = draw(every, 2 * len(every), seed=3)
     assert drawn == draw(every, 2 * len(every), seed=3)
@@ -259,14 +259,14 @@ def test_the_last_checkpoint_counts(apart, wrong):
     assert bool(one.wrong) == wrong
 
 
-def test_a_fault_that_ends_the_job_has_its_effect_when_the_last_process_is_gone():
+def test_a_fault_that_ends_the_job_takes_effect_when_the_last_process_ends():
     """And not when somebody begins to look for it, which is after `ntp run` has ended."""
     run = ran(fault("supervisor-int", 2.0), reports=SOUND, code=130, leavings=Leavings(ended_at=52.0))
     (one,) = judge(run, REFERENCE, weights_apart=None, allowed=ALLOWED)
     assert (one.noticed_s, one.wrong) == (50.0, "")
 
 
-def test_when_a_loss_was_noticed_is_counted_from_its_own_signal():
+def test_detection_time_counts_from_the_signal_of_the_loss():
     run = ran(
         fault("two-kills", 1.0, (0, 1.0), (1, 1.02)),
         fault("stop-short", 5.0),
@@ -314,7 +314,7 @@ def test_a_loss_that_has_a_cause_is_not_wrong():
     assert tried == [("kill", "")]
 
 
-def test_a_replica_that_leaves_whole_and_a_job_that_ends_take_others_along():
+def test_a_leaving_replica_and_an_ending_job_take_other_ranks_along():
     left_out = Noticed(at=5.3, rank=3, left_out=True)
     run = ran(fault("kill", 1.0, (1, 1.0)), reports=SOUND, noticed=[Noticed(at=1.2, rank=1), left_out])
     assert judged_kinds(run) == [("kill", False)]
@@ -324,7 +324,7 @@ def test_a_replica_that_leaves_whole_and_a_job_that_ends_take_others_along():
     assert failed == [("handler-raises", "")]
 
 
-def test_a_loss_that_nobody_noticed_is_wrong_where_others_went_on():
+def test_an_undetected_loss_is_wrong_when_others_continued():
     message = "rank 1 was lost, nobody noticed, and the others completed 15 further steps"
     kill = fault("kill", 6.0, (1, 6.0))
     assert wrongs(kill) == [("kill", message)]
@@ -336,7 +336,7 @@ def test_a_loss_that_nobody_noticed_is_wrong_where_others_went_on():
     assert wrongs(joiner) == [("kill-joiner", message)]
 
 
-def test_who_was_stopped_for_longer_than_it_was_to_be_is_known():
+def test_an_overlong_stop_is_recorded():
     stop, go_on = KINDS["stop-short"].acts
     victim = processes.ProcessInfo(pid=7, started=1, parent=1, state="S")
     for ended_at, long in ((5.1, ()), (5.9, ((3, 5.0),))):
@@ -344,7 +344,7 @@ def test_who_was_stopped_for_longer_than_it_was_to_be_is_known():
         assert injector._stopped_for_long(sent, {"victim": 3}, 0.6) == long
 
 
-def test_whom_the_others_have_left_out_is_known_by_its_code(tmp_path):
+def test_an_excluded_rank_is_known_by_its_exit_code(tmp_path):
     lines = [
         {"at": 1.0, "slot": "host0", "event": "RankLost", "number": rank, "pid": 9, "kind": "ended", "reason": reason}
         for rank, reason in ((1, "its process ended with code 5"), (2, "its process ended with code -9"))
@@ -460,7 +460,7 @@ class OfAFramework:
         raise AssertionError("it was read")
 
 
-def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_path):
+def test_tensors_are_read_from_a_checkpoint_with_framework_objects(tmp_path):
     saved = {"scaler": OfAFramework("x"), "kind": OfAFramework, "flat": [torch.tensor([1.5], requires_grad=True)]}
     torch.save(saved, tmp_path / "zero_pp_rank_0.pt")
     found = checkpoints.read(tmp_path)
@@ -482,7 +482,7 @@ def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_pa
         (["--line", "(", "--", "ntp", "run", "x.py"], "--line"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_line(words, message, capsys):
+def test_a_wrong_command_line_is_one_line(words, message, capsys):
     assert main(["chaos", "outside", *words]) == 2
     output = capsys.readouterr().err
     assert message in output

@@ -56,7 +56,7 @@ def test_one_domain_more_than_members_is_enough_and_parity_hosts_rotate():
     assert sorted(len(group.members) for group in groups) == [1, 1, 1, 2, 2, 2]
 
 
-def test_where_no_host_is_left_outside_the_members_keep_for_each_other():
+def test_members_hold_each_others_parity_when_no_outside_host_is_left():
     topology = cluster(3, per_node=1)
     parities = share_parities(topology, CopyPolicy(mode="xor:2"), (2,))
     first, second = (parities.group_of(topology.slot_of(rank)) for rank in (0, 1))

@@ -66,7 +66,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_it_comes_back_as_it_was(value):
+def test_plain_data_round_trips(value):
     assert same(there_and_back(value), value)
 
 
@@ -97,17 +97,17 @@ def test_it_comes_back_as_it_was(value):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_each_kind_comes_back(value):
+def test_each_kind_round_trips(value):
     assert same(there_and_back([value, {0: value}]), [value, {0: value}])
 
 
-def test_units_of_a_model_come_back():
+def test_units_of_a_model_round_trip():
     model = Model(layers=4, hidden=64, heads=4, groups=4, ffn=128, vocab=256)
     units = transformer_units(model, tp=2, pp=2)
     assert there_and_back(units, kinds=OF_UNITS) == units
 
 
-def test_a_data_class_that_nobody_expects_is_not_made():
+def test_an_unexpected_data_class_is_not_constructed():
     model = encode(transformer_units(Model(layers=1, hidden=8, heads=1, groups=1, ffn=8, vocab=8), tp=1, pp=1), what="")
     with pytest.raises(NotData, match=r"^the units is not what was written: KeyError: 'ModelUnits'"):
         decode(model, what="the units")
@@ -143,7 +143,7 @@ def itself():
     ],
     ids=["object", "lambda", "enum", "defaultdict", "parameter", "sparse", "objects", "inside", "itself"],
 )
-def test_what_is_no_data_is_refused_by_its_type(value, names):
+def test_other_objects_are_refused_by_type(value, names):
     with pytest.raises(NotData) as refused:
         encode({"a": [value]}, what="the schedule")
     assert names in str(refused.value)
@@ -196,7 +196,7 @@ def test_a_pickle_that_runs_something_does_not(tmp_path):
         '{"tuple": [' * 5000,
     ],
 )
-def test_what_was_not_written_is_refused(text):
+def test_malformed_text_is_refused(text):
     with pytest.raises(NotData, match=r"^it is not what was written: "):
         decode(text, what="it", kinds=OF_UNITS)
 
@@ -291,7 +291,7 @@ def test_nothing_in_the_package_unpickles_what_comes_from_a_file_or_the_network(
     assert found == MAY_UNPICKLE.keys()
 
 
-def test_collectives_of_objects_are_where_they_are_known():
+def test_object_collectives_are_in_the_known_places():
     assert {name for name, source in modules() if of_objects(source)} == MEMBERS_ALONE
 
 
@@ -336,7 +336,7 @@ def counted():
     return module
 
 
-def test_what_an_engine_has_counted_comes_back(counted):
+def test_engine_counters_round_trip(counted):
     first, second = Engine(), Engine()
     first.global_steps = 7
     first.basic_optimizer.param_groups[0]["lr"] = 0.5

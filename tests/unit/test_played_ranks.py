@@ -38,7 +38,7 @@ def member_at(folder, step, asking, patience_s=PATIENCE_S):
     wait_until_they_ask(SimpleNamespace(folder=folder), asking, lambda: step, check)
 
 
-def test_who_is_early_asks_when_it_is_awaited(tmp_path):
+def test_an_early_joiner_asks_when_it_is_awaited(tmp_path):
     asking = asking_of({2: STEP})
     joiner = Asks(tmp_path, asking)
     member_at(tmp_path, STEP - 1, asking)
@@ -49,7 +49,7 @@ def test_who_is_early_asks_when_it_is_awaited(tmp_path):
     assert joiner.keys == ["beat/2", "come/1/2", "asked/1/0"]
 
 
-def test_who_is_late_is_waited_for(tmp_path):
+def test_a_late_joiner_is_waited_for(tmp_path):
     asking = asking_of({2: STEP})
     with pytest.raises(TimeoutError):
         member_at(tmp_path, STEP, asking, patience_s=0.0)
@@ -58,7 +58,7 @@ def test_who_is_late_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("asking", [Asking(awaited={"2/1": STEP}, sooner=True), Asking(), asking_of({3: STEP})])
-def test_who_may_or_is_awaited_by_nobody_asks_at_once(tmp_path, asking):
+def test_a_joiner_without_a_schedule_asks_at_once(tmp_path, asking):
     joiner = Asks(tmp_path, asking)
     joiner.join(PATIENCE_S)
     assert joiner.keys[-1] == "asked/1/0"

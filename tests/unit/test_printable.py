@@ -42,7 +42,7 @@ def test_sequences_are_stripped(text, shown):
 
 
 @given(st.text(st.one_of(st.sampled_from("\x1b\x9b\x9d[];0m\x07\\c\n"), st.characters()), max_size=60))
-def test_nothing_is_left_that_a_terminal_obeys(text):
+def test_control_characters_are_removed(text):
     assert not OBEYED.search(printable(text))
     assert "\n" not in printable(text)
 

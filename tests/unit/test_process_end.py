@@ -40,7 +40,7 @@ def test_a_shell_that_leads_a_group_takes_its_script_with_it(leads):
         os.kill(script, signal.SIGKILL)
 
 
-def test_one_that_has_ended_is_no_error():
+def test_signalling_an_ended_process_is_no_error():
     shell, _ = started(leads=True)
     os.killpg(shell.pid, signal.SIGKILL)
     shell.wait(PATIENCE_S)

@@ -68,7 +68,7 @@ def test_a_name_that_is_not_public_is_no_attribute():
         _ = ntp_plugin.elastic_jobs
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 

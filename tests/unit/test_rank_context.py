@@ -31,7 +31,7 @@ def place_of(slot, **more):
         ({"NTP_HOST_INCARNATION": "0"}, False),
     ],
 )
-def test_who_is_not_of_the_first_view_joins(more, joins):
+def test_a_process_outside_the_first_view_joins(more, joins):
     place = place_of(11, **more)
     assert place.joining is joins
     assert (place.member_id not in place.first_view.member_ids) is joins

@@ -11,7 +11,7 @@ def row(fault, *, p50_s, p99_s):
     return {"fault": fault, "p50_s": p50_s, "p99_s": p99_s}
 
 
-def test_phases_add_up_to_the_whole_also_when_a_second_recovery_repeats_some():
+def test_phases_add_up_to_the_total_although_a_second_recovery_repeats_some():
     ended = [(10.0, "signal"), (11.0, "break out"), (13.0, "agree"), (14.0, "break out"), (18.0, "agree")]
     took = by_phase(9.0, reversed(ended))
     assert {phase: seconds for phase, seconds in took.items() if seconds} == {
@@ -36,7 +36,7 @@ def test_a_kill_has_to_be_fast_always_and_what_waits_for_a_threshold_half_the_ti
     assert is_as_wanted(found) is wanted
 
 
-def test_a_job_is_struck_in_different_slots_one_after_the_other():
+def test_faults_of_a_job_hit_different_slots_one_after_the_other():
     for case in cases(""):
         for seed in range(50):
             first, second = faults(case, random.Random(seed))

@@ -26,7 +26,7 @@ def changed(digests, slot, values, number):
     return digests | {slot: digests[slot] | {values: (*where, number)}}
 
 
-def test_all_alike():
+def test_equal_replicas_have_no_odd_ones():
     assert not odd_ones(replicas(3))
 
 
@@ -35,7 +35,7 @@ def test_one_of_three_is_named_with_its_slot():
     assert odd == Odd(values="cut", slots=(3,), certain=True, replica_digests=3)
 
 
-def test_of_two_nobody_can_say():
+def test_two_differing_replicas_are_both_suspects():
     (odd,) = odd_ones(changed(replicas(2), 3, "cut", 21))
     assert odd == Odd(values="cut", slots=(0, 1, 2, 3), certain=False, replica_digests=2)
 
@@ -45,7 +45,7 @@ def test_what_each_slot_has_is_compared_among_all_slots():
     assert odd == Odd(values="each", slots=(1,), certain=True, replica_digests=4)
 
 
-def test_a_replica_that_is_cut_otherwise_is_a_whole_as_well():
+def test_a_replica_with_another_cut_has_the_same_digest():
     digests = replicas(2) | {4: {"cut": ("", "r2", "both parts", 30)}}
     assert not odd_ones(digests)
     (odd,) = odd_ones(changed(digests, 4, "cut", 31))
@@ -60,7 +60,7 @@ def test_two_that_are_wrong_in_different_ways_are_both_named():
 # ---------------------------------------------------------------- what is not finite
 
 
-def test_of_two_the_one_that_is_not_finite_is_wrong():
+def test_the_replica_that_is_not_finite_is_wrong():
     (odd,) = odd_ones(changed(replicas(2), 3, "cut", 21), {3: ["cut"]})
     assert odd == Odd(values="cut", slots=(3,), certain=True, replica_digests=2, finite=False)
 
@@ -71,12 +71,12 @@ def test_most_may_have_lost_a_number_and_the_finite_one_is_right():
     assert odd == Odd(values="cut", slots=(3, 5), certain=True, replica_digests=3, finite=False)
 
 
-def test_where_no_whole_is_finite_nobody_can_say():
+def test_without_a_finite_replica_all_are_suspects():
     (odd,) = odd_ones(changed(replicas(2), 3, "cut", 21), {1: ["cut"], 3: ["cut"]})
     assert not odd.certain and odd.finite
 
 
-def test_what_is_not_finite_is_told_first():
+def test_values_that_are_not_finite_are_reported_first():
     digests = changed(changed(replicas(2), 3, "cut", 21), 1, "each", 8)
     first, second = odd_ones(digests, {3: ["cut"]})
     assert not first.finite and (first.values, second.values) == ("cut", "each")
@@ -112,12 +112,12 @@ def test_sums_know_as_much_as_all_digests(digests, data):
     assert are_alike(map(sums_of, digests.values())) == (not odd_ones(digests))
 
 
-def test_a_slot_tells_no_more_sums_where_a_model_has_more_tensors():
+def test_a_slot_reports_as_many_sums_for_a_model_with_more_tensors():
     few, many = ({f"t{n}": ("", "r0", "", n) for n in range(count)} for count in (3, 300))
     assert len(sums_of(few)) == len(sums_of(many)) == 1
 
 
-def test_replica_digests_that_lack_a_tensor_are_not_called_alike():
+def test_replicas_that_lack_a_tensor_are_not_reported_equal():
     """Then all digests are told, and only what several have is compared."""
     digests = replicas(2)
     digests[3] = {values: digest for values, digest in digests[3].items() if values != "each"}

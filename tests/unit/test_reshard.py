@@ -53,7 +53,7 @@ def part(tensor, values, units):
 
 
 @given(cut_tensors(), st.data())
-def test_units_stand_where_a_part_has_them(case, data):
+def test_units_are_at_their_place_in_a_part(case, data):
     tensor, layout = case
     values = whole(tensor)
     for held in layout.holdings:
@@ -139,7 +139,7 @@ def test_a_tensor_that_differs_is_named_with_the_slots():
 
 
 @given(st.data())
-def test_sums_are_alike_where_every_tensor_is(data):
+def test_sums_are_equal_when_every_tensor_is(data):
     """Of three tensors with two entries each, in replica digests of some slots."""
     numbers, replica_digests = st.integers(0, MODULUS - 1), [[0, 1], [2], [3, 4, 5]]
     before, after = data.draw(
@@ -219,7 +219,7 @@ def test_state_that_cannot_be_cut_is_refused():
         ShardedState({"w": parameter}, optimizer).refuse_what_cannot_be_cut()
 
 
-def test_what_was_built_is_dropped_unless_somebody_switched():
+def test_built_tensors_are_dropped_unless_a_member_switched():
     parameter = torch.nn.Parameter(torch.ones(4))
     state = ShardedState({"w": parameter}, torch.optim.SGD([parameter]))
     state.build("w", 2, {WEIGHT: torch.zeros(3)}, {})
@@ -233,7 +233,7 @@ def test_what_was_built_is_dropped_unless_somebody_switched():
     assert NOT_HELD not in state.held({}).versions
 
 
-def test_who_switches_takes_what_the_others_keep():
+def test_a_switch_takes_the_numbers_of_the_others():
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.Adam([parameter])
     state = ShardedState({"w": parameter}, optimizer, joiner=True)
@@ -248,7 +248,7 @@ def test_who_switches_takes_what_the_others_keep():
     assert torch.equal(optimizer.state[parameter]["exp_avg"], torch.ones(3))
 
 
-def test_who_switches_takes_what_the_others_keep_once_for_a_group():
+def test_a_switch_takes_the_group_numbers_of_the_others():
     parameter, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
     optimizer, theirs = FusedAdam([parameter]), FusedAdam([other])
     for _ in range(2):
@@ -272,13 +272,13 @@ def lent(version):
     return parameter, state
 
 
-def test_what_is_lent_is_given_back_where_nobody_has_switched():
+def test_lent_memory_is_returned_when_no_member_switched():
     parameter, state = lent(0)
     assert torch.equal(parameter, torch.ones(2))
     assert state.held({}).versions == (0,)
 
 
-def test_what_is_lent_stays_with_what_was_built_of_it():
+def test_lent_memory_stays_with_the_built_tensors():
     parameter, state = lent(0)
     weights = torch.full((4,), 7.0)
     state.lend("w", weights)

@@ -207,7 +207,7 @@ def test_a_return_gives_exactly_the_nominal_layout():
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_joiner_is_told_what_the_others_keep_also_where_it_will_stand_idle(back):
+def test_a_joiner_learns_what_the_others_keep_even_if_it_will_be_idle(back):
     """Its replica is too narrow until the other of its slots is back too."""
     nominal = job(tp=2, dp=2, min_width=2)
     members = founding(nominal)
@@ -232,7 +232,7 @@ def test_members_that_report_the_same_are_looked_at_once(monkeypatch):
     )
 
 
-def test_one_holder_speaks_for_each_tensor():
+def test_one_holder_reports_each_tensor():
     nominal = job(4, 2)
     held = {rank: held_at_first() for rank in range(8)} | {0: dataclasses.replace(held_at_first(), versions=(-1, 0, 0))}
     (plan,) = plan_relayout(nominal, held, 1)

@@ -31,7 +31,7 @@ def test_every_step_consumes_the_next_global_batch(paces, per_replica, micro_bat
         assert sorted(used) == list(range(consumed + step * size, consumed + (step + 1) * size))
 
 
-def test_a_whole_replica_gets_what_megatron_gives_it():
+def test_a_nominal_replica_gets_megatrons_samples():
     """One micro-batch to each replica in turn."""
     nominal = NominalBatch(replicas=2, per_replica=2, micro_batch=2, stages=1, healthy_ns=10)
     first, second = samples([10, 10], nominal, steps=1)
@@ -39,7 +39,7 @@ def test_a_whole_replica_gets_what_megatron_gives_it():
     assert list(second) == [[2, 3], [6, 7]]
 
 
-def test_a_nominal_micro_batch_in_pieces_is_the_same_samples():
+def test_a_split_nominal_micro_batch_has_the_same_samples():
     nominal = NominalBatch(replicas=2, per_replica=2, micro_batch=4, stages=1, healthy_ns=10)
     first, second = samples([10, 10], nominal, steps=1, splits=2)
     assert list(first) == [[0, 1], [2, 3], [8, 9], [10, 11]]

@@ -60,7 +60,7 @@ def test_a_script_that_never_imports_it_gets_no_hooks(imports):
     assert not done
 
 
-def test_who_only_asks_whether_it_is_installed_takes_nothing_away(imports):
+def test_a_query_for_the_installation_changes_nothing(imports):
     then, done = imports
     after_import("framework_of_a_test", then)
     for _ in range(2):

@@ -39,7 +39,7 @@ def host(tmp_path):
     return make
 
 
-def test_all_hosts_end_by_the_error_of_one_and_know_it_of_each_other(host):
+def test_all_hosts_end_with_the_error_of_one(host):
     store = Keys()
     errors, log = host(store)
     other, log_there = host(store, 1)
@@ -61,7 +61,7 @@ def test_a_process_that_reported_nothing_is_a_loss(host):
     assert log == []
 
 
-def test_who_may_fail_once_may_not_twice_and_is_asked_twice_about_the_same(host):
+def test_a_second_error_ends_the_job_and_queries_are_idempotent(host):
     errors, log = host(Keys(), on_error="retry")
     for _ in range(2):
         errors.judge(FIRST, 7, is_member=True, beside_a_loss=False, others_are_done=False)

@@ -41,19 +41,19 @@ def test_an_error_of_a_member_that_no_loss_has_caused_ends_the_job():
 
 
 @pytest.mark.parametrize("changes", [{"is_member": False}, {"beside_a_loss": True}, {"on_error": "retry"}])
-def test_one_that_may_have_another_cause_does_when_it_comes_again(changes):
+def test_a_repeated_error_ends_the_job(changes):
     assert not decision(**changes)
     assert decision(again=True, **changes)
 
 
-def test_one_beside_a_loss_does_when_the_others_have_come_to_the_end():
+def test_an_error_beside_a_loss_ends_the_job_when_the_others_are_done():
     """A rank that alone saves the model: nobody would do that again, and the job would end well without one."""
     assert decision(beside_a_loss=True, others_are_done=True)
     assert not decision(on_error="retry", beside_a_loss=True, others_are_done=True)
     assert not decision(OF_A_FAULT, beside_a_loss=True, others_are_done=True)
 
 
-def test_nothing_does_where_ranks_are_to_be_evicted_and_no_fault_does():
+def test_neither_evict_nor_an_injected_fault_ends_the_job():
     for again, is_member, beside_a_loss in itertools.product([False, True], repeat=3):
         changes = {"again": again, "is_member": is_member, "beside_a_loss": beside_a_loss}
         assert not decision(on_error="evict", **changes)
@@ -109,12 +109,12 @@ def test_a_report_names_the_place_and_comes_to_the_supervisor(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"kind": "ValueError"}), "\0"])
-def test_what_is_no_report_is_none(tmp_path, text):
+def test_a_malformed_report_is_ignored(tmp_path, text):
     (tmp_path / "7.json").write_text(text)
     assert read_failure(tmp_path, 7) is None
 
 
-def test_a_folder_that_is_gone_changes_nothing(tmp_path, monkeypatch):
+def test_a_missing_folder_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "gone"))
     with pytest.raises(ValueError, match="wrong"), reported():
         raise ValueError("wrong")

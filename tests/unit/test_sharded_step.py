@@ -32,7 +32,7 @@ def test_the_gradient_is_the_mean_over_the_replicas_that_there_were():
     assert (of_a.tolist(), of_b.tolist()) == ([0.5] * 6, [0.0] * 5)
 
 
-def test_what_is_stepped_comes_back_into_the_parameters():
+def test_stepped_shards_are_gathered_into_the_parameters():
     a, b, step = made()
     a.grad, b.grad = torch.full_like(a, 4.0), torch.full_like(b, 8.0)
     step.sum()
@@ -45,7 +45,7 @@ def test_what_is_stepped_comes_back_into_the_parameters():
     assert all(shard.parameter.grad is None for shard in step)
 
 
-def test_shards_are_told_by_their_places_in_the_whole():
+def test_shards_are_described_by_their_places_in_the_tensor():
     *_, step = made()
 
     def slice_of(name, places, start, stop):

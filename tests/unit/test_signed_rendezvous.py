@@ -42,7 +42,7 @@ def test_two_of_the_job_read_what_the_other_wrote(store):
     assert one.set_state(b"late", token)[::2] == (b"second", False)
 
 
-def test_what_a_stranger_writes_is_not_read_and_is_written_over(store):
+def test_unsigned_values_are_ignored_and_overwritten(store):
     one, other = backend(store), backend(store)
     one.set_state(b"first")
     for content in (b"planted", b"x" * 32 + b"planted"):

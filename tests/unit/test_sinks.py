@@ -150,7 +150,7 @@ def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
     assert (series["ntp/digests/compared"], series["ntp/digests/odd"]) == ([12], [1]), "once, though all tell of it"
 
 
-def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table_of_them(wandb_records):
+def test_wandb_has_an_alert_for_each_incident_and_a_table_of_them(wandb_records):
     found, _, table = wandb_records
     alerts = [record.alert for record in found if record.WhichOneof("record_type") == "alert"]
     assert [alert.title for alert in alerts] == [
@@ -175,7 +175,7 @@ def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table
     ]
 
 
-def test_the_relay_of_a_machine_in_the_first_hosts_place_goes_on_behind_what_was_told(tmp_path):
+def test_the_relay_of_a_replacement_of_the_first_host_continues_after_the_last_record(tmp_path):
     write_a_run(tmp_path / "whole")
     lines = (tmp_path / "whole" / "events.jsonl").read_bytes().splitlines(keepends=True)
     until = next(number for number, line in enumerate(lines) if b'"step": 4' in line)
@@ -197,7 +197,7 @@ def test_the_relay_of_a_machine_in_the_first_hosts_place_goes_on_behind_what_was
     assert tables == [["RankLost", "Recovered", "Recovered"], ["RankLost", "Recovered", "Recovered", "Corrupted"]]
 
 
-def test_workers_are_told_the_run_and_the_users_own_choice_stands():
+def test_workers_get_the_run_and_keep_the_users_own_choice():
     ours = passed_to_workers({}, str)
     assert ours["WANDB_RESUME"] == "allow"
     assert ours["WANDB_RUN_ID"] != passed_to_workers({}, str)["WANDB_RUN_ID"]
@@ -209,7 +209,7 @@ def begun(folder, *, founds):
     return RecordingOptions(folder=folder).begin({}, host=1, founds=founds, agreed=str, said=print)
 
 
-def test_a_machine_in_the_place_of_a_lost_host_goes_on_with_its_record_and_a_new_run_does_not(tmp_path):
+def test_a_replacement_host_continues_the_record_and_a_new_run_does_not(tmp_path):
     lost = RankLost(number=1, pid=1, kind="ended", reason="code -9")
     for founds in (True, False):
         underway = begun(tmp_path, founds=founds)
@@ -237,7 +237,7 @@ def run_without_a_folder(*, is_recorded=True):
     return Path(underway.passed_to_workers["NTP_EVENTS"]).parent
 
 
-def test_a_run_that_was_told_no_folder_has_its_record_all_the_same(temporary, capsys):
+def test_a_run_without_a_given_folder_has_a_record(temporary, capsys):
     folder = run_without_a_folder()
     assert folder.parent == temporary
     assert folder.stat().st_mode & 0o077 == 0
@@ -246,7 +246,7 @@ def test_a_run_that_was_told_no_folder_has_its_record_all_the_same(temporary, ca
     assert [one.event for one in Follower(folder).news()] == [LOST]
 
 
-def test_a_record_that_somebody_has_cleared_away_is_no_error_at_the_end(temporary):
+def test_a_deleted_record_is_no_error_at_the_end(temporary):
     underway = begun(None, founds=True)
     shutil.rmtree(Path(underway.passed_to_workers["NTP_EVENTS"]).parent)
     underway.tell(LOST)
@@ -254,7 +254,7 @@ def test_a_record_that_somebody_has_cleared_away_is_no_error_at_the_end(temporar
     assert not list(temporary.iterdir())
 
 
-def test_the_last_ten_records_are_kept_and_none_of_a_run_that_lives(temporary):
+def test_the_last_ten_records_are_kept_and_living_runs_are_not_removed(temporary):
     living = begun(None, founds=True)
     living.tell(LOST)
     ended = [run_without_a_folder() for _ in range(12)]
@@ -262,7 +262,7 @@ def test_the_last_ten_records_are_kept_and_none_of_a_run_that_lives(temporary):
     living.end()
 
 
-def test_a_run_that_tells_nothing_leaves_no_record_and_one_without_room_says_so(temporary, monkeypatch, capsys):
+def test_a_run_without_events_leaves_no_record_and_a_full_disk_is_reported(temporary, monkeypatch, capsys):
     run_without_a_folder(is_recorded=False)
     assert not list(temporary.iterdir())
     with pytest.raises(ConfigError, match="there is no record of a run in"):
@@ -272,7 +272,7 @@ def test_a_run_that_tells_nothing_leaves_no_record_and_one_without_room_says_so(
     assert "there is no record of this run" in capsys.readouterr().out
 
 
-def test_prometheus_finds_the_numbers_on_loopback_alone(tmp_path):
+def test_prometheus_finds_the_numbers_on_loopback_only(tmp_path):
     write_a_run(tmp_path)
     words = [sys.executable, "-m", "ntp_plugin.telemetry.relay", str(tmp_path), "--prometheus", "0"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as relay:
@@ -320,7 +320,7 @@ class Working:
         self.closed = True
 
 
-def test_a_sink_that_fails_is_left_out_and_the_others_hear_on(tmp_path):
+def test_a_failing_sink_is_dropped_and_the_others_continue(tmp_path):
     write_a_run(tmp_path)
     broken, working, log = Broken(), Working(), []
     relay = Relay(Follower(tmp_path), [broken, working], come_to=tmp_path / "come-to", said=log.append)
@@ -334,7 +334,7 @@ def test_a_sink_that_fails_is_left_out_and_the_others_hear_on(tmp_path):
 @pytest.mark.parametrize(
     ("left", "again"), [(None, 18), ("", 0), ("[]", 0), ('{"events.jsonl": "x"}', 0), ('{"other.jsonl": 9}', 0)]
 )
-def test_a_relay_that_was_killed_has_left_how_far_it_has_come(tmp_path, left, again):
+def test_a_killed_relay_leaves_its_position(tmp_path, left, again):
     write_a_run(tmp_path)
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines[:18]) + lines[18][:9])
@@ -347,7 +347,7 @@ def test_a_relay_that_was_killed_has_left_how_far_it_has_come(tmp_path, left, ag
     assert [(sink.heard, sink.again) for sink in sinks] == [(18, 0), (len(lines), again)]
 
 
-def test_what_a_sink_has_missed_when_it_failed_is_not_taken_for_told(tmp_path):
+def test_events_that_a_failed_sink_missed_do_not_count_as_delivered(tmp_path):
     write_a_run(tmp_path)
     come_to = tmp_path / "handed-over.json"
     Relay(Follower(tmp_path), [Broken()], come_to=come_to, said=print).hand_over()
@@ -363,7 +363,7 @@ def test_what_a_sink_has_missed_when_it_failed_is_not_taken_for_told(tmp_path):
         (["--ntp-run-dir", "there", "--ntp-prometheus", "99999"], "'99999' is not a whole number from 0 to 65,535"),
     ],
 )
-def test_what_cannot_be_told_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
+def test_a_missing_sink_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["run", *words, "--standalone", "--nproc-per-node=1", "nothing.py"]) == 2
     output = capsys.readouterr().err

@@ -122,7 +122,7 @@ def test_a_layout_that_cannot_be_is_none(spoilt_event):
         ("r0.s0.t0", dataclasses.replace(LOST, micro_batches=[5])),
     ],
 )
-def test_what_does_not_fit_the_layout_is_passed_over(slot, spoilt_event, capsys):
+def test_events_that_do_not_fit_the_layout_are_skipped(slot, spoilt_event, capsys):
     job = JobState()
     job.hear(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
     before = known(job)
@@ -130,7 +130,7 @@ def test_what_does_not_fit_the_layout_is_passed_over(slot, spoilt_event, capsys)
     assert known(job) == before
 
 
-def test_slots_that_are_none_are_not_lost_and_do_not_come_back():
+def test_malformed_slots_are_neither_lost_nor_rejoined():
     job = JobState()
     job.hear(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
     job.hear(
@@ -155,7 +155,7 @@ def test_a_number_that_counts_nothing_is_no_event(tmp_path, field, number):
     assert follower.senseless == 1
 
 
-def test_a_report_leaves_out_a_strike_that_can_be_none_and_says_so(tmp_path, capsys):
+def test_a_report_skips_an_impossible_fault_and_says_so(tmp_path, capsys):
     """It refused the whole record."""
     for slot, event in STORY:
         with contextlib.closing(Teller(events_file(tmp_path), slot)) as teller:

@@ -85,7 +85,7 @@ def moved(name, member, cut):
     cuts=st.tuples(st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, SIZE)),
     seed=st.integers(0, 9),
 )
-def test_it_steps_on_as_it_would_have(name, steps, cuts, seed):
+def test_a_moved_member_steps_as_the_reference(name, steps, cuts, seed):
     """Also where a group had no parameter before, and gets one in the second move."""
     values, *gradients = torch.randn(steps + 3, SIZE, generator=torch.Generator().manual_seed(seed))
     member, reference = (Member(name, cut, values) for cut in (cuts[0], SIZE // 2))
@@ -99,7 +99,7 @@ def test_it_steps_on_as_it_would_have(name, steps, cuts, seed):
         assert torch.equal(member.values, reference.values)
 
 
-def test_copies_that_do_not_tell_what_a_group_keeps_are_refused():
+def test_copies_without_the_numbers_of_a_group_are_refused():
     member = Member("FusedAdam", 6, torch.ones(SIZE))
     member.step(torch.ones(SIZE))
     held, _ = copied(member)

@@ -37,7 +37,7 @@ def write_steps(path, slot, steps):
         teller.tell(Committed(step=step, epoch=0, seconds=0.0, losses={}, samples=list(range(100))))
 
 
-def test_what_is_told_is_what_is_read(tmp_path):
+def test_events_are_read_as_they_were_written(tmp_path):
     teller = Teller(str(tmp_path / "events"), "r0.s0.t0")
     for event in EVENTS:
         teller.tell(event)
@@ -47,7 +47,7 @@ def test_what_is_told_is_what_is_read(tmp_path):
     assert [one.at for one in recorded] == sorted(one.at for one in recorded)
 
 
-def test_a_follower_reads_each_line_once_and_only_when_it_is_whole(tmp_path):
+def test_a_follower_reads_each_complete_line_once(tmp_path):
     path = tmp_path / "events"
     follower = Follower(path)
     assert follower.news() == []
@@ -145,7 +145,7 @@ BEGAN = [
 ]
 
 
-def test_a_job_is_whole_until_one_is_gone_and_again_when_it_is_back():
+def test_a_job_is_complete_until_a_rank_is_lost_and_again_when_it_rejoins():
     job, _ = heard(*BEGAN)
     assert job.whole
     job.hear(RecordedEvent(at=5.0, slot="host0", event=RankLost(number=3, pid=0, kind="ended", reason="code -9")))
@@ -178,7 +178,7 @@ def test_a_clock_that_is_set_back_does_not_change_the_order_of_a_record(tmp_path
     assert 0 <= second.at - first.at < 60
 
 
-def test_who_reads_a_run_is_told_of_lines_that_make_no_sense(tmp_path, caplog):
+def test_a_reader_of_a_run_learns_of_malformed_lines(tmp_path, caplog):
     Teller(events_file(tmp_path), "r0.s0.t0").tell(EVENTS[0])
     with events_file(tmp_path).open("a") as file:
         file.write("nonsense\n")
@@ -208,7 +208,7 @@ def test_a_lost_slot_has_no_process_until_one_begins_there():
     assert state.pids == {"r0.s0.t1": 8}
 
 
-def test_what_several_tell_of_is_news_once():
+def test_an_event_reported_by_several_is_news_once():
     wrong = Corrupted(step=4, what="weight w", slots=["r0.s0.t0"], certain=True, healed=True)
     _, news = heard(*((slot, wrong) for slot, _ in BEGAN), ("r0.s0.t0", dataclasses.replace(wrong, step=6)))
     assert news == [True, False, False, False, True]
@@ -220,7 +220,7 @@ def test_what_several_tell_of_is_news_once():
 
 
 @pytest.mark.parametrize("own", [0, 1, 2])
-def test_a_loss_is_news_once_though_several_hosts_tell_of_it_and_so_is_that_of_the_one_in_its_place(own):
+def test_a_loss_reported_by_several_hosts_is_news_once_and_so_is_the_loss_of_the_replacement(own):
     loss = RankLost(number=3, pid=0, kind="hung", reason="it has not moved for 30.0 s while others wait")
     lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[4, 4])
     began = BEGAN[3][1]

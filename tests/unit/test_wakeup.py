@@ -56,7 +56,7 @@ def test_a_ring_before_the_wait_is_not_lost(tmp_path):
     mine.close(), other.close()
 
 
-def test_who_is_never_rung_looks_all_the_same(tmp_path):
+def test_a_client_without_wake_ups_still_polls(tmp_path):
     mine, began = WakeUp(tmp_path / "a", 0), time.monotonic()
     mine.wait()
     assert time.monotonic() - began > 0.9, "and not often"
@@ -64,7 +64,7 @@ def test_who_is_never_rung_looks_all_the_same(tmp_path):
 
 
 @pytest.mark.usefixtures("patient")
-def test_who_comes_before_the_old_one_has_gone_looks_often(tmp_path):
+def test_a_client_that_comes_before_the_old_one_left_polls_often(tmp_path):
     old, new = WakeUp(tmp_path / "a", 0), WakeUp(tmp_path / "a", 0)
     assert ended(waiting(new))
     old.close()
@@ -76,7 +76,7 @@ def test_who_comes_before_the_old_one_has_gone_looks_often(tmp_path):
     new.close(), third.close()
 
 
-def test_one_that_is_rung_too_often_holds_nobody_up(tmp_path):
+def test_too_many_wake_ups_block_no_sender(tmp_path):
     mine = WakeUp(tmp_path / "a", 0)
     for _ in range(10_000):
         ring(tmp_path / "a", [0])
