@@ -1,19 +1,18 @@
-"""What an agreement of many members asks of the one store that they have.
+"""Measure how many requests an agreement of many members sends to their one store.
 
     python -m benchmarks.agreement            `make show-agreement`; counts need no quiet machine, seconds do
     SCALE=ci python -m benchmarks.agreement   fewer members
 
-Real members on a real store: threads of a few processes, each with its own connection, all after the same loss. Each
-reports what a rank of a large job does: a version of each of 400 tensors, addresses in 24 groups.
+Real members use a real store: threads of a few processes, each with its own connection, all after the same loss. Each
+member reports what a rank of a large job reports: a version of each of 400 tensors, addresses in 24 groups.
 
-Counted are a member's questions that are answered, on the average and of the member that asks most, those that are not
-yet (how often it looks in vain rests on how long the others take, here on a few cores for all), and the kilobytes of
-the answers. Taken are the processor's seconds of the store, and those in which one member reads all reports when the
-others are through.
+The benchmark counts the answered requests per member (mean and maximum), the requests without an answer yet (they
+depend on how long the others take, here on a few cores for all), and the kilobytes of the answers. It measures the CPU
+seconds of the store, and those in which one member reads all reports when the others have finished.
 
-It holds where a member is answered no more than 24 times on the average, in jobs of every size: it reads two gatherings
-(reports and digests of plans) of at most 8 values each, has to put together 8/7 values in each, and reads the view and
-what it wrote itself. The control is the same where all read what each has written: there it must be more.
+The claim holds if a member gets at most 24 answers on average, in jobs of every size: it reads two gatherings (reports
+and digests of plans) of at most 8 values each, combines 8/7 values in each, and reads the view and its own values. In
+the control every member reads what each has written: its count must be higher.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""The chooser beside every fixed policy, in scenarios that are drawn: hardware, layouts, models, rates, spares, costs.
+"""Compare the chooser with every fixed policy in random scenarios: hardware, layouts, models, rates, spares, costs.
 
-All policies of a scenario go through the same faults. What counts is goodput: the work of the run, against a whole job.
+All policies of a scenario see the same faults. The score is goodput: the work of the run relative to a nominal job.
 """
 
 import dataclasses

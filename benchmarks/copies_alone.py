@@ -1,9 +1,9 @@
-"""Copies that processes make which do nothing else: how fast these are, and how many bytes there have to be.
+"""Measure copies in processes that do nothing else: their speed and their number of bytes.
 
-They are of what torch's Adam keeps, which is looked for each time, as in a job. All processors do it at once, so that
-they share what carries the bytes. Speeds are bytes in a second of processor time, of all threads of a process. Before
-each copy a processor's caches are filled with something else, which is not counted: in a job the step has them, and a
-copy finds neither its bytes nor its code there. What copies take that come one right after the other is told besides.
+The processes copy the state of torch's Adam, which they look up each time, as in a job. All processors copy at once, so
+that they share the memory bandwidth. Speeds are bytes per second of processor time of all threads of a process. Before
+each copy the caches of a processor are filled with other data, which is not counted: in a job the step fills them, and
+a copy finds neither its bytes nor its code there. The time of copies made back to back is reported as well.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""A rank of a job whose copies are measured: it writes down what its clocks say, and what a kind asks for is planted.
+"""A rank of a job whose copies are measured: it records its clocks and plants what its kind asks for.
 
-What is planted is the thing that is compared with copies, or what a check has to notice: bytes moved in place of
-copies, a processor for the threads that make them, sleep, waste.
+Planted is what copies are compared with, or what a check must detect: bytes moved in place of copies, a processor for
+the copying threads, sleep, waste.
 """
 
 import dataclasses

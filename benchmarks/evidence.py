@@ -1,4 +1,4 @@
-"""What every `make show-<topic>` leaves behind: a table, or rows, on the terminal and `build/show/<topic>.json`."""
+"""Write the evidence of a `make show-<topic>`: a table or rows on the terminal, and `build/show/<topic>.json`."""
 
 import datetime
 import json

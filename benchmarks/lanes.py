@@ -1,14 +1,14 @@
-"""What lanes of a degraded layout cost: the bytes that they send by either route, and their time beside one all-reduce.
+"""Measure what lanes of a degraded layout cost: the bytes sent by either route, and their time beside one all-reduce.
 
     python -m benchmarks.lanes            `make bench-lanes`; times need a quiet machine, bytes do not
     SCALE=ci python -m benchmarks.lanes   fewer layouts and rounds
 
-Bytes are counted in real runs of Megatron, at the collectives that `training/` issues, as a ring sends them. They must
-be what was planned to the byte, and at most 1.05 x what the widest slot must send in any case: its own units once.
+Bytes are counted in real runs of Megatron, at the collectives that `reduction/` issues, as a ring sends them. They must
+equal the plan to the byte, and be at most 1.05 x what the widest slot must send in any case: its own units once.
 
-Times are of plain ranks, two replicas of TP 4. In each round all ranks reduce the same gradients in every way, one
-after the other: in place and whole, as a framework's bucket does; whole, but packed and unpacked as a lane; without one
-slot, by either route. A round's ratio is of the slowest rank to that of the first way.
+Times are those of plain ranks, two replicas of TP 4. In each round all ranks reduce the same gradients in every way,
+one after the other: in place and complete, as a framework's bucket does; complete, but packed and unpacked as a lane;
+without one slot, by either route. A round's ratio compares the slowest rank with the first way.
 """
 
 import os

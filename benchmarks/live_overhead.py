@@ -1,55 +1,52 @@
-"""What being able to lose ranks costs a job that loses none: the evidence for `make show-live-overhead`.
+"""Measure what the plugin costs a job that could lose ranks and loses none: the evidence for `make show-live-overhead`.
 
     python -m benchmarks.live_overhead                        two hours or more, on a machine by itself
     python -m benchmarks.live_overhead 11                     one job of one case
     FRAMEWORK=deepspeed python -m benchmarks.live_overhead    the rows of one framework
     SCALE=ci python -m benchmarks.live_overhead               a slice
 
-In a live job, as `ntp run` starts it, every other step is taken as the framework alone would: what the plugin has
-replaced is put back for that step, on all ranks alike. A pair is two steps that came one after the other, in the order
-on-off, off-on, and so on; its ratio is of the times of their slowest ranks, from the beginning of a step to that of the
-next. Nothing is copied.
+In a live job, as `ntp run` starts it, every other step runs as in the stock framework: all ranks put back what the
+plugin has replaced for that step. A pair is two consecutive steps, in the order on-off, off-on, and so on; its ratio
+compares the times of their slowest ranks, from the beginning of a step to that of the next. Nothing is copied.
 
-A row is of several jobs, so that it is not one job's luck, and jobs of all rows come by turns. What a job finds is a
-line in docs/results/live-overhead-FRAMEWORK-pairs.jsonl, all of its pairs, and the next call goes on behind it, as long
-as what is committed of the plugin and of the benchmarks is the same: a sitting may end when it has to, and another go
-on where these lines are, on a machine of the same kind too, as both steps of a pair are of one. Lines of other trees
-are dropped, of the frameworks that are asked for. Whoever wants all in one sitting removes the file. Where some of
-these is not committed, nothing is kept.
+A row has several jobs, so that it does not depend on one job's luck, and jobs of all rows alternate. The pairs of a job
+are a line in docs/results/live-overhead-FRAMEWORK-pairs.jsonl, and the next call continues after it, as long as the
+committed plugin and benchmarks are the same: a sitting may end at any time and continue elsewhere on a machine of the
+same kind, because both steps of a pair are on one machine. Lines of other trees are dropped for the requested
+frameworks. Remove the file to get everything in one sitting. Nothing is kept from a tree with uncommitted changes.
 
-How many pairs a row needs depends on the machine. So it has four jobs, and more until its interval is `PRECISE` or all
-that are planned are in. The width alone decides, and not where the interval lies; one of a width that was fixed before
-covers what it should as pairs grow many (Chow and Robbins 1965).
+The number of pairs that a row needs depends on the machine. So it has four jobs, and more until its interval is
+`PRECISE` or all planned ones have run. Only the width decides, not where the interval lies; an interval of a width
+fixed in advance has the right coverage for many pairs (Chow and Robbins 1965).
 
-Pairs of two jobs would be the plainer thing, and were tried: two jobs without the plugin differed from each other, for
-as long as they lived, by 2.4 % with Megatron and by 1.7 % with DeepSpeed. Within one job both steps have the same
-processes and the same memory.
+Pairs of two jobs would be simpler, and were tried: two jobs without the plugin differed from each other, for as long as
+they lived, by 2.4 % with Megatron and by 1.7 % with DeepSpeed. Within one job both steps have the same processes and
+the same memory.
 
 Steps differ from one another by two to fifteen times the bound, because processors do: most of a step is the model's
-own arithmetic, and that takes now more time and now less. With DeepSpeed, whose ranks compute by themselves between
-their messages, this is timed in every step, on each rank: the module's forward, and the backward up to the last
-gradient. Nothing of the plugin is in it, so it is the same work in both steps of a pair. A pair is then told twice.
-`ratio` is of the whole steps. `apart` is one and the difference of what is left of them, without the longest computing
-of a rank, as a part of a step. That is known two to five times as well, and is told beside; it proves nothing alone.
+own arithmetic, whose time varies. With DeepSpeed, whose ranks compute by themselves between their messages, each rank
+times this in every step: the module's forward, and the backward up to the last gradient. It contains nothing of the
+plugin, so it is the same work in both steps of a pair. A pair then gives two numbers. `ratio` compares the full steps.
+`apart` is one plus the difference of the steps without the longest computing of a rank, as a share of a step. Its
+interval is two to five times narrower; it is reported beside, and proves nothing alone.
 
-What `apart` cannot see is a plugin that makes the arithmetic itself slower, by its caches, or because ranks share
-processors. `computing` is the ratio of that alone, and whole steps have it in them; one of the controls is so.
+`apart` cannot show a plugin that makes the arithmetic itself slower, by its caches, or because ranks share processors.
+`computing` is the ratio of that alone, and full steps include it; one of the controls does this.
 
-Three things stay in the steps without the plugin: groups that can be edited, loaders that can go back, with what
-Megatron's schedule tells of the losses, and the threads, a watcher and a heart. The processor time of the threads is
-measured by itself, as a share of all processors' time, and added. What is not counted is the supervisor, one process on
-a host.
+Three things stay in the steps without the plugin: groups that can be edited, loaders that can go back, including what
+Megatron's schedule reports of the losses, and the threads, a watcher and a heartbeat. The processor time of the threads
+is measured separately, as a share of all processors' time, and added. The supervisor, one process per host, is not
+counted.
 
-The claim is on long steps, of half a second or more, which is short for who trains on many devices: the interval of the
-median (order statistics, 95 %) and the threads together are within 1.01, of whole steps, and of `apart` too where it is
-known; with four ranks, which share the processors, and with two, so that each has one. The claim is on DeepSpeed's
-steps of seconds as well: what the plugin adds is some milliseconds of any step. Short steps, of which most is Python
-and messages, tell what the time is. If only a part of an interval is within, the number is not resolved, and that is
-said.
+The claim covers long steps, of half a second or more, which is short for training on many devices: the interval of the
+median (order statistics, 95 %) plus the threads is within 1.01, for full steps, and for `apart` too where it is known;
+with four ranks, which share the processors, and with two, so that each has one. It covers DeepSpeed's steps of seconds
+as well: the plugin adds some milliseconds to any step. Short steps, mostly Python and messages, show what these
+milliseconds are. If only a part of an interval is within, the row says that the number is not resolved.
 
 Controls for each framework, with four ranks, whose pairs vary least: pairs of two steps both without the plugin, whose
-ratio must be one, and a twentieth of each step asleep where the plugin is in, which must be seen; with DeepSpeed also
-asleep in the midst of the computing, which must be seen of whole steps.
+ratio must be one, and steps with the plugin that sleep for a twentieth, which must be detected; with DeepSpeed also a
+sleep within the computing, which must show in full steps.
 """
 
 import dataclasses
@@ -76,7 +73,7 @@ from benchmarks.computing import Computing
 from benchmarks.overhead import BOUND, PLANTED, SEED
 from benchmarks.parity.job import RECIPES, Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.rehearsal import quietly
+from benchmarks.played_ranks import quietly
 from benchmarks.step_pairs import WARM_UP, Block, is_first, pairs_of, row_of
 from benchmarks.zero.job import have_deepspeed_imported
 from ntp_plugin.groups.process_groups import ElasticGroups

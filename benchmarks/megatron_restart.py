@@ -1,12 +1,12 @@
-"""What a killed worker costs a Megatron job without the plugin: torchrun starts all anew, and they load a checkpoint.
+"""Measure what a killed worker costs a Megatron job without the plugin: torchrun restarts all, which load a checkpoint.
 
     python -m benchmarks.megatron_restart       seconds from SIGKILL to the first iteration that the log did not have
 
-The recipe, the model and the layout are those of `make show-recovery`, on plain Megatron in its rehearsal mode. It
-saves a `torch_dist` checkpoint after every second iteration, so that no more than two are computed again.
+The recipe, the model and the layout are those of `make show-recovery`, on stock Megatron in CPU emulation. It saves a
+`torch_dist` checkpoint after every second iteration, so that no more than two are computed again.
 
-Megatron saves in this format only where psutil is installed, which it asks for the size of a process, for the log.
-Where it is not, a stand-in answers 0.
+Megatron saves in this format only if psutil is installed, which it asks for the size of a process, for the log. Without
+psutil a substitute answers 0.
 """
 
 import importlib.util

@@ -1,12 +1,12 @@
-"""Replicas of different width on Megatron against one uniform run, feature by feature, layout by layout.
+"""Compare replicas of different width on Megatron with one uniform run, feature by feature, layout by layout.
 
-    python -m benchmarks.numerics             every feature, the layouts by turns: the evidence for `make show-numerics`
+    python -m benchmarks.numerics             every feature, alternating layouts: the evidence for `make show-numerics`
     SCALE=ci python -m benchmarks.numerics    the slice for CI
     SCALE=full ...                            every feature in every layout
 
-Each row is the largest relative difference over 20 steps, all ranks and all replicas, to Megatron without the plugin:
-one replica with as many stages that computes the whole batch. The noise floor is what Megatron shows between two
-uniform widths. Each negative control has one thing wrong on purpose, and must be noticed.
+Each row is the largest relative difference over 20 steps, all ranks and all replicas, from Megatron without the plugin:
+one replica with as many stages that computes the whole batch. The noise floor is the difference of two uniform widths
+in Megatron. Each negative control has one planted fault, and must be detected.
 """
 
 import math

@@ -1,14 +1,14 @@
-"""Faults from outside, by pids and signals alone, into five jobs: what `make show-outside` measures.
+"""Inject faults from outside, by pids and signals alone, into five jobs: what `make show-outside` measures.
 
     python -m benchmarks.outside              three campaigns of 21 faults in each of five jobs: two hours or more
     SCALE=ci python -m benchmarks.outside     12 faults in two jobs: three minutes on two idle cores
     ROWS=plain,autotp ...                     some of the jobs
 
-Each campaign that is over is a line in build/show/outside.jsonl, and the next call goes on behind them. Whoever wants
-all of it of one tree removes the file.
+Each finished campaign is a line in build/show/outside.jsonl, and the next call continues after it. Remove the file to
+get all rows from one tree.
 
-A campaign has every kind once, in an order and at instants that are drawn from its seed. All campaigns of a job are
-compared with one run of it without a fault. `left_behind` counts processes and files of all runs together.
+A campaign has every kind once, in an order and at instants drawn from its seed. All campaigns of a job are compared
+with one run of it without a fault. `left_behind` counts processes and files of all runs together.
 """
 
 import dataclasses

@@ -1,22 +1,22 @@
-"""What the plugin costs a job whose layout is whole: the evidence for `make show-overhead`.
+"""Measure what the plugin costs a job with the nominal layout: the evidence for `make show-overhead`.
 
     python -m benchmarks.overhead            600 pairs of steps; to be run on a quiet machine
     SCALE=ci python -m benchmarks.overhead   the slice for CI
 
-Two jobs of Megatron's own pretrain, TP 2 x DP 2, stand side by side, one with the plugin and one without. They take
-turns, step by step, in the order of off-on, on-off, and so on: while one computes the other waits on a store, and uses
-no processor. A pair is two steps that ran one after the other; its ratio is of the times of their slowest ranks, from
-the beginning of a step to that of the next.
+Two jobs of Megatron's own pretrain, TP 2 x DP 2, run side by side, one with the plugin and one without. They alternate,
+step by step, in the order off-on, on-off, and so on: while one computes the other waits on a store, and uses no
+processor. A pair is two consecutive steps; its ratio compares the times of their slowest ranks, from the beginning of a
+step to that of the next.
 
-In a whole layout nothing of Megatron's is replaced but the two functions that read our flags. So there are two claims:
-no hook is in and the collectives are the same, one by one; and the median ratio is at most 1.01. The median of noisy
-pairs is known to an interval only (order statistics, 95 %). The claim holds if all of the interval is within; if only
-a part is, the number is not resolved, and that is said. The slice for CI has too few pairs to resolve a
-hundredth and fails only where all of the interval is above.
+In the nominal layout the plugin replaces nothing of Megatron but the two functions that read its flags. So there are
+two claims: no hook is in and the collectives are the same, one by one; and the median ratio is at most 1.01. The median
+of noisy pairs is known to an interval only (order statistics, 95 %). The claim holds if the full interval is within; if
+only a part is, the output says that the number is not resolved. The slice for CI has too few pairs to resolve a
+hundredth and fails only if the full interval is above.
 
-Beside them stand a pair of two jobs without the plugin, which shows what the machine itself does to the ratio, and one
-whose second job sleeps a twentieth of each step, which must be seen. Time of the lanes of degraded layouts, and what
-they send by either route, comes from `lanes.py`.
+Two controls run beside them: a pair of two jobs without the plugin, which shows the noise of the machine, and one whose
+second job sleeps a twentieth of each step, which must be detected. `lanes.py` measures the time of the lanes of
+degraded layouts, and the bytes that they send by either route.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks import evidence, lanes
 from benchmarks.parity.job import COLLECTIVES, RECIPES, Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.rehearsal import quietly
+from benchmarks.played_ranks import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 SEED = 1234

@@ -1,4 +1,4 @@
-"""How long planning takes: plan and digest, in one process, caches empty; the median of several runs, and the worst.
+"""Measure how long planning takes: plan and digest, in one process, with empty caches; median and worst of some runs.
 
     python -m benchmarks.planning           growth with the number of GPUs, as JSON
     python -m benchmarks.planning --show    the evidence for `make show-planning`

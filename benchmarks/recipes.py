@@ -1,13 +1,13 @@
-"""Every chaos recipe on both frameworks: what `make show-recipes` measures.
+"""Run every chaos recipe on both frameworks: what `make show-recipes` measures.
 
     python -m benchmarks.recipes           all recipes, each on a job of either framework: most of an hour
     python -m benchmarks.recipes NAME...   some of them
 
-A recipe that is over is a line in build/show/recipes.jsonl, and the next call goes on behind them; whoever wants all of
-it of one tree removes the file. Recipes of one job are compared with one undisturbed run of it.
+A finished recipe is a line in build/show/recipes.jsonl, and the next call continues after it; remove the file to get
+all rows from one tree. Recipes of one job are compared with one undisturbed run of it.
 
-The job that a recipe names is Megatron's; `COUNTERPARTS` has DeepSpeed's that is like it. `OWN` are the recipes that
-only Megatron's job can be broken by, and why.
+A recipe names a Megatron job; `COUNTERPARTS` has the similar DeepSpeed job. `OWN` lists the recipes that only fit the
+Megatron job, and why.
 """
 
 import dataclasses

@@ -1,19 +1,19 @@
-"""From a fault to the next committed step of a live Megatron job: what `make show-recovery` measures.
+"""Measure the time from a fault to the next committed step of a live Megatron job: `make show-recovery`.
 
     python -m benchmarks.recovery             4 and 8 ranks, 30 kills at 8 ranks, 10 trials of each other case
     SCALE=ci python -m benchmarks.recovery    the slice for CI: one trial of each fault at 4 ranks
 
 The job is recipes/megatron/pretrain_gpt.py on a tiny GPT, two replicas of half the ranks each, and a micro-batch for
-each. Where there are more ranks than processors, an ordinary step takes a good part of the time: `step_s` tells.
+each. If there are more ranks than processors, an ordinary step takes a good part of the time: see `step_s`.
 
-Two different slots are struck one after the other in a job, one in the slice for CI, each at a random moment of a
-random step. The time is that of the last survivor, from the fault to the end of the first step that it takes with the
-new members: a step that was only rolled forward does not count. It is told by phases, each of which ends where the next
-one begins:
+Faults are injected into two different slots one after the other in a job, into one in the slice for CI, each at a
+random time of a random step. The time is that of the last survivor, from the fault to the end of the first step that it
+takes with the new members: a step that was only rolled forward does not count. It has phases, each of which ends where
+the next one begins:
 
     signal      the supervisor has published that the slot is lost
-    break out   the survivor has left whatever it was in
-    agree       with the others, on who is there and what is planned
+    break out   the survivor was interrupted in whatever it did (the name in the records)
+    agree       with the others, on the members and the plan
     plan        who holds, sends and computes what
     regroup     the process groups are edited
     move        parameters and optimizer state; digests of all of them are compared
@@ -23,8 +23,8 @@ one begins:
     rebuild     whatever else makes Megatron run in the new layout
     first step  from its samples to its commit
 
-A rank that is killed or frozen is struck from outside, at any instant. One that hangs does so by its own hand, at one
-of the moments that benchmarks/parity/live.py tells of.
+A kill or a freeze comes from outside, at any instant. A rank hangs by itself, at one of the fault points of
+benchmarks/parity/live.py.
 
 A trial is `hung` if a survivor does not commit within 20 seconds, or ends. It is `wrong` if losses, norms or weights of
 its job differ in float64 by more than 1e-9 from those of a job without plugin and without faults, on the same samples.

@@ -1,16 +1,16 @@
-"""From a fault to the first good collective, in real processes: what `make show-regroup` measures.
+"""Measure the time from a fault to the first good collective, in real processes: `make show-regroup`.
 
     python -m benchmarks.regroup            4 and 8 ranks, every fault in every operation, 20 trials; torchrun beside
     SCALE=ci python -m benchmarks.regroup   the slice for CI
     SCALE=full ...                          4, 8 and 16 ranks
 
-Each trial starts its ranks, lets them loop over one operation in the world or in TP, DP and PP groups, strikes one of
-them at a random moment, and waits until every survivor has made a good collective in every group of its own, by the
-handles that it had from the start. The time is that of the last survivor. A survivor that is not back within ten
-seconds, or gets a wrong sum or a wrong size, is counted as hung.
+Each trial starts its ranks, lets them loop over one operation in the world or in TP, DP and PP groups, injects a fault
+into one of them at a random time, and waits until every survivor has made a good collective in every group of its own,
+by the handles that it had from the start. The time is that of the last survivor. A survivor that is not back within ten
+seconds, or gets a wrong sum or a wrong size, counts as hung.
 
-A rank that is killed or frozen is struck from outside. One that hangs does no harm until the last of the others has
-come to wait for it: the clock starts there, and `p50_from_strike_s` tells the time from where the hang began as well.
+A kill or a freeze comes from outside. A hang does no harm until the last of the others waits for the hung rank: the
+clock starts there, and `p50_from_strike_s` is the time from the beginning of the hang.
 """
 
 import dataclasses

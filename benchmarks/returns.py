@@ -1,17 +1,17 @@
-"""Deaths and returns, again and again in one live Megatron job: what `make show-returns` measures.
+"""Kill and restart ranks again and again in one live Megatron job: what `make show-returns` measures.
 
     python -m benchmarks.returns              100 cycles at 4 ranks, about ten minutes
     SCALE=ci python -m benchmarks.returns     the slice for CI: 3 cycles
 
-In each cycle a random slot is killed at a random moment, its replica goes on narrower, and a new process comes into the
-slot; the others do not wait for it while it starts, but in the end they do. They look at the door with each vote here:
-with steps as short as these the next one would be waited for before it is let in. The next one dies when all have been
-there for a step. One slot lives through all of it. Three things are looked at:
+In each cycle a random slot is killed at a random time, its replica continues narrower, and a new process joins in the
+slot; the others do not wait for it while it starts, but they do at the end. Members poll for admission with each vote
+here: with steps this short they would otherwise wait for the next one before admitting it. The next slot dies when all
+have been members for a step. One slot survives all cycles. Three things are measured:
 
-    the stop    between two steps of which the second is the first one with the new process: it is let in, gets its
-                state, and the nominal layout is there again. An ordinary step is in it; `step_s` tells how long it is.
-    leaks       threads and descriptors of whoever is there when all are, which have to be the same in each cycle after
-                the first ones, and the memory of the slot that lives.
+    the stop    between two steps, the second of which is the first with the new process: it is admitted, gets its
+                state, and the nominal layout is restored. It includes an ordinary step; `step_s` is its length.
+    leaks       threads and descriptors of the members when all are present, which must be the same in each cycle after
+                the first ones, and the memory of the surviving slot.
     the result  losses, norms and weights against a job without plugin and without faults, on the same samples.
 """
 
@@ -30,7 +30,7 @@ from benchmarks import evidence
 from benchmarks.parity import live
 from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, uniform
-from benchmarks.rehearsal import Asking
+from benchmarks.played_ranks import Asking
 from ntp_plugin.errors import NtpError
 from ntp_plugin.membership import admission
 from ntp_plugin.recovery.fault_points import FAULT_POINTS

@@ -1,4 +1,4 @@
-"""Gradients of known values on plain ranks, with the lanes and the cores that reduce them: for tests and timings."""
+"""Reduce gradients of known values on plain ranks, with lanes and cores: for tests and timings."""
 
 import functools
 import zlib

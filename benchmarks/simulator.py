@@ -1,9 +1,9 @@
-"""What the simulator says beside what is known: the NTP paper's figures, integer effects, the chooser against every
-fixed policy, and the live protocol under drawn schedules.
+"""Compare the simulator with known results: the NTP paper's figures, integer effects, the chooser against every fixed
+policy, and the live protocol under random schedules.
 
     python -m benchmarks.simulator         the evidence for `make show-simulator`; SCALE=ci for CI's slice
 
-A row holds where ours is within 15 % of the paper's figure or below the paper's bound, or where it differs and
+A row holds if our figure is within 15 % of the paper's or below the paper's bound, or if it differs and
 docs/simulator.md explains it line by line (`explained`); such rows must stay where the page says that they are.
 """
 

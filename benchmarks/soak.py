@@ -1,22 +1,22 @@
-"""Faults of all kinds at all moments on all slots, again and again: what `make show-soak` measures.
+"""Inject faults of all kinds at all fault points into all slots: what `make show-soak` measures.
 
     python -m benchmarks.soak              60 faults in each of five jobs: 45 minutes
     SCALE=full python -m benchmarks.soak   200 in each: more than two hours
-    SCALE=pairs python -m benchmarks.soak  each kind at each moment once, in some job that has it: 40 minutes
+    SCALE=pairs python -m benchmarks.soak  each kind at each fault point once, in some job that has it: 40 minutes
     SCALE=ci python -m benchmarks.soak     4 in each of two jobs
 
-But for the last, each campaign that is over is a line in build/show/soak.jsonl (build/show/soak-pairs.jsonl), and the
-next call goes on behind them: a sitting may end when it has to. Whoever wants a soak of one tree removes the file.
+Except for the last, each finished campaign is a line in build/show/soak.jsonl (build/show/soak-pairs.jsonl), and the
+next call continues after it: a sitting may end at any time. Remove the file to get a soak of one tree.
 
-The jobs are those of recipes/chaos/jobs: Megatron with its state whole, in shards, and in two stages with checkpoints
-and evaluations; DeepSpeed data parallel with ZeRO, and cut by AutoTP; four ranks each. A campaign is one job that is
-struck `EACH` times, by faults that are drawn from a seed (it is printed, and `ntp chaos` draws the same ones from it);
-the next fault comes when the one before is over, whether or not the lost ones are back. It draws from the pairs of a
-kind and a moment that the campaigns of its job before it have met least. All campaigns of a job are compared with one
+The jobs are those of recipes/chaos/jobs: Megatron with its state complete, in shards, and in two stages with
+checkpoints and evaluations; DeepSpeed data parallel with ZeRO, and cut by AutoTP; four ranks each. A campaign is one
+job that takes `EACH` faults, drawn from a seed (it is printed, and `ntp chaos` draws the same ones from it); the next
+fault comes when the one before is over, whether or not the lost ranks are back. It draws from the pairs of a kind and a
+fault point that earlier campaigns of its job have had least often. All campaigns of a job are compared with one
 undisturbed run of it.
 
-A fault is `hung` where the others did not go on, and `wrong` where it is one of a campaign whose losses, samples,
-steps or last weights are not those of the undisturbed run: which one of these did it is not known.
+A fault is `hung` if the others did not continue, and `wrong` if it belongs to a campaign whose losses, samples, steps
+or last weights differ from those of the undisturbed run: which fault caused this is not known.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Steps with and without the plugin, in pairs: what one job finds of them, and what a row makes of several jobs.
+"""Compare steps with and without the plugin in pairs: the result of one job, and a row from several jobs.
 
-A pair is two steps that came one after the other, in the order on-off, off-on, and so on.
+A pair is two consecutive steps, in the order on-off, off-on, and so on.
 """
 
 import dataclasses

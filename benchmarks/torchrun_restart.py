@@ -1,4 +1,4 @@
-"""What a killed worker costs under torchrun's own elastic restart, on the same machine: all workers start anew.
+"""Measure what a killed worker costs under torchrun's own elastic restart, on the same machine: all workers start anew.
 
 python -m benchmarks.torchrun_restart          seconds from SIGKILL to the first collective of all new workers
 """

@@ -1,10 +1,10 @@
-"""How far DeepSpeed's own weights are apart between two uniform widths: where bounds of long jobs in float32 are from.
+"""Measure how far stock DeepSpeed's weights differ between two widths: the basis of bounds for long float32 jobs.
 
     python -m benchmarks.widths
 
-Each DeepSpeed job of the soak, and that of the longest recipe, is run undisturbed, as long as there, and once more by
-two ranks that are not cut, with as many samples in a step. Nothing of it is degraded; what differs is the order of
-sums, in float32.
+Each DeepSpeed job of the soak, and that of the longest recipe, runs undisturbed, at its length there, and once more on
+two ranks that are not cut, with as many samples in a step. Nothing of it is degraded; only the order of sums differs,
+in float32.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""How long a test waits for what must come, and for what must not.
+"""How long a test waits for what must happen, and for what must not.
 
-Only a test that hangs ends by `PATIENCE_S`. Whatever else takes longer than it should on a busy machine is still waited
-for: a test that is to show how fast something is counts what it does, and asks no clock.
+Only a test that hangs ends by `PATIENCE_S`. A test waits for anything that is slow on a busy machine: a test of speed
+counts operations, and reads no clock.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Trials by the hundred, and what they come to: `make show-corruption`."""
+"""Run hundreds of trials and summarize them: `make show-corruption`."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What is done to copies as they lie in shared memory, and what is wrong in them then."""
+"""Change copies in shared memory, and record what is wrong in them."""
 
 import contextlib
 import dataclasses

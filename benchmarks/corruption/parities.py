@@ -1,8 +1,8 @@
-"""The same where slots 0 and 2, on two hosts, share a parity on a third in place of far copies.
+"""Trials in which slots 0 and 2, on two hosts, share a parity on a third host in place of far copies.
 
-One of the two is lost with its host, and the parity or the other's near copy is changed. Then all members have to say
-that the version is lost and name what was changed, and the right source is the version before. Or nobody is lost, and
-the near copy of one of the two is changed: then all have to name it, and what was in it comes from the parity.
+One of the two is lost with its host, and the parity or the other's near copy is changed. All members must report the
+version as lost and name what was changed, and the right source is the version before. Or nobody is lost, and the near
+copy of one of the two is changed: all must name it, and its contents come from the parity.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The members put a version together, and what has to come of it by a model on sets of elements."""
+"""Restore a version with all members, and predict the result with a model on sets of elements."""
 
 import dataclasses
 import threading

@@ -1,8 +1,8 @@
-"""An Adam that counts its steps as TransformerEngine's and NVIDIA's apex's do, for machines that have neither.
+"""An Adam that counts its steps as TransformerEngine's and NVIDIA apex's do, for machines that have neither.
 
-Both count once for all parameters of a group, among the group's options, and apex's does not count in a group that has
-none on this rank (`transformer_engine/pytorch/optimizers/fused_adam.py`, `apex/optimizers/fused_adam.py`). Their
-kernels need a GPU; the arithmetic here is torch's. Megatron takes it for TransformerEngine's, and so do we.
+Both count once for all parameters of a group, in the options of the group, and apex's does not count in a group without
+parameters on this rank (`transformer_engine/pytorch/optimizers/fused_adam.py`, `apex/optimizers/fused_adam.py`). Their
+kernels need a GPU; the arithmetic here is torch's. Megatron and the plugin take it for TransformerEngine's.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""One run of Megatron's own pretrain, by a recipe, in ranks of the harness; and what two runs differ by."""
+"""Run Megatron's own pretrain, by a recipe, in ranks of the harness, and compare two runs."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.parity import group_adam
-from benchmarks.rehearsal import quietly
+from benchmarks.played_ranks import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes/megatron"

@@ -1,4 +1,4 @@
-"""The models and layouts that parity is shown for."""
+"""The models and layouts of the parity comparison."""
 
 from typing import Any
 

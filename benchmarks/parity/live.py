@@ -1,4 +1,4 @@
-"""A live run of Megatron's own pretrain in ranks of the harness: as `ntp run` would start it, and some ranks die."""
+"""Run Megatron's own pretrain live in ranks of the harness, as `ntp run` starts it, while some ranks die."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
-from benchmarks.rehearsal import Asking, asking_of, played, quietly, report_request, wait_until_they_ask
+from benchmarks.played_ranks import Asking, asking_of, played, quietly, report_request, wait_until_they_ask
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read by torch alone; a run in two halves, of which the second loads what the first saved."""
+"""Read a checkpoint with torch alone, and run a job in two halves: the second loads what the first saved."""
 
 import dataclasses
 import warnings

@@ -1,6 +1,6 @@
-"""Negative controls: in each of them one thing is wrong on purpose, and the comparison must notice.
+"""Negative controls: each plants one fault that the comparison must detect.
 
-Called in a rank, before Megatron starts: what is spoilt stays so for the life of the process.
+Called in a rank, before Megatron starts: the fault stays for the life of the process.
 """
 
 import dataclasses

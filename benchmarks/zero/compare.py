@@ -1,4 +1,4 @@
-"""What a run that lost ranks differs by from one that did not, and whether every sample was used once."""
+"""Compare a run that lost ranks with one that did not, and check that every sample was used once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping

@@ -1,11 +1,11 @@
-"""Where faults strike in a live DeepSpeed job, and where the others are when they hear of it."""
+"""Where faults are injected into a live DeepSpeed job, and where the others are when they learn of a loss."""
 
 import contextlib
 import itertools
 import time
 from typing import Any
 
-from benchmarks.rehearsal import Asking, report_request, wait_until_they_ask
+from benchmarks.played_ranks import Asking, report_request, wait_until_they_ask
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.recovery.fault_points import FaultPoints
 from ntp_plugin.testing.ranks import Rank

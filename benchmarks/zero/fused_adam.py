@@ -1,7 +1,7 @@
 """DeepSpeed's FusedAdam, as a config without `torch_adam` has it, with a kernel that rounds no element by its place.
 
-The class is DeepSpeed's own, and what it keeps and counts. Its kernel for GPUs does the same for each element; that for
-CPUs does not, and is refused, so that here it is done by torch.
+The class is DeepSpeed's own, with its state and its counts. Its GPU kernel treats each element alike; its CPU kernel
+does not, and is refused, so that torch does the arithmetic here.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A live run of a DeepSpeed job in ranks of the harness: as `ntp run` would start it, and some ranks die."""
+"""Run a DeepSpeed job live in ranks of the harness, as `ntp run` starts it, while some ranks die."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.rehearsal import Asking, asking_of, played, quietly
+from benchmarks.played_ranks import Asking, asking_of, played, quietly
 from benchmarks.zero import fused_adam
 from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, hear_of_a_loss, report_fault_points
 from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
@@ -202,7 +202,7 @@ class Play:
         import ntp_plugin.deepspeed.activation as ours  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
 
         if self.job.dtype == "float64":
-            rehearse_in_float64()
+            emulate_in_float64()
         if self.job.fused_adam:
             fused_adam.install(refused=self.job.fused_adam == "refused")
         seen = _Loop(self.job, rank, self.asking).train()
@@ -210,7 +210,7 @@ class Play:
         return seen
 
 
-def rehearse_in_float64() -> None:
+def emulate_in_float64() -> None:
     """DeepSpeed reduces gradients, and keeps what ZeRO steps, in float32 at most. In a rehearsal it does so in float64,
     so that what differs by more than its rounding is a fault."""
     import deepspeed  # noqa: PLC0415

@@ -1,12 +1,12 @@
-"""DeepSpeed jobs whose ranks are killed, against undisturbed ones: what `make show-deepspeed` measures.
+"""Compare DeepSpeed jobs whose ranks are killed with undisturbed ones: what `make show-deepspeed` measures.
 
-    python -m benchmarks.zero.numerics              every stage, moment and victim; some minutes
+    python -m benchmarks.zero.numerics              every stage, fault point and victim; some minutes
     SCALE=ci python -m benchmarks.zero.numerics     a slice
 
-Each row is a job of 20 steps, of four ranks as a rule, that loses one, and the largest relative difference of its
-losses, norms and weights from DeepSpeed alone on the same samples. `seconds`: from the kill to the first step that the
-others have behind them after it, an ordinary step in it. In float64 the gradients are not clipped, since DeepSpeed's
-norms are in float32. Each negative control has one thing wrong on purpose, and must be noticed.
+Each row is a job of 20 steps, usually of four ranks, that loses one, and the largest relative difference of its losses,
+norms and weights from stock DeepSpeed on the same samples. `seconds` is the time from the kill to the end of the first
+later step of the others, including an ordinary step. In float64 the gradients are not clipped, since DeepSpeed's norms
+are in float32. Each negative control has one planted fault, and must be detected.
 """
 
 import dataclasses

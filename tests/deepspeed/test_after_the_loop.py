@@ -1,4 +1,4 @@
-"""The loop of a DeepSpeed script is over, and a rank fails or is killed before the script is."""
+"""A rank fails or is killed after the loop of a DeepSpeed script and before the end of the script."""
 
 import re
 

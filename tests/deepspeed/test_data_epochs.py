@@ -1,4 +1,4 @@
-"""Who comes back goes through the turns behind the job alone, also where one begins while it stands at the door."""
+"""A joining rank skips past data epochs by itself, also when one begins while it waits for admission."""
 
 import dataclasses
 import time

@@ -1,5 +1,5 @@
-"""`ntp copies export` of a DeepSpeed job that lives, and of one that is dead: the checkpoint DeepSpeed itself writes
-after that step, bit for bit."""
+"""`ntp copies export` of a living and of a dead DeepSpeed job equals, bit for bit, the checkpoint that DeepSpeed writes
+after that step."""
 
 import os
 import re

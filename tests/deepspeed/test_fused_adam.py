@@ -1,4 +1,4 @@
-"""DeepSpeed's own Adam, which it makes unless it is told not to: it counts the steps of a group in one parameter's."""
+"""DeepSpeed's own Adam, its default: it counts the steps of a group in one parameter."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What becomes of the state of a DeepSpeed job that comes from copies."""
+"""How a DeepSpeed job handles the state that it restores from copies."""
 
 from ntp_plugin.copies.inventory import require_known
 from ntp_plugin.deepspeed.inventory import known

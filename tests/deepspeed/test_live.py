@@ -1,4 +1,4 @@
-"""Real DeepSpeed in real ranks, some of which are killed: the training is that of an undisturbed run."""
+"""Ranks of a real DeepSpeed job are killed: the training equals that of an undisturbed run."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Replicas that a script's own mpu has put together: one that loses a slot leaves whole, and comes back whole."""
+"""Replicas of a script's own mpu: a replica that loses a slot leaves as a whole, and rejoins as a whole."""
 
 import dataclasses
 

@@ -1,7 +1,8 @@
-"""A run that is degraded in the middle of a step is, bit for bit, one that had lost the rank before that step began:
-of the step in flight nothing is left over.
+"""A run that loses a rank within a step equals, bit for bit, one that had lost it before that step: nothing of the
+step in flight remains.
 
-With ZeRO the step from which the others go on is what the newest copies are of, so it is looked up in the run."""
+With ZeRO the others resume from the step of the newest copies, so the test looks it up in the run.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The recipe, as a user starts it."""
+"""The DeepSpeed recipe, as a user starts it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""DeepSpeed replicas compared while they train: a bit that flips is found, told, and healed where a majority knows."""
+"""DeepSpeed replicas are compared while they train: a flipped bit is found, reported, and healed by a majority."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layers that AutoTP has cut over the slots of a replica, some of which are killed: it goes on narrower."""
+"""Slots of a replica that AutoTP has cut are killed: the replica continues narrower."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""AutoTP with ZeRO 1 and 2: a lost slot takes its shard of the optimizer's state with it, and it comes from copies."""
+"""AutoTP with ZeRO 1 and 2: a lost slot loses its shard of the optimizer state, which is restored from copies."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Copies of state that lives on a GPU: the same bytes and the same digests as from a host's memory."""
+"""Copies of state on a GPU have the same bytes and digests as those of state in host memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""NCCL groups through a loss and a return, on real GPUs."""
+"""NCCL groups survive a loss and a return, on real GPUs."""
 
 import pytest
 import torch

@@ -1,7 +1,6 @@
-"""What a degraded job saves, a job of any other layout goes on from as if nobody had been lost; and the other way
-round.
+"""A job of any layout resumes a checkpoint of a degraded job as if no rank had been lost, and the other way round.
 
-The reference is Megatron without us that trains all steps in one go.
+The reference is stock Megatron that trains all steps in one go.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Ranks die with what only they held, and the job goes on from copies of it.
+"""Ranks die with state that only they held, and the job resumes from copies of it.
 
-As in `test_live.py` the reference is Megatron without us: one whole replica that computes the whole batch.
+As in `test_live.py` the reference is stock Megatron: one full-width replica that computes the whole batch.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """With `--ntp-dropout exact` a degraded run drops what the uniform one drops.
 
-The reference is one whole replica of TP 4 with exact masks and nobody lost. That these are good masks,
-tests/unit/test_dropout.py shows.
+The reference is one full-width replica of TP 4 with exact masks and without a loss. tests/unit/test_dropout.py shows
+that these masks are good.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A script that says in one line of its own that it wants the plugin, under the real `ntp run`."""
+"""A script that enables the plugin in one line of its own, under the real `ntp run`."""
 
 import os
 import signal

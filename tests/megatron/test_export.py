@@ -1,6 +1,6 @@
-"""`ntp copies export`: what is in memory becomes an ordinary checkpoint, of a run that lives, and of one that is dead.
+"""`ntp copies export` writes the copies of a living or a dead run as a stock checkpoint.
 
-The reference is Megatron without us, which saves after the same step.
+The reference is stock Megatron, which saves after the same step.
 """
 
 import contextlib

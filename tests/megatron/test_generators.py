@@ -1,4 +1,4 @@
-"""Generators are told and put back, Megatron's own as well; in a process of its own, which Megatron may change."""
+"""States of generators are stored and restored, Megatron's own as well; in a process that Megatron may change."""
 
 import os
 import subprocess

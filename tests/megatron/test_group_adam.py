@@ -1,6 +1,6 @@
-"""An Adam that counts its steps once for a group, as TransformerEngine's and apex's do, where ranks are lost.
+"""Ranks are lost with an Adam that counts its steps per group, as TransformerEngine's and apex's do.
 
-The reference is torch's Adam in one whole replica that computes the whole batch.
+The reference is torch's Adam in one full-width replica that computes the whole batch.
 """
 
 import pytest

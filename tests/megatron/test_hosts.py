@@ -1,4 +1,4 @@
-"""`ntp run` on two machines, as somebody types it: one of them loses its power, and its shared memory with it."""
+"""`ntp run` on two machines, as a user types it: one of them loses its power and its shared memory."""
 
 import time
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Ranks of a Megatron job die, and the job goes on as if it had not happened.
+"""Ranks of a Megatron job die, and the job continues as if nothing had happened.
 
-The reference is Megatron without us: one whole replica that computes the whole batch.
+The reference is stock Megatron: one full-width replica that computes the whole batch.
 """
 
 import subprocess

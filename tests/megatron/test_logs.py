@@ -1,4 +1,4 @@
-"""Megatron's own TensorBoard hears of a recovery, read back from its file of events."""
+"""Megatron's own TensorBoard shows a recovery; the test reads its event file."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""A degraded replica whose memory is short runs smaller micro-batches, more of them; or it does not train at all.
+"""A degraded replica with too little memory runs more and smaller micro-batches, or does not train at all.
 
-Bytes are those of `planning/memory_fit.py`, here of a tiny model: what they are worth is seen in `test_memory.py`.
+Bytes are those of `planning/memory_fit.py`, here of a tiny model; `test_memory.py` tests their accuracy.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Optimizers on degraded replicas: whole, and sharded over lanes."""
+"""Optimizers on degraded replicas: complete, and sharded over lanes."""
 
 import pytest
 

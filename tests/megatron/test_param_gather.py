@@ -1,4 +1,4 @@
-"""`--overlap-param-gather` on degraded replicas: parameters are on their way while the forward begins."""
+"""`--overlap-param-gather` on degraded replicas: the forward begins while parameters are gathered."""
 
 import pytest
 

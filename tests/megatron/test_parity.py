@@ -1,6 +1,6 @@
-"""Replicas of different width train on Megatron as one run on whole replicas does, with the same samples.
+"""Replicas of different width train on Megatron as full-width replicas do, with the same samples.
 
-The reference is Megatron without us: one replica of TP 4 that computes the whole batch.
+The reference is stock Megatron: one replica of TP 4 that computes the whole batch.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A Megatron that has our patches is told what is wanted instead of being changed, and trains to the same bits."""
+"""A Megatron with our patches takes settings instead of hooks, and trains to the same bits."""
 
 import os
 import pickle

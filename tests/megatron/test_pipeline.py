@@ -1,6 +1,6 @@
-"""Replicas in pipeline stages, of which some stages are degraded, train as one whole replica in as many stages does.
+"""Replicas in pipeline stages, some of them degraded, train as one full-width replica in as many stages does.
 
-The reference is Megatron without us: one replica that computes the whole batch.
+The reference is stock Megatron: one replica that computes the whole batch.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A live job that is watched: one run in wandb whoever dies, struck from another terminal, and looked at."""
+"""A live job is watched: one run in wandb whichever rank dies, faults from another terminal, and its status."""
 
 import json
 

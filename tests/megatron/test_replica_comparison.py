@@ -1,4 +1,4 @@
-"""Replicas of a Megatron job are compared: what has become corrupt in silence is found, named, and not gone on from."""
+"""Replicas of a Megatron job are compared: silent corruption is found, named, and never resumed from."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is no tensor stands where it would without a loss: random numbers, and how far the data were read."""
+"""State that is no tensor is where it would be without a loss: random numbers, and the position in the data."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Gradients by way of core slots, on Megatron: the training of one uniform run, as by the lanes of owner tuples."""
+"""Gradients by way of core slots, on Megatron, train as one uniform run, and as by the lanes of owner tuples."""
 
 import dataclasses
 

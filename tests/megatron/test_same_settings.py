@@ -1,4 +1,4 @@
-"""Ranks of a Megatron job that would train otherwise than the others: refused, with the names of what differs."""
+"""A Megatron rank with other settings than the others is refused, with the names of the differences."""
 
 import dataclasses
 import os

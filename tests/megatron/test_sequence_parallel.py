@@ -1,4 +1,4 @@
-"""Sequence parallelism on replicas of any width: the same training as one uniform run, where no row is lost or doubled.
+"""Sequence parallelism on replicas of any width trains as one uniform run, with no row lost or doubled.
 
 The sequence has 16 rows, which 3 slots cannot share evenly; 4, 2 and 1 can. The reference of the options is Megatron
 without sequence parallelism; that of the models has it.

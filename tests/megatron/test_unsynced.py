@@ -1,4 +1,4 @@
-"""What is left of a step that was broken off says nothing in a later one; in a process that Megatron may change."""
+"""Remains of an interrupted step log nothing in a later one; in a process that Megatron may change."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`ntp ...` as somebody types it."""
+"""`ntp ...` as a user types it."""
 
 import contextlib
 import os

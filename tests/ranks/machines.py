@@ -1,6 +1,6 @@
-"""Machines for tests of several hosts, and what runs on them.
+"""Machines for tests of several hosts, and the commands that run on them.
 
-Where namespaces cannot be made, machines are addresses of the loopback device: these can be lost, but not cut off.
+Without namespaces a machine is an address of the loopback device: it can be lost, but not disconnected.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A small job on the plain adapter that tests play: a float64 MLP on numbered samples, some of whose ranks die."""
+"""A small job on the plain adapter for tests: a float64 MLP on numbered samples, some of whose ranks die."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""What ranks do for `test_routes.py`: one reduction after another, by both routes, of gradients that are known."""
+"""The ranks of `test_routes.py`: one reduction after another, by both routes, of known gradients."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A small job on the tensor-parallel trainer that tests play: a float64 MLP, two replicas, some of whose slots die."""
+"""A small job on the tensor-parallel trainer for tests: a float64 MLP, two replicas, some of whose slots die."""
 
 import dataclasses
 import time

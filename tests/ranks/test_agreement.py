@@ -1,4 +1,4 @@
-"""Agreement on a real TCPStore: members in threads, dying in every phase, joining, and wrongly suspected."""
+"""Agreement on a real TCPStore: members in threads that die in every phase, join, and are wrongly suspected."""
 
 import itertools
 import time

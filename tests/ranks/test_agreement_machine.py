@@ -1,8 +1,8 @@
-"""Agreement on a real TCPStore, one step of one member at a time: hypothesis drives, and invariants look after each.
+"""Agreement on a real TCPStore, one step of one member at a time: hypothesis drives, invariants are checked after each.
 
-What `tests/unit` explores exhaustively is not repeated: there a step is atomic, here a member looks at the store over
-its own connection, and what it writes may come later, after anything that others do. So does a frozen member: when it
-thaws, it writes what it had made up its mind to write before.
+This does not repeat the exhaustive search of `tests/unit`: there a step is atomic, here a member reads the store over
+its own connection, and its writes may arrive later, after anything that others do. So do those of a frozen member: when
+it thaws, it writes what it had prepared.
 """
 
 import itertools

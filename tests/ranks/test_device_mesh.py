@@ -1,4 +1,4 @@
-"""Device meshes through a loss and a return: a one-dimensional one, and a grid of two by two and what is cut of it."""
+"""Device meshes through a loss and a return: a one-dimensional one, and a two by two one with its slices."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""How `ntp run` ends where its workers are slow to do so, as they are on a busy machine."""
+"""How `ntp run` ends if its workers are slow to end, as on a busy machine."""
 
 import os
 import signal

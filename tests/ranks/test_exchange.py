@@ -1,4 +1,4 @@
-"""Tensors of all sizes from rank to rank in one message, and what of a message can be used where it lies."""
+"""Tensors of all sizes from rank to rank in one message, and which parts of a message are used in place."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The harness itself: what is planned strikes or is refused, and nothing is left behind unnoticed."""
+"""The harness itself: a planned fault is injected or refused, and nothing is left behind undetected."""
 
 import contextlib
 import os

@@ -1,6 +1,6 @@
-"""Jobs on several machines: one is lost, is cut off and comes back, or takes the store with it.
+"""Jobs on several machines: one is lost, is disconnected and returns, or takes the store with it.
 
-A job trains slowly until what a test waits for has happened, and then without pauses.
+A job trains slowly until the event that a test waits for has happened, and then without pauses.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Ranks in operations that do not match: nobody is to blame, and it is told of."""
+"""Ranks in operations that do not match: no rank is blamed, and the hang is reported."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Joiners: groups that are made after they came, and joining ranks that cannot come in and must not stop the others."""
+"""Joining ranks: groups made after they joined, and joiners that cannot connect and must not stop the others."""
 
 import functools
 import time

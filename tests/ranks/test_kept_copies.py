@@ -1,4 +1,4 @@
-"""`ntp run` beside the copies that a dead run of another job has left in this host's memory."""
+"""`ntp run` beside copies that a dead run of another job has left in this host's memory."""
 
 import shutil
 

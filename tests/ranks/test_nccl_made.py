@@ -1,4 +1,4 @@
-"""A group with both backends, made and not yet connected: as far as NCCL goes without a GPU."""
+"""A group with both backends, made and not yet connected: as far as NCCL works without a GPU."""
 
 import functools
 import os

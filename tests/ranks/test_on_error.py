@@ -1,4 +1,4 @@
-"""An exception of the script's own, in a real `ntp run`: it is no lost rank, unless somebody asks for that."""
+"""An exception of the script's own, in a real `ntp run`, is no lost rank, unless the user asks for that."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""Every operation that torch.distributed has is seen, as torch's own hooks tell; and nothing of a group that nobody
-asked for."""
+"""The plugin sees every operation of torch.distributed, as torch's own hooks do, and nothing of groups that it does not
+watch."""
 
 import functools
 

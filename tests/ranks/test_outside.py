@@ -1,4 +1,4 @@
-"""Faults from outside: signals to the processes of `ntp run` at any instant, and not through fault points of ours."""
+"""Faults from outside: signals to the processes of `ntp run` at any instant, without fault points."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Real ranks are killed; the job goes on and computes what it would have computed."""
+"""Real ranks are killed; the job continues and computes what it would have computed."""
 
 import functools
 

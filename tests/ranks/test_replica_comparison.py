@@ -1,4 +1,4 @@
-"""Replicas of an ordinary PyTorch loop are compared: a bit that flips or a number that is lost is found and named."""
+"""Replicas of an ordinary PyTorch loop are compared: a flipped bit or a lost number is found and named."""
 
 import contextlib
 import dataclasses

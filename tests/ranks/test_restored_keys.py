@@ -1,4 +1,4 @@
-"""Keys of the job's store that somebody else deletes or overwrites: they are written again, and a line names them."""
+"""Keys of the job's store that another process deletes or overwrites are written again, and a log line names them."""
 
 import os
 import signal

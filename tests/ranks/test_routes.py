@@ -1,4 +1,4 @@
-"""Both routes on real ranks: every slot ends with the sums of what it holds, with the same bits in all replicas."""
+"""Both routes on real ranks: every slot ends with the sums of its state, with the same bits in all replicas."""
 
 import dataclasses
 import functools

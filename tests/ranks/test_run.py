@@ -1,4 +1,4 @@
-"""`ntp run` as somebody types it, on the recipe of the plain adapter."""
+"""`ntp run` as a user types it, on the recipe of the plain adapter."""
 
 import contextlib
 import os

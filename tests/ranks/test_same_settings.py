@@ -1,4 +1,4 @@
-"""A process that would train otherwise than the others is refused, with the names of what differs."""
+"""A process with other settings than the others is refused, with the names of the differences."""
 
 import os
 import signal

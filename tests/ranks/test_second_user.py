@@ -1,4 +1,4 @@
-"""What another user of the host (`nobody`) may do to a job that runs: nothing, or nothing that changes its result."""
+"""Another user of the host (`nobody`) cannot change the result of a running job."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A rank that is lost before training has begun: the others wait for it in something that nothing interrupts."""
+"""A rank is lost before training has begun: the others wait for it in a call that nothing interrupts."""
 
 import os
 import signal

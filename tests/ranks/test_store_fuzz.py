@@ -1,8 +1,9 @@
-"""Whoever sends garbage to what a job listens at changes nothing; on one host it listens on loopback alone.
+"""Garbage sent to the ports of a job changes nothing; on one host the job listens on loopback only.
 
-What a client of torch's store says first is no password: a second write of a connection is read as commands whatever
-the first was. So most of the garbage here begins as a client does, and every command is tried with something wrong in
-it. A well-formed command of a stranger is obeyed, and `docs/operations.md` says so; so none here is for a key of ours.
+The first bytes of a client of torch's store are no password: a second write of a connection is read as commands
+whatever the first was. So most of the garbage here begins as a client does, and every command is tried with an error in
+it. A well-formed command of another process is obeyed, as `docs/operations.md` says; so no command here uses a key of
+the job.
 """
 
 import os

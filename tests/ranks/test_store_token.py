@@ -1,4 +1,4 @@
-"""What is not signed by the job's token is nobody's: a stranger who reaches the store can say nothing in its name."""
+"""Values without the signature of the job's token are ignored: no other process can speak for the job."""
 
 import json
 import random

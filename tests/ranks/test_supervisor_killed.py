@@ -1,4 +1,4 @@
-"""`ntp run` is killed by SIGKILL: nothing that it has started outlives it."""
+"""`ntp run` is killed by SIGKILL: none of its processes outlives it."""
 
 import os
 import signal

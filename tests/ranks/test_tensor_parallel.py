@@ -1,4 +1,4 @@
-"""Slots of a tensor-parallel job are killed; their replica goes on narrower and the job computes what it would have."""
+"""Slots of a tensor-parallel job are killed; their replica continues narrower, with the same results."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Slots that can do something only together: without one of them the others are left out, or go through it alone."""
+"""Slots that must run a section together: without one of them the others are excluded, or run it alone."""
 
 import pytest
 import torch

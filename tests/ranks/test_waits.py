@@ -1,5 +1,5 @@
-"""A wait on any operation is left when a break-out comes, also where gloo has lost the operation; and an operation that
-was waited for keeps nothing alive, and has no backend replaced."""
+"""A wait on any operation is interrupted, also if gloo has lost the operation; a finished operation keeps
+nothing alive, and replaces no backend."""
 
 import functools
 import threading

@@ -1,4 +1,4 @@
-"""The chooser: what each row says, and which one is taken."""
+"""The chooser: the content of each row, and the chosen one."""
 
 import dataclasses
 import math

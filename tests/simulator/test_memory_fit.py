@@ -1,4 +1,4 @@
-"""The memory guard: activations by the published formula, the ladder, and nothing that fits less on some rank."""
+"""The memory guard: activations by the published formula, the ladder, and no rung that fits worse on some rank."""
 
 import dataclasses
 

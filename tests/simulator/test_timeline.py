@@ -1,4 +1,4 @@
-"""Runs: what is booked as work and as pause, policy by policy; and counting spares."""
+"""Runs: the work and the pauses of each policy; and counting spares."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Traces and machines from files: what is read, and which line is wrong."""
+"""Traces and machines from files: the contents, and the wrong line."""
 
 import json
 from random import Random

@@ -1,4 +1,4 @@
-"""The bytes of a copy as they lie in shared memory, for tests that look at all of them, or change some."""
+"""The bytes of a copy in shared memory, for tests that read all of them, or change some."""
 
 import numpy as np
 import torch

@@ -1,11 +1,11 @@
-"""Every interleaving of a few members, explored: the real `advance` and `decide` on a store of a dict.
+"""Explore every interleaving of a few members: the real `advance` and `decide` on a store of a dict.
 
 One transition is one atomic step of one member, or one event: a death, a suspicion (of a dead slot, or a false one), a
 process that joins a free slot. Training is modelled as far as agreement depends on it: a member contributes its
 gradients for step s, holds the reduced ones once all members of its view have contributed (`prepared`: it enters the
 vote), and applies once all members of its view have entered the vote. What a member has sent into a collective stays
-sent when it leaves; what a dead member sent before it died counts too. Who has taken the last step says that it is
-done, and leaves when all of its view have said so.
+sent when it leaves; what a dead member sent before it died counts too. A member that has taken the last step reports
+that it is done, and leaves when all of its view have reported it.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A job for tests of what injects faults from outside: a supervisor that starts ranks anew, and ranks that print steps.
+"""A job for tests of faults from outside: a supervisor that restarts ranks, and ranks that print steps.
 
 python outside_job.py --ntp-run-dir=FOLDER PLANT     PLANT is what goes wrong in the folder run-1, or nothing
 """

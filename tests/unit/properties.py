@@ -1,7 +1,7 @@
-"""What must hold of planning, each as one function that raises `AssertionError` where it does not.
+"""Properties of planning, each a function that raises `AssertionError` if it does not hold.
 
-Functions of the planning rooms are called through their modules, so that `test_mutations.py` can break one on purpose
-and see these checks notice. Brute force works unit by unit; planning works by runs of units.
+Functions of the planning packages are called through their modules, so that `test_mutations.py` can break one and see
+these checks fail. Brute force works unit by unit; planning works by runs of units.
 """
 
 import itertools

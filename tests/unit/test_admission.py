@@ -1,4 +1,4 @@
-"""Who asks to be let in is let in, and who has died meanwhile holds nobody up twice."""
+"""A joining rank that asks is admitted, and one that died meanwhile delays nobody twice."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""A signal from another terminal: told before it is sent, and only by who can read the token of the run's orders."""
+"""A signal from another terminal: recorded before it is sent, and only if the sender can read the token of the run."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Orders to break something: obeyed once, by whom they are for, and by nobody when they are not orders of this run."""
+"""Orders of faults: obeyed once, by their addressee, and by nobody if they are not orders of this run."""
 
 import json
 import random

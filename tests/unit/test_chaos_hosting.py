@@ -1,4 +1,4 @@
-"""What is struck is the host of the slot and no other, and it is not asked how the job ended."""
+"""A fault hits the host of its slot and no other, and the host is not asked how the job ended."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The report on a campaign: whole, by itself, and right in a browser."""
+"""The report on a campaign: complete, self-contained, and right in a browser."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a recipe says, and what is refused of it in one line."""
+"""The contents of a recipe, and its refusals in one line."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which strike comes next: never one that the job could not survive, and the same ones from the same seed."""
+"""Which fault comes next: never one that the job could not survive, and the same ones from the same seed."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What is said of two runs: it must be able to say no."""
+"""The verdict on two runs: it must be able to fail."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
-"""What a process does to itself when it is ordered to: it says so first, and then that is what happens to it.
+"""A process that is ordered to harm itself records the order first, and then does what it was ordered to.
 
-Each harm that ends or holds its process is done in one of its own, without a framework.
+Each fault that ends or holds its process runs in a process of its own, without a framework.
 """
 
 import multiprocessing

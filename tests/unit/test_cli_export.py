@@ -1,4 +1,4 @@
-"""What `ntp copies export` refuses, each in one line."""
+"""The refusals of `ntp copies export`, each in one line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`ntp plan` as somebody types it: the right numbers, and one clear line with exit code 2 for everything else."""
+"""`ntp plan` as a user types it: the right numbers, and one clear line with exit code 2 for everything else."""
 
 import dataclasses
 import json

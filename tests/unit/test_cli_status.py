@@ -1,4 +1,4 @@
-"""`ntp status`: the view of a terminal, recorded; and that it ends where a job does, or nobody of it is left."""
+"""`ntp status`: the recorded view of a terminal; it ends with the job, or when no process of it is left."""
 
 import contextlib
 import dataclasses

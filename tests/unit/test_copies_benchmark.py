@@ -1,4 +1,4 @@
-"""What `make show-copies` makes of what clocks say."""
+"""How `make show-copies` evaluates its clocks."""
 
 import pytest
 

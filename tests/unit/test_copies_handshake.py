@@ -1,6 +1,6 @@
 """Both ends of a connection for copies prove that they have the job's key before anything else is read or sent.
 
-A stranger costs a descriptor for some seconds, and no thread and no memory.
+A client without the key costs a descriptor for some seconds, and no thread and no memory.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What nobody knows what becomes of is refused by its name."""
+"""State that the plugin does not know how to handle is refused by its name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Parities on real stores and sockets: what any one member had comes out again, and nothing that is wrong is used."""
+"""Parities on real stores and sockets: any one member's copy can be rebuilt, and nothing wrong is used."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What comes out of parities on real stores: any one member's copy, and nothing that is wrong."""
+"""Copies rebuilt from parities on real stores: any one member's, and nothing that is wrong."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Copies beside the training: of the state as it was when they were begun, two by turns, whatever other hosts do."""
+"""Copies during training: of the state at their beginning, alternating between two, whatever other hosts do."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""A version put together from copies, in another layout, by all members at once: each is a thread here."""
+"""All members at once, each a thread, restore a version from copies in another layout."""
 
 import contextlib
 import json

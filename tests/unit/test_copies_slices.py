@@ -1,4 +1,4 @@
-"""Which elements a piece has, and what two have in common, against lists of all their places."""
+"""The elements of a slice, and the overlap of two, against lists of all their places."""
 
 import itertools
 

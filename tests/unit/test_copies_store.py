@@ -1,4 +1,4 @@
-"""Copies in a host's memory: whole or none, whoever dies, and no more than there is room for."""
+"""Copies in a host's memory: complete or absent, whoever dies, and within the room that there is."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Whatever is not as it was written is named, by machine code as by NumPy, at once or as it comes."""
+"""Changed bytes are named, by machine code as by NumPy, at once or while they arrive."""
 
 import dataclasses
 

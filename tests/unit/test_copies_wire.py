@@ -1,4 +1,4 @@
-"""Copies from host to host: what comes is what was sent, and nobody waits for ever or is told a stranger's state."""
+"""Copies from host to host arrive as they were sent; no one waits for ever, and no outsider gets state."""
 
 import contextlib
 import dataclasses

@@ -1,7 +1,7 @@
-"""Malformed requests at the server of copies: of strangers, and of who knows the secret. It serves peers as before.
+"""Malformed requests to the server of copies, with and without the secret: it continues to serve peers.
 
-A stranger writes nothing; half of the random bytes come from who has the secret. Who knows the secret may put a copy
-where far ones are, and nowhere else.
+A client without the secret writes nothing; half of the random bytes come from one that has it. Such a client may put a
+copy where far ones are, and nowhere else.
 """
 
 import contextlib

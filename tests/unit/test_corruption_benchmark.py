@@ -1,4 +1,4 @@
-"""The benchmark of corruption on one injection of each kind, and what it says where digests are not compared."""
+"""The benchmark of corruption on one injection of each kind, and its result if digests are not compared."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a running job does about a loss: it goes on, unless it is told what a restart costs and that is less."""
+"""How a running job reacts to a loss: it continues, unless the costs of a restart are given and lower."""
 
 import dataclasses
 

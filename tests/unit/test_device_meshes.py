@@ -1,4 +1,4 @@
-"""What a mesh is told of a loss, on a grid of eight slots as slot 5 sees it; no group is made."""
+"""How a mesh reacts to a loss, on a grid of eight slots as slot 5 sees it; no group is made."""
 
 import copy
 import functools

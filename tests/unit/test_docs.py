@@ -1,6 +1,6 @@
-"""The pages of docs/: all are in the site's navigation, and what they name is there.
+"""The pages of docs/: all are in the site's navigation, and the names in them exist.
 
-That links lead somewhere is for `make docs`, which builds the site; here it is looked at for the pages beside it.
+`make docs`, which builds the site, tests the links; this test looks for the pages beside it.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Members that end a job together lose one of them between the last thing that they do and the end."""
+"""Members that end a job together lose one of them between their last section and the end."""
 
 import threading
 

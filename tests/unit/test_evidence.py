@@ -1,4 +1,4 @@
-"""What a `make show-<topic>` prints is what it has found."""
+"""A `make show-<topic>` prints what it has found."""
 
 import json
 import subprocess

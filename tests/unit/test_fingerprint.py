@@ -1,4 +1,4 @@
-"""What two processes have to have in common is compared by name."""
+"""Settings that two processes must share are compared by name."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What all members write is put together on the way to all, whoever comes when; and little is read for that."""
+"""Values of all members are combined on the way to all, in any order of arrival, with few reads."""
 
 import itertools
 from random import Random

@@ -1,4 +1,4 @@
-"""What is packed for a lane is the same on all its members, however each holds it."""
+"""The packed buffer of a lane is the same on all its members, however each holds it."""
 
 import torch
 

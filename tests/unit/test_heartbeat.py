@@ -1,4 +1,4 @@
-"""What a rank tells of itself: that it moved, that it waits, and that it was kept from running."""
+"""What a rank reports of itself: that it makes progress, that it waits, and that it got no CPU."""
 
 import os
 import subprocess

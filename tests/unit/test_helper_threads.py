@@ -1,4 +1,4 @@
-"""A wait on a helper thread that failed leaves nothing for Python's collector, which comes whenever it likes."""
+"""A failed wait on a helper thread leaves no garbage for Python's collector, which runs at any time."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""What a host makes of the beats of others, also where the job's store answers late."""
+"""How a host interprets the heartbeats of others, also if the job's store answers late."""
 
 import pytest
 from torch.distributed import HashStore

@@ -1,4 +1,4 @@
-"""The laws of the house that an import contract cannot see."""
+"""The rules of the code base that an import contract cannot check."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Who starts the job's store, on which address it listens, and the token that several hosts must share."""
+"""Which process starts the job's store, its address, and the token that several hosts must share."""
 
 import socket
 

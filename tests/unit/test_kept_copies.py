@@ -1,4 +1,4 @@
-"""Copies of dead runs stay for their time, and the oldest go earlier where a new run needs the room."""
+"""Copies of dead runs are kept for a time, and the oldest are removed earlier if a new run needs the room."""
 
 import dataclasses
 import os

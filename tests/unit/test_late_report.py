@@ -1,4 +1,4 @@
-"""What an agreement waits for comes in the moment in which its time limit passes."""
+"""A report arrives just as the time limit of an agreement expires."""
 
 from ntp_plugin.membership import protocol
 from ntp_plugin.membership.agreement import Agreement

@@ -1,4 +1,4 @@
-"""What `make show-live-overhead` makes of the times of steps."""
+"""How `make show-live-overhead` evaluates the times of steps."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""Machine code is used where it is right, and nowhere else."""
+"""Machine code is used only where it is right."""
 
 import _ctypes
 import ctypes

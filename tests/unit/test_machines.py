@@ -1,4 +1,4 @@
-"""Machines in one: they hear each other, but where a wire is cut, slow, or loses packets."""
+"""Simulated machines: they reach each other, unless a link is cut, slow, or lossy."""
 
 import os
 import subprocess

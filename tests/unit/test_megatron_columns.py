@@ -1,4 +1,4 @@
-"""Between which slots activations go, and which rows stand in two stages."""
+"""Between which slots activations are sent, and which rows are in two stages."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The rehearsal mode touches nothing while it is off, and says why it touches what it touches."""
+"""CPU emulation changes nothing while it is off, and gives a reason for each change."""
 
 import os
 import subprocess

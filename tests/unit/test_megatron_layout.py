@@ -1,4 +1,4 @@
-"""Who is lost from the start, which rank is which slot, and what is refused."""
+"""Ranks lost from the start, the slot of each rank, and the refusals."""
 
 import argparse
 import dataclasses

@@ -1,7 +1,7 @@
-"""The checks of `properties.py` can fail: each planning function is broken on purpose, and a check must notice.
+"""The checks of `properties.py` can fail: each planning function gets a planted bug, and a check must fail.
 
-A mutation replaces one function of a planning room by a broken one; the named property then runs over fixed
-examples from hypothesis and must raise. With the sound function the same run raises nothing.
+A mutation replaces one function of a planning package by a wrong one; the named property then runs over fixed examples
+from hypothesis and must raise. With the sound function the same run raises nothing.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What must hold before NCCL groups are made; none of it takes a GPU."""
+"""The requirements of NCCL groups; none of these tests needs a GPU."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What is known of each optimizer, against what it does."""
+"""The table of known optimizers, against what they do."""
 
 import pytest
 import torch

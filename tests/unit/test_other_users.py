@@ -1,4 +1,4 @@
-"""Folders, links and files that another user of the host plants where runs leave theirs: nobody takes them for ours."""
+"""Folders, links and files that another user of the host plants beside the runs are never taken for ours."""
 
 import json
 import os

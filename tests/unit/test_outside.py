@@ -1,4 +1,4 @@
-"""Faults from outside, into a small job: what goes wrong is found, and what does not is not."""
+"""Faults from outside, into a small job: real problems are found, and nothing else is."""
 
 import dataclasses
 import json

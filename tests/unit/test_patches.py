@@ -1,4 +1,4 @@
-"""Every patch applies to the sources that are installed, as they are, and what comes out is Python."""
+"""Every patch applies to the installed sources, and the result is valid Python."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""Values in files and in the store are data: they come back as they were, and reading them runs nothing."""
+"""Values in files and in the store are data: they round-trip, and reading them runs no code."""
 
 import argparse
 import ast

@@ -1,4 +1,4 @@
-"""What the handle of a plain loop does when a recovery has done it already."""
+"""How the handle of a plain loop acts after a recovery that has already applied the step."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""A rank that comes back in a test does so at the step that the test names, however fast or slow the others are."""
+"""A rank rejoins a test at the step that the test names, however fast or slow the others are."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.rehearsal import Asking, asking_of, report_request, wait_until_they_ask
+from benchmarks.played_ranks import Asking, asking_of, report_request, wait_until_they_ask
 from tests.patience import PATIENCE_S
 
 STEP = 14

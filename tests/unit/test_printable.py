@@ -1,4 +1,4 @@
-"""Nothing that `ntp` prints from a record or a file is obeyed by a terminal."""
+"""Nothing that `ntp` prints from a record or a file controls a terminal."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A worker that is ended ends with the processes that it has started."""
+"""A worker is killed together with the processes that it has started."""
 
 import os
 import signal

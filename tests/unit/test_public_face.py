@@ -1,4 +1,4 @@
-"""What a user may import: it is there, it is typed, and its examples run."""
+"""The public API: it exists, it is typed, and its examples run."""
 
 import ast
 import doctest

@@ -1,4 +1,4 @@
-"""A process that ends without Python's teardown does what has to be done at its end, and nothing more."""
+"""A process that ends without Python's teardown does what is needed at its end, and nothing more."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""A process knows from its environment alone whether it is one of the first."""
+"""A process knows from its environment alone whether it is a founder."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How the benchmark of recoveries tells a trial by its phases, and what it asks of a row."""
+"""How the benchmark of recoveries divides a trial into phases, and when a row holds."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Which slots hold other bits than the others."""
+"""Which slots have other bits than the others."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Parts of tensors on one process: index arithmetic, packing, digests, and what an optimizer may keep."""
+"""Parts of tensors on one process: index arithmetic, packing, digests, and the state of an optimizer."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Moves that deaths interrupt anywhere: a model of the members plays the protocol, on the real plan of each
-recovery."""
+"""Deaths interrupt resharding anywhere: a model of the members plays the protocol, on the real plans."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A run's folder goes with the run, also where the run is killed."""
+"""A run's folder is removed with the run, also if the run is killed."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Time in which a process was stopped is no time in which it waited."""
+"""Time in which a process was stopped does not count as waiting."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which samples a replica computes: all of each batch, nothing twice, and a whole replica what it always computes."""
+"""Which samples a replica computes: all of each batch, nothing twice; a nominal replica computes its usual ones."""
 
 from hypothesis import given
 from hypothesis import strategies as st

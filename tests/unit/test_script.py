@@ -1,4 +1,4 @@
-"""A worker's script with hooks put into what it imports."""
+"""A worker's script with hooks in what it imports."""
 
 import importlib
 import importlib.util

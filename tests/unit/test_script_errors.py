@@ -1,4 +1,4 @@
-"""How supervisors end a job by an error of one rank's script, on all hosts."""
+"""How supervisors on all hosts end a job because of an error of one rank's script."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Shards of lanes, where nobody else is in the lane; with others, tests/megatron/test_parity.py."""
+"""Shards of lanes with a single member; tests/megatron/test_parity.py has those with several."""
 
 import torch
 

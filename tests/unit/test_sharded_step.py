@@ -1,4 +1,4 @@
-"""A step of an optimizer on shards of lanes, where nobody else is in the lanes; with others, tests/deepspeed."""
+"""A step of an optimizer on shards of lanes with a single member; tests/deepspeed has those with several."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""torch's rendezvous unpickles its state; a stranger who reaches the store may not have it unpickle his."""
+"""torch's rendezvous unpickles its state; it must not unpickle that of an outsider who reaches the store."""
 
 import base64
 import os

@@ -1,4 +1,4 @@
-"""Where events go: the real wandb, offline, read back from its file; a page for Prometheus; sinks that fail."""
+"""Sinks of events: the real wandb, offline, read back from its file; a page for Prometheus; sinks that fail."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A record in which somebody else has written: who looks on is not stopped, and is told of the job what is right."""
+"""A record that another process has written to: readers do not stop, and what they report of the job is right."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Between two stages of any widths every row that a slot needs comes to it once, and from who has it."""
+"""Between two stages of any widths a slot gets every row that it needs once, from a slot that has it."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What an optimizer steps, told and put in elsewhere: it goes on as if it had never been moved."""
+"""The state of an optimizer, exported and imported elsewhere: it continues as if it had never been moved."""
 
 import json
 

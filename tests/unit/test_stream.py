@@ -1,4 +1,4 @@
-"""Which micro-batches a rank computes, and where it is among them."""
+"""Which micro-batches a rank computes, and its position among them."""
 
 from collections import Counter
 

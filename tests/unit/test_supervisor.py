@@ -1,4 +1,4 @@
-"""How often a host asks the job's store: at each look, and less often where many do."""
+"""How often a host polls the job's store: at each interval, and less often if many hosts do."""
 
 import os
 import threading

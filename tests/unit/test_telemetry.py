@@ -1,4 +1,4 @@
-"""Events: told by many processes into one file, read while it grows."""
+"""Events: written by many processes into one file, read while it grows."""
 
 import dataclasses
 import multiprocessing

@@ -1,4 +1,4 @@
-"""A rank that is rung looks at once, and one that is not looks by itself."""
+"""A rank that gets a wake-up event looks at once, and one that gets none polls by itself."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""Which differences between a joining rank and the job are none, and when what has diverged is looked at again."""
+"""Which settings a joining rank may change, and when a mismatch is checked again."""
 
 import types
 

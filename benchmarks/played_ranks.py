@@ -1,4 +1,4 @@
-"""What live runs of all frameworks have in common: ranks that die, and come back when they are waited for."""
+"""Shared code of live runs of all frameworks: ranks that die, and rejoin at a given step."""
 
 import dataclasses
 import os
