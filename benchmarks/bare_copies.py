@@ -13,7 +13,7 @@ import torch
 
 
 class Bare:
-    """Of one rank."""
+    """What one rank moves."""
 
     def __init__(self, size: int, mode: str, *, sharers: int) -> None:
         self._source = torch.randn(size // 4)

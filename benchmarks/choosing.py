@@ -37,7 +37,7 @@ class Compared:
 
     @property
     def regret(self) -> float:
-        """Of the best fixed policy's goodput; 0 where the chooser is as good or better."""
+        """Share of the best fixed policy's goodput that is lost; 0 if the chooser is as good or better."""
         missing = 1 - self.chooser_goodput / self.best_goodput
         return missing if missing > EQUAL else 0.0
 

@@ -142,8 +142,7 @@ IN_CI = tuple(kind for kind in KINDS if kind.short and not kind.bare and (kind.m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Of all ranks: how long the slowest took, and processor seconds of all threads, of those that train, and of those
-    that copy."""
+    """Seconds of the slowest rank; processor seconds of all threads of all ranks, of training and of copying ones."""
 
     seconds: float
     busy: float
@@ -180,12 +179,12 @@ class Pair:
 
     @property
     def more_of_others(self) -> float:
-        """Of all but those that copy."""
+        """Additional processor seconds of all threads that do not copy."""
         return self.more("busy") - self.more("copying")
 
 
 def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
-    """And the copies that were made."""
+    """Run a job of this kind; return its pairs and its copies."""
     steps = 2 * (pairs + WARM_UP)
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"

@@ -85,7 +85,7 @@ def _speeds(mode: str, _processor: int) -> tuple[float, float, int]:
 
 
 def _speeds_of_copies(folder: Path, mode: str) -> tuple[float, float, int]:
-    """Of two ranks' parts of the model, one after the other."""
+    """Speeds of copies of two ranks' parts of the model, one after the other."""
     size = bytes_wanted() // RANKS
     stepped = [_stepped(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
     optimizer = torch.optim.Adam([one.parameter for one in stepped])
@@ -143,7 +143,7 @@ def _fail(what: str) -> None:
 
 
 def _speed(work: Callable[[], object], size: int, before: Callable[[], object] = lambda: None) -> float:
-    """Of all threads' time."""
+    """Bytes per second of all threads' processor time."""
     _wait_for_all[0].wait()
     times = []
     for _ in range(COPIES):
@@ -155,7 +155,7 @@ def _speed(work: Callable[[], object], size: int, before: Callable[[], object] =
 
 
 def bytes_wanted(tp: int = TP) -> int:
-    """Of all ranks together, for one version."""
+    """Bytes of one version of all ranks together."""
     hidden, ffn, layers, heads, groups, channels = 256, 640, 4, 16, _groups(), 16
     vocabulary = -(-2000 // (32 * tp)) * 32 * tp
     cut = 2 * vocabulary * hidden

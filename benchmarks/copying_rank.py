@@ -30,7 +30,7 @@ _SOMETHING = bytes(1 << 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Of copies, and of the job that makes them."""
+    """Clocks of copies, and of the job that makes them."""
 
     what: str
     mode: str
@@ -106,7 +106,7 @@ def _of_threads_that_copy() -> float:
 
 
 def _have_copies_made_on_the_last_processor() -> None:
-    """And all else on the others."""
+    """Bind the copying threads to one processor, and all else to the others."""
     *others, last = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, others)
     begin = threading.Thread.run

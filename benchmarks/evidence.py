@@ -33,7 +33,7 @@ def today() -> str:
 
 
 def commit() -> str:
-    """Of the tree that is measured; a + where it is not quite that one."""
+    """The commit of the measured tree; with a + if the tree has changes."""
     words = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
     found = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return found.stdout.strip() or "unknown"
@@ -68,7 +68,7 @@ class Sittings:
         return [one for one in self._rows if all(one.get(name) == alike[name] for name in alike)]
 
     def keep_only(self, **alike: object) -> None:
-        """And have the file without all others."""
+        """Drop all other rows, also from the file."""
         self._rows, before = self.all(**alike), len(self._rows)
         if self._path is not None and len(self._rows) < before:
             self._path.write_text("".join(json.dumps(one) + "\n" for one in self._rows))

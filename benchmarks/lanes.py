@@ -125,7 +125,7 @@ def _ways(whole: Routed, short: Routed) -> dict[str, Callable[[], object]]:
         "TP4+TP3, via_core": lambda: None,
     }
     if short.lives:
-        assert short.core_exchange is not None, "who lives has a seat"
+        assert short.core_exchange is not None, "a living slot has a core slot"
         mine, cores = _single(short.gradients()), CoreSums(short.core_exchange)
         ways["TP4+TP3, direct"] = lambda: GradientLanes(short.lanes, mine).finish()
         ways["TP4+TP3, via_core"] = lambda: cores.begin(mine).finish()

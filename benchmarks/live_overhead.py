@@ -253,7 +253,7 @@ class Play:
 
 
 def _processor_seconds_of_threads() -> float:
-    """Of those that are ours."""
+    """Processor seconds of the plugin's threads."""
     ticks, found = os.sysconf("SC_CLK_TCK"), 0.0
     for thread in threading.enumerate():
         if thread.name.startswith("ntp-"):
@@ -378,7 +378,7 @@ def measured(case: Case, pairs: int) -> Block:
 
 
 def _longest(times: Sequence[Sequence[float]]) -> list[float]:
-    """Of all ranks, step by step, to a microsecond."""
+    """Times of the slowest of all ranks, step by step, to a microsecond."""
     return [round(max(those), 6) for those in zip(*times, strict=True)]
 
 
@@ -466,7 +466,7 @@ def _row_of_case(number: int, parts: Sequence[CampaignPart]) -> dict[str, Any]:
 
 
 def _ends(found: Sequence[tuple[Case, dict[str, Any]]], low: str, high: str) -> dict[str, tuple[float, float]]:
-    """Of an interval of each row that the claim is on, the threads with it."""
+    """Ends of an interval, including the threads, for each row of the claim."""
     return {
         f"{case.framework}, {case.what}": (row[low] + row["threads"], row[high] + row["threads"])
         for case, row in found

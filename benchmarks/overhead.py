@@ -184,7 +184,7 @@ def side_by_side(pairs: int, **settings: Any) -> tuple[list[float], bool]:
 
 
 def ratios_of(off: Sequence[Sequence[float]], on: Sequence[Sequence[float]]) -> list[float]:
-    """Of the slowest ranks, step by step."""
+    """Times of the slowest ranks, step by step."""
     slowest = [[max(times) for times in zip(*runs, strict=True)] for runs in (off, on)]
     return [mine / other for other, mine in zip(*slowest, strict=True)][WARM_UP:-1]  # the last has the end in it
 

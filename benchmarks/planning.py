@@ -79,7 +79,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def lose(nominal: Nominal, fraction: float) -> frozenset[Slot]:
-    """That part of all slots, at random; one replica is spared so that there is always somebody to go on."""
+    """Lose this share of all slots, at random; one replica is spared so that the job can continue."""
     topology = nominal.topology
     ranks = [rank for rank in range(topology.size) if topology.slot_of(rank).replica or topology.dp == 1]
     wanted = max(1, round(topology.size * fraction))

@@ -66,7 +66,7 @@ class ReferenceRuns:
         self._folders: dict[tuple[object, ...], Path] = {}
 
     def of(self, job: JobSpec) -> Path | None:
-        """Of one that is started by these words."""
+        """Return the folder of a run with this command."""
         return self._folders.get(_command_of(job))
 
     def keep(self, job: JobSpec, campaign: Campaign) -> None:

@@ -69,7 +69,7 @@ SLOWEST_KILL_S = 1.0
 THRESHOLD_S = {"sigkill": 0.0, "sigstop": HUNG.frozen_s, "hang": HUNG.hung_s}
 
 _AFTER = (range(3, 7), range(11, 14))
-"""The steps after which slots are struck, one after the other."""
+"""The steps after which faults are injected, one after the other."""
 _WITHIN_S = 0.3
 """And for how long after such a step at most: a step or two."""
 _HANGS_IN = ("step", "forward", "backward", "reduced", "vote", "apply", "applied", "between")
@@ -110,7 +110,7 @@ class Play(live.Play):
 
 
 def _record_faults() -> None:
-    """When a fault strikes by this rank's own hand."""
+    """Record when this rank injects a fault into itself."""
     reached = Rank.reached
 
     def recording_reached(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
@@ -203,7 +203,7 @@ class HangTrial:
 
 
 def faults(case: Case, chance: random.Random) -> list[HangTrial]:
-    """Of one job, in their order."""
+    """Trials of one job, in their order."""
     slots = chance.sample(range(case.ranks), case.losses)
     return [
         HangTrial(
@@ -256,7 +256,7 @@ def _ranks(case: Case, drawn: Sequence[HangTrial]) -> Ranks:
 
 
 def _inject(ranks: Ranks, fault: str, one: HangTrial) -> dict[int, float]:
-    """Slot -> when it was struck; a rank that hangs tells itself."""
+    """Slot -> when its fault was injected; a rank that hangs records this itself."""
     if fault == "hang":
         ranks.wait_for_rows(1, _injected(one.slot), timeout_s=120)
         return {}
@@ -281,7 +281,7 @@ def _trial(ranks: Ranks, victim: int, injected: float, *, left: int, wrong: str)
 
 
 def _an_ordinary_step(rows: Sequence[Sequence[Any]]) -> float:
-    """The median, of the steps before anybody was struck but for the first."""
+    """The median of the steps before any fault, without the first."""
     steps = map(_step, range(1, _AFTER[0].start + 1))
     ends: list[float] = [max(row[2] for row in rows if row[0] == step) for step in steps]
     return statistics.median(until - since for since, until in pairwise(ends))

@@ -162,7 +162,7 @@ def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
     while wrong is None:
         count += 1
         if any(fault.slot == rank.slot and fault.step == count for fault in rank.faults):
-            rank.write([["struck", time.monotonic()]])
+            rank.write([["injected", time.monotonic()]])
         rank.reached("loop", count)
         wrong = looper.driver.carry_through(operate_or_check)
     done = time.monotonic()
@@ -181,7 +181,7 @@ class Trial:
 
 
 def trial(case: Case, chance: random.Random) -> Trial:
-    """Start the ranks, strike, and wait until every survivor is back."""
+    """Start the ranks, inject a fault, and wait until every survivor is back."""
     losses = 2 if case.operation == "during recovery" else 1
     victim, second = chance.sample(range(case.ranks), 2)
     faults = [hang(victim, during="loop", step=chance.randrange(5, 40))] if case.fault == "hang" else []
@@ -192,7 +192,7 @@ def trial(case: Case, chance: random.Random) -> Trial:
             ranks.wait_for_rows(case.ranks, "ready")
             injected = 0.0
             if case.fault == "hang":
-                ranks.wait_for_rows(1, "struck", timeout_s=60)  # forty large operations come before it
+                ranks.wait_for_rows(1, "injected", timeout_s=60)  # forty large operations come before it
             else:
                 time.sleep(chance.uniform(0.02, 0.2))
                 injected = ranks.kill(victim) if case.fault == "sigkill" else ranks.freeze(victim)
@@ -205,10 +205,12 @@ def trial(case: Case, chance: random.Random) -> Trial:
                 ranks.kill(victim)
     except (AssertionError, RuntimeError, TimeoutError) as error:
         lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
-        return Trial(hung=f"{type(error).__name__}: {error} (lost: {lost or 'nobody'}; struck: {victim}, {second})")
+        return Trial(
+            hung=f"{type(error).__name__}: {error} (lost: {lost or 'nobody'}; injected into: {victim}, {second})"
+        )
     harmed = injected
     if case.fault == "hang" and losses == 1:
-        injected = next(row[1] for row in ranks.rows if row[0] == "struck")
+        injected = next(row[1] for row in ranks.rows if row[0] == "injected")
         harmed = max(injected, *(outcome["stood"] for outcome in outcomes.values()))
     wrong = [text for outcome in outcomes.values() for text in outcome["wrong"]]
     if wrong or len(outcomes) != case.ranks - losses:

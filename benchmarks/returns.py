@@ -143,7 +143,7 @@ def _what_is_wrong(lived: Mapping[int, live.Lived], more: str) -> str:
 
 
 def stops(rows: Sequence[Sequence[Any]]) -> tuple[list[float], list[float]]:
-    """Of the slot that lives: from the last step before a return to the first after it; and ordinary steps."""
+    """Times of the surviving slot: from the last step before a return to the first after it; and ordinary steps."""
     mine = sorted(tuple(row[2:]) for row in rows if row[0].startswith("step ") and row[1] == LIVES)
     returned, ordinary = [], []
     for (_, since, before), (_, until, after) in itertools.pairwise(mine):

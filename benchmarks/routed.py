@@ -41,7 +41,7 @@ def small_nominal(tp: int, dp: int, *, width: int = 1) -> Nominal:
 
 
 def cut_tensors(nominal: Nominal) -> list[Tensor]:
-    """Those that a slot holds a part of."""
+    """Tensors of which a slot holds a part."""
     return [tensor for tensor, _ in nominal.units.stages[0].tensors if tensor.family]
 
 

@@ -106,14 +106,14 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a job is struck with."""
+    """The faults of a job."""
 
     pairs: tuple[Pair, ...]
     faults: int | None = None
     """So many; or until each of the pairs has been met."""
 
     def left(self, found: Sequence["CampaignPart"]) -> int:
-        """Faults that have not struck yet."""
+        """Faults that are not injected yet."""
         if self.faults is not None:
             return max(0, self.faults - _injected_in(found))
         return len({*self.pairs} - met(found).keys())
@@ -152,7 +152,7 @@ def recipe_of(case: Case, pairs: Sequence[Pair], *, most: int, seed: int) -> Rec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One that has struck."""
+    """An injected fault."""
 
     what: str
     slot: str
@@ -198,7 +198,7 @@ def shares(scale: str) -> dict[str, Share]:
 
 
 def soak(case: Case, share: Share, folder: Path, kept: evidence.Sittings) -> list[CampaignPart]:
-    """Campaigns until that has struck, with those that are kept; or until one brings nothing new."""
+    """Run campaigns, beside the kept ones, until all faults of the share are injected or one adds nothing new."""
     found, reference, most = [_read_part(part) for part in kept.all(job=case.job)], None, min(EACH, share.left(()))
     left = share.left(found)
     while left:
@@ -289,7 +289,7 @@ def _line(campaign: Campaign) -> str:
     injected, steps = _injected(campaign), len(campaign.broken.history.commits)
     bad = [f"{check.what}: {check.found}" for check in campaign.verdict.checks if not check.holds]
     hung = [f"{one.name} ({one.what} {one.slot} {one.fault_point}): {one.problem}" for one in injected if one.problem]
-    return f"{campaign.recipe.name}: {len(injected)} strikes in {steps} steps: {'; '.join((*bad, *hung)) or 'ok'}"
+    return f"{campaign.recipe.name}: {len(injected)} faults in {steps} steps: {'; '.join((*bad, *hung)) or 'ok'}"
 
 
 def _micro_batches_per_s(run: CampaignRun) -> float:
@@ -302,7 +302,7 @@ def _micro_batches_per_s(run: CampaignRun) -> float:
 
 
 def main(scale: str) -> int:
-    """Every campaign must hold, and every fault that was asked for must have struck."""
+    """Every campaign must hold, and every requested fault must have been injected."""
     kept = evidence.Sittings(
         None if scale == "ci" else Path(f"build/show/soak{'-pairs' if scale == 'pairs' else ''}.jsonl")
     )

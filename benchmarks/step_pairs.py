@@ -13,7 +13,7 @@ from benchmarks.overhead import interval, row
 WARM_UP = 6
 
 type Pair = tuple[float, float]
-"""Of the step with the plugin, and of the other."""
+"""Seconds of the step with the plugin, and of the other."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,20 +28,20 @@ class Block:
 
 
 def is_first(step: int) -> bool:
-    """Of its pair, in what is told, which has the plugin in: pairs begin with either, by turns."""
+    """Return whether this step, which has the plugin in, is the first of its pair: pairs alternate."""
     pair, place = divmod(step, 2)
     return place == pair % 2
 
 
 def pairs_of(steps: Sequence[float]) -> list[Pair]:
-    """Of what was found of each step."""
+    """Pair the values of consecutive steps."""
     counted = steps[WARM_UP:]
     pairs = zip(counted[::2], counted[1::2], strict=False)
     return [(one, other) if is_first(WARM_UP + 2 * at) else (other, one) for at, (one, other) in enumerate(pairs)]
 
 
 def apart_from_computing(seconds: Sequence[Pair], computing: Sequence[Pair]) -> list[float]:
-    """Of each pair: one, and how much more is left of the step with the plugin, as a part of a step."""
+    """One plus the additional time of each step with the plugin, without computing, as a share of a step."""
     whole = statistics.median(without for _, without in seconds)
     left = [(on - own_on, off - own_off) for (on, off), (own_on, own_off) in zip(seconds, computing, strict=True)]
     return [1 + (mine - other) / whole for mine, other in left]

@@ -103,7 +103,7 @@ def _drawn(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> t
 
 
 def _another_layout(chance: random.Random) -> Layout:
-    """Of those who are left when somebody is lost."""
+    """Layout of the survivors of a loss."""
     lost = chance.choice(LOSSES)
     return dealt([slot for slot in range(len(HOSTS)) if slot not in lost], chance, evenly=False)
 
@@ -149,7 +149,7 @@ def row(kind: str, count: int, chance: random.Random) -> dict[str, Any]:
 
 
 def false_alarms(count: int, chance: random.Random) -> int:
-    """Of clean restores, of either version into any layout."""
+    """Count false alarms of clean restores, of either version into any layout."""
     found = 0
     for _, job in jobs(count, chance):
         step, wanted = chance.choice((OLDER, NEWER)), _another_layout(chance)

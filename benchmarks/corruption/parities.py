@@ -34,7 +34,7 @@ class Case:
         return copies_of(slot, NEWER)[0]
 
     def content(self) -> bytearray:
-        """Of the parity."""
+        """The place of the parity."""
         return bytearray(self.job.path(self.parity).read_bytes())
 
 

@@ -42,7 +42,7 @@ class Got:
 
 
 class Meeting:
-    """Of threads, each of which says something to all. Between that one works at a time: it is quicker so."""
+    """An all-gather among threads. Between two calls one thread works at a time, which is faster."""
 
     def __init__(self, members: Collection[int]) -> None:
         self._members, self._messages = members, dict[int, Any]()
@@ -145,7 +145,7 @@ class Read:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """Of a restore; `lost` where something is nowhere."""
+    """The prediction for a restore; `lost` if a part has no copy."""
 
     reads: frozenset[Read]
     broken: frozenset[Copy]
@@ -185,6 +185,6 @@ def _in_order(member: int, step: int, members: Collection[int]) -> list[Copy]:
 
 
 def alive(copies: Sequence[Copy], members: Collection[int]) -> list[Copy]:
-    """Those on hosts that are still there."""
+    """Copies on hosts that are still there."""
     hosts = {HOSTS[slot] for slot in members}
     return [copy for copy in copies if copy.host in hosts]

@@ -96,7 +96,7 @@ def dealt(owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Layo
 
 
 def _slices_of(tensor: Tensor, owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Iterator[TensorSlice]:
-    """Of units each owner has two runs, in any order; whoever has a replicated tensor has a whole of it."""
+    """Each owner has two runs of units, in any order, or a full replicated tensor."""
     length, parts = tensor.shape[tensor.dim], len(owners)
     alike = TensorSlice(
         tensor=tensor.name, shape=tensor.shape, dim=tensor.dim, ranges=((0, length),), start=0, stop=tensor.size
@@ -213,7 +213,7 @@ class Job:
         return Path(self._folder.name) / f"host-{copy.host}" / str(copy.place)
 
     def manifest(self, copy: Copy) -> Manifest:
-        """Of a file that is whole."""
+        """Size of a complete file."""
         manifest = self.processes[HOSTS.index(copy.host)].store.manifest(copy.place)
         assert manifest is not None, f"{copy} is whole"
         return manifest

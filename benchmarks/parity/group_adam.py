@@ -41,7 +41,7 @@ class FusedAdam(torch.optim.Optimizer):
                     self.multi_tensor_adam(parameter, group)
 
     def multi_tensor_adam(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        """Of one here."""
+        """Return the group of a parameter here."""
         state, (beta, beta_sq), decay = self.state[parameter], group["betas"], group["weight_decay"]
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)

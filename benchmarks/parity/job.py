@@ -279,7 +279,7 @@ class Looker:
 
     @property
     def _sync(self) -> Any:
-        """The plugin's part that holds the lanes; None in a whole layout."""
+        """The plugin's part that holds the lanes; None in the nominal layout."""
         return getattr(self._chunks[0].config.finalize_model_grads_func, "__self__", None)
 
     def seen(self) -> Seen:
@@ -406,7 +406,7 @@ def replica_digests(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
 
 
 def with_losses(outcomes: Mapping[int, Seen]) -> list[Seen]:
-    """Those who are told losses: the ranks of the last stage."""
+    """The ranks that know losses: those of the last stage."""
     return [seen for seen in outcomes.values() if seen.losses]
 
 

@@ -118,7 +118,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
-    """One whole replica that computes everything, with nothing of the plugin's that the model does not ask for."""
+    """One full-width replica that computes everything, with no part of the plugin that the model does not ask for."""
     return Job(model=(MODELS | STAGED)[model], tp=tp, **options)
 
 

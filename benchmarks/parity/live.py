@@ -86,8 +86,7 @@ class Play:
 
 
 def report_fault_points(rank: Rank, asking: Asking) -> None:
-    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a recovery by its
-    epoch."""
+    """Report every fault point to the rank: those of a step by its number, those of a recovery by its epoch."""
     from ntp_plugin.megatron.live import fault_points, start  # noqa: PLC0415
 
     begin = start.MegatronJob.__init__
@@ -128,7 +127,7 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
 
 
 def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:
-    """Of a joining rank's steps only the last are its own; before that it is taken for what the others are."""
+    """Fill the steps that a joining rank missed with those of the others."""
     longest = {what: max((getattr(one.seen, what) for one in lived.values()), key=len) for what in ("norms", "losses")}
     seen = {}
     for slot, one in lived.items():

@@ -306,7 +306,7 @@ def all_lose_a_number() -> None:
 
 
 def a_bit_flips_in_its_own_shard() -> None:
-    """Of slot 3's optimizer, when the sixth step is over: it is in that slot's weights, and would be in its copy."""
+    """Flip a bit of slot 3's optimizer after the sixth step: it is in that slot's weights, and would be in its copy."""
 
     def flip(step: TrainingStep) -> None:
         shard = step._trainer.state._model_rebuild.optimizer.optimizer.param_groups[0]["params"][0]
@@ -349,7 +349,7 @@ def an_own_copy_of_slot_0_is_corrupt() -> None:
 
 
 def far_copies_do_not_arrive() -> None:
-    """And to take slot 3's near ones takes so long that a step has begun meanwhile."""
+    """Far copies never arrive, and slot 3's near ones take so long that a step begins meanwhile."""
     complete = Store.complete
 
     def lost(*_: Any, **__: Any) -> list[str]:

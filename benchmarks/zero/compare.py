@@ -77,7 +77,7 @@ def of_weights(mine: Seen, theirs: Mapping[str, Any]) -> float:
 
 
 def largest(mine: Mapping[int, float], theirs: Mapping[int, float]) -> float:
-    """Of the steps of both, which are the same."""
+    """Differences over the steps of both, which must be the same."""
     assert mine.keys() == theirs.keys(), (sorted(mine), sorted(theirs))
     return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in theirs)
 

@@ -61,8 +61,8 @@ class Play(zero.Play):
 
 
 def _whole(number: int) -> str:
-    """What is written of a step between two deaths that all were in. The first of them may be a step or two late: who
-    asks is let in with the next vote."""
+    """The row of a step of all members between two deaths. The first may be a step or two late: a joining rank is
+    admitted with the next vote."""
     return f"whole after {number}"
 
 

@@ -20,8 +20,7 @@ FORWARDS = 3
 
 
 def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
-    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a recovery by its
-    epoch."""
+    """Report every fault point to the rank: those of a step by its number, those of a recovery by its epoch."""
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
 
     from ntp_plugin.deepspeed.fault_points import tell_of_recoveries  # noqa: PLC0415

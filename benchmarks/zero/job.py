@@ -211,8 +211,8 @@ class Play:
 
 
 def emulate_in_float64() -> None:
-    """DeepSpeed reduces gradients, and keeps what ZeRO steps, in float32 at most. In a rehearsal it does so in float64,
-    so that what differs by more than its rounding is a fault."""
+    """Make DeepSpeed reduce gradients and keep ZeRO's state in float64; by itself it uses float32 at most. So any
+    difference beyond the rounding of float64 is a fault."""
     import deepspeed  # noqa: PLC0415
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415

@@ -140,7 +140,7 @@ def _record_times() -> None:
 
     def recording_reached(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
         if any(fault.is_for(rank.slot, fault_point, step, epoch) for fault in rank.faults):
-            rank.write([["struck", time.monotonic()]])
+            rank.write([["injected", time.monotonic()]])
         _Now.rank = rank
         reached(rank, fault_point, step, epoch=epoch)
 
@@ -194,7 +194,7 @@ def lived(job: Job, faults: list[Fault], spoil: str = "") -> tuple[dict[int, zer
 
 def recovered_s(rows: Rows) -> float:
     """From the kill to the first step that is over for all in the epoch after it."""
-    injected = next(row[1] for row in rows if row[0] == "struck")
+    injected = next(row[1] for row in rows if row[0] == "injected")
     epochs = {row[1] for row in rows if row[0] == "over"}  # where others leave with it, that takes an epoch more
     over = [row for row in rows if row[0] == "over" and row[1] == min(epochs - {0})]
     first = min(row[2] for row in over)

@@ -15,7 +15,7 @@ from ntp_plugin.testing.faults import kill
 
 
 class OpensAtOnce(Play):
-    """Its members look at the door with each vote: steps are short here, and soon over."""
+    """Its members poll for admission with each vote: steps are short here."""
 
     def _play(self, rank):
         admission._LOOK_S = 0.0
@@ -30,8 +30,8 @@ def together_in_turns(rows, slot):
 @pytest.mark.parametrize("started_at", [10, 13])
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "tp": 2, "ranks": 4}])
 def test_a_joining_rank_skips_collectives_after_past_data_epochs(options, started_at, tmp_path):
-    """Alone, before it is let in: so it hears of nobody, and nobody waits for it. Also past a turn that the others come
-    to while it stands at the door."""
+    """It skips them alone, before it is admitted: it receives nothing, and nobody waits for it. It also skips a data
+    epoch that the others begin while it waits for admission."""
     job = Job(**options, gathers_turns=True, folder=str(tmp_path))
     faults, started = [kill(2, during="vote", step=6)], {2: started_at}
     outcomes, rows = run(job, faults=faults, back={2: 14}, before_admission=started, play=OpensAtOnce)

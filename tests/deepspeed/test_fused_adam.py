@@ -63,7 +63,7 @@ def test_on_a_cpu_it_is_refused():
 
 
 def test_state_of_fused_adam_is_in_the_table(monkeypatch):
-    """Of three parameters in a group, the last one's step is that of all."""
+    """The step of the last parameter of a group counts for all three."""
     have_deepspeed_imported()
     from deepspeed.ops.adam import fused_adam as deepspeeds  # noqa: PLC0415
 

@@ -133,7 +133,7 @@ def test_the_others_hear_of_it_right_before_the_vote(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_waiting_in_a_vote_that_others_left_applies_the_step(stage):
-    """And does not take it again, where the next loss comes before it has gone on."""
+    """It does not apply the step twice if the next loss comes before it has continued."""
     job = Job(stage=stage, slow_to_leave=6)
     faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
     outcomes, rows = run(job, faults=faults)
@@ -219,7 +219,7 @@ def test_a_loss_where_a_checkpoint_is_written(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_that_a_loss_interrupts_is_written_again(tmp_path, stage):
-    """Of that very step, also where a shard is lost, and of those that are left: the first attempt was of four."""
+    """The checkpoint is of that very step and of the survivors, also if a shard is lost: the first attempt had four."""
     job = Job(stage=stage, saves=20, folder=str(tmp_path))
     outcomes, rows = run(job, faults=[kill(2 if stage else 0, during="written", step=21)])
     assert len(outcomes) == 3
@@ -394,7 +394,7 @@ def test_a_rank_rejoins_with_float32_accumulation():
 
 
 def test_a_second_loss_in_the_recovery_with_float32_accumulation():
-    """And then both come back."""
+    """Both ranks rejoin later."""
     faults = [kill(0, during="reduce", step=5), kill(2, during="resume", epoch=1)]
     outcomes, rows = run(IN_FLOAT32, faults=faults, back={0: 10, 2: 14})
     reference = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0][0]
@@ -419,7 +419,7 @@ def test_stock_deepspeed_loads_a_checkpoint_saved_with_float32_accumulation(tmp_
 
 
 def test_the_monitor_continues_when_the_first_rank_is_lost(tmp_path):
-    """And hears of the recovery."""
+    """It also logs the recovery."""
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     job = Job(more=(("csv_monitor", block),))
     run(job, faults=[kill(0, during="vote", step=6)])

@@ -80,7 +80,7 @@ def test_both_slots_at_once(stage):
 @pytest.mark.parametrize("fault_point", ["report", "regroup", "resume", "resumed"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_second_one_in_the_recovery(stage, fault_point):
-    """Of three replicas; the first loss makes an epoch of its own before the others go on without its replica."""
+    """Three replicas: the first loss makes an epoch of its own before the others continue without its replica."""
     job = Job(ranks=6, tp=2, mpu=True, stage=stage)
     faults = [kill(0, during="reduce", step=5), kill(5, during=fault_point, epoch=1 if fault_point == "report" else 2)]
     outcomes, rows = run(job, faults=faults, leaving=[0, 1, 4, 5])

@@ -31,7 +31,7 @@ def without(name, **fault):
 
 
 def first_degraded_step(rows):
-    """That counts."""
+    """A play that counts."""
     return min(row[1] for row in rows if row[0] == "micro" and row[2])
 
 
@@ -76,7 +76,7 @@ def test_the_step_makes_a_difference():
 
 
 class LeavesGradients(Play):
-    """Of the step in flight, where the window restarts."""
+    """State of the step in flight when the accumulation window restarts."""
 
     def _play(self, rank):
         from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)

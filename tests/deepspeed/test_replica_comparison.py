@@ -49,7 +49,7 @@ def events_of(path, kind):
 
 @pytest.mark.parametrize("options", SHORT_OF_JOBS)
 def test_a_flipped_bit_stops_the_job(options):
-    """Of four replicas the one is named, of two both."""
+    """Among four replicas the wrong one is named, of two both are."""
     named = r"differs between 2 replicas after step 6" if options.get("tp") else r"in r3\.s0\.t0 is not what the other"
     with pytest.raises(SilentCorruption, match=rf"\((weight|main)\) {named}"):
         run(job(**options), play=Flips)

@@ -229,7 +229,7 @@ def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
 
 @pytest.mark.parametrize(("stage", "back"), [(0, {}), (1, {0: 12}), (2, {0: 12})])
 def test_stock_autotp_loads_a_checkpoint_saved_after_a_loss(tmp_path, stage, back):
-    """Into whole replicas: weights, and what the optimizer keeps. With ZeRO the files want the shards of all."""
+    """The checkpoint has full-width weights and optimizer state. With ZeRO its files need the shards of all."""
     job = Job(ranks=4, tp=2, stage=stage, saves=20, folder=str(tmp_path))
     run(job, faults=[kill(0, during="vote", step=6)], back=back)
     outcomes, rows = run(dataclasses.replace(job, enabled=False, loads=True))

@@ -114,7 +114,7 @@ def test_ranks_are_lost_one_by_one_until_one_is_left(stage, last):
     ("stage", "slot", "step"), [(1, 0, 1), (1, 0, 7), (2, 3, 1), pytest.param(2, 3, 7, marks=pytest.mark.short)]
 )
 def test_a_slot_rejoins(stage, slot, step):
-    """And DeepSpeed's own shards are there again."""
+    """DeepSpeed's own shards are restored."""
     job = two(stage)
     outcomes, rows = run(job, faults=[kill(slot, during="vote", step=step)], back={slot: 12})
     assert {seen.members for seen in outcomes.values()} == {4}

@@ -201,7 +201,7 @@ REBUILT_OF_THE_SECOND = [
 
 
 def test_two_hosts_are_lost_one_after_the_other_with_parities():
-    """Of three. Those who are left after the first keep whole copies for each other."""
+    """Two of three hosts are lost. The survivors of the first loss keep full copies for each other."""
     faults = [kill(slot, during="backward", step=5) for slot in (2, 3)]
     faults += [kill(slot, during="backward", step=10) for slot in (4, 5)]
     lived, rows = live(job(PARITIES, dp=3, per_host=2), faults=faults)
@@ -348,7 +348,7 @@ def test_the_last_replica_is_reported_when_nothing_is_copied(events):
 
 
 def test_a_host_without_room_for_copies(events):
-    """That is told, and costs no step; a loss then ends the job, which says why."""
+    """This is reported, and costs no step; a loss then ends the job with the reason."""
     more = f"{OVERLAP} --ntp-copies-max-host-gb 0.0001 --ntp-events={events}"
     lived, _ = live(job(more))
     assert_same_training(lived)

@@ -54,7 +54,7 @@ def without_us(folder, job_of, more):
 
 
 def run_of(events):
-    """That tells there; others may run on this machine as well, and remove what the dead have left."""
+    """The run that writes its events there; other runs on this machine may remove what dead ones left."""
     for run in copies_left():
         with contextlib.suppress(ConfigError):
             if f"--ntp-events={events}" in StartedBy.read(run).words:
@@ -141,7 +141,7 @@ def test_a_living_run_is_exported(tmp_path):
 
 
 def test_a_dead_run_is_exported(dead, tmp_path):
-    """And nothing of it is changed by that."""
+    """The export changes nothing of the run."""
     left, _ = dead
     before = all_in(left)
     code, output = export(left, tmp_path / "saved", tmp_path / "log")

@@ -37,7 +37,7 @@ def assert_same_training(lived, reference=None):
 
 
 def assert_every_sample_once(rows, batch=6):
-    """Of each step's last attempt: the samples that were drawn are the step's, each once."""
+    """The last attempt of each step drew the samples of the step, each once."""
     for step in range(1, STEPS + 1):
         drawn = [row[2:] for row in rows if row[:2] == ["drawn", step]]
         newest = max(epoch for epoch, _ in drawn)
@@ -119,7 +119,7 @@ def test_a_replica_that_is_too_narrow_is_idle_until_a_rank_rejoins():
 @KINDS
 @pytest.mark.parametrize("second", [8, 12])
 def test_a_joining_rank_is_idle_until_its_replica_is_wide_enough(second, kind):
-    """The whole replica is gone, and its slots come back one after the other, at once or steps apart."""
+    """All slots of a replica are lost, and rejoin one after the other, at once or steps apart."""
     faults = [kill(slot, during="backward", step=5) for slot in (0, 1)]
     lived, rows = live(job(more=f"{kind} --ntp-min-tp-width 2"), faults=faults, back={0: 8, 1: second})
     assert widths(lived) == dict.fromkeys(range(4), 2)
@@ -255,7 +255,7 @@ def test_a_stage_is_degraded(slot, model, fault_point):
 
 @pytest.mark.parametrize("fault_point", [*IN_A_STEP, "exchange"])
 def test_the_stage_in_the_middle_is_degraded(fault_point):
-    """Of twelve ranks the one whose neighbours on both sides wait for it."""
+    """The rank, one of twelve, for which neighbours on both sides wait."""
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}
     lived, _ = live(job(dp=2, **pipeline), faults=[kill(7, during=fault_point, step=5)])
     assert len(lived) == 11

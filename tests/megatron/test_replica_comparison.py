@@ -14,7 +14,7 @@ from tests.megatron.test_live import SHARDED, assert_same_training, events_of, j
 
 @pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
 def test_a_flipped_bit_stops_the_job(more):
-    """Of two replicas nobody can say which is wrong."""
+    """With two replicas it is not known which is wrong."""
     with pytest.raises(
         SilentCorruption, match=r"_embeddings.weight \(weight\) differs between 2 replicas after step 6"
     ):
@@ -71,7 +71,7 @@ def test_copies_newer_than_the_last_comparison_are_not_restored(every, left, tmp
 
 @pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
 def test_a_flipped_bit_is_healed(more, tmp_path):
-    """Of three replicas two agree: the slot that has other bits leaves, and its units come from the others."""
+    """Two of three replicas agree: the slot that has other bits leaves, and its units come from the others."""
     more = f"{more} --ntp-watch-steps 3 --ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
     lived, _ = live(job(spoil="a_bit_flips", dp=3, more=more), leaving=[3])
     assert widths(lived) == {0: 2, 1: 2, 2: 1, 4: 2, 5: 2}

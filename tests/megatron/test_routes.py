@@ -68,7 +68,7 @@ def test_the_same_bits_when_repeated():
 
 
 def test_auto_takes_the_cheaper_by_the_plan():
-    """Of a model as small as this only collectives count: three lanes cost as much as a lane and the ways to it."""
+    """In a model this small only the number of collectives counts: three lanes cost as much as one by way of cores."""
     four_lanes = dataclasses.replace(degraded(BASE, "TP4+TP3", route="auto"), lost=("r1.s0.t0,r1.s0.t1,r1.s0.t3",))
     assert not any(core_exchanges(routed("TP4+TP3", "auto")))
     assert any(core_exchanges(run(four_lanes)))

@@ -45,7 +45,7 @@ def descendants_of(pid):
 
 
 def assert_all_end(pidfds, timeout_s=300.0):
-    """Of processes, by pid."""
+    """Assert that these processes, by pid, end."""
     for pid, pidfd in pidfds.items():
         assert select.select([pidfd], [], [], timeout_s)[0], f"runs on: {Path(f'/proc/{pid}/cmdline').read_bytes()}"
         os.close(pidfd)

@@ -26,7 +26,7 @@ IN_A_RECOVERY = [
     "after address",
     "after regroup",
     "resume",
-    "after stand on",
+    "after resume",
 ]
 IN_A_HELPER = ["address", "after address"]
 FAULT_POINTS = [*IN_A_STEP, "after backward", *IN_A_COLLECTIVE, *IN_A_RECOVERY]
@@ -52,7 +52,7 @@ def loss_of(model):
 
 
 def play(rank, steps=STEPS, hold_at=()):
-    """Train; `rank.reached` is told of every moment at which a test may strike.
+    """Train; `rank.reached` is called at every fault point.
 
     After each step in `hold_at` the ranks wait until all slots are members again: joining ranks surely get in there.
     """

@@ -30,7 +30,7 @@ class Outcome:
 
 
 def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
-    """Train; `rank.reached` is told of every moment at which a test may strike.
+    """Train; `rank.reached` is called at every fault point.
 
     After each step in `hold_at` the ranks wait until all slots are members again: joining ranks surely get in there.
     """

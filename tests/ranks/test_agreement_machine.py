@@ -181,7 +181,7 @@ class AgreementMachine(RuleBasedStateMachine):
         if plans != {repr(plan)}:
             raise Violation(f"the members of epoch {view.epoch} made different plans: {plans}")
         if not process.joiner and not process.applied <= plan.step <= process.applied + process.prepared:
-            raise Violation(f"slot {process.member_id.slot} is at {process.applied} and cannot stand on {plan.step}")
+            raise Violation(f"slot {process.member_id.slot} is at {process.applied} and cannot resume from {plan.step}")
         survivors = [p for p in self.processes if p.alive and not p.joiner and p.member_id in view.member_ids]
         if any(p.applied > plan.step for p in survivors):
             raise Violation(f"epoch {view.epoch} goes back to step {plan.step}, and a survivor has applied more")

@@ -112,7 +112,7 @@ def test_an_uneven_mesh_answers_what_it_can_and_refuses_the_rest(looks):
 
 @pytest.mark.parametrize("prefix", ["", "late "])
 def test_slices_of_it_are_lines(looks, prefix):
-    """Those that were cut before the loss, and those that are cut after it."""
+    """Slices taken before the loss, and slices taken after it."""
     tp = [looks[slot][1][f"{prefix}tp"] for slot in (0, 1, 3)]
     dp = [looks[slot][1][f"{prefix}dp"] for slot in (0, 1, 3)]
     assert [mesh["mesh"] for mesh in tp] == [[0, 1], [0, 1], [2]]

@@ -78,7 +78,7 @@ def test_an_edit_that_hangs_in_one_rank_is_retried_with_that_rank():
     [*zip(IN_A_RECOVERY, IN_A_RECOVERY, strict=True), *zip(IN_A_RECOVERY, IN_A_RECOVERY[::-1], strict=True)],
 )
 def test_a_third_death_in_every_phase_of_the_second_recovery(second, third):
-    """The epoch says which recovery is meant: each death but the first strikes in the recovery from the one before."""
+    """The epoch says which recovery is meant: each death but the first occurs in the recovery from the one before."""
     faults = [kill(1, during="reduce", step=7), kill(3, during=second, epoch=1), kill(0, during=third, epoch=2)]
     with Ranks(4, play, faults=faults, fault_points=FAULT_POINTS) as ranks:
         outcomes = ranks.wait()
@@ -156,7 +156,7 @@ def play_forgetful(rank):
 
 
 def injected(fault, ranks=3, **options):
-    """Outcomes, rows and the verdict on the struck slot of a job with one fault."""
+    """Outcomes, rows and the failure of the slot of a job with one fault."""
     with Ranks(ranks, play, faults=[fault], fault_points=FAULT_POINTS, **options) as running:
         outcomes = running.wait(but=[fault.slot])
     assert_nothing_but_who_computes(outcomes, running.rows, ranks)
@@ -186,7 +186,7 @@ def test_a_rank_that_holds_the_python_lock_is_silent():
 
 
 def test_a_slow_rank_is_waited_for():
-    """It stands still for ten times as long as a stopped one may, in every step of the second half."""
+    """It pauses for ten times as long as a stopped rank may, in every step of the second half."""
     slowly = slow(1, 0.3, during="backward", from_step=STEPS // 2)
     with Ranks(3, play, faults=[slowly], fault_points=FAULT_POINTS, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         outcomes = ranks.wait()

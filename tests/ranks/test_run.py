@@ -137,7 +137,7 @@ def test_a_signal_ends_at_once_who_still_imports(tmp_path):
 
 
 def commands_with(word):
-    """Of all processes that are there."""
+    """Command lines of all processes with this word."""
     found = []
     for words in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # one that ends meanwhile

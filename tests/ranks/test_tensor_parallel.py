@@ -23,7 +23,7 @@ def reference_run(ranks, tp):
 
 
 def assert_same_training(outcomes, ranks=4, tp=2):
-    """Losses and all state agree with the twin up to the changed order of sums; equal units are equal bit for bit."""
+    """Losses and state agree with the reference run up to the order of sums; equal units are equal bit for bit."""
     expected = {unit: values for outcome in reference_run(ranks, tp).values() for unit, values in outcome.units.items()}
     reference, seen = reference_run(ranks, tp)[0], {}
     for outcome in outcomes.values():
@@ -107,7 +107,7 @@ def test_four_wide_two_slots_of_one_replica_and_a_third_of_the_other():
 
 @pytest.mark.parametrize("slots", [(1,), (2, 3), (0, 3)])
 def test_a_rejoining_slot_gets_exactly_its_own_state(slots):
-    """One slot, a whole replica, and one of each replica."""
+    """One slot, all slots of a replica, and one of each replica."""
     faults = [kill(slot, during="vote", step=3) for slot in slots]
     with Ranks(4, functools.partial(play, hold_at=(6,)), faults=faults) as ranks:
         for slot in slots:

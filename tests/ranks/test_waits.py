@@ -39,8 +39,8 @@ def attached(rank):
 
 
 def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
-    """Whether the backend has the operation still, after the break-out; the connections stay whole, as if gloo had lost
-    the operation."""
+    """Return whether the backend still has the operation after the interrupt; the connections stay open, as if gloo had
+    lost the operation."""
     process_groups.WAIT_WHOLE -= spoilt
     groups, store = attached(rank), c10d._get_default_store()
     dist.barrier()
@@ -53,7 +53,7 @@ def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
     def break_out():
         time.sleep(0.3)
         groups.break_out(1)
-        rank.write([["broken out"]])
+        rank.write([["interrupted"]])
 
     threading.Thread(target=break_out).start()
     with pytest.raises(PeerLost):
@@ -73,12 +73,12 @@ def test_a_reduce_scatter_that_was_waited_for_in_slices_would_not_be():
     """As it was once: its work knows no time limit."""
     play = functools.partial(wait_for_who_never_comes, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
     with pytest.raises(TimeoutError, match="slot 0 did not finish within 2"), Ranks(SIZE, play) as ranks:
-        ranks.wait_for_rows(1, "broken out")
+        ranks.wait_for_rows(1, "interrupted")
         ranks.wait(2)
 
 
 def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
-    """The longest that each of its slices was to take, in seconds: after it comes a look for a break-out."""
+    """The time limit of each slice of the wait, in seconds: after each slice the wait checks for an interrupt."""
     if longest_s is not None:
         waits._LONGEST_S = longest_s
     groups, store = attached(rank), c10d._get_default_store()

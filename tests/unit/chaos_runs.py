@@ -8,7 +8,7 @@ PHASES = {"agree": 0.1, "regroup": 0.1, "move": 0.2}
 
 
 def weighed(slots, slot):
-    """Of a replica that has cut eight values in parts, one after the other, and another three alike."""
+    """Weights of a replica with eight values cut into parts, one after the other, and three replicated ones."""
     sharing = [other for other in slots if other.startswith(slot.split(".")[0])]
     mine = [value for value in range(8) if sharing[value % len(sharing)] == slot]
     cut = [float(value) if value in mine else 0.0 for value in range(8)]

@@ -166,7 +166,7 @@ def agreement_steps(state, store, index, process, dead):
 
 
 def enter(state, store, index, process):
-    """A member plans when it has gathered the reports, and stands on the decided step when it comes back to RUNNING."""
+    """A member plans when it has gathered the reports, and resumes from the decided step when it is RUNNING again."""
     if process.member.phase is Phase.PLANNING:
         try:
             plan = protocol.decide(protocol.read_reports(process.member.view, store.get, state.fan))
@@ -194,7 +194,7 @@ def check_plan(store, process):
         raise Violation(f"the vote on step {plan.step} is told wrongly")
     reachable = process.applied + process.prepared
     if not process.joiner and not process.applied - process.kept <= plan.step <= reachable:
-        raise Violation(f"slot {process.member.member_id.slot} cannot stand on step {plan.step}")
+        raise Violation(f"slot {process.member.member_id.slot} cannot resume from step {plan.step}")
 
 
 def own_values(by_all, store):
@@ -258,7 +258,7 @@ def replace(state, index, process, **changed):
 def check(state):
     epochs = [epoch for epoch, _ in state.resumed]
     if len(epochs) != len(set(epochs)):
-        raise Violation(f"one epoch stood on two steps: {sorted(state.resumed)}")
+        raise Violation(f"one epoch resumed from two steps: {sorted(state.resumed)}")
     running = [p for p in state.processes if p.alive and p.member.phase is Phase.RUNNING]
     for process in running:
         together = [p.applied for p in running if p.member.view == process.member.view]

@@ -195,7 +195,7 @@ def _held_by(units, tp, pattern, slot):
 
 
 def _places(tensor, units):
-    """Of a part with these units: the number of each of its elements in the whole."""
+    """The number in the full tensor of each element of a part with these units."""
     whole = torch.arange(float(tensor.elements)).view(tensor.shape)
     return whole.index_select(tensor.dim, torch.tensor(each(tensor.local_index(units)), dtype=torch.long))
 

@@ -67,7 +67,7 @@ def jobs(draw, **policy):
 
 @st.composite
 def losses(draw, nominal: Nominal, keep: frozenset[int] = frozenset()):
-    """Slots lost anywhere, up to whole replicas; the replicas in `keep`, and one in any case, lose none."""
+    """Slots lost anywhere, up to all of a replica; the replicas in `keep`, and one in any case, lose none."""
     topology = nominal.topology
     spared = keep or {draw(st.integers(0, topology.dp - 1))}
     slots = st.builds(

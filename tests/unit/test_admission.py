@@ -28,7 +28,7 @@ def asking(store):
 
 
 def control_of(store, epoch, newer_view_exists):
-    """Of a member that looks whenever it is asked."""
+    """Admission of a member that polls whenever it is asked."""
     return AdmissionControl(store, epoch, newer_view_exists, now=itertools.count().__next__)
 
 
@@ -48,7 +48,7 @@ def test_a_joining_rank_is_admitted_when_members_open_admission():
     assert not admission_control.somebody_asks()
     joiner = asking(store)
     wait_until_asked(admission_control)
-    assert joiner.is_alive(), "it waits for the door"
+    assert joiner.is_alive(), "it waits for admission"
     assert admission_control.open(mine=True)
     assert let_in(joiner)
 
@@ -63,7 +63,7 @@ def test_members_open_for_one_who_has_died_once():
     assert not admission_control.somebody_asks()
     joiner = asking(store)
     wait_until_asked(other)
-    assert joiner.is_alive(), "the door that was opened for the other is shut"
+    assert joiner.is_alive(), "admission that was opened for the other is closed"
     other.open(mine=True)
     assert let_in(joiner)
 

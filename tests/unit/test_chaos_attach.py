@@ -85,7 +85,7 @@ def test_a_signal_is_recorded_as_in_a_campaign(tmp_path, processes):
         6,
     )
     (outcome,) = look_over(History.of(Follower(run).news()), None, bound=0.0).outcomes
-    assert (outcome.what, outcome.slot) == ("sigkill", SLOT), "ntp report has it among the strikes"
+    assert (outcome.what, outcome.slot) == ("sigkill", SLOT), "ntp report has it among the faults"
 
 
 def test_a_pause_is_over_when_the_command_is(tmp_path, processes):
@@ -174,12 +174,12 @@ def test_a_recipe_counts_steps_of_a_running_job_from_now_on(tmp_path, processes,
     assert slow["step"] >= 5 + 4, "not at once, though the job is past step 4"
     assert (paused["what"], paused["problem"]) == ("pause", "")
     assert runs(processes["worker"]), "the job is not ended"
-    assert once_more["strikes"][0]["step"] > slow["step"], "a second time it strikes as well"
+    assert once_more["strikes"][0]["step"] > slow["step"], "it is injected a second time as well"
     assert (tmp_path / "out/report.html").exists()
 
 
 def test_a_recipe_whose_fault_point_is_never_reached_is_given_up_and_reported(tmp_path, processes, monkeypatch):
-    """And does not strike later, when nobody looks on."""
+    """It is not injected later, after the command has ended."""
     run = recorded(tmp_path / "run", processes["worker"].pid)
     with training(run, monkeypatch):
         fault = '[[fault]]\nwhat = "slow"\nslot = "r0.s0.t1"\nduring = "save"\n'
@@ -195,7 +195,7 @@ TO_COME = "[[fault]]\nwhat = 'slow'\nslot = 'r0.s0.t1'\nduring = 'save'\n"
 
 @pytest.mark.parametrize("by_recipe", [False, True])
 def test_a_command_ended_during_a_pause_resumes_the_rank_first(by_recipe, tmp_path, processes):
-    """And takes back what was still to come."""
+    """It withdraws the faults that were still to come."""
     run, worker = recorded(tmp_path / "run", processes["worker"].pid), processes["worker"]
     (tmp_path / "recipe.toml").write_text(PAUSED + TO_COME)
     words = [tmp_path / "recipe.toml", "--out", tmp_path / "out"] if by_recipe else PAUSED_BY_HAND

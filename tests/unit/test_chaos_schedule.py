@@ -44,7 +44,7 @@ def test_one_replica_keeps_all_of_its_stages():
 
 
 def test_a_returned_slot_takes_a_fault_once_its_process_is_known():
-    """It holds its part already, so that another holder of it may be struck."""
+    """It holds its part already, so that another holder of it may be lost."""
     back = job()
     back.slots["r0.s0.t1"] = SlotState.BACK
     del back.pids["r0.s0.t1"]
@@ -106,7 +106,7 @@ def test_so_many_were_drawn_of_those_that_were_to_be():
 
 
 def test_a_fault_of_the_recipe_that_may_miss_is_not_taken_back(tmp_path):
-    """It strikes at the first moment of its name, however late; only what was drawn makes room for the next."""
+    """It is injected at the first fault point of its name, however late; only drawn ones are given up for the next."""
     late = FaultSpec(what="kill", during="save", may_miss=True)
     injector = FaultInjector(tmp_path, FaultSchedule(recipe(late)))
     for step in range(40):
@@ -182,7 +182,7 @@ def test_a_fault_in_a_recovery_comes_with_a_loss_that_both_can_be_survived():
     assert len(found) == 12
     for before, fault in zip(found[::2], found[1::2], strict=True):
         assert (before.what, fault.during, fault.epoch) == ("kill", "resume", 1)
-        assert before.slot.split(".", 1)[1] != fault.slot.split(".", 1)[1], "two holders of the same are not struck"
+        assert before.slot.split(".", 1)[1] != fault.slot.split(".", 1)[1], "two holders of the same are not lost"
 
 
 def test_every_kind_comes_at_every_fault_point_before_one_comes_again():

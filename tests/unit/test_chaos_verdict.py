@@ -277,7 +277,7 @@ def restored(at, again):
 
 @pytest.mark.parametrize(("before", "behind"), [((), ()), ((2,), ()), ((), (7,)), ((2,), (7,))])
 def test_steps_again_are_those_of_its_own_recovery(before, behind):
-    """Not of what was before the strike, nor of what a later one has cost."""
+    """Steps before the fault, and steps that a later fault cost, do not count."""
     others = [*(restored(2.0, again) for again in before), *(restored(4.5, again) for again in behind)]
     run = [*run_events(killed_in=3, back_in=5), restored(2.5, 1), *others]
     assert verdict(History.of(run)).outcomes[0].steps_again == 1

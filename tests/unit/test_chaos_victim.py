@@ -116,8 +116,8 @@ def test_a_process_records_the_order_and_hangs(here, what):
 
 @pytest.mark.parametrize(("what", "heartbeats_go_on"), [("hang", True), ("lock", False)])
 def test_a_hung_process_sends_heartbeats_unless_it_holds_the_lock(here, what, heartbeats_go_on):
-    """What is told by a thread of its own, as beats are."""
-    heartbeat = here.folder / "heart"
+    """A thread of its own writes, as heartbeats are written."""
+    heartbeat = here.folder / "heartbeat"
 
     def run():
         import threading  # noqa: PLC0415

@@ -24,7 +24,7 @@ PLACE = CopyKey(kind=PARITY, slot=0, epoch=2, number=0)
 
 
 def xor(*parts):
-    """Of bytes of several lengths, with zeros behind the shorter ones."""
+    """XOR of bytes of several lengths, padded with zeros."""
     whole = torch.zeros(max(map(len, parts)), dtype=torch.uint8)
     for part in parts:
         whole[: len(part)] ^= part
@@ -230,7 +230,7 @@ def test_folding_into_a_closed_version_leaves_the_next_unchanged(tmp_path):
 
 
 def test_two_versions_are_kept_by_turns_and_the_memory_is_the_gth_part(tmp_path, there):
-    """Of what far copies of three members would take."""
+    """A parity takes a part of the room of far copies of three members."""
     with contextlib.ExitStack() as running:
         members = [running.enter_context(closing(Here(tmp_path / f"{slot}"))) for slot in range(3)]
         for slot, here in enumerate(members):

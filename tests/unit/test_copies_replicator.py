@@ -162,7 +162,7 @@ def test_a_snapshot_is_independent_of_later_changes(here, there):
 
 
 def bytes_in(store, place):
-    """Of all values that a copy holds, in their order."""
+    """Bytes of all values of a copy, in their order."""
     memory = bytes_of(store, place)
     entries = [(held, entry) for held in store.manifest(place).held for entry in held.entries]
     return torch.cat([memory[entry.offset : entry.offset + held.bytes_of(entry)] for held, entry in entries])

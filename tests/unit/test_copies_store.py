@@ -325,7 +325,7 @@ def test_copies_are_forgotten_while_others_are_made(store):
 
 
 def test_copies_of_later_steps_are_forgotten_regardless_of_writer(tmp_path):
-    """And what is not whole, of which nobody can tell."""
+    """Incomplete copies, whose step is not known, are forgotten as well."""
     mine, others = Store(tmp_path), Store(tmp_path)
     for number, step in enumerate((5, 6)):
         memory, manifest = written(some_values(), step=step)

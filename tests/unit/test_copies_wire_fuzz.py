@@ -108,7 +108,7 @@ def spoilt_manifests(dice):
 
 
 def send(there, message, *, proved):
-    """And hang up when it has; `proved`: who has the secret sends it."""
+    """Send a message and hang up; with `proved` the sender has the secret."""
     with (
         socket.create_connection(there.server.address, timeout=PATIENCE_S) as sender,
         contextlib.suppress(ConnectionError),

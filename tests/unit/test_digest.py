@@ -297,7 +297,7 @@ def test_keys_stay_while_they_are_read(monkeypatch, by):
 
 @pytest.mark.parametrize("size", [0, 9, 11])
 def test_a_part_that_has_not_as_many_elements_as_places_is_refused(size):
-    """Of what is behind it nothing may be read, and what has no place would be in no digest."""
+    """Bytes behind the buffer may not be read, and elements without a place would be in no digest."""
     with pytest.raises(ValueError, match=f"a part of {size} elements has places for 10"):
         digest(torch.zeros(size), runs_of((10,), 0, ((0, 10),)), salt="s")
 
@@ -325,6 +325,6 @@ print(look(values) is not None, look(values / 0.0) is None)
 
 
 def test_finite_values_are_copied_although_float32_is_a_double():
-    """As in a rehearsal (`NTP_CPU=float64`), where that is so before any of this is imported."""
+    """As in CPU emulation (`NTP_CPU=float64`), where that is so before any of this is imported."""
     done = subprocess.run([sys.executable, "-c", WHERE_FLOAT32_IS_A_DOUBLE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]

@@ -23,7 +23,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 
 
 def pages_in(nav):
-    """Of a navigation: a page, or a title with a page, or with a part of the same kind."""
+    """Pages of a navigation: a page, or a title with a page, or a title with a part of the same kind."""
     if isinstance(nav, str):
         return [nav]
     return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_in(part)]

@@ -77,7 +77,7 @@ def apart():
 
 
 def test_one_rank_has_finished_the_last_section_and_another_has_not(apart):
-    """Of 0 and 1 the first is past it when 2 is lost: both do it again, and end."""
+    """Rank 0 has finished the section and rank 1 has not when 2 is lost: both repeat it, and end."""
     keys, lost, done = Keys(), threading.Event(), {0: [], 1: []}
 
     def first():

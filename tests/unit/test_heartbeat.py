@@ -40,7 +40,7 @@ def file(tmp_path):
 
 
 def beats(file, movements, starved):
-    """What the heart writes for each (moved, polled) with the seconds for which it has starved by then."""
+    """The heartbeats for each (moved, polled) and the seconds without a CPU by then."""
     readings = iter(zip(movements, starved, strict=True))
     now = [(Movement(0.0), 0.0)]
     heartbeat = HeartbeatThread(file, 0, every_s=0.001, moved=lambda: now[0][0], starved=lambda: now[0][1])

@@ -53,7 +53,7 @@ def report_like_others_do(sound):
 
 
 def ask_for_the_most(_sound):
-    """Max for min: everybody is to stand on the newest step that anybody has applied or holds gradients for."""
+    """Max for min: all resume from the newest step that any member has applied or holds gradients for."""
 
     def broken(reports):
         step = max(report.applied + report.prepared for report in reports.values() if not report.joiner)
@@ -182,7 +182,7 @@ def test_joining_ranks_alone_hold_nothing():
 
 
 def test_a_process_whose_slot_has_a_new_incarnation_is_fenced():
-    """The old process of slot 1 is thawed after a new one took the seat: the slot is in the view, it is not."""
+    """The old process of slot 1 is thawed after a new one took the slot: the slot is a member, the process is not."""
     first = View(epoch=0, member_ids=(MemberId(slot=0, incarnation="a"), MemberId(slot=1, incarnation="b")))
     shrunk = protocol.without(first, [1])
     grown = protocol.with_joiners(shrunk, [MemberId(slot=1, incarnation="c")])

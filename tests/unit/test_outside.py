@@ -260,7 +260,7 @@ def test_the_last_checkpoint_counts(apart, wrong):
 
 
 def test_a_fault_that_ends_the_job_takes_effect_when_the_last_process_ends():
-    """And not when somebody begins to look for it, which is after `ntp run` has ended."""
+    """It does not count from the search for it, which is after `ntp run` has ended."""
     run = ran(fault("supervisor-int", 2.0), reports=SOUND, code=130, leavings=Leavings(ended_at=52.0))
     (one,) = judge(run, REFERENCE, weights_apart=None, allowed=ALLOWED)
     assert (one.noticed_s, one.wrong) == (50.0, "")

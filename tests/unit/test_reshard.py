@@ -140,7 +140,7 @@ def test_a_tensor_that_differs_is_named_with_the_slots():
 
 @given(st.data())
 def test_sums_are_equal_when_every_tensor_is(data):
-    """Of three tensors with two entries each, in replica digests of some slots."""
+    """Versions of three tensors with two entries each, in replica digests of some slots."""
     numbers, replica_digests = st.integers(0, MODULUS - 1), [[0, 1], [2], [3, 4, 5]]
     before, after = data.draw(
         st.sampled_from(

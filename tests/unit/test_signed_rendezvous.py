@@ -72,7 +72,7 @@ class Executed:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_handler_of_torch_executes_nothing_that_a_stranger_has_put_there(store, tmp_path, signed):
-    """And does without the signature, which is the control."""
+    """Without the signature it does: the control."""
     plain = C10dRendezvousBackend(client(store), RUN)
     handler = DynamicRendezvousHandler.from_backend(RUN, client(store), plain, 1, 1, "localhost")
     if signed:

@@ -17,7 +17,7 @@ SELDOM_S, ME = 0.2, os.getpid()
 
 
 class CountingStore:
-    """Of a job in which nothing happens."""
+    """The store of a job in which nothing happens."""
 
     def __init__(self, questions):
         self.left, self.all_asked = questions, threading.Event()
