@@ -49,7 +49,7 @@ PATIENCE_S = 600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What one member had of the store: questions answered and not, and the bytes of the answers."""
+    """What one member read from the store: answered and unanswered requests, and the bytes of the answers."""
 
     answered: int
     in_vain: int
@@ -74,7 +74,7 @@ class CountingStore(TorchStore):
 
 
 def report_of(slot: int) -> Report:
-    """As large as a rank's of a large job."""
+    """Return a report as large as that of a rank of a large job."""
     held = json.dumps([[4711] * TENSORS, [], [[4711, [17, 901]]]])
     host, port = f"10.{slot // 2048}.{slot // 8 % 256}.{1 + slot % 8}", 30000 + slot * 7 % 20000
     offer = {f"gloo/{group}": f"gloo:{slot}:-1:0:{host}:{port + 13 * group}" for group in range(GROUPS)}

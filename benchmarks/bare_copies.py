@@ -27,7 +27,7 @@ class Bare:
             threading.Thread(target=self._receive, name="ntp-copies", daemon=True).start()
 
     def move(self, taken: Callable[[], None]) -> int:
-        """So many bytes; the training may go on from where it is `taken`."""
+        """Move so many bytes; training may continue once they are `taken`."""
         self._source.sum()
         self._target.copy_(self._source)
         taken()

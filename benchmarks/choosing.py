@@ -90,7 +90,7 @@ def compare(seed: int) -> Compared:
 
 
 def _differs(asked: Simulation, name: str) -> bool:
-    """From a policy that stands before it: without hot spares, or cold ones, some are alike."""
+    """Return whether the policy differs from those before it: without hot spares, or cold ones, some are equal."""
     kept = {"+hot": asked.hot, "+spares": asked.cold, "wait": asked.cold}
     return all(spares for ending, spares in kept.items() if name.endswith(ending))
 

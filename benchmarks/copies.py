@@ -88,7 +88,7 @@ from ntp_plugin.telemetry import Copied, Follower
 
 SEED = 1234
 BOUND, WAITING = 1.03, 0.03
-"""Of the ratio, and of what is left of it."""
+"""Bounds of the ratio, and of the waiting in it."""
 PACES = {"near": 0.5e9, "copy": 0.25e9, "xor:2": 0.2e9}
 """Bytes in a second of processor time, in the job: about half of what a slow machine had."""
 FULL, CI = (300, 30), (8, 0)
@@ -96,7 +96,7 @@ FULL, CI = (300, 30), (8, 0)
 there that the right bytes are copied."""
 WARM_UP = 4
 THREADS = ("busy", "training", "copying")
-"""Of which processor time is told: all, those that train, and those that copy."""
+"""Threads whose processor time is reported: all, the training ones, and the copying ones."""
 LARGER = "--hidden-size 256 --ffn-hidden-size 640 --kv-channels 16 --num-layers 4 --vocab-size 2000 --seq-length 64"
 LARGER += " --max-position-embeddings 64"
 
@@ -132,7 +132,7 @@ ROWS = {
     "spared": tuple(kind for kind in KINDS if kind.spared),
     "busy": tuple(kind for kind in KINDS if not kind.spared),
 }
-"""By what is asked for."""
+"""Rows by name."""
 IN_CI = tuple(kind for kind in KINDS if kind.short and not kind.bare and (kind.mode == "near" or not kind.spared))
 """Each kind of copies, and the controls."""
 
@@ -222,7 +222,7 @@ def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
 
 
 def _steps(read: Sequence[Sequence[Any]], *, ranks: int) -> dict[int, Step]:
-    """By their numbers, what passed on the clocks of all ranks from where each began to where the next did."""
+    """The times of each step by its number, on the clocks of all ranks, from its beginning to that of the next."""
     clocks = {(slot, step): clock for slot, step, *clock in read if isinstance(slot, int)}
     passed: dict[int, list[tuple[float, ...]]] = defaultdict(list)
     for (slot, step), clock in clocks.items():
@@ -241,13 +241,13 @@ def _steps(read: Sequence[Sequence[Any]], *, ranks: int) -> dict[int, Step]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Known:
-    """What rows have found that later ones are judged by."""
+    """Results of rows that later ones are judged by."""
 
     added: dict[Kind, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """The interval of what is added to a short step, in seconds."""
     others: dict[str, float] = dataclasses.field(default_factory=dict)
-    """By how many processor seconds more all others take in a short step in which bytes are moved and all processors
-    are busy, by mode."""
+    """Additional processor seconds of all other threads in a short step in which bytes are moved and all processors are
+    busy, by mode."""
 
 
 def measured(kind: Kind, pairs: int, known: Known) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def measured(kind: Kind, pairs: int, known: Known) -> dict[str, Any]:
 
 
 def by_bytes(alone: Sequence[tuple[float, float, int]], mode: str, off: float, known: Known) -> dict[str, Any]:
-    """What copies alone, and bytes in place of copies, tell of a step that takes so long without."""
+    """The time of a step as explained by copies alone, and by bytes moved in place of copies."""
     speed, at_once = (statistics.mean(each) for each in list(zip(*alone, strict=True))[:2])
     others = max(0.0, known.others.get(mode, 0.0))
     return {

@@ -38,9 +38,9 @@ NUMBERS = 3
 SHARERS = (0, 1)
 """Of a parity."""
 GENERATORS = 4
-"""Of random numbers, each with as many bytes as torch's, of whose states a manifest tells."""
+"""States of random number generators with as many bytes as torch's, which a manifest contains."""
 CACHES = 1 << 26
-"""Bytes, of which all of a processor's caches have fewer."""
+"""More bytes than all of a processor's caches hold."""
 COPIES = 15
 
 
@@ -170,6 +170,6 @@ def _groups() -> int:
 
 
 def explained(off: float, speed: float, others: float = 0.0) -> float:
-    """The ratio that there would be if all ranks' copies were made in time of the step, on all processors, as fast as
-    by processes that do nothing else, and all others took so many processor seconds more meanwhile."""
+    """The ratio if all ranks' copies were made in time of the step, on all processors, as fast as by processes that do
+    nothing else, and all other threads took so many more processor seconds."""
     return 1 + (bytes_wanted() / speed + others) / (os.cpu_count() or 1) / off

@@ -54,7 +54,7 @@ class Kind:
 
     @property
     def alike(self) -> "Kind":
-        """What short and long steps have in common."""
+        """The kind of a job apart from the length of its steps."""
         return dataclasses.replace(self, what="", samples=0)
 
     @property
@@ -147,7 +147,7 @@ def _have_it_sleep(part: float, read: Sequence[Sequence[Any]], begun: Container[
 
 
 def _have_it_wasted(part: float, read: Sequence[Sequence[Any]]) -> None:
-    """By each rank as much, when its copy is made; nothing is read from memory for it."""
+    """Waste processor time in each rank after its copy; no memory is read for it."""
     copy, of_a_rank = Replicator._copy, part * (os.cpu_count() or 1) / RANKS
 
     def copy_and_waste(made: Replicator, *asked: Any) -> bool:

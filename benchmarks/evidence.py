@@ -40,7 +40,7 @@ def commit() -> str:
 
 
 def trees(*folders: str) -> str | None:
-    """What is committed of some folders; None where they are not quite so."""
+    """The committed trees of some folders; None if they have changes."""
     top = Path(__file__).parents[1]
     changed = subprocess.run(
         ("git", "status", "--porcelain", "--", *folders), capture_output=True, text=True, check=False, cwd=top
@@ -52,7 +52,7 @@ def trees(*folders: str) -> str | None:
 
 
 class Sittings:
-    """What is found bit by bit, in several sittings: a line of JSON each, in a file or nowhere."""
+    """Results gathered in several sittings: a line of JSON each, in a file or nowhere."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -110,7 +110,7 @@ def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]
 
 
 def _asked() -> list[str]:
-    """What of it was asked for."""
+    """The requested part of it."""
     return [f"{name}={os.environ[name]}" for name in _SLICES if os.environ.get(name)]
 
 

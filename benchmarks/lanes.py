@@ -43,7 +43,7 @@ GRADIENT_BYTES = 4
 
 
 def traffic(scale: str) -> list[dict[str, Any]]:
-    """By layout and route, of the busiest rank in one step of the real Megatron."""
+    """Bytes by layout and route, of the busiest rank in one step of the real Megatron."""
     rows = []
     for layout in ("TP4+TP3", "TP4+TP2") if scale == "ci" else LAYOUTS:
         for route in ROUTES:

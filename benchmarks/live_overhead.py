@@ -85,8 +85,8 @@ FULL, CI = {SHORT: 600, LONG: 900, LONGER: 600}, {SHORT: 24, LONG: 12, LONGER: 4
 which 0.005 of overhead and 0.002 of threads do not leave room for. Steps of seconds differ as much from one to the
 next: of these 80 reached 0.012, so that 250 would reach 0.007 at best."""
 PRECISE, JOBS = 0.006, 4
-"""As wide as an interval may be where a row is to be over before, and how many jobs it has at least: 0.003 to either
-side leave 0.007 for overhead and threads."""
+"""The width of an interval at which a row may end early, and the least number of its jobs: 0.003 to either side leave
+0.007 for overhead and threads."""
 OF_A_JOB = {SHORT: 200, LONG: 75, LONGER: 50}
 """Pairs: some minutes."""
 MEASURED = ("ntp_plugin", "benchmarks")
@@ -164,7 +164,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one rank saw."""
+    """Results of one rank."""
 
     seconds: list[float]
     computing: list[float]
@@ -233,7 +233,7 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Play:
-    """What a rank does."""
+    """The program of a rank."""
 
     case: Case
     steps: int
@@ -364,7 +364,7 @@ def _train_deepspeed(asked: Play, clock: Clock, _samples: str) -> Trained:
 
 
 def measured(case: Case, pairs: int) -> Block:
-    """What a job finds; in a process that has only one framework, as both change torch."""
+    """Measure a job, in a process that has only one framework, as both change torch."""
     FRAMEWORKS[case.framework]()
     with Ranks(case.ranks, Play(case=case, steps=WARM_UP + 2 * pairs + 1)) as ranks:
         runs: dict[int, Run] = ranks.wait(120 + 20.0 * pairs)
@@ -383,7 +383,7 @@ def _longest(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def jobs_of(cases: Sequence[tuple[int, Case]], scale: str) -> list[tuple[int, int]]:
-    """Which case each job is of, and the how many-th: of all cases by turns."""
+    """The case of each job and its number within the case, alternating over all cases."""
     jobs = [
         (turn, number) for number, case in cases for turn in range(-(-case.pairs(scale) // case.pairs_of_a_job(scale)))
     ]
@@ -391,7 +391,7 @@ def jobs_of(cases: Sequence[tuple[int, Case]], scale: str) -> list[tuple[int, in
 
 
 type CampaignPart = dict[str, Any]
-"""What a job found, and when and where."""
+"""The result of a job, with time and machine."""
 
 
 def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[CampaignPart]]:
@@ -448,7 +448,7 @@ def main(scale: str, framework: str) -> int:
 
 
 def _block_of(number: int) -> dict[str, Any]:
-    """What a job of one case finds, in a process of its own."""
+    """Run a job of one case in a process of its own and return its result."""
     words = [sys.executable, "-m", "benchmarks.live_overhead", str(number)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     block: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

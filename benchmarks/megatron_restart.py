@@ -28,7 +28,8 @@ from benchmarks.parity.layouts import BASE, MODELS
 
 _MOST_LIVES = 1
 _ITERATION = re.compile(r" \[[^]]*\] iteration +(\d+)/")
-"""Anywhere in a line: unbuffered, a process writes a line and its end apart, and those of another come in between."""
+"""Matches anywhere in a line: unbuffered, a process writes a line and its end separately, and other output comes in
+between."""
 _BEFORE = 5
 """So many iterations are logged before a worker is killed; two checkpoints are complete then."""
 _PATIENCE_S = 180.0
@@ -100,7 +101,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 class _Log:
-    """What a job says; of all of its lives, which iterations it logged, and when."""
+    """The output of a job: the iterations that all of its incarnations logged, and when."""
 
     def __init__(self, job: "subprocess.Popen[str]") -> None:
         self._job = job

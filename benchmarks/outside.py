@@ -47,7 +47,7 @@ class Job:
     script: tuple[str, ...]
     environment: dict[str, str]
     blocks_of: int
-    """Consecutive ranks of which any two may be lost at once."""
+    """Consecutive ranks, any two of which may be lost at once."""
     bound: float
     weights_bound: float
     fork: bool = True
@@ -117,12 +117,12 @@ IN_CI = {
     "autotp-tp2-dp2": ("hang-in-wait", "kill-then-hang", "stop-joiner"),
 }
 SHORTER = {"STEPS": "150"}
-"""In CI, for a script that is told its length by the environment."""
+"""In CI, for a script whose length comes from the environment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignPart:
-    """What is kept of a campaign."""
+    """The stored result of a campaign."""
 
     job: str
     seed: int

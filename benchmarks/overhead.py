@@ -51,7 +51,7 @@ _PATIENCE = timedelta(minutes=5)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one rank of one job saw."""
+    """Results of one rank of one job."""
 
     seconds: list[float]
     collectives: dict[str, int]
@@ -60,7 +60,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Who may compute: the first job in the first place of even pairs, and in the second of odd ones."""
+    """Decides which job computes: the first job first in even pairs, and second in odd ones."""
 
     store: Any
     second: bool
@@ -83,7 +83,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """What a rank does: the first half of the ranks are the first job, the others are the second."""
+    """The program of a rank: the first half of the ranks are the first job, the others are the second."""
 
     steps: int
     second_port: int
@@ -190,7 +190,7 @@ def ratios_of(off: Sequence[Sequence[float]], on: Sequence[Sequence[float]]) -> 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what these are drawn from is, with 95 % certainty: two order statistics."""
+    """The 95 % interval of the median of the population: two order statistics."""
     reach = 0.98 * len(values) ** 0.5
     low, high = int(len(values) / 2 - reach), int(len(values) / 2 + reach)
     ordered = sorted(values)

@@ -80,7 +80,7 @@ def _command_of(job: JobSpec) -> tuple[object, ...]:
 
 
 def row_of(framework: str, recipe: Recipe, campaign: Campaign, seconds: float) -> dict[str, Any]:
-    """What is kept of it."""
+    """The stored row."""
     verdict = campaign.verdict
     recovered = [outcome.recovered_s for outcome in verdict.outcomes if outcome.recovered_s is not None]
     wrong = [f"{check.what}: {check.found}" for check in verdict.checks if not check.holds]

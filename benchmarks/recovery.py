@@ -64,7 +64,7 @@ PHASES = (
     "first step",
 )
 BEYOND_S = 0.5
-"""What the median may take beyond the threshold of a fault; a kill has none."""
+"""Bound of the median beyond the threshold of a fault; a kill has none."""
 SLOWEST_KILL_S = 1.0
 THRESHOLD_S = {"sigkill": 0.0, "sigstop": HUNG.frozen_s, "hang": HUNG.hung_s}
 
@@ -101,7 +101,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Play(live.Play):
-    """A live run that writes down when it did what."""
+    """A live run that records the times of its phases."""
 
     def _play(self, rank: Rank) -> live.Lived:
         _record_faults()
@@ -194,7 +194,7 @@ def job_of(ranks: int) -> Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HangTrial:
-    """What is drawn for a trial: a hang comes at the moment of the step that follows, all else so much later."""
+    """The random part of a trial: a hang comes at the fault point of the next step, all else so many seconds later."""
 
     slot: int
     after_step: int

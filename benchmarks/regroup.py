@@ -42,7 +42,7 @@ WORLD_AND_TP_DP_PP = 4
 
 FAULTS = ["sigkill", "sigstop", "hang"]
 REACH_S = {"sigkill": 0.3, "sigstop": THRESHOLDS.frozen_s + 0.2, "hang": THRESHOLDS.hung_s + 0.2}
-"""What the median has to reach; for SIGKILL it is 0.1 s on an idle machine, and eight ranks load two cores."""
+"""Bound of the median; for SIGKILL it is 0.1 s on an idle machine, and eight ranks load two cores."""
 
 MOST_RANKS_JUDGED = 8
 """The bounds are set for eight ranks; sixteen on two cores are only to come through."""

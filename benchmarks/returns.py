@@ -53,7 +53,7 @@ _WITHIN_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Play(live.Play):
-    """A live run that writes down its steps, and what it holds of the system whenever all are there."""
+    """A live run that records its steps, and its system resources whenever all members are present."""
 
     def _play(self, rank: Rank) -> live.Lived:
         setattr(admission, "_LOOK_S", 0.0)  # noqa: B010
@@ -99,7 +99,7 @@ def _whole_again(times: int) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cycles:
-    """What came of them."""
+    """Results of the cycles."""
 
     rows: Sequence[Sequence[Any]]
     killed_at: Sequence[float]
@@ -155,7 +155,7 @@ def stops(rows: Sequence[Sequence[Any]]) -> tuple[list[float], list[float]]:
 
 
 def recoveries(rows: Sequence[Sequence[Any]], killed_at: Sequence[float]) -> list[float]:
-    """From each kill to the first step with fewer members, on the slot that lives."""
+    """Seconds from each kill to the first step with fewer members, on the surviving slot."""
     degraded = sorted(row[3] for row in rows if row[0].startswith("step ") and row[1] == LIVES and row[4] < RANKS)
     return [next((at for at in degraded if at > killed), math.inf) - killed for killed in killed_at]
 
@@ -170,7 +170,7 @@ class Holdings:
 
 
 def holdings(rows: Sequence[Sequence[Any]]) -> Holdings:
-    """The slot that lives, after the first cycles."""
+    """Resources of the surviving slot, after the first cycles."""
     mine = [row[3:] for row in rows if row[0] == "held" and row[1] == LIVES][WARM_UP:]
     if len(mine) < 2:
         return Holdings(threads=0, descriptors=0, megabytes_per_cycle=0.0)

@@ -47,7 +47,7 @@ def cut_tensors(nominal: Nominal) -> list[Tensor]:
 
 @functools.cache
 def whole(tensor: Tensor, salt: int) -> torch.Tensor:
-    """The whole gradient of a replica, or the weights."""
+    """The full gradient of a replica, or the weights."""
     generator = torch.Generator().manual_seed(zlib.crc32(tensor.name.encode()) + salt)
     return torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
 

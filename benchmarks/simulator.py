@@ -44,7 +44,7 @@ WORKERS = 4
 PAPER = {"dp-drop": ("~12 %", 0.12), "ntp": ("< 3 %", 0.03), "ntp-pw": ("< 1 %", 0.01)}
 PAPER_SPARES = {"dp-drop": 90, "ntp": 16, "ntp-pw": 0}
 WHOLE_HEADS = {"ntp": (0.025, 0.04), "ntp-pw": (0.012, 0.025)}
-"""Where docs/simulator.md explains that whole attention heads cost more than the paper's even division."""
+"""docs/simulator.md explains that full attention heads cost more than the paper's even division."""
 WHOLE_HEADS_SPARES = {"ntp": (20, 28), "ntp-pw": (12, 20)}
 RUN_LENGTH_SPARES = {"dp-drop": (65, 95)}
 """And that the most domains that are degraded at once depend on how long one looks; 30 days are our assumption."""

@@ -48,7 +48,7 @@ OF_BOTH = ("forward", "backward", "vote", "apply", "applied", "report", "plan", 
 
 
 type Pair = tuple[str, str]
-"""A kind and a moment."""
+"""A kind and a fault point."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Share:
 
 
 def recipe_of(case: Case, pairs: Sequence[Pair], *, most: int, seed: int) -> Recipe:
-    """One campaign of some that are equally long, of which none has more than `most` faults."""
+    """One of several equally long campaigns, none with more than `most` faults."""
     steps = 100 + 12 * most
     base = read_recipe(RECIPES / "storm.toml", job=RECIPES / f"jobs/{case.job}.toml")
     job = dataclasses.replace(
@@ -163,7 +163,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignPart:
-    """What is kept of a campaign."""
+    """The stored result of a campaign."""
 
     job: str
     seed: int
@@ -181,7 +181,7 @@ class CampaignPart:
 
 
 def shares(scale: str) -> dict[str, Share]:
-    """By the jobs' names. Where each pair is wanted once, a moment goes to one of the jobs that have it."""
+    """Shares by job. If each pair is wanted once, a fault point goes to one of the jobs that have it."""
     if scale != "pairs":
         faults, cases = {"ci": (4, CASES[:2]), "full": (200, CASES), "": (60, CASES)}[scale]
         return {case.job: Share(pairs=case.pairs(), faults=faults) for case in cases}
@@ -226,7 +226,7 @@ def met(parts: Iterable[CampaignPart]) -> Counter[Pair]:
 
 
 def part_of(case: Case, seed: int, campaign: Campaign) -> CampaignPart:
-    """What is to be kept of it."""
+    """The stored result of a campaign."""
     assert campaign.reference is not None, "all of them are compared"
     return CampaignPart(
         job=case.job,
@@ -258,7 +258,7 @@ def _read_part(read: dict[str, Any]) -> CampaignPart:
 
 
 def rows_of(case: Case, parts: Sequence[CampaignPart]) -> list[dict[str, Any]]:
-    """By kind and moment."""
+    """Rows by kind and fault point."""
     by_kind: dict[tuple[str, str], list[tuple[CampaignPart, Fault]]] = defaultdict(list)
     for part in parts:
         for fault in part.faults:

@@ -18,7 +18,7 @@ type Pair = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """What one job found."""
+    """Results of one job."""
 
     seconds: list[Pair]
     computing: list[Pair]
@@ -66,7 +66,7 @@ def row_of(what: str, blocks: Sequence[Block], *, framework: str) -> dict[str, A
 
 
 def _apart(seconds: Sequence[Pair], computing: Sequence[Pair]) -> dict[str, Any]:
-    """What is added to the row of a case whose computing is known."""
+    """Additional values of a row whose computing is known."""
     apart, same = apart_from_computing(seconds, computing), _ratios(computing)
     low, high = interval(apart)
     return {

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MOST_LIVES = 3
-"""torchrun's own default. With torch 2.15 and gloo a restart comes back only if the rendezvous does not share its
-store with the workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): else they find addresses of former lives, and fail."""
+"""torchrun's own default. With torch 2.15 and gloo a restart succeeds only if the rendezvous does not share its store
+with the workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): otherwise they find addresses of earlier incarnations, and
+fail."""
 
 WORKER = """
 import os, sys, time, torch, torch.distributed as dist
@@ -58,7 +59,7 @@ def _one_restart(ranks: int) -> float:
 
 
 def _wait_for(folder: Path, lives: Sequence[int], ranks: int, timeout_s: float = 120.0) -> list[str]:
-    """What all workers of the first complete one of these lives wrote after their first collective."""
+    """Wait until all workers of one of these incarnations have written after their first collective."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         for life in lives:

@@ -68,7 +68,7 @@ def measured(name: str, job: JobSpec) -> dict[str, Any]:
 
 
 def main() -> int:
-    """What is allowed must be no more than four times as much."""
+    """Bounds must be at most four times as large."""
     jobs = {f"soak of {case.job}": recipe_of(case, case.pairs(), most=EACH, seed=0).job for case in CASES}
     jobs["storm"] = dict(recipes_of(RECIPES / "storm.toml"))["deepspeed"].job
     rows = [measured(name, job) for name, job in jobs.items() if job.weights_bound is not None]

@@ -12,7 +12,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 
 def pytest_runtest_teardown():
-    """What commands a test has started are ended with it, whether it failed or not."""
+    """End the commands that a test has started, whether it failed or not."""
     command = sys.modules.get("tests.ranks.command")  # importing it is for those who need it
     while command is not None and command.Command.started:
         command.Command.started.pop().stop()

@@ -8,11 +8,12 @@ import time
 
 PATIENCE_S = 600.0
 HUNG_S = 3.0
-"""A limit for hung ranks in tests: they are found soon, and nobody else comes near it, waiting for a busy store say."""
+"""A limit for hung ranks in tests: they are found soon, and no other rank comes near it, e.g. waiting for a busy
+store."""
 
 
 def until(condition, seconds=PATIENCE_S):
-    """Wait for what another thread or process brings about, and tells nobody."""
+    """Wait until another thread or process has had an effect."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"

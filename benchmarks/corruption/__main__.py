@@ -59,7 +59,7 @@ CONTROLS = ("swapped shards", "stale version", "wrong place") * 4
 
 
 def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Trial:
-    """Lose somebody, choose what would be read, change it, restore."""
+    """Lose slots, choose bytes that would be read, change them, restore."""
     wanted, target = _drawn(job, kind, chance, all_copies=all_copies)
     victims = alive(copies_of(target.copy.place.slot, NEWER), wanted) if all_copies else [target.copy]
     job.trouble.clear()
@@ -83,11 +83,9 @@ def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Tr
 
 
 def _drawn(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> tuple[Layout, Read]:
-    """What all are to have, and one thing that somebody would read for that.
-
-    A donor's is read from another host. What is replicated is in every slot's copies, so that it stays when one is
-    swapped with another, and when all of one slot's are hit. Unless they are, two of them are left by the loss.
-    """
+    """The layout that all restore, and one item that a member would read for it. A donor's is read from another host.
+    Replicated state is in every slot's copies, so that it stays when one is swapped with another, and when all of one
+    slot's are hit. Otherwise the loss leaves two of them."""
     while True:
         wanted = _another_layout(chance)
         found = sorted(
@@ -109,7 +107,7 @@ def _another_layout(chance: random.Random) -> Layout:
 
 
 def _is_found(foreseen: Foreseen, damage: Damage, gots: Sequence[Got], trouble: Sequence[str]) -> bool:
-    """Whether all members name what has to be named, somebody was told of each, and nobody reads what is cut short."""
+    """Return whether all members name the broken copies, each is reported, and nobody reads a truncated file."""
     names = tuple(sorted(map(str, foreseen.broken)))
     is_reported = all(any(str(copy.place) in text for text in trouble) for copy in foreseen.broken)
     return is_reported and all(

@@ -27,15 +27,15 @@ class Trial:
     found: bool
     right_source: bool
     refused: bool = False
-    """By the comparison of the replica digests in the end."""
+    """Found by the final comparison of the replica digests."""
     seen: str = ""
     tensor: str = ""
-    """That somebody would have read."""
+    """Copies that a member would have read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hit:
-    """Where something is to be injected: what the copy has of a tensor is to be wrong then."""
+    """The place of an injection: the part of a tensor in a copy that it makes wrong."""
 
     job: Job
     copy: Copy
@@ -93,7 +93,7 @@ def stale(hit: Hit) -> dict[Copy, bytes]:
 
 
 def shift(hit: Hit) -> dict[Copy, bytes]:
-    """By one element, to either side."""
+    """Shift by one element, to either side."""
 
     def change(values: torch.Tensor, chance: random.Random) -> None:
         values.copy_(values.roll(chance.choice((-1, 1))))
@@ -102,7 +102,7 @@ def shift(hit: Hit) -> dict[Copy, bytes]:
 
 
 def exchange_pages(hit: Hit) -> dict[Copy, bytes]:
-    """What stands at the same places of two pages of the digest: no key but the pages' own tells them apart."""
+    """Exchange the same places of two pages of the digest: only the keys of the pages distinguish them."""
     tensor_slice = hit.held().piece
     places, page = elements(tensor_slice), tensor_slice.runs.page
     pages, at = places // page, places % page
@@ -117,7 +117,7 @@ def exchange_pages(hit: Hit) -> dict[Copy, bytes]:
 
 
 def _two_alike(pages: torch.Tensor, at: torch.Tensor, chance: random.Random) -> tuple[int, int]:
-    """Pages of which a part has some place in common."""
+    """Pages whose parts share a place."""
     pairs = list(itertools.combinations(sorted(set(pages.tolist())), 2))
     return chance.choice([(one, two) for one, two in pairs if torch.isin(at[pages == one], at[pages == two]).any()])
 
@@ -153,7 +153,7 @@ KINDS: Mapping[str, Callable[[Hit], dict[Copy, bytes]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Damage:
-    """What is not as it was written, by comparing bytes: in which tensors of which copies, and which are too short."""
+    """Changed bytes: which tensors of which copies are damaged, and which copies are truncated."""
 
     damaged: frozenset[tuple[Copy, str]]
     lost: frozenset[Copy]
@@ -187,7 +187,7 @@ def _damage(job: Job, before: Mapping[Copy, bytes], after: Mapping[Copy, bytes])
 
 
 def _write(path: Path, content: bytes) -> None:
-    """In place: whoever has the file mapped sees it."""
+    """Write in place: processes that have mapped the file see the change."""
     with path.open("r+b") as file:
         file.write(content)
         file.truncate()

@@ -66,7 +66,7 @@ def flip_other(case: Case) -> dict[Copy, bytes]:
 
 
 def flip_member(case: Case) -> dict[Copy, bytes]:
-    """One bit, where nobody else has anything."""
+    """Flip one bit of a near copy while nobody is lost."""
     return _flipped(case, case.member)
 
 
@@ -86,7 +86,7 @@ PARITY_KINDS: Mapping[str, Callable[[Case], dict[Copy, bytes]]] = {
 
 
 def parity_trial(job: Job, kind: str, chance: random.Random) -> Trial:
-    """Lose a host, or nobody, change something, restore."""
+    """Lose a host, or nobody, change a copy, restore."""
     case = Case(job=job, member=chance.choice(MEMBERS), chance=chance)
     lost_host = None if kind == NOBODY_LOST else HOSTS[case.member]
     wanted = dealt([slot for slot, host in enumerate(HOSTS) if host != lost_host], chance, evenly=False)

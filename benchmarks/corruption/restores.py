@@ -18,8 +18,8 @@ from ntp_plugin.errors import StateLost
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Got:
-    """What came of it for one member. `lost`: no sound copy; `refused`: the replica digests differ; `raised`: anything
-    else."""
+    """The result for one member. `lost`: no sound copy; `refused`: the replica digests differ; `raised`: any other
+    error."""
 
     sources: frozenset[Copy] = frozenset()
     broken: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Meeting:
         return all_gather
 
     def break_up(self) -> None:
-        """Nobody waits for one who does not come."""
+        """Release all who wait for a member that will not come."""
         self._barrier.abort()
 
 
@@ -114,7 +114,7 @@ def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meetin
 
 
 def is_clean(job: Job, step: int, wanted: Layout) -> bool:
-    """Whether nobody finds anything."""
+    """Return whether no member reports anything."""
     job.trouble.clear()
     return all(got.is_clean for got in restored(job, step, wanted)) and not job.trouble
 

@@ -43,7 +43,7 @@ class Tensor:
     cut: Literal["units", "flat", "no"]
     dim: int = 0
     dtypes: tuple[str, str]
-    """Of main weights and of a moment."""
+    """Entries: main weights and a moment."""
 
     @property
     def size(self) -> int:
@@ -67,7 +67,7 @@ type Layout = Mapping[int, Sequence[TensorSlice]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
 class Copy:
-    """A file, told as `Restored.broken` tells it."""
+    """A file, named as `Restored.broken` names it."""
 
     host: int
     place: CopyKey
@@ -120,7 +120,7 @@ def _cuts(size: int, parts: int, chance: random.Random, *, evenly: bool) -> list
 
 
 def elements(tensor_slice: TensorSlice) -> torch.Tensor:
-    """Where its elements stand in the whole, made flat: found by cutting a tensor of all places."""
+    """Places of its elements in the flat full tensor, found by cutting a tensor of all places."""
     places = torch.arange(torch.Size(tensor_slice.shape).numel()).view(tensor_slice.shape)
     ranges = [places.narrow(tensor_slice.dim, start, stop - start) for start, stop in tensor_slice.ranges]
     return torch.cat(ranges, tensor_slice.dim).reshape(-1)[tensor_slice.start : tensor_slice.stop]
@@ -130,7 +130,7 @@ def elements(tensor_slice: TensorSlice) -> torch.Tensor:
 
 
 class Process:
-    """What a rank has for copies."""
+    """The store, server and replicator of a rank."""
 
     def __init__(self, slot: int, folder: Path, report: Callable[[str], None]) -> None:
         self.store = Store(folder / f"host-{HOSTS[slot]}")
@@ -165,7 +165,7 @@ class Job:
         )
         self._folder = tempfile.TemporaryDirectory(prefix="ntp-corruption-", dir=shared_memory())
         self.trouble: list[str] = []
-        """What anybody was told."""
+        """All reported trouble."""
         self.layout = dealt(range(len(HOSTS)), chance, evenly=True)
         self.truth = {step: _random_values(chance) for step in (OLDER, NEWER)}
         self.has = {
@@ -205,7 +205,7 @@ class Job:
             process.replicator.commit()
 
     def right(self, tensor_slice: TensorSlice, step: int) -> dict[str, torch.Tensor]:
-        """What a piece has to be."""
+        """The expected values of a slice."""
         return {name: self.truth[step][tensor_slice.tensor, name][elements(tensor_slice)] for name in ENTRIES}
 
     def path(self, copy: Copy) -> Path:

@@ -38,7 +38,7 @@ COMMON = f"""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: the model, the layout, and what is spoilt on purpose."""
+    """One run: the model, the layout, and the planted fault."""
 
     model: str
     tp: int
@@ -87,7 +87,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a rank holds of a parameter: its place in the whole, along one dim."""
+    """A rank's part of a parameter: its place in the full parameter, along one dim."""
 
     values: NDArray[np.float64]
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw."""
+    """Results of one rank."""
 
     replica: int
     losses: list[float]
@@ -112,7 +112,7 @@ class Seen:
     overlapped: int
     """How often a bucket's sums were under way before the backward had ended."""
     evaluated: list[float]
-    """The losses of the validation set, each time that it is gone through."""
+    """The losses of each pass over the validation set."""
     gathered_ahead: int
     """How often a module of the forward came to its bucket's parameters, and they had been on their way till then."""
     sent: dict[str, float]
@@ -128,18 +128,15 @@ class Seen:
 
 
 def have_megatron_imported() -> None:
-    """Have the server that ranks are forked from import it, before its first rank: later it reads no environment.
-
-    Megatron's fusions are compiled while it is imported, unless told otherwise, and compiled they are not exact: a run
-    in float64 is then 5e-8 from one without.
-    """
+    """Make the fork server import Megatron before the first rank: later it reads no environment. Megatron's fusions are
+    compiled at import by default, and compiled they are not exact: a run in float64 is then 5e-8 from one without."""
     os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 @functools.cache
 def run(job: Job) -> dict[int, Seen]:
-    """What every rank saw."""
+    """Run the job and return the results of every rank."""
     have_megatron_imported()
     with Ranks(job.processes, Play(job)) as ranks:
         return ranks.wait()
@@ -147,7 +144,7 @@ def run(job: Job) -> dict[int, Seen]:
 
 @dataclasses.dataclass(frozen=True)
 class Play:
-    """What a rank does, in a process of its own."""
+    """The program of a rank, in a process of its own."""
 
     job: Job
 
@@ -178,7 +175,7 @@ class Play:
 
 
 def run_script(path: str) -> None:
-    """As `python -m ntp_plugin.megatron` runs it, up to its end; a script may end itself early."""
+    """Run the script as `python -m ntp_plugin.megatron` does, up to its end; a script may end itself early."""
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
@@ -366,7 +363,7 @@ def _digest_of_generators() -> str:
 
 
 def bytes_sent(name: str, *args: Any, group: Any = None, **_: Any) -> float:
-    """What a rank sends in a collective, if it goes round a ring."""
+    """Bytes that a rank sends in a collective on a ring."""
     size, members = args[-1 if name != "all_to_all_single" else 1].nbytes, torch.distributed.get_world_size(group)
     rounds = {"all_reduce": 2 * (members - 1) / members, "reduce_scatter_tensor": (members - 1) / members}
     return float(size * ({"all_to_all_single": 1, "all_gather_into_tensor": members - 1} | rounds)[name])
@@ -385,13 +382,13 @@ def _with_masks(item: Any) -> Any:
 
 
 _NOTHING = 1e-30
-"""What is relative to zero, as the norm is that nobody asked for, is relative to this."""
+"""The divisor in place of zero, for a norm that was not computed."""
 
 type Whole = dict[str, NDArray[np.float64]]
 
 
 def replica_digests(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
-    """Replica -> name -> the whole parameter, put together from what its ranks hold; every place filled."""
+    """Replica -> name -> the full parameter, assembled from the parts of its ranks; every place is filled."""
     found: dict[int, Whole] = {}
     for seen in outcomes.values():
         for name, part in seen.parts.items():

@@ -16,7 +16,7 @@ from ntp_plugin.testing.ranks import Rank
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lived:
-    """What one rank of a live run saw."""
+    """Results of one rank of a live run."""
 
     seen: Seen
     epoch: int
@@ -33,11 +33,9 @@ def live(
     back: Mapping[int, int] | None = None,
     leaving: Sequence[int] = (),
 ) -> tuple[dict[int, Lived], Rows]:
-    """What the ranks saw that were left, and which samples went into which attempt: ["drawn", step, epoch, sample].
-
-    `leaving`: slots that end with an error, and are not asked for what they saw. `back`: slots that start again once
-    they are dead, and the section at which the others wait until they ask.
-    """
+    """Results of the surviving ranks, and the samples of each attempt: ["drawn", step, epoch, sample]. `leaving`: slots
+    that end with an error, and return nothing. `back`: slots that restart after their death, and the section at which
+    the others wait until they ask."""
     back = back or {}
     have_megatron_imported()
     return played(
@@ -52,7 +50,7 @@ def live(
 
 @dataclasses.dataclass(frozen=True)
 class Play:
-    """What a rank does, in a process of its own."""
+    """The program of a rank, in a process of its own."""
 
     job: Job
     asking: Asking = dataclasses.field(default_factory=Asking)

@@ -22,7 +22,7 @@ def saving(folder: Path) -> str:
 
 
 def loading(folder: Path) -> str:
-    """The arguments of the run that goes on."""
+    """The arguments of the second run."""
     return f"--load {folder}"
 
 

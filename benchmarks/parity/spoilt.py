@@ -169,7 +169,7 @@ def layer_frozen() -> None:
 
 
 def optimizer_replaced() -> None:
-    """Where Megatron finds torch's AdamW there is another class."""
+    """Another class replaces torch's AdamW for Megatron."""
 
     class Preconditioned(torch.optim.AdamW):
         pass
@@ -244,7 +244,7 @@ def units_swapped_in_a_checkpoint() -> None:
 
 
 def samples_not_rewound() -> None:
-    """A step that is taken again goes on with the samples that follow, by the share of before."""
+    """A repeated step draws the samples that follow, by the share of before."""
 
     def begin_work(state: LoopState) -> None:
         state._samples.drawn.clear()
@@ -316,7 +316,7 @@ def a_bit_flips_in_its_own_shard() -> None:
 
 
 def nobody_reports_all_digests() -> None:
-    """Where replicas are compared: for who shows that sums do."""
+    """Replicas are compared by sums alone: for tests that sums suffice."""
     _put(ReplicaWatch, "_odd_of_all", None)
 
 
@@ -365,7 +365,7 @@ def far_copies_do_not_arrive() -> None:
 
 
 def dealt_units_swapped() -> None:
-    """What a slot receives it puts where its neighbour belongs; digests see that."""
+    """A slot puts received units where those of its neighbour belong; digests detect that."""
     put = rebuild._put
 
     def swapped(tensor: Tensor, part: torch.Tensor, held: Spans, wanted: Spans, values: torch.Tensor) -> None:
@@ -375,13 +375,13 @@ def dealt_units_swapped() -> None:
 
 
 def dealt_units_swapped_and_not_compared() -> None:
-    """The same where nobody looks."""
+    """The same without the comparison of digests."""
     dealt_units_swapped()
     _put(reshard, "compare", lambda *_, **__: None)
 
 
 def what_an_optimizer_keeps_arrives_doubled() -> None:
-    """Where it comes behind the weights."""
+    """Optimizer state that arrives after the weights is doubled."""
     arrived = reshard._UnderWay._arrived
 
     def doubled(under_way: reshard._UnderWay) -> dict[str, Entries]:
@@ -395,14 +395,14 @@ def what_an_optimizer_keeps_arrives_doubled() -> None:
 
 
 def what_an_optimizer_keeps_arrives_doubled_and_is_not_compared() -> None:
-    """The digests would have told."""
+    """The same without the digests, which would detect it."""
     what_an_optimizer_keeps_arrives_doubled()
     _put(reshard, "compare", lambda *_, **__: None)
 
 
 def what_is_left_of_a_step_is_collected_in_another() -> None:
-    """What a pipeline's schedule has entered and never left is kept, and ends when a later step has entered its own;
-    Python's collector may come there by itself. Nothing is wrong with that."""
+    """Contexts that a pipeline's schedule entered and never left are kept, and end when a later step has entered its
+    own; Python's collector may do this by itself. That is harmless."""
     _put(hooks, "no_sync", _ends_in_another_step(unsynced.no_sync))
 
 

@@ -35,7 +35,7 @@ def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str,
 
 
 def assert_same_training(outcomes: Mapping[int, Seen], rows: Rows, job: Job, *, once: bool = True) -> None:
-    """As that of an undisturbed run, and every sample of it was used once."""
+    """Assert that the training equals that of an undisturbed run, and used every sample once."""
     reference = undisturbed(job)[0]
     for seen in outcomes.values():
         assert (seen.steps, seen.samples, seen.rates) == (reference.steps, reference.samples, reference.rates)
@@ -50,7 +50,7 @@ def undisturbed_weights(job: Job) -> dict[str, Any]:
 
 
 def together(outcomes: Mapping[int, Seen], job: Job) -> dict[str, Any]:
-    """The weights of the slots of the first replica, which have lost nobody."""
+    """Combine the weights of the slots of the first replica, which has lost no slot."""
     slots = [outcomes[slot] for slot in range(job.tp)]
     if job.mpu:
         return {name: value for slot in slots for name, value in slot.weights.items()}

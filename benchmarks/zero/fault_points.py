@@ -52,7 +52,7 @@ def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) ->
 
 
 def hear_of_a_loss(job: Any) -> None:
-    """Wait for it, and go on as one who has looked at nothing."""
+    """Wait for the loss, and continue as if it had not been seen."""
     with contextlib.suppress(PeerLost):
         while True:
             job.rank.groups.check()

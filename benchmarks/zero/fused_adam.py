@@ -23,7 +23,7 @@ def multi_tensor_adam(  # noqa: PLR0917  (as it is called)
     corrected: int,
     decay: float,
 ) -> None:
-    """As `csrc/adam/multi_tensor_adam.cu`: gradients, parameters, and the two moments."""
+    """Like `csrc/adam/multi_tensor_adam.cu`: gradients, parameters, and the two moments."""
     corrections = (1 - beta**step, 1 - beta_sq**step) if corrected else (1.0, 1.0)
     for given, parameter, average, average_sq in zip(*tensors, strict=True):
         gradient = given.to(average.dtype) if decoupled else given + decay * parameter
@@ -39,7 +39,7 @@ class Builder:
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
     def load(self) -> "Builder":
-        """What DeepSpeed asks for the kernel."""
+        """Return the kernel that DeepSpeed asks for."""
         return self
 
 

@@ -15,7 +15,7 @@ CUT = {
         ],
     }
 }
-"""As AutoTP is told what to cut."""
+"""AutoTP's settings for the cut."""
 
 
 class Samples(torch.utils.data.Dataset[Any]):

@@ -32,7 +32,7 @@ SEED = 7
 STEP = 6
 FAULT_POINTS = ("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between")
 HEARD = ("forward", "backward", "accumulated")
-"""Where the others hear of a loss in code of their own, and not in a collective: `heard` in a row."""
+"""Where the others learn of a loss in their own code, and not in a collective: `heard` in a row."""
 VICTIMS = (0, 1, 3)
 CUT_FAULT_POINTS = (
     "forward",
@@ -53,12 +53,12 @@ CONTROLS = (
     *("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored"),
     *("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero", "mean_over_who_is_left_of_an_mpu"),
 )
-"""What is wrong on purpose."""
+"""Planted faults."""
 RECOVERED_S = 1.0
 
 
 def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
-    """Job, victim, moment."""
+    """Job, victim, fault point."""
     for stage in (0, 1, 2):
         for place, fault_point in enumerate(FAULT_POINTS):
             if fault_point == "gather" and not stage:
@@ -102,7 +102,7 @@ def _own_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
 
 
 def feature(job: Job) -> str:
-    """What the job is of."""
+    """The feature that the job tests."""
     cut = "mpu" if job.mpu else "AutoTP"
     return f"ZeRO-{job.stage}{f', {cut}' if job.tp > 1 else ''}{job.transformer and f' of {job.transformer}'}"
 
@@ -115,7 +115,7 @@ def layout(job: Job) -> str:
 
 
 def leaving(job: Job, victim: int) -> list[int]:
-    """Who ends with it."""
+    """The slots that end with it."""
     first = victim - victim % job.tp
     return list(range(first, first + job.tp)) if job.mpu else []
 
@@ -202,7 +202,7 @@ def recovered_s(rows: Rows) -> float:
 
 
 def noticed(control: str) -> bool:
-    """Whether the comparison, or the plugin itself, finds it."""
+    """Return whether the comparison, or the plugin itself, detects it."""
     job, fault_point = Job(), "accumulated"
     if control == "shards_not_restored":
         job, fault_point = Job(stage=1), "vote"

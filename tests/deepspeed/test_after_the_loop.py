@@ -28,7 +28,7 @@ def job(folder, *flags, config, script=RECIPES / "train.py", **environment):
 
 @pytest.mark.short
 def test_an_error_of_the_script_is_the_jobs(tmp_path):
-    """As it is without the plugin."""
+    """The error is reported as without the plugin."""
     script = tmp_path / "train.py"
     script.write_text(AFTERWARDS.format(recipe=str(RECIPES / "train.py")))
     config = with_block(tmp_path, {"enabled": True}, stage=2)
@@ -43,7 +43,7 @@ def test_an_error_of_the_script_is_the_jobs(tmp_path):
 @pytest.mark.short
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_rank_killed_after_the_loop_loses_its_last_step(stage):
-    """So the survivors fail: they are not where they said that they were."""
+    """The survivors fail: they are not at the step that they reported."""
     with pytest.raises(StateLost, match=f"a rank was lost after the script's last step, {STEPS}, and its part"):
         run(Job(stage=stage), faults=[kill(0, during="between", step=STEPS)])
 

@@ -50,7 +50,8 @@ def test_a_joining_rank_skips_collectives_after_past_data_epochs(options, starte
     "options", [{"stage": 1}, pytest.param({"stage": 0, "tp": 2, "ranks": 4}, marks=pytest.mark.short)]
 )
 def test_admission_opens_at_the_start_of_a_data_epoch(options):
-    """The first step of the fourth one, which nobody has begun: who asked in the third has to go past that first."""
+    """Admission waits for the first step of the fourth data epoch: a rank that asked in the third has to skip that
+    first."""
     job = Job(**options, gathers_turns=True)
     faults, started = [kill(2, during="vote", step=6)], {2: 10}
     outcomes, rows = run(job, faults=faults, back={2: 12}, before_admission=started, play=OpensAtOnce)
@@ -60,7 +61,7 @@ def test_admission_opens_at_the_start_of_a_data_epoch(options):
 
 
 class IsHeldUp(OpensAtOnce):
-    """The joining rank comes in when the others, who have opened for it, have long gone on, to step 18."""
+    """The joining rank is admitted when the others, who have opened admission, are already at step 18."""
 
     def _play(self, rank):
         from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415

@@ -28,7 +28,7 @@ def test_a_killed_rank_rejoins(stage):
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short), 2])
 def test_a_killed_slot_rejoins(stage):
-    """While it is lost its replica's shards are several to a group, of which one is counted."""
+    """While it is lost its replica has several shards in a group, one of which is counted."""
     spec = job(stage=stage, tp=2)
     outcomes, rows = run(spec, faults=[kill(1, during="backward", step=6)], back={1: 12})
     assert sorted(outcomes) == [0, 1, 2, 3]

@@ -80,7 +80,7 @@ def test_a_rank_rejoins(stage, step):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_float32_with_clipping(stage):
-    """What DeepSpeed does by itself: it reduces, and takes norms, in float32."""
+    """DeepSpeed's default: it reduces, and takes norms, in float32."""
     job = Job(stage=stage, dtype="float32")
     outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)])
     assert_same_training(outcomes, rows, job)
@@ -116,7 +116,7 @@ HEARD = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("acc
     ],
 )
 def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, micro_batch):
-    """Where the loss finds them at the next thing that they do with the engine, and not in a collective."""
+    """They learn of the loss at their next call of the engine, and not in a collective."""
     job = Job(stage=stage, hear_at=(fault_point, 6, micro_batch))
     outcomes, rows = run(job, faults=[kill(2, during="forward", step=6)])
     assert sorted(outcomes) == [0, 1, 3]
@@ -179,7 +179,7 @@ def test_a_loader_of_the_script_that_shuffles(stage):
 
 
 def test_a_loader_that_nobody_can_follow_is_refused():
-    """Also where another one could be, and was gone through before."""
+    """It is refused even if an earlier loader could be rewound."""
     with pytest.raises(Refused, match="no followed loader has yielded"):
         run(Job(ranks=2, unfollowed=True, steps=2, epochs=1))
 
@@ -249,8 +249,7 @@ def test_a_joining_rank_skips_checkpoints_already_written(stage):
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short)])
 def test_a_loop_that_saves_by_the_number_of_steps_alone(tmp_path, stage):
-    """It asks after each micro-batch, of which the degraded have different numbers, and again where somebody comes
-    in."""
+    """It asks after each micro-batch, of which degraded replicas have another number, and again when a rank joins."""
     job = Job(stage=stage, saves_each=4, folder=str(tmp_path))
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 13})
     assert sorted(outcomes) == [0, 1, 2, 3]
@@ -260,7 +259,7 @@ def test_a_loop_that_saves_by_the_number_of_steps_alone(tmp_path, stage):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """Two turns of five, and a copy of their checkpoints for whoever goes on from them."""
+    """Two data epochs of five, and a copy of their checkpoints for runs that resume from them."""
     folder = tmp_path_factory.mktemp("begun")
 
     @functools.cache
@@ -289,7 +288,8 @@ def test_a_rank_rejoins_a_job_that_began_from_a_checkpoint(begun, tmp_path, stag
 
 
 def test_a_job_that_is_resumed_reads_no_checkpoint(begun, tmp_path):
-    """It goes on from copies of a run that began from one, and has written newer ones since, which are not read."""
+    """It resumes from copies of a run that began from a checkpoint and has written newer ones since, which are not
+    read."""
     (tmp_path / "dead").mkdir(mode=0o700)  # as the folder of a run is
     job = dataclasses.replace(begun(1, tmp_path / "mine"), copies=str(tmp_path / "dead"))
     run(job, faults=[kill(slot, during="backward", step=18) for slot in range(4)], leaving=range(4))

@@ -105,13 +105,13 @@ def test_the_others_hear_of_it_in_code_of_their_own(fault_point, number):
 
 
 def test_one_of_each_replica():
-    """Nobody is whole: the job ends, and says so."""
+    """No full-width replica is left: the job ends, and says so."""
     with pytest.raises(StateLost, match="no replica has all of its 2 slots"):
         run(TWO, faults=[kill(0, during="vote", step=5), kill(3, during="vote", step=5)], leaving=[0, 3])
 
 
 def test_in_an_evaluation():
-    """What is left of it gives nothing that could be taken for a result."""
+    """The rest of the evaluation gives no value that could be taken for a result."""
     job = dataclasses.replace(TWO, evaluates=6)
     outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=6)], leaving=[2, 3])
     assert_same_training(outcomes, rows, job)

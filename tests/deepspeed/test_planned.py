@@ -25,7 +25,7 @@ LOST, STEP = 2, 6
 
 
 def without(name, **fault):
-    """What is left of it when the rank was lost then; with an mpu its replica leaves with it."""
+    """The survivors when the rank was lost then; with an mpu its replica leaves with it."""
     job = JOBS[name]
     return run(job, faults=[kill(LOST, **fault)], leaving=[LOST + 1] if job.mpu else [])
 
@@ -45,7 +45,7 @@ _PLANNED = {}
 
 
 def planned(name, first):
-    """What a run comes to that loses the rank between two steps, and goes on without it from that one."""
+    """The result of a run that loses the rank between two steps, and continues without it from that one."""
     for step in (first - 1, first, first + 1):
         if (name, first) in _PLANNED:
             break
@@ -68,7 +68,7 @@ def test_a_loss_within_a_step(name, fault_point):
 
 
 def test_the_step_makes_a_difference():
-    """What is compared tells one run from another."""
+    """The comparison distinguishes two runs."""
     runs = [without("zero 0", during="between", step=step) for step in (4, 7)]
     (early, first), (late, last) = runs
     assert first_degraded_step(first) != first_degraded_step(last)

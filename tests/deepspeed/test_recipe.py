@@ -28,7 +28,7 @@ def start(*words, **environment):
 
 
 def output_until(process, pattern):
-    """All it has said by then. As with `python -u`, a worker may write in the middle of the line of another."""
+    """The output until the pattern appears. As with `python -u`, workers may write within each other's lines."""
     output = ""
     for line in process.stdout:
         output += line

@@ -57,7 +57,7 @@ def test_a_flipped_bit_stops_the_job(options):
 
 @pytest.mark.parametrize(("every", "left"), [(1, {4, 5}), (3, set())])
 def test_copies_newer_than_the_last_comparison_are_not_restored(every, left, tmp_path):
-    """The newest two were made after steps 4 and 5, of a state that nobody can answer for unless it was compared."""
+    """The newest two were made after steps 4 and 5, of state that was never compared."""
     with pytest.raises(SilentCorruption, match=f"at step {5 if every == 1 else 3} all were alike"):
         run(job(stage=1, copies=str(tmp_path), ntp={"watch_steps": every}), play=Flips)
     assert steps_copied(tmp_path) == left
@@ -86,7 +86,7 @@ def test_a_flipped_bit_is_healed(options, tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class NeedsSumsAlone(Play):
-    """Nobody is to tell all digests."""
+    """Fails if a rank reports all digests."""
 
     def _play(self, rank):
         from ntp_plugin.recovery.replica_comparison import ReplicaWatch  # noqa: PLC0415
@@ -97,7 +97,7 @@ class NeedsSumsAlone(Play):
 
 @pytest.mark.parametrize("options", SHORT_OF_JOBS)
 def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
-    """Whole, degraded and whole again, compared before every step."""
+    """Nominal, degraded and nominal again, compared before every step."""
     events = str(tmp_path / "events")
     watched = job(**options, ntp={"watch_steps": 1, "events": events})
     back = {2: 10, 3: 10} if watched.mpu else {3: 10}
@@ -138,7 +138,7 @@ def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage,
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.short), {"ranks": 6, **OWN}])
 def test_differing_state_stops_the_recovery_from_a_loss(options):
-    """All tell sums of their digests after a recovery; which tensors differ, and where, is told as well."""
+    """All report sums of their digests after a recovery; the differing tensors and their slots are reported as well."""
     mates = [1] if not options else [0, 1]
     with pytest.raises(StateLost, match=r"hold different state of step 7, in 1 tensors; .*weight.* \(main\): slot "):
         run(

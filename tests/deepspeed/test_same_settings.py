@@ -18,7 +18,7 @@ LONG_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Deviating(Play):
-    """One process that is started otherwise: with other keys, another data set, or other variables."""
+    """One process with other settings: other keys, another data set, or other variables."""
 
     who: str = ""
     """Its incarnation."""
@@ -72,7 +72,7 @@ def test_founders_with_other_settings_end_the_job_before_its_first_step(way, nam
 
 @dataclasses.dataclass(frozen=True)
 class NobodyCompares(Play):
-    """As it was before ranks compared their settings: one has samples of its own, and nobody says so."""
+    """The behaviour before ranks compared their settings: one has samples of its own, which is not reported."""
 
     def _play(self, rank):
         same_settings.require_same = lambda *_, **__: None
@@ -80,6 +80,6 @@ class NobodyCompares(Play):
 
 
 def test_another_data_set_on_one_rank_is_nothing_that_anybody_else_notices():
-    """A negative control: the replicas stay alike, and all of them are wrong."""
+    """A negative control: the replicas stay equal, and all of them are wrong."""
     outcomes, rows = run(Job(), play=NobodyCompares)
     assert not within(differences(outcomes, rows, Job()), Job().dtype)

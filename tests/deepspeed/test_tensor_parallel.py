@@ -128,7 +128,7 @@ def test_a_rank_waiting_in_a_vote_that_others_left_applies_the_step():
 
 @pytest.mark.parametrize("back", [{}, {3: 12}])
 def test_all_slots_of_a_replica_draw_the_same_after_a_loss(back):
-    """Masks of what they all have: of slots 0 and 1 the second stands in the vote, and goes on in it."""
+    """Masks of replicated tensors: slot 1 waits in the vote, and continues in it."""
     job = Job(ranks=4, tp=2, dropout=0.1, slow_to_leave=6)
     _, rows = run(job, faults=[kill(3, during="applied", step=6)], back=back)
     for pair in ((0, 1), (2, 3)) if back else ((0, 1),):
@@ -183,7 +183,7 @@ def test_a_model_of_transformers(kind):
 
 
 def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
-    """The others cannot know how far each slot is in it. The training goes on as ever."""
+    """The others cannot know how far each slot is in it. Training continues as usual."""
     job = Job(ranks=4, tp=2, evaluates=9)
     outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=9)])
     assert_same_training(outcomes, rows, job)
@@ -194,7 +194,8 @@ def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
 
 
 def test_slots_that_hear_of_a_loss_in_and_after_an_evaluation():
-    """One is past it, and writes a checkpoint, where it hears: no other evaluation has numbers before they train."""
+    """One slot is past it, and learns of the loss while it writes a checkpoint: no other evaluation has numbers before
+    they train."""
     job = Job(ranks=4, tp=2, evaluates=9, saves=9, hears_in_evaluation=1)
     outcomes, rows = run(job, faults=[kill(3, during="save", step=9)])
     assert_same_training(outcomes, rows, job)
@@ -212,7 +213,7 @@ def test_a_joining_process_evaluates_by_itself():
 
 
 def test_a_vocabulary_that_is_cut_and_not_gathered():
-    """Heard of in each moment, lost twice, and back: the loss waits for other slots, too."""
+    """A loss at each fault point, a second loss, and a return: the loss function waits for other slots, too."""
     job = Job(ranks=4, tp=2, transformer="tied llama", dtype="float32", hear_at=("forward", 6, 0))
     faults = [kill(2, during="between", step=5), kill(0, during="within", step=9)]
     outcomes, rows = run(job, faults=faults, back={2: 15})
@@ -253,7 +254,7 @@ def test_a_single_replica_is_refused():
 
 
 def test_slots_with_different_initial_state_are_refused():
-    """DeepSpeed makes replicas alike, but not the slots of one."""
+    """DeepSpeed makes replicas equal, but not the slots of one."""
     with pytest.raises(Refused, match=r"do not begin alike: .*norm\.weight"):
         run(Job(ranks=4, tp=2, steps=2, epochs=1, unlike=True))
 

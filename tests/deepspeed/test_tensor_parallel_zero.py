@@ -99,7 +99,7 @@ def test_all_slots_of_a_replica_are_lost(stage, slots):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("last", [2, 3])
 def test_ranks_are_lost_one_by_one_until_one_is_left(stage, last):
-    """Also where both that had the same part are gone: without ZeRO nobody would have it."""
+    """Both holders of the same part may be lost: without ZeRO no rank would have it."""
     job, lost = two(stage), [0, 5 - last, 1]
     fault_points = [("vote", 4), ("within", 9), ("applied", 13)]
     faults = [
@@ -127,7 +127,7 @@ def test_a_slot_rejoins(stage, slot, step):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_rejoins_while_another_is_lost(stage):
-    """It comes into a degraded layout, and its own replica is whole."""
+    """It joins a degraded layout, and its own replica has full width again."""
     job = two(stage)
     faults = [kill(1, during="vote", step=4), kill(2, during="gradient", step=7)]
     outcomes, rows = run(job, faults=faults, back={1: 12})
@@ -166,7 +166,7 @@ def test_in_the_first_forward_of_all(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_waits_in_a_vote_that_others_left(stage):
-    """The step is taken again, or is in the copies, for all alike; also where the next loss comes before that."""
+    """All repeat the step, or all find it in the copies; also if the next loss comes before that."""
     job = two(stage, slow_to_leave=6)
     faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
     outcomes, rows = run(job, faults=faults)
@@ -176,7 +176,7 @@ def test_a_rank_waits_in_a_vote_that_others_left(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_float32_with_clipping(stage):
-    """By one norm, which is that of DeepSpeed."""
+    """Gradients are clipped by DeepSpeed's norm."""
     job = two(stage, dtype="float32")
     outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)])
     assert_same_training(outcomes, rows, job)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(SIZE < 2, reason=f"needs two GPUs, and there are
 
 
 def play(rank):
-    """All-reduce on the device and on the host until the world was whole, smaller, and whole again."""
+    """All-reduce on the device and on the host while the world is complete, smaller, and complete again."""
     torch.cuda.set_device(rank.slot)
     elastic = ElasticRank(rank.place, backend="cpu:gloo,cuda:nccl")
     groups = elastic.groups

@@ -58,7 +58,7 @@ def assert_same_training(outcomes, expected, bound=FLOAT64):
 
 
 def nominal(model, layout, **options):
-    """The layout with nobody lost, and without the plugin."""
+    """The nominal layout, without the plugin."""
     return dataclasses.replace(degraded(model, layout, **options), lost=())
 
 
@@ -119,8 +119,8 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 
 @pytest.mark.parametrize("route", ["direct", "via_core"])
 def test_a_sharded_optimizer(first_half, route):
-    """Nominal -> degraded, and degraded -> otherwise degraded. Megatron itself cannot load one with torch's Adam, so
-    that what a degraded job saves is compared with what a nominal one does, tensor for tensor."""
+    """Nominal -> degraded, and degraded -> degraded in another way. Megatron itself cannot load a sharded optimizer
+    with torch's Adam, so the checkpoint of a degraded job is compared with that of a nominal one, tensor for tensor."""
     here, there = (degraded(BASE, layout, more=SHARDED, route=route) for layout in ("TP4+TP3", "TP3+TP3"))
     whole = nominal(BASE, "TP4+TP3", more=SHARDED)
     for first, second in ((whole, here), (here, there)):

@@ -91,7 +91,7 @@ def test_another_dies_in_the_recovery(fault_point, events):
 
 
 def test_another_dies_while_steps_are_taken_again(events):
-    """The second loss comes in the sixth section, before what it needs is caught up with."""
+    """The second loss comes in the sixth section, before the steps of the first recovery are repeated."""
     faults = [kill(3, during="applied", step=5), kill(1, during="backward", step=6)]
     lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"), faults=faults)
     assert widths(lived) == {0: 1, 2: 1}
@@ -125,7 +125,7 @@ def test_a_single_replica_shrinks_twice_and_grows():
 
 
 def test_the_same_slot_is_lost_in_all_replicas():
-    """Which nobody survives who has copies of the unique alone."""
+    """With copies of unique state only, nobody would survive this."""
     faults = [kill(slot, during="backward", step=5) for slot in (1, 3)]
     lived, rows = live(job("--ntp-copies-protect all"), faults=faults)
     assert widths(lived) == {0: 1, 2: 1}
@@ -147,7 +147,7 @@ def test_a_host_is_lost(fault_point, events):
 
 
 def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
-    """The slot dies while its copy is taken: the one before is whole, and not that of long ago."""
+    """The slot dies during its copy: the one before is complete, and recent."""
     options = {"per_host": 2, "spoil": "far_copies_do_not_arrive"}
     lived, rows = live(job(f"{OVERLAP} --ntp-events={events}", **options), faults=[kill(3, during="forward", step=9)])
     assert_same_training(lived)
@@ -157,7 +157,7 @@ def test_while_far_copies_do_not_arrive_near_ones_do_not_grow_old(events):
 
 
 def test_a_hung_parity_host_is_evicted_and_training_continues(events):
-    """It is stopped and not dead, so nothing hangs up on those who are sending it their copies."""
+    """It is stopped and not dead, so no connection to it closes."""
     spec = job(f"{OVERLAP} --ntp-events={events}", per_host=2)
     have_megatron_imported()
     with Ranks(4, Play(spec), faults=[freeze(2, during="backward", step=5)], fault_points=FAULT_POINTS) as ranks:
@@ -183,7 +183,7 @@ PARITIES = f"{OVERLAP} --ntp-copies-mode xor:2"
 
 @pytest.mark.parametrize("fault_point", [pytest.param("backward", marks=pytest.mark.short), "applied"])
 def test_a_host_is_lost_whose_far_copies_are_shares_of_parities(fault_point, events):
-    """Three hosts of two ranks. Of each rank of the second the first or the third keeps a parity, and nobody a copy."""
+    """Three hosts of two ranks. The first or the third host keeps a parity of each rank of the second, and no copy."""
     faults = [kill(slot, during=fault_point, step=5) for slot in (2, 3)]
     lived, rows = live(job(f"{PARITIES} --ntp-events={events}", dp=3, per_host=2), faults=faults)
     assert widths(lived) == dict.fromkeys((0, 1, 4, 5), 2)
@@ -217,7 +217,7 @@ def test_two_hosts_that_share_a_parity_are_lost_at_once():
 
 
 def test_one_rank_of_a_host_is_lost_with_parities(events):
-    """Its near copy is there, and nothing is put together. Its group goes on without it, and then its host is lost."""
+    """Its near copy is there, and nothing is rebuilt. Its group continues without it, and then its host is lost."""
     faults = [kill(3, during="applied", step=5), kill(2, during="backward", step=9)]
     lived, rows = live(job(f"{PARITIES} --ntp-events={events}", dp=3, per_host=2), faults=faults)
     assert widths(lived) == dict.fromkeys((0, 1, 4, 5), 2)
@@ -325,7 +325,7 @@ def test_copies_may_lag(events):
 
 
 def test_parity_hosts_that_are_slow(events):
-    """A copy would take minutes. Each slot tells that once, and no step or end waits for it."""
+    """A copy would take minutes. Each slot reports that once, and no step or end waits for it."""
     lived, rows = live(job(f"{OVERLAP} --ntp-copies-gb-per-s 0.000001 --ntp-events={events}", per_host=2))
     without, _ = live(job(f"{OVERLAP} --ntp-copies-mode off", per_host=2))
     assert_same_training(lived)
@@ -337,7 +337,7 @@ def test_parity_hosts_that_are_slow(events):
 
 
 def test_the_last_replica_is_reported_when_nothing_is_copied(events):
-    """Replica 0 is too narrow and stands idle. That is told once."""
+    """Replica 0 is too narrow and idle. That is reported once."""
     more = f"--ntp-min-tp-width 2 --ntp-events={events}"
     lived, rows = live(job(more), faults=[kill(1, during="applied", step=5)], back={1: 10})
     assert_same_training(lived)
@@ -382,7 +382,7 @@ def test_is_bit_for_bit_a_run_that_was_planned_so():
 
 @pytest.mark.parametrize(("more", "back"), [(OVERLAP, {}), (OVERLAP, {2: 10}), ("", {})])
 def test_bf16(more, back):
-    """What is copied is what is stepped, in float32; the weights are had from it."""
+    """Copies hold the float32 masters; the weights are derived from them."""
     options = BF16 | {"more": f"{BF16['more']} {more}"}
     layout = {"tp": 2, "dp": 2} if more else {"tp": 4, "dp": 1}
     lived, _ = live(job(**options, **layout), faults=[kill(2, during="applied", step=5)], back=back)

@@ -63,7 +63,7 @@ def test_pipelined_micro_batches_keep_their_samples_while_others_are_under_way()
 
 
 def test_something_is_dropped():
-    """Or all of this would be true of nothing."""
+    """Without dropout all of this would hold trivially."""
     assert worst(run(uniform(DROPOUT)), run(uniform(BASE))) > 1e-2
 
 

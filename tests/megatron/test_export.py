@@ -25,7 +25,7 @@ from tests.ranks.command import NTP, Command
 from tests.ranks.machines import machines
 
 STEPS, ENOUGH = 2000, 25
-"""More than are taken while somebody exports; and so many where a job is to end."""
+"""More steps than an export takes; and the length of a job that must end."""
 ITERATIONS = f"--train-iters {STEPS} --lr-decay-iters {STEPS}"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --dist-ckpt-optim-fully-reshardable"
 FLOAT64 = BOUNDS["float64"]
@@ -36,7 +36,7 @@ def command(words, log):
 
 
 def export(run, to, log):
-    """By the command that the run was started by."""
+    """Export with the command of the run."""
     return command([*NTP, "copies", "export", str(run), "--to", str(to), "--", *StartedBy.read(run).words], log)
 
 
@@ -45,7 +45,7 @@ def saved_step(folder):
 
 
 def without_us(folder, job_of, more):
-    """Ordinary Megatron, started by torchrun; what it said."""
+    """Run stock Megatron, started by torchrun; return its output."""
     job = job_of(enabled=False, more=f"{ITERATIONS} {more}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
     code, output = command([*launcher, *training(job, folder)], folder / f"without us, {job.processes}")
@@ -63,7 +63,7 @@ def run_of(events):
 
 
 def put_by(run, folder):
-    """What it has left, where no other run removes it."""
+    """Move the copies of a run to where no other run removes them."""
     kept = folder / run.name
     shutil.copytree(run, kept)
     shutil.rmtree(run)
@@ -71,7 +71,7 @@ def put_by(run, folder):
 
 
 def killed(folder, job_of, more, *, step, meanwhile=lambda _: None):
-    """What a job leaves whose power is cut after that step."""
+    """The copies of a job whose power is cut after that step."""
     events = folder / "events"
     job = job_of(enabled=True, more=f"{ITERATIONS} {more} --ntp-events={events}")
     with machines(1, folder) as hosts:
@@ -98,7 +98,7 @@ def wide(**options):
 
 @pytest.fixture(scope="module")
 def dead(tmp_path_factory):
-    """What a run has left, and what it has told."""
+    """The copies of a dead run, and its events."""
     folder = tmp_path_factory.mktemp("dead")
     return killed(folder, sharded, SHARDED, step=8), folder / "events"
 
@@ -108,7 +108,8 @@ def all_in(folder):
 
 
 def assert_same_state(saved, folder, more=SHARDED):
-    """As that of a job that nobody has disturbed; it saves once more, one step later, when it ends."""
+    """Assert that the saved state is that of an undisturbed job; that job saves once more, one step later, when it
+    ends."""
     step = saved_step(saved)
     intervals = f"--save-interval {step} --exit-interval {step + 1}"
     without_us(folder, sharded, f"{more} --save {folder}/undisturbed {intervals}")
@@ -122,7 +123,7 @@ def assert_same_state(saved, folder, more=SHARDED):
 
 
 def test_a_living_run_is_exported(tmp_path):
-    """It goes on meanwhile, and so far that nothing is left of the version that was exported."""
+    """The run continues during the export, until none of its copies has the exported version."""
     folder = tmp_path / "saved"
 
     def export_it(run):
@@ -183,7 +184,7 @@ def test_a_run_can_be_resumed_after_an_export(dead, tmp_path):
 
 
 def test_a_run_of_two_hosts_is_exported_on_one_of_them(tmp_path):
-    """Far copies make it whole there; without them it is refused. In the format that Megatron takes by itself."""
+    """Far copies complete the state there; without them the export is refused. In Megatron's default format."""
     with machines(2, tmp_path) as hosts:
         (agent, events), (_, of_second) = (test_hosts.start(hosts, at, tmp_path) for at in (1, 2))
         wait_for_step(8, events, agent)
@@ -207,7 +208,7 @@ def losses(output):
 
 
 def test_a_stock_job_resumes_from_an_export(tmp_path):
-    """One replica, of which everything was copied; it is loaded in another layout."""
+    """One replica, all of whose state was copied; its checkpoint is loaded in another layout."""
     left = killed(tmp_path, alone, "", step=5)
     code, output = export(left, tmp_path / "saved", tmp_path / "log")
     assert code == 0, output[-4000:]

@@ -48,7 +48,7 @@ def test_a_rank_rejoins(more):
 
 
 def test_a_replica_is_idle_for_some_steps():
-    """What its survivors have not counted meanwhile they are told."""
+    """Its survivors get the counts of the steps that they missed."""
     lived, _ = live(job("--ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=5)], back={1: 10})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
@@ -76,7 +76,7 @@ SAVED = f"{OVERLAP} --dist-ckpt-optim-fully-reshardable"
     ids=str,
 )
 def test_a_checkpoint_of_one_layout_resumes_in_another(layouts, tmp_path):
-    """None: nobody lost, and Megatron without us."""
+    """None: no loss, and stock Megatron."""
     first, second = (
         degraded(BASE, layout, more=SAVED, group_adam=True) if layout else job(SAVED, tp=4, enabled=False)
         for layout in layouts

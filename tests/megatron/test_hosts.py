@@ -94,7 +94,7 @@ def test_a_machine_is_lost_with_the_copies_on_it(two_hosts, tmp_path):
 
 
 def test_a_run_that_is_dead_is_resumed_from_memory_in_another_layout(tmp_path):
-    """The power of nothing but the job is cut: TP2 x DP2 with shards is gone, and TP4 goes on from what it left."""
+    """Only the job loses its power: TP2 x DP2 with shards is lost, and TP4 resumes from its copies."""
     before, events = copies_left(), [tmp_path / "first", tmp_path / "second"]
     job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=f"{MORE} --ntp-events={events[0]}")
     with machines(1, tmp_path) as hosts:

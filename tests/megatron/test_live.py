@@ -21,7 +21,7 @@ from ntp_plugin.testing.faults import kill
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 KINDS = pytest.mark.parametrize("kind", ["", OVERLAP], ids=["plain", "sharded"])
-"""What a lost rank held comes from the live state of others, or from copies: `test_copies.py` is of the latter."""
+"""The state of a lost rank comes from live state of others, or from copies: `test_copies.py` tests the latter."""
 IN_A_STEP = ["step", "forward", "backward", "reduce", "reduced", "vote", "apply", "applied", "between"]
 PIPELINE = {"tp": 2, "pp": 2, "dp": 2}
 IN_A_RECOVERY = ["report", "plan", "regroup", "resume", "moved", "built", "made", "resumed"]
@@ -76,7 +76,7 @@ def test_the_learning_rate_of_a_rank_that_has_scheduled_is_not_set_back_by_one_t
 @pytest.mark.parametrize("fault_point", IN_A_STEP)
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_any_slot_may_be_the_one(slot, fault_point):
-    """The first of a TP group is the one that reads samples; rank 0 prints, and the last rank tells the loss."""
+    """The first of a TP group reads samples; rank 0 prints, and the last rank reports the loss."""
     lived, rows = live(job(), faults=[kill(slot, during=fault_point, step=5)])
     assert sorted(lived) == [other for other in range(4) if other != slot]
     assert_same_training(lived)
@@ -109,7 +109,7 @@ def test_a_replica_shrinks_until_it_is_lost(kind):
 
 
 def test_a_replica_that_is_too_narrow_is_idle_until_a_rank_rejoins():
-    """Its survivor is a member that trains nothing, here the first of all; then the replica is whole again."""
+    """Its survivor is a member that trains nothing, here the first of all; then the replica has full width again."""
     lived, rows = live(job(more="--ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=5)], back={1: 10})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
@@ -144,7 +144,7 @@ def test_all_slots_of_a_replica_die_at_once(kind):
 
 
 def test_losing_the_only_holder_of_state_ends_the_job():
-    """Both holders of the same units are gone: the error names them, and what to do."""
+    """Both holders of the same units are lost: the error names the units, and a way out."""
     with pytest.raises(StateLost, match="restart from"):
         live(job(), faults=[kill(slot, during="backward", step=5) for slot in (1, 3)])
 
@@ -212,7 +212,7 @@ def test_a_rejoined_rank_survives_the_next_loss_and_return():
     ],
 )
 def test_a_loss_while_optimizer_state_is_sent_to_a_rejoined_rank(slot, fault_point):
-    """It has weights, and trains, and is lost; or one that sends to it, or another. Who is left comes to the same."""
+    """The rejoined rank has weights, trains, and is lost; or a sender to it, or another. The results are the same."""
     size = 2 if slot < 4 else 3
     faults = [kill(3, during="backward", step=5), kill(slot, during=fault_point, epoch=2)]
     lived, rows = live(job(dp=size), faults=faults, back={3: 10})
@@ -222,7 +222,7 @@ def test_a_loss_while_optimizer_state_is_sent_to_a_rejoined_rank(slot, fault_poi
 
 
 def test_optimizer_state_is_sent_in_bf16_and_over_stages():
-    """With masters in float32, of which most of what arrives is."""
+    """Masters in float32 are most of the state that arrives."""
     options = PIPELINE | BF16
     lived, _ = live(job(**options), faults=[kill(5, during="backward", step=5)], back={5: 10})
     reference = run(uniform(BASE, tp=2, pp=2, **BF16))
@@ -263,7 +263,7 @@ def test_the_stage_in_the_middle_is_degraded(fault_point):
 
 
 def test_a_stage_of_a_hybrid_model_is_degraded_and_restored():
-    """Attention and MLP layers, of which no stage has both in the same number."""
+    """Attention and MLP layers; no stage has as many of both."""
     model = {"model": MODELS[HYBRID].replace("*--*", "*-|-*"), "tp": 2, "pp": 2}
     lived, _ = live(job(dp=2, **model), faults=[kill(5, during="backward", step=5)], back={5: 10})
     assert widths(lived) == dict.fromkeys(range(8), 2)
@@ -307,7 +307,7 @@ def test_with(more, kind):
 
 @pytest.mark.parametrize("fault_point", ["forward", "vote", "applied"])
 def test_in_an_evaluation(fault_point):
-    """Each fifth section is one; it is done again as a whole, and its samples are read again."""
+    """Each fifth section is an evaluation; it is repeated completely, and its samples are read again."""
     more = "--eval-interval 4 --eval-iters 2"
     whole = run(uniform(BASE, more=more))
     lived, _ = live(job(more=more), faults=[kill(3, during=fault_point, step=5)])
@@ -322,8 +322,8 @@ def test_in_an_evaluation(fault_point):
     [pytest.param("save", 6, marks=pytest.mark.short), ("written", 6), ("vote", 6), ("applied", 6), ("forward", 7)],
 )
 def test_in_a_checkpoint(fault_point, section, kind, tmp_path):
-    """After five steps the sixth section saves, and the last too; both checkpoints are those of a whole job. What a
-    sharded optimizer has in them is cut as its ranks are, and is read in `test_checkpoints.py`."""
+    """After five steps the sixth section saves, and the last too; both checkpoints equal those of a nominal job. Their
+    sharded optimizer state is cut as the ranks are, and is read in `test_checkpoints.py`."""
     more = f"{kind} --save {{}} --save-interval 5 --dist-ckpt-format torch_dist"
     whole = uniform(BASE, tp=2, more=more.format(tmp_path / "whole"))
     lived, _ = live(job(more=more.format(tmp_path / "mine")), faults=[kill(3, during=fault_point, step=section)])

@@ -12,7 +12,7 @@ pytest.importorskip("tensorboard", reason="without it Megatron writes no TensorB
 
 
 def values_in(folder):
-    """Name -> step and value of each time that it was told, in order."""
+    """Name -> step and value of each entry, in order."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     read = EventAccumulator(str(folder), size_guidance={"scalars": 0})

@@ -27,7 +27,7 @@ def test_without_the_flag_nothing_is_under_way():
 
 
 def test_evaluation_sees_the_parameters_of_its_step():
-    """It has no hooks to wait with: Megatron has all parameters in place before it."""
+    """Evaluation has no hooks to wait with: Megatron gathers all parameters before it."""
     outcomes = run(degraded(BASE, "TP4+TP3", more=f"{GATHER} {EVALUATED}"))
     reference = run(uniform(BASE, more=EVALUATED))
     worst = largest_differences(outcomes, reference)

@@ -20,7 +20,7 @@ def assert_same_training(outcomes, reference, bound):
 
 
 def assert_one_mind(outcomes, reference):
-    """What is logged is the same on all ranks, and the schedule follows the global batch."""
+    """All ranks log the same, and the schedule follows the global batch."""
     expected = reference[0]
     (losses,) = {tuple(seen.losses) for seen in outcomes.values()}
     (norms,) = {tuple(seen.norms) for seen in outcomes.values()}

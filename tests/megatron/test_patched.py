@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Looking(Play):
-    """As `run` does it, and then looks at what was replaced and who was told."""
+    """Play as `run` does, and then check what was replaced and which settings were given."""
 
     def __call__(self, rank):
         seen = super().__call__(rank)
@@ -51,7 +51,7 @@ class Looking(Play):
 
 
 def play_to(file):
-    """What is run with the patched sources first in the path."""
+    """Run the job with the patched sources first in the path."""
     have_megatron_imported()
     with Ranks(JOB.processes, Looking(JOB)) as ranks:
         Path(file).write_bytes(pickle.dumps(ranks.wait()))

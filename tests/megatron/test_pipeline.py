@@ -38,7 +38,7 @@ def test_float64(layout):
 
 
 def assert_one_mind(outcomes, expected):
-    """What is logged is the same on all ranks of the last stage, and the schedule follows the global batch."""
+    """All ranks of the last stage log the same, and the schedule follows the global batch."""
     (losses,) = {tuple(seen.losses) for seen in with_losses(outcomes)}
     (norms,) = {tuple(seen.norms) for seen in outcomes.values()}
     assert len(losses) == len(norms) == STEPS

@@ -88,7 +88,7 @@ def test_a_signal_is_recorded_and_goes_to_workers_only(tmp_path, capsys):
 
 
 def test_a_recipe_injects_faults_into_a_running_job(tmp_path):
-    """Its steps are counted from then on, and the job goes on to its end."""
+    """Its steps count from then on, and the job continues to its end."""
     running = job(tmp_path, steps=60)
     running.wait_for(r"iteration +20/")
     recipe = "recipes/chaos/kill-in-backward.toml"

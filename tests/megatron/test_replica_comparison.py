@@ -81,8 +81,8 @@ def test_a_flipped_bit_is_healed(more, tmp_path):
 
 
 def test_no_copy_is_made_of_what_is_corrupt(tmp_path):
-    """The slot that leaves had the only live holding of what has flipped, and its copies are what the others go on
-    from: the newest is of the step before."""
+    """The leaving slot had the only live copy of the flipped state, and the others resume from its copies: the newest
+    is of the step before."""
     more = f"--use-distributed-optimizer --ntp-watch-steps 3 --ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
     lived, _ = live(job(spoil="a_bit_flips_in_its_own_shard", dp=3, more=more), leaving=[3])
     assert widths(lived) == {0: 2, 1: 2, 2: 1, 4: 2, 5: 2}
@@ -93,7 +93,7 @@ def test_no_copy_is_made_of_what_is_corrupt(tmp_path):
 
 @pytest.mark.parametrize("fault_point", ["backward", "compare"])
 def test_nothing_is_taken_for_corrupt_that_is_not(fault_point, tmp_path):
-    """Whole, degraded and whole again, compared before every step; also where the loss is in the comparison."""
+    """Nominal, degraded and nominal again, compared before every step; also with the loss in the comparison."""
     more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
     watched = job(spoil="nobody_tells_all_digests", more=more)
     lived, _ = live(watched, faults=[kill(3, during=fault_point, step=5)], back={3: 10})

@@ -22,7 +22,7 @@ LONG_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Deviating(Play):
-    """One process that is started otherwise: with other words, variables, or another version of the plugin."""
+    """One process with other settings: other arguments, variables, or another version of the plugin."""
 
     who: str = ""
     """Its incarnation."""

@@ -57,7 +57,7 @@ def test_megatron_itself_trains_the_same_with_it():
 
 
 def cut_and_whole(rank):
-    """For sequences of many lengths: how far what is computed in slots is from what is computed whole; rows stored."""
+    """For sequences of many lengths: the difference between slots and the full computation; rows stored."""
     from ntp_plugin.megatron import cpu_emulation  # noqa: PLC0415  (only ranks know Megatron)
 
     cpu_emulation.install(cpu_emulation.FLOAT64)
@@ -85,7 +85,7 @@ def cut_and_whole(rank):
 
 
 def one_length(length, place):
-    """What stands for a norm and a bias, a column-parallel layer, a row-parallel one, and a loss of either kind."""
+    """Models of a norm and a bias, a column-parallel layer, a row-parallel one, and a loss of either kind."""
     from megatron.core.tensor_parallel import layers, mappings  # noqa: PLC0415
 
     torch.manual_seed(length)

@@ -19,7 +19,7 @@ NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
 
 
 def wait_until(look, why_not, timeout_s=PATIENCE_S):
-    """What it finds, once it finds something."""
+    """Return the first result of `look` that is not empty."""
     deadline = time.monotonic() + timeout_s
     while not (found := look()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {why_not()}"
@@ -82,7 +82,7 @@ class Command:
         return wait_until(look, lambda: f"{pattern} in {self.output}")
 
     def end(self):
-        """(exit code, what it said)"""
+        """(exit code, output)"""
         try:
             code = self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:

@@ -64,7 +64,7 @@ class Addresses:
         return f"127.0.77.{at}"
 
     def prefix(self, at):
-        """It is known by its environment."""
+        """The words before a command on a machine, whose processes are identified by their environment."""
         return ["env", f"NTP_TEST_MACHINE={os.getpid()}.{at}"]
 
     def pids(self, at):

@@ -105,7 +105,7 @@ def record_samples(job, groups, rank, is_replica_leader=lambda: True):
 
 
 def fault(job, driver, rank):
-    """Tell the rank of moments inside a step, and inside the recovery that leads to an epoch."""
+    """Report fault points inside a step, and inside the recovery that leads to an epoch."""
     for name, fault_point in (
         ("_accumulate", "backward"),
         ("_reduce", "reduce"),
@@ -127,7 +127,7 @@ def fault(job, driver, rank):
 
 
 def _report_collective(started, rank, job):
-    """The operation is on its way, and nobody has waited for it yet."""
+    """The operation has started, and no thread waits for it yet."""
     if started.name.name == "ALLREDUCE":
         rank.reached("all_reduce", job.applied + 1)
 

@@ -83,7 +83,7 @@ def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
 
 
 def damage_tensors(job, rank):
-    """Tell the rank of moments inside the first re-layout: its k-th tensor is built, compared, or switched to."""
+    """Report fault points inside the first resharding: its k-th tensor is built, compared, or switched to."""
     state, count, switched = job.state, 0, 0
     build, switch = state.build, state._switch
 
@@ -104,7 +104,7 @@ def damage_tensors(job, rank):
 
 
 def damage_lanes(groups, rank):
-    """Tell the rank of the moments before and after its first lane of an epoch is connected."""
+    """Report fault points before and after the first lane of an epoch is connected."""
     make, edit = groups.make_lanes, GlooBackend.edit
     connected = 0
 

@@ -22,7 +22,7 @@ PATIENCE_S = 20.0
 
 
 class Dead(BaseException):
-    """What ends a thread that plays a killed process."""
+    """Ends a thread that plays a killed process."""
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +34,13 @@ def connections():
 
 
 class Stage:
-    """Members of one run: who is dead (as a detector sees it), and a fresh corner of the store."""
+    """Members of one run: the dead ones (as a detector sees them), and a fresh prefix of the store."""
 
     def __init__(self, connections, slots, fan=FAN):
         self.connections, self.run, self.fan = connections, next(RUNS), fan
         self.dead: set[int] = set()
         self.expected: tuple[int, ...] | None = None
-        """Members go on until these are in; None: until they have agreed once."""
+        """Members continue until these have joined; None: until they have agreed once."""
         self.first = View(
             epoch=0, member_ids=tuple(MemberId(slot=slot, incarnation=f"first{slot}") for slot in range(slots))
         )
@@ -155,7 +155,7 @@ def test_joining_ranks_alone_report_that_no_state_is_left(connections):
 
 @pytest.mark.parametrize("fan", [2, FAN])
 def test_unsuspected_members_are_evicted_at_the_time_limit(connections, caplog, fan):
-    """They neither report nor die, and no detector finds them: the others go on without them."""
+    """They neither report nor die, and no detector finds them: the others continue without them."""
     stage = Stage(connections, 6, fan)
     stage.dead.add(5)
     stage.expected = (0, 2, 3)
@@ -190,7 +190,7 @@ def test_the_job_is_over_for_all_at_once(two_members):
 
 
 def test_a_loss_and_the_end_of_the_job_are_never_both(two_members):
-    """Whichever view came first is the next: nobody leaves while another needs its report."""
+    """The first view is the next one: no member leaves while another needs its report."""
     stage, stores, members = two_members
     stores[2].create(view_key(1), without(stage.first, [1]).encode())
     stores[2].create("done/0/1", "done")

@@ -39,7 +39,7 @@ ANYBODY = st.integers(0, MOST_PROCESSES - 1)
 
 @pytest.fixture(scope="module")
 def connections():
-    """One for each process, one for the supervisor, one for whoever checks."""
+    """A connection for each process, one for the supervisor, one for the checker."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     clients = [
         dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60)) for _ in range(MOST_PROCESSES + 2)
@@ -249,7 +249,7 @@ class AgreementMachine(RuleBasedStateMachine):
 
     @rule(index=ANYBODY)
     def publish(self, index):
-        """A supervisor tells of a loss: of a dead or a frozen process, or of one that it is wrong about."""
+        """A supervisor reports a loss: of a dead or a frozen process, or a false one."""
         if sum(process.acts for process in self.processes) > 2 or not self.pick(index).acts:
             self.publish_lost(self.pick(index).member_id)
 
@@ -267,7 +267,7 @@ class AgreementMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.processes) < MOST_PROCESSES)
     @rule(index=ANYBODY, raced=st.none() | ANYBODY)
     def join(self, index, raced):
-        """A new process for a slot whose old one is dead, or out; somebody else's loss may come in between."""
+        """A new process joins for a slot whose old one is dead, or evicted; another loss may come in between."""
         old = self.pick(index)
         rivals = [p for p in self.processes if p.member_id.slot == old.member_id.slot and p is not old]
         if any(p.alive and p.member_id in self.newest().member_ids for p in (old, *rivals)):
@@ -367,7 +367,7 @@ def test_no_run_on_the_real_store_breaks_the_agreement(connections, monkeypatch)
 
 
 def overwrite(_sound):
-    """Whoever comes last wins."""
+    """The last writer wins."""
 
     def broken(store, key, value):
         store._store.set(key, store._signed(key, value))
@@ -377,7 +377,7 @@ def overwrite(_sound):
 
 
 def end_alone(sound):
-    """Who is done takes all others for done."""
+    """A finished member takes all others for finished."""
 
     def broken(member, read, fan):
         over, write = sound(member, read, fan)

@@ -48,7 +48,7 @@ def look_at(mesh):
 
 
 def play(rank):
-    """Look at all meshes as they are made, without the lost one, and when all are back."""
+    """Inspect all meshes when they are made, after a loss, and after the return."""
     global SLOT  # noqa: PLW0603
     SLOT = rank.slot
     elastic = ElasticRank(rank.place)
@@ -81,7 +81,7 @@ def play(rank):
 
 @pytest.fixture(scope="module")
 def looks():
-    """Slot 2 dies and comes back."""
+    """Slot 2 dies and rejoins."""
     with Ranks(SIZE, play) as ranks:
         ranks.wait_for_rows(SIZE, "ready")
         ranks.kill(2)

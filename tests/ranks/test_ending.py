@@ -15,7 +15,7 @@ runpy.run_path({str(RECIPES / "train_tp.py")!r}, run_name="__main__")
 
 
 def test_survivors_that_lost_state_and_are_slow_to_exit_give_the_job_their_code(tmp_path):
-    """Slots 1 and 3 hold the same features of their replicas; without them 0 and 2 cannot go on."""
+    """Slots 1 and 3 hold the same features of their replicas; without them 0 and 2 cannot continue."""
     script = tmp_path / "slow.py"
     script.write_text(ENDS_SLOWLY)
     flags = ["--standalone", "--nproc-per-node=4", "--ntp-thresholds", "silent_s=5,hung_s=5"]

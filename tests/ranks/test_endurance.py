@@ -38,7 +38,7 @@ def train_for_ever(rank):
 
 
 def test_deaths_and_returns_leave_nothing_behind():
-    """Slot 0 lives through them all: its threads and descriptors stay as they are, and its memory nearly so."""
+    """Slot 0 survives them all: its threads and descriptors stay the same, and its memory nearly so."""
     with Ranks(3, train_for_ever) as ranks:
         ranks.wait_for_rows(3, "whole")
         for cycle in range(CYCLES):

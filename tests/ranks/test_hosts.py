@@ -16,7 +16,7 @@ PORT = 29400
 LIMITS = "host_s=10,store_s=30,hung_s=20"
 """A host on a machine with 60 busy processes beats once in a second or two."""
 STEPS = 160
-"""Ten minutes with pauses (`paused.py`): a machine comes in within that."""
+"""Ten minutes with pauses (`paused.py`): a machine joins within that time."""
 
 
 class Job:
@@ -50,7 +50,7 @@ class Job:
         agent.wait_for(r"slot \d+ is pid (.|\n)*slot \d+ is pid")
 
     def wait_until_somebody_says(self, what):
-        """Any of its machines: the first that finds something tells it, and no other."""
+        """Wait for the output of any of its machines: only the first to detect something reports it."""
         wait_until(lambda: what in self.output, lambda: f"{what} in {self.output}")
 
     @property
@@ -141,7 +141,7 @@ def test_a_disconnected_machine_ends_its_workers_and_the_others_continue(tmp_pat
 
 @with_cuts
 def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
-    """The others have gone on; who was cut off finds that out, and does not train on beside them."""
+    """The others have continued; the disconnected ranks detect that, and do not train on beside them."""
     with machines(2, tmp_path) as hosts:
         job = Job(hosts, 2)
         job.wait_until_it_trains()

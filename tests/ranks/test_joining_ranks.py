@@ -146,7 +146,7 @@ def hang_while_a_joiner_prepares(rank, *, beats):
 
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_joiner_in_preparation_is_neither_hung_nor_progress(beats):
-    """Not while it imports, before its first beat, nor while it builds its model: nobody waits for it."""
+    """This holds while it imports, before its first heartbeat, and while it builds its model: no rank waits for it."""
     play = functools.partial(hang_while_a_joiner_prepares, beats=beats)
     faults = [kill(2, during="first", step=1), hang(1, during="prepares", step=2)]
     with Ranks(3, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:

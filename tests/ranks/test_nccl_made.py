@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch
 
 
 def play(rank, environment):
-    """What a joining rank does before it is regrouped: it makes its groups, and offers."""
+    """The steps of a joining rank before it is regrouped: it makes its groups, and publishes its handles."""
     os.environ.update(environment)
     groups = ElasticGroups(0, joining=True)
     groups.attach()

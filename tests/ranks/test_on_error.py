@@ -89,7 +89,7 @@ def test_a_replacement_that_fails_before_it_joins_does_not_end_the_job(tmp_path)
 
 @pytest.mark.parametrize("ends", ["sys.exit(3)", "sys.exit('no data')"])
 def test_an_exit_with_a_code_is_an_error_of_the_script(tmp_path, ends):
-    """Also of one that knows nothing of us."""
+    """The script need not know the plugin."""
     code, output = run(tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\ntime.sleep(3600)")
     assert code == 9, output
     assert re.search(r"slot 1 ended by an error of its own script: SystemExit: exited with (3|no data) \(", output)

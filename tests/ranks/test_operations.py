@@ -70,7 +70,7 @@ def all_there_is():
 
 
 def count_both_ways(rank, missed=""):
-    """Call -> how many operations torch's hook has told, how many we saw, and of how many works that are the same."""
+    """Call -> the operations that torch's hook reported, those that we saw, and how many works are the same."""
     seen, hooked = [], []
     operations.methods = lambda: [name for name in methods() if name != missed]
     watching = Operations()

@@ -14,7 +14,7 @@ SIGNALLED = Path(__file__).with_name("signalled.py")
 
 
 def job(folder, *flags, hung_s=3, **environment):
-    """Three slots that train slowly until they may go on."""
+    """Three slots that train slowly until they may continue."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", f"--ntp-thresholds=hung_s={hung_s}", *flags]
     variables = {"RECIPE": str(RECIPES / "train.py"), "STEPS": "60", "PAUSE_S": "1"} | environment
     return Command([*words, str(SIGNALLED)], folder / "log", **variables)

@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_evicted(phase):
 
 
 def test_an_edit_that_hangs_in_one_rank_is_retried_with_that_rank():
-    """It is a thread beside the rank's own that hangs there; the rank waits for it, as all others wait for theirs."""
+    """A helper thread of the rank hangs there; the rank waits for it, as all others wait for theirs."""
     faults = [kill(1, during="reduce", step=7), hang(3, during="address", epoch=1)]
     with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         outcomes = ranks.wait()
@@ -209,6 +209,6 @@ def test_an_error_of_one_rank_ends_only_that_rank(error):
 
 
 def test_a_rank_dies_when_the_others_have_finished():
-    """Whoever was done first is still there to report."""
+    """The rank that finished first is still there to report."""
     outcomes, _ = injected(kill(1, during="after vote", step=STEPS))
     assert outcomes.keys() == {0, 2}

@@ -18,7 +18,7 @@ STEPS, LONG_S = 60, 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spoilt:
-    """A job in which one weight of slot 1 is spoilt between two steps."""
+    """A job in which one weight of slot 1 is corrupted between two steps."""
 
     after: int
     how: str
@@ -26,7 +26,7 @@ class Spoilt:
     keys: tuple[tuple[str, object], ...] = ()
 
     def __call__(self, rank):
-        """Its exit code, what it said, and the losses, weights and members that it ended with."""
+        """Its exit code, output, losses, weights and last members."""
         os.environ |= rank.environment()
         torch.manual_seed(0)
         output, losses, job = io.StringIO(), [], None
@@ -71,7 +71,7 @@ def played(spoilt, ranks, but=()):
 @pytest.mark.parametrize(("tp", "ranks"), [(1, 3), (2, 4)])
 @pytest.mark.parametrize("after", [5, STEPS - 1])
 def test_a_flipped_bit_in_a_job_of_60_steps_is_found(tp, ranks, after):
-    """Also one that flips before the last step: replicas are compared before the job ends."""
+    """The same holds before the last step: replicas are compared before the job ends."""
     outcomes = played(Spoilt(after=after, how="flip", tp=tp), ranks)
     for code, output, *_ in outcomes.values():
         assert code == 7, output
@@ -109,7 +109,7 @@ def test_the_other_replicas_continue_when_the_job_heals():
 
 
 def test_a_script_that_diverges_by_itself_continues():
-    """All replicas hold the same: it is nobody's fault but the script's."""
+    """All replicas are equal: the fault is the script's."""
     outcomes = played(Diverging(after=30, how="nan"), 2)
     for code, output, losses, *_ in outcomes.values():
         assert code == 0, output

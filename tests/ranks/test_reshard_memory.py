@@ -59,7 +59,7 @@ def play(rank, least):
 
 
 def watch(seen, plans, state, *rest, **options):
-    """Let go of gradients, and look at the highest mark of the resident memory."""
+    """Free the gradients, and read the peak of the resident memory."""
     for parameter in state.parameters.values():
         parameter.grad = None
     Path("/proc/self/clear_refs").write_text("5")

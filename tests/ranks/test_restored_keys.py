@@ -18,7 +18,7 @@ from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
 from tests.ranks.test_store_token import CORNER, connection, store
 
 ENOUGH = 2000
-"""Looks of somebody who waits: some seconds' worth."""
+"""Polls of a waiting member: some seconds."""
 
 
 class Process:
@@ -67,7 +67,7 @@ def test_a_key_that_was_deleted_is_there_again_when_it_is_read(process, stranger
 
 @pytest.mark.parametrize("how", ["deleted", "overwritten"])
 def test_a_waiting_member_rewrites_all_views_that_it_knows(process, stranger, server, how):
-    """A supervisor does; its ranks are told of the newest epoch in shared memory, and look for it in the store."""
+    """A supervisor does; its ranks learn the newest epoch from shared memory, and read it in the store."""
     newest = views_of(process, 3)
     for epoch in (1, 2, 3):
         if how == "deleted":
@@ -143,7 +143,7 @@ def test_a_store_is_asked_an_eighth_more_by_who_waits(server):
 
 
 def test_survivors_come_through_a_loss_although_a_stranger_deletes_the_view(tmp_path):
-    """The supervisor writes it again, and says so; nothing said so before."""
+    """The supervisor writes the view again, and logs it; nothing logged it before."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", f"--ntp-run-dir={tmp_path / 'run'}", str(PAUSED)]
     job = Command(words, tmp_path / "log", STEPS="400", PAUSE_S="0.1", RECIPE=str(RECIPES / "train.py"))
     pids = [int(job.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]

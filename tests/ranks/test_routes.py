@@ -23,7 +23,7 @@ NAMES = [f"TP{tp} x {dp} without {LOSSES[tp, dp][number]}" for (tp, dp), number 
 
 @functools.cache
 def outcomes(shape, spoil=None):
-    """What the living slots have after each loss."""
+    """Results of the living slots after each loss."""
     tp, dp = shape
     play = functools.partial(reduce_by_all_routes, tp=tp, dp=dp, losses=LOSSES[shape], spoil=spoil)
     with Ranks(tp * dp, play) as ranks:
@@ -32,7 +32,7 @@ def outcomes(shape, spoil=None):
 
 
 def put_together(routed_slots, route, tensors):
-    """Replica -> tensor -> the whole of what its slots have, every place filled once."""
+    """Replica -> tensor -> the full tensor of its slots, every place filled once."""
     found = {}
     for routed in routed_slots:
         for tensor in tensors:

@@ -18,13 +18,13 @@ def job(folder, *flags, script=RECIPES / "train.py", **environment):
 
 
 def paused_job(folder, *flags, recipe="train.py", **environment):
-    """One that trains slowly until it may go on."""
+    """A job that trains slowly until it may continue."""
     variables = {"RECIPE": str(RECIPES / recipe), "STEPS": "200", "PAUSE_S": "0.5"} | environment
     return job(folder, *flags, script=PAUSED, **variables)
 
 
 def end_with_back(running, slot):
-    """Once a slot's second process is in, without pauses; (exit code, what it said)"""
+    """End the job without pauses once a slot's second process has joined; (exit code, output)"""
     running.wait_for(rf"slot {slot} is pid (.|\n)*slot {slot} is pid")
     running.go_on()
     return running.end()
@@ -121,7 +121,7 @@ def catches(pid, number):
 
 
 def test_a_signal_ends_at_once_who_still_imports(tmp_path):
-    """What was asked for meanwhile is not forked afterwards."""
+    """Requests that came in the meantime are not forked afterwards."""
     pid_file = tmp_path / "pid"
     (tmp_path / "slow.py").write_text(
         f"import os, time\nopen({str(pid_file)!r}, 'w').write(f'{{os.getpid()}}\\n')\ntime.sleep(60)"

@@ -69,7 +69,7 @@ def rings():
 
 
 def forges(run, port):
-    """It has the port and the name of the run, which it has not found out by itself."""
+    """It gets the port and the name of the run, which it has not found out by itself."""
     theirs = PrefixStore(f"ntp/{run}", TCPStore("127.0.0.1", port, None, False))
     theirs.set("view/1", View(epoch=1, member_ids=(), over=True).encode())
     theirs.set("done/0/0", "done")

@@ -23,9 +23,9 @@ from tests.ranks.command import NTP, PAUSED, RECIPES, Command
 
 MESSAGES = 10_000
 OPENING = b"\0" + struct.pack("<I", 0x3C85F7CE)
-"""What a client says first: VALIDATE, and torch's number for it."""
+"""The first bytes of a client: VALIDATE, and torch's number for it."""
 MORE_MEMORY = 200_000_000
-"""Torch's store keeps 4 KB and more of each command that was never whole. What lengths say here is more than it has."""
+"""torch's store keeps 4 KB and more of each incomplete command. Lengths here exceed this."""
 
 
 def noise(dice, size):
@@ -54,7 +54,7 @@ def number(value):
 
 
 def strange_key(dice):
-    """Torch puts a slash before those of its clients, so that this one is nobody's."""
+    """torch puts a slash before the keys of its clients, so that no client uses this one."""
     return sized(b"strange %d " % dice.randrange(50) + noise(dice, 20))
 
 
@@ -117,7 +117,7 @@ class Served:
         self.store.create("a key", "its value")
 
     def hear(self, writes):
-        """Whatever it says to that, nobody listens."""
+        """Discard the answer."""
         with socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE_S) as sender:
             sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
@@ -153,7 +153,8 @@ def test_ten_thousand_malformed_messages_leave_the_store_as_it_was(garbage):
 
 @pytest.mark.parametrize("opening", [OPENING, b""])
 def test_a_well_formed_command_of_a_stranger_is_obeyed_and_not_believed(opening):
-    """So what is spoilt above is all that is wrong with it; and whoever reaches the store can change it."""
+    """This shows that the malformed part above is the only error; and that any process that reaches the store can
+    change it."""
     served = Served()
     theirs = PrefixStore("a job", served.torchs)
     command = b"\x01" + sized(b"/a job/a key") + sized(b"another value")

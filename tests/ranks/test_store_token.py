@@ -30,8 +30,8 @@ def store(server, *, corner=CORNER, token="its token"):
 
 
 def strangers_words(server):
-    """As somebody may write who knows all but the token; the last two are what the job has signed for another key,
-    and what another job of the same token has signed."""
+    """Values from a writer who knows all but the token; the last two are what the job has signed for another key, and
+    what another job of the same token has signed."""
     raw, value = PrefixStore(CORNER, connection(server)), View(epoch=1, member_ids=()).encode()
     store(server).create("view/2", value)
     store(server, corner="ntp/another").create("view/1", value)
@@ -52,7 +52,7 @@ def test_unsigned_values_are_ignored_and_overwritten(server):
 
 
 def test_ten_thousand_unsigned_values_are_ignored(server):
-    """Also such as differ from a signed one in a byte."""
+    """Some differ from a signed value in one byte."""
     raw, own, dice = PrefixStore(CORNER, connection(server)), store(server), random.Random(1)
     own.create("signed", "its value")
     signed = raw.get("signed")
@@ -82,7 +82,7 @@ def test_a_host_with_another_token_is_refused(server):
 
 
 def test_an_unsigned_end_of_the_job_is_ignored(tmp_path):
-    """It has all that a process of another user could have, and more: the port, and the name of the run."""
+    """The writer has all that a process of another user could have, and more: the port, and the name of the run."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=2", str(RECIPES / "train.py")]
     job = Command(words, tmp_path / "log", STEPS="40", PAUSE_S="0.1")
     job.wait_for(r"slot 1 is pid \d+")

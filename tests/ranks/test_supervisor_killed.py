@@ -12,7 +12,7 @@ from tests.ranks.command import NTP, RECIPES, Command, assert_all_end, descendan
 
 BOUND = [sys.executable, "-I", "-S", bound.__file__]
 WITHIN_S = 300.0
-"""Far above what it takes: only a process that goes on is to be found by it."""
+"""Far above the usual time: it only finds a process that does not end."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run(tmp_path):
 
 
 def kill_with_all(running):
-    """SIGKILL for the supervisor; whoever descends from it ends."""
+    """SIGKILL the supervisor; all its descendants must end."""
     pidfds = descendants_of(running.process.pid)
     running.process.kill()
     assert_all_end(pidfds)
@@ -76,7 +76,7 @@ def test_a_stopped_worker_ends_with_its_supervisor(run):
 
 
 def test_a_supervisor_that_died_before_prctl_is_detected(tmp_path):
-    """Whoever starts a process and dies at once leaves one whose parent is another."""
+    """A parent that dies right after it starts a process leaves one with another parent."""
     done = subprocess.run(
         [*BOUND, str(os.getppid()), "touch", str(tmp_path / "started")], capture_output=True, text=True, check=False
     )

@@ -36,7 +36,7 @@ def assert_same_training(outcomes, ranks=4, tp=2):
 
 
 def assert_every_sample_once(outcomes, rows, replicas=2):
-    """What was reduced in the attempts that were applied is the whole global batch of every step, nothing twice."""
+    """The applied attempts reduced the full global batch of every step, nothing twice."""
     attempts = {}
     for outcome in outcomes.values():
         for step, epoch in outcome.attempts.items():
@@ -76,7 +76,7 @@ def test_a_lost_slot_changes_nothing_but_who_computes(fault_point, victim):
 
 @pytest.mark.parametrize("phase", [*IN_A_RECOVERY, "make lanes", "first lane"])
 def test_a_second_death_in_every_phase_of_the_recovery(phase):
-    """Slot 2 is of the other replica and holds the units that slot 1 had not; the two replicas go on one slot wide."""
+    """Slot 2 of the other replica holds the units that slot 1 had not; the two replicas continue one slot wide."""
     outcomes = lose(kill(1, during="reduce", step=5), kill(2, during=phase, epoch=1))
     assert outcomes.keys() == {0, 3}
 
@@ -134,7 +134,7 @@ def test_a_narrow_replica_is_idle_until_its_slot_rejoins():
 
 
 def test_the_last_holder_of_a_unit_is_lost():
-    """Slots 1 and 3 hold the same units; 3 dies before it has handed over those of 1, and nobody has them."""
+    """Slots 1 and 3 hold the same units; 3 dies before it has sent those of 1, and no slot has them."""
     faults = [kill(1, during="reduce", step=5), kill(3, during="resume", epoch=1)]
     message = (
         r"state of r0\.s0\.t1 is held by no living slot.*units 6 to \d+ of hidden \(column\.weight.*last checkpoint"

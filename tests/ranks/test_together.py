@@ -32,7 +32,7 @@ class Coming(InPairs):
 
 
 def go_on_in_pairs(rank):
-    """Until both of the second pair have come back."""
+    """Train until both of the second pair have rejoined."""
     elastic = ElasticRank(rank.place)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if rank.joining:
@@ -77,7 +77,7 @@ def test_a_rank_that_lost_its_partner_is_excluded_and_both_rejoin():
 
 
 def collectives(group):
-    """What each gives."""
+    """The results of each collective."""
     mine = torch.arange(4.0) + 1
     summed, received = mine.clone(), mine.clone()
     gathered, parts = torch.zeros(8), [torch.zeros(4), torch.zeros(4)]
@@ -93,7 +93,7 @@ def collectives(group):
 
 
 def go_alone(rank):
-    """As slots 0 and 1, of which one does so while the other is elsewhere."""
+    """Slots 0 and 1 run alone, one of them while the other is elsewhere."""
     elastic = ElasticRank(rank.place)
     group = dist.new_group([0, 1])
     driver = elastic.drive(Stateless())
@@ -121,7 +121,7 @@ def go_alone(rank):
 
 
 def test_a_subset_runs_alone_without_waiting_and_rejoins_after_it():
-    """Also in groups that were edited."""
+    """This holds in edited groups as well."""
     with Ranks(3, go_alone, faults=[kill(2, during="first", step=1)]) as ranks:
         ranks.wait_for_death(2)
         outcomes = ranks.wait(but=[2])

@@ -70,7 +70,7 @@ def test_a_wait_is_interrupted_when_the_membership_changes(name):
 
 
 def test_a_reduce_scatter_that_was_waited_for_in_slices_would_not_be():
-    """As it was once: its work knows no time limit."""
+    """The earlier behaviour: its work has no time limit."""
     play = functools.partial(wait_for_who_never_comes, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
     with pytest.raises(TimeoutError, match="slot 0 did not finish within 2"), Ranks(SIZE, play) as ranks:
         ranks.wait_for_rows(1, "interrupted")

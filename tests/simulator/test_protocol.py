@@ -11,7 +11,7 @@ from ntp_plugin.simulator.protocol.schedule import draw
 from ntp_plugin.simulator.protocol.search import replay, search
 
 CI_SEEDS = 2_000
-"""A slice; `make show-simulator` looks at 20,000 and more."""
+"""A slice; `make show-simulator` searches 20,000 and more."""
 
 
 def test_no_schedule_breaks_the_protocol():

@@ -16,7 +16,7 @@ def weighed(slots, slot):
 
 
 def run_events(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=(), weights=weighed):
-    """A run in which a step takes a second, and a recovery 0.4 s, after 0.1 s in which nobody noticed."""
+    """A run in which a step takes a second, and a recovery 0.4 s, after 0.1 s without detection."""
     slots, epoch, found = [f"r{replica}.s0.t{slot}" for replica in range(2) for slot in range(2)], 0, []
 
     def tell(at, slot, event):

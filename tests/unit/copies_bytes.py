@@ -9,7 +9,7 @@ def bytes_of(store, place):
 
 
 def mapped(store, place):
-    """What is changed here is changed in the copy."""
+    """Changes of this mapping change the copy."""
     return torch.from_numpy(np.memmap(store.folder / str(place), dtype=np.uint8, mode="r+"))
 
 

@@ -198,7 +198,7 @@ def check_plan(store, process):
 
 
 def own_values(by_all, store):
-    """What members wrote themselves, however it is put together; None where somebody has not."""
+    """The values that members wrote themselves, however they are combined; None if one has not."""
     return {store.get(by_all.own_key(slot)) for slot in by_all.slots}
 
 

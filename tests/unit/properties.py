@@ -65,7 +65,7 @@ def survivors_keep_a_prefix(family, tp, pattern):
 
 
 def rows_are_held_once_in_order(rows):
-    """What the slots store, put together, is the sequence and then its pads, and no more of these than needed."""
+    """The slots together store the sequence and then its pads, and no more pads than needed."""
     held = [list(range(*rows.held(place))) for place in range(rows.width)]
     assert [row for part in held for row in part] == list(range(rows.length))
     assert all(len(part) <= rows.stored for part in held)
@@ -321,7 +321,7 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
 
 
 def _some_optimizer_shard_is_lost(before, after, copies, empty):
-    """A slot whose replica trained and goes on is newly lost, and no host with its shard in memory lives."""
+    """A slot whose replica trained and continues is newly lost, and no host with its shard in memory is alive."""
     return any(
         copies is None or _hosts_that_give(copies, slot, after) <= set(after.lost_nodes)
         for slot in (after.lost | empty) - before.lost
@@ -330,7 +330,7 @@ def _some_optimizer_shard_is_lost(before, after, copies, empty):
 
 
 def _hosts_that_give(copies, slot, after):
-    """A slot's shard: those that have a copy, or a parity whose other members' hosts live."""
+    """Hosts of a slot's shard: with a copy, or with a parity whose other members' hosts are alive."""
     home = after.topology.node_of(slot)
     if isinstance(copies, copy_placement.Placement):
         return {home, *copies.holders(home)}
@@ -347,7 +347,7 @@ def _slices_of(move):
 
 
 def _world(nominal, surviving, without_blocks=frozenset()):
-    """Slot -> what it holds; a replica that comes back gets its optimizer blocks by block deals, not by transfers."""
+    """Slot -> its state; a rejoining replica gets its optimizer blocks by block deals, not by transfers."""
     world = defaultdict(set)
     sharded = nominal.state.distributed_optimizer
     for replica in surviving.replicas:

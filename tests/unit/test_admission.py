@@ -100,7 +100,7 @@ def test_a_late_joining_rank_does_not_wait():
 
 
 def test_a_joining_rank_ends_when_the_job_is_over():
-    """The view is empty, and not the end of a job that is done: nobody will ever open."""
+    """The view is empty, which is not the end of a finished job: admission will never open."""
     store, view = Keys(), FIRST
     for slot in range(3):
         view = without(view, [slot])
@@ -148,7 +148,7 @@ def test_a_joining_rank_asks_only_when_its_replica_is_complete():
 
 
 def test_a_joining_rank_does_not_ask_beside_one_about_to_leave():
-    """The others have lost this slot, and have not yet gone on without its replica."""
+    """The others have lost this slot, and have not yet continued without its replica."""
     store = Keys()
     degraded = put(store, without(FOUR, [3]))
     store.create("come/1/2", "")
@@ -164,7 +164,7 @@ def test_a_joining_rank_does_not_ask_beside_one_about_to_leave():
 
 
 def test_a_second_joining_rank_does_not_ask_again():
-    """The members stand in the recovery with the first one, and nobody would open."""
+    """The members are in the recovery with the first one, and none would open admission."""
     store = Keys()
     view = put(store, with_joiners(put(store, without(FOUR, [2, 3])), [MemberId(slot=2, incarnation="2/1")]))
     assert view.joiners == (2,)
@@ -173,7 +173,7 @@ def test_a_second_joining_rank_does_not_ask_again():
 
 
 def test_a_rank_with_other_settings_is_never_admitted():
-    """It asks under the digest of its own settings, and members look for theirs."""
+    """It asks under the digest of its own settings, and members poll for theirs."""
     store = Keys()
     admission_control = control_of(store, lambda: 0, lambda: True)
     admission_control.settings = "ours"

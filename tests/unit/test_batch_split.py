@@ -14,7 +14,7 @@ HEALTHY = 1000
 
 @st.composite
 def batches(draw, max_replicas=4, max_each=4):
-    """(paces of the replicas that go on, the nominal batch): few enough for brute force."""
+    """(paces of the surviving replicas, the nominal batch): few enough for brute force."""
     replicas = draw(st.integers(1, max_replicas))
     nominal = NominalBatch(
         replicas=replicas,
@@ -111,7 +111,7 @@ def test_splits_that_do_not_divide_a_micro_batch_are_refused():
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 6), min_size=1))
 def test_one_micro_batch_for_each_replica_deals_no_more_than_needed(counts):
-    """Every number once, nobody without, and only who has most gives."""
+    """Every micro-batch once, no replica without, and only the one with most gives."""
     assume(sum(counts.values()) >= len(counts))
     numbers = iter(range(100))
     shares = {replica: [next(numbers) for _ in range(count)] for replica, count in counts.items()}

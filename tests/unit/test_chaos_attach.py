@@ -45,7 +45,7 @@ def runs(process):
 
 @pytest.fixture
 def processes():
-    """A worker by its words, and a stranger."""
+    """A worker by its command line, and an unrelated process."""
     found = {"worker": answering("ntp_plugin.launch"), "stranger": answering()}
     yield found
     for process in found.values():
@@ -120,7 +120,7 @@ def test_nothing_is_sent_to_an_unrelated_process_or_recorded(tmp_path, processes
 
 @contextlib.contextmanager
 def training(run, monkeypatch, first=6):
-    """The slot goes on, step by step, and does what is ordered."""
+    """The slot continues, step by step, and obeys orders."""
     monkeypatch.setenv("NTP_EVENTS", str(events_file(run)))
     victim, over = Victim(Pending(orders_file(run))), threading.Event()
     victim.is_here(SLOT, tuple)
@@ -210,8 +210,8 @@ def test_a_command_ended_during_a_pause_resumes_the_rank_first(by_recipe, tmp_pa
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def asked_beside(request, monkeypatch):
-    """This process is asked to end right after it has stopped somebody, or right before it wakes him. Whoever runs the
-    tests may ignore that signal, as under nohup."""
+    """This process gets a signal right after it has stopped a rank, or right before it resumes it. A test runner may
+    ignore that signal, as under nohup."""
     before = signal.signal(request.param, signal.SIG_DFL)
 
     def prepare(beside):
@@ -246,7 +246,7 @@ def test_the_rank_resumes_whenever_the_command_is_ended(beside, by_recipe, tmp_p
 
 
 def test_an_ignored_signal_does_not_end_the_command(tmp_path, processes):
-    """As under nohup."""
+    """The signal is ignored, as under nohup."""
     run = recorded(tmp_path, processes["worker"].pid)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

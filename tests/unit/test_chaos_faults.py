@@ -113,7 +113,7 @@ def spoilt(line, dice):
 
 
 def test_ten_thousand_malformed_orders_break_nothing(orders):
-    """What is taken at the end is the one order that was given, and whatever a changed byte has left well-formed."""
+    """Only the given order is taken at the end, and orders that a changed byte has left well-formed."""
     dice, pending = random.Random(1), Pending(orders.path)
     orders.give(KILL)
     whole = orders.path.read_bytes().splitlines()[1]

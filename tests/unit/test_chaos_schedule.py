@@ -37,7 +37,7 @@ def test_possible_victims_leave_every_unit_with_a_holder(replicas, tp, data):
 
 
 def test_one_replica_keeps_all_of_its_stages():
-    """What is left of the other one would hold all, and could train nothing."""
+    """The rest of the other replica would hold all state, and could train nothing."""
     assert len(survivable(job(tp=1, stages=2))) == 4
     assert survivable(job(tp=1, stages=2, lost=("r0.s0.t0",))) == ["r0.s1.t0"]
     assert survivable(job(replicas=3, tp=1, stages=2, lost=("r0.s0.t0", "r1.s1.t0"))) == ["r0.s1.t0", "r1.s0.t0"]

@@ -139,7 +139,7 @@ def test_a_reference_that_was_never_weighed_is_compared_by_its_losses():
 
 
 def test_unreported_samples_of_a_dead_rank_are_not_missed_and_others_are():
-    """The victim draws half of the samples of its replica, and dies when the step is over and not told of."""
+    """The victim draws half of the samples of its replica, and dies after the step and before its report."""
 
     def halved(run):
         for one in run:

@@ -31,7 +31,7 @@ STEP = 5
 
 
 class RecordingVictim:
-    """A victim in this process, and the record that it tells to."""
+    """A victim in this process, and its record."""
 
     def __init__(self, folder, monkeypatch):
         self.folder, self.orders = folder, Orders.new(folder / "orders.jsonl")
@@ -50,7 +50,7 @@ class RecordingVictim:
         return [one.event for one in Follower(events_file(self.folder)).news()]
 
     def in_a_process(self, what, seconds=0.0):
-        """One that comes to the moment, and writes a line behind it."""
+        """A process that reaches the fault point, and writes a line after it."""
 
         def run():
             self.inject(what, seconds)
@@ -179,7 +179,7 @@ def test_a_slow_rank_is_slow_in_each_later_step_at_one_fault_point(here, monkeyp
 
 
 class Later(threading.Timer):
-    """It begins to count when a test lets it."""
+    """A timer that starts when a test lets it."""
 
     waiting: ClassVar = []
 

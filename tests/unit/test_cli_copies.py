@@ -124,6 +124,6 @@ def test_a_run_that_is_removed_while_it_is_read_is_passed_over(folder, tmp_path,
 
 
 def test_reading_creates_no_folder(tmp_path):
-    """One that a run has just removed would be there again, without a lock, and for ever."""
+    """A folder that a run has just removed would reappear, without a lock, and for ever."""
     assert list(Store(tmp_path / "run/host-0", makes=False).found()) == []
     assert list(tmp_path.iterdir()) == []

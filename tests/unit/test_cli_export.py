@@ -23,7 +23,7 @@ COMMAND = ("--", "python", "train.py")
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """Leaves what a dead run would have left."""
+    """Create the copies of a dead run."""
     monkeypatch.setattr("ntp_plugin.cli.export.shared_memory", lambda: tmp_path)
 
     def leave(*, framework="megatron", here=(3,), holders=(3,), recorded=True, name="host-0"):
@@ -71,7 +71,7 @@ def test_the_stored_command_is_private_and_round_trips(left):
 
 
 def test_a_stored_command_is_shown_and_not_executed(left, tmp_path, capsys):
-    """Whoever can write a file that this command reads shall not run anything by that."""
+    """A file that this command reads must not make it run anything."""
     folder, to = left(), tmp_path / "out"
     words = ("sh", "-c", f"touch {tmp_path}/executed", "--title", "\x1b]0;owned\x07")
     StartedBy(words=words, folder=tmp_path, workers=2, hosts=1).write(folder)

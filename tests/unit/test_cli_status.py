@@ -27,7 +27,7 @@ ENDED_LONG_AGO = 4_194_305
 
 @pytest.fixture
 def process():
-    """Who could be a worker."""
+    """A process that could be a worker."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as sleeping:
         yield sleeping
         sleeping.kill()

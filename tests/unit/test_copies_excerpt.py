@@ -76,7 +76,7 @@ def test_a_copy_that_is_being_overwritten_is_not_copied(stores):
 
 
 def test_an_excerpt_of_a_living_run_is_complete(stores):
-    """Somebody writes three versions while one is taken, and what is taken has the digests that it was made with."""
+    """Another process writes three versions during an excerpt, whose digests must be those of its version."""
     store, into = stores
     keep(store, 0, size=1 << 16)
     over, steps, taken = threading.Event(), threading.Semaphore(3), []

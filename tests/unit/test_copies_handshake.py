@@ -18,7 +18,7 @@ from tests.unit.test_copies_wire import CREDENTIALS, FAR_PLACE, SECRET, There, h
 
 STRANGERS, ANNOUNCING = 200, 40
 LONG_LINE = (1 << 26).to_bytes(8) + b"{" + b" " * 1000
-"""What a request of 64 MB would begin with."""
+"""The first bytes of a request of 64 MB."""
 MORE_MEMORY_KB = 30_000
 """Each took 64 MB before the secret was checked."""
 
@@ -105,7 +105,7 @@ class Between:
 
 
 def tapped(there):
-    """What goes over the wire both ways while a copy is put."""
+    """The bytes in both directions while a copy is sent."""
     between = Between(there.server.address)
     with closing(between):
         peer = Peer(between.address, run="run", secret=SECRET, timeout_s=20.0)

@@ -53,7 +53,7 @@ def taken_at_once(monkeypatch):
 
 
 def batches_of(memory, manifest):
-    """As they come, piece by piece."""
+    """Batches as they arrive, slice by slice."""
     return [
         (CopyBatch(first=number, until=number + 1, begin=begin, end=end), memory[begin:end])
         for number, held in enumerate(manifest.held)
@@ -209,7 +209,7 @@ def test_members_that_name_others_are_refused(there, other):
 
 
 def test_folding_into_a_closed_version_leaves_the_next_unchanged(tmp_path):
-    """A connection that was thought broken goes on while a newer version has begun."""
+    """A connection that seemed broken continues after a newer version has begun."""
     store, old, new = Store(tmp_path), copies_of(1, 2, step=5), copies_of(3, 4, step=6)
     parities = ParityStore(store)
 

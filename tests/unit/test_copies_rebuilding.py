@@ -52,7 +52,7 @@ def test_machine_code_folds_what_torch_folds(sizes, dice):
 
 
 def test_negative_offsets_are_not_folded():
-    """A manifest may say anything, and machine code writes where it is told."""
+    """A manifest may contain any offset, and machine code writes there."""
     _, manifest = written(some_values())
     held = manifest.held[0]
     entry = dataclasses.replace(held.entries[0], offset=-64)
@@ -134,7 +134,7 @@ def written_thirds(started):
 
 
 def without(processes, *lost):
-    """What those who are left are to have."""
+    """The layout of the survivors."""
     left = [process for process in processes if process.slot not in lost]
     return left, {process.slot: HALVES[number] for number, process in enumerate(left)}
 
@@ -183,7 +183,7 @@ def test_two_losses_in_one_group_leave_no_version(written_thirds):
 
 
 def test_a_version_with_an_incomplete_parity_is_unavailable_and_the_one_before_is_used(written_thirds):
-    """The other member's part of it did not come through before the host was lost."""
+    """The other member's part did not arrive before the host was lost."""
     newest = Version(step=6, epoch=3)
     first, second, third = written_thirds
     first.copy(newest, THIRDS[0], (0, 1, 2), [third.server.address], MEMBERS)
@@ -255,7 +255,7 @@ def test_a_survivors_copy_that_is_wrong_is_named_and_the_version_before_is_had(w
 
 
 def test_a_near_copy_that_is_wrong_is_put_together_anew(written_thirds, tmp_path):
-    """Nobody is lost, and the far copy that is asked next is a parity."""
+    """No slot is lost, and the next far copy is a parity."""
     corrupt(tmp_path, 1, copy_at(NEAR, 1), "row")
     results = restore(written_thirds, THIRDS)
     assert_sound(results)

@@ -64,7 +64,7 @@ def kept(parts):
 
 
 def shown(store, place):
-    """What a copy holds, part by part."""
+    """The contents of a copy, part by part."""
     manifest, memory = store.manifest(place), bytes_of(store, place)
     assert manifest is not None
     assert wrong_in(store, place) == []
@@ -80,7 +80,7 @@ def same(found, expected):
 
 
 class Here:
-    """A replicator, its store, and what it told."""
+    """A replicator, its store, and its reports."""
 
     def __init__(self, folder, *, at_most=None, **options):
         self.store, self.trouble, self.copied = Store(folder, at_most=at_most), [], []
@@ -171,7 +171,8 @@ def bytes_in(store, place):
 @pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("chunk", [500, 501, 4096, 40_000])
 def test_copies_of_many_chunks_are_the_state_byte_for_byte(here, there, monkeypatch, chunk):
-    """Near, far, and what is asked for of the far one; 501 is no whole number of elements, 40,000 half of a tensor."""
+    """Near, far, and requested parts of the far one; 501 is no multiple of the element size, 40,000 half of a
+    tensor."""
     for module in (replicator, wire):
         monkeypatch.setattr(module, "CHUNK", chunk)
     parts = some_parts(5, rows=1000)
@@ -268,7 +269,7 @@ def test_a_missing_peer_is_reported_and_the_next_snapshot_is_made(here, there):
 
 
 def test_a_returning_peer_gets_copies_again(here, there, tmp_path):
-    """Its process ends the connection, and whoever comes next listens where it did."""
+    """Its process closes the connection, and its successor listens at the same address."""
     with closing(There(tmp_path / "elsewhere")) as elsewhere:
         here.replicator.send_to([elsewhere.server.address])
         assert here.copy(snapshot(5))
@@ -438,7 +439,7 @@ def test_an_idle_replicator_holds_and_closes(tmp_path):
 
 
 def test_near_copies_are_kept_while_far_copies_do_not_arrive(here):
-    """So that there is a whole version, and not an old one, while the next is taken."""
+    """This keeps a complete and recent version while the next is taken."""
     here.replicator.send_to([closed_address()])
     places = []
     for step in (5, 6, 7, 8):

@@ -91,7 +91,7 @@ def part_of(whole, wanted):
 
 
 def room_for(wanted):
-    """Where a part is to be: what is not filled would show."""
+    """Room for a part, with values that reveal what is not filled."""
     values = {name: torch.full((wanted.size,), torch.nan, dtype=dtype) for name, dtype in DTYPES.items()}
     return Part(piece=wanted, values=values, numbers={})
 
@@ -130,7 +130,7 @@ class Process:
 
 
 class Meeting:
-    """What all members tell each other, as bytes."""
+    """An all-gather of bytes among all members."""
 
     def __init__(self, members):
         self._words, self._barrier = [b""] * members, threading.Barrier(members, timeout=60)
@@ -150,7 +150,7 @@ class Meeting:
 
 
 def together(members, act):
-    """What each of these has come to, a StateLost included, which all are to raise alike."""
+    """The result of each member, including a StateLost, which all must raise."""
     meeting, found = Meeting(len(members)), [None] * len(members)
 
     def take_part(number):
@@ -195,7 +195,7 @@ def written(tmp_path):
 
 
 def nothing(_process, _parts):
-    """What happens between filling and verifying."""
+    """Do nothing between filling and verifying."""
 
 
 def restore(members, layout, *, version=VERSION, afterwards=nothing):
@@ -320,7 +320,7 @@ def test_a_changed_near_copy_is_skipped(written, started, tmp_path, tensor):
 
 
 def test_a_changed_copy_on_another_host_is_skipped(written, started, tmp_path):
-    """Who asks for it is told, and so is its host."""
+    """The reader reports it, and so does its host."""
     corrupt(tmp_path, 0, copy_at(NEAR, 0), "column")
     members = [started(0, 0), started(1, 1), started(2, 2)]
     layout = {0: [], 1: [], 2: [slice_of("column", 0, (0, 12))]}
@@ -422,7 +422,7 @@ def test_all_members_raise_when_two_restored_values_are_swapped(written, started
 
 
 def test_a_copy_that_one_process_does_not_give_is_asked_of_another(started):
-    """Two of a host tell of one copy: who speaks for the host, and the slot itself. The first does not answer."""
+    """Two processes of a host list one copy: the host leader, and the slot itself. The first does not answer."""
     before = [started(0, 0), started(1, 0)]
     write_halves(before, far=False)
     members = [*before, started(2, 1)]

@@ -12,7 +12,7 @@ from ntp_plugin.copies.slices import TensorSlice, common, indices
 
 @st.composite
 def parts_of_a_range(draw, size):
-    """A range cut anywhere and dealt to a few, each of whom puts its ranges in any order."""
+    """A range cut anywhere and dealt to a few owners, each with its ranges in any order."""
     cuts = draw(st.sets(st.integers(1, size - 1))) if size > 1 else set()
     ranges = draw(st.permutations(list(itertools.pairwise([0, *sorted(cuts), size]))))
     owners = [draw(st.integers(0, 2)) for _ in ranges]

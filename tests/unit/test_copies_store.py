@@ -91,7 +91,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def another(tmp_path):
-    """What another process of the host sees."""
+    """The store as another process of the host sees it."""
     store = Store(tmp_path / "host")
     yield store
     store.close()
@@ -206,7 +206,7 @@ def test_a_place_is_read_from_its_name(place):
 
 
 def test_a_killed_process_leaves_complete_copies_or_none(store, tmp_path):
-    """It is killed when one copy is complete, and while another is written over one that was."""
+    """It is killed when one copy is complete, and while it overwrites another."""
     memory, manifest = written(some_values())
     complete, half = PLACE, CopyKey(kind=NEAR, slot=3, epoch=2, number=1)
     for name, content in {"manifest": manifest.encode(), "memory": memory.numpy().tobytes()}.items():

@@ -20,7 +20,7 @@ from tests.unit.copies_bytes import bytes_of
 pytestmark = pytest.mark.skipif(machine() is None, reason="it was not built")
 
 COLUMNS = 700
-"""Of one of which two are held, so that there are pages, and runs in each."""
+"""Columns of a tensor, two parts of which are held, so that there are pages, and runs in each."""
 kinds = st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=3)
 
 

@@ -28,7 +28,7 @@ CREDENTIALS = Credentials(run="run", secret=SECRET)
 
 
 class There:
-    """Another host: its store, its server, and what that was told to be wrong."""
+    """Another host: its store, its server, and the reports of the server."""
 
     def __init__(self, folder, *, at_most=None, **options):
         self.store, self.reported, self.peers = Store(folder, at_most=at_most), [], []
@@ -56,7 +56,7 @@ def there(tmp_path):
 
 @contextlib.contextmanager
 def deaf_server():
-    """It takes connections, if the test does, and never reads."""
+    """A server that accepts connections, if the test does, and never reads."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         listening.bind(("127.0.0.1", 0))
@@ -81,7 +81,7 @@ def heard_until_the_end(connection):
 
 
 def no_pace(_):
-    """As fast as it goes."""
+    """Send as fast as possible."""
 
 
 def test_a_copy_that_is_put_is_found_on_the_other_side(there):

@@ -39,7 +39,7 @@ TEXT = MANIFEST.encode()
 
 
 def line(request):
-    """As they are sent: the length, then so many bytes."""
+    """A request as it is sent: the length, then so many bytes."""
     text = request if isinstance(request, bytes) else json.dumps(request).encode()
     return len(text).to_bytes(8) + text
 
@@ -67,7 +67,7 @@ def spoilt_strangers(dice):
 
 
 def spoilt_requests(dice):
-    """By who knows the secret: any of its fields, any byte of its line or of the manifest, or the end is wrong."""
+    """Requests of a client with the secret: any field, any byte of the line or of the manifest, or the end is wrong."""
     request = dice.choice([putting(ELSEWHERE), putting(replace(ELSEWHERE, kind=PARITY)), getting()])
     follows = (TEXT if request["do"] == "put" else b"") + BYTES
     kind = dice.randrange(5)
@@ -90,7 +90,7 @@ def spoilt_requests(dice):
 
 
 def spoilt_manifests(dice):
-    """By who knows the secret and makes the checksum right, so that they are read to the end."""
+    """Manifests of a client with the secret and a right checksum, so that they are read to the end."""
     layout, header = map(json.loads, TEXT.split(b"\n")[:2])
     tensor_slice, kinds = dice.choice(layout)
     of_slice = [(tensor_slice, at) for at in range(1, 6)] + [
@@ -133,7 +133,7 @@ def contents(folder):
 
 @pytest.fixture
 def died(monkeypatch):
-    """Threads that ended by an error that nobody expects."""
+    """Threads that ended with an unexpected error."""
     found = []
     monkeypatch.setattr(threading, "excepthook", found.append)
     return found

@@ -17,7 +17,7 @@ CUBE = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 @pytest.fixture
 def tell(monkeypatch):
-    """Who the members are now; torch takes the rank of this process from there."""
+    """Set the members; torch derives the rank of this process from them."""
     meshes = DeviceMeshes(MINE)
     meshes.attach()
 

@@ -74,7 +74,7 @@ ELSEWHERE = {
     "ntp_plugin.read_run",
     "ntp_plugin.telemetry.Event",
 }
-"""Names that stand in the page of another module, or in none."""
+"""Names that are on the page of another module, or on none."""
 
 
 @pytest.mark.parametrize("module", [*PUBLIC, "ntp_plugin.megatron"])

@@ -62,7 +62,7 @@ def driver(keys, member_id, **patience):
 
 @pytest.fixture
 def apart():
-    """What is run on a thread of its own."""
+    """Run a function on a thread of its own."""
     threads = []
 
     def run(work):

@@ -42,7 +42,7 @@ def test_how_many_are_drawn_at_a_time_makes_no_difference(monkeypatch, at_once):
 
 
 def test_a_mask_is_these_bits_for_ever():
-    """A job that goes on with another version of ours, or on another device, draws the same."""
+    """A job that continues with another version of the plugin, or on another device, draws the same."""
     which = stream(SEED, "attention_dropout", 1)
     assert which == 4531758418967863967
     drawn = kept(row_keys(which, torch.tensor([7]), torch.tensor([2]), torch.tensor([5])), 64, 0.5)

@@ -28,7 +28,7 @@ def heartbeats(at, *, waiting=False, moved_at=None, **more):
 
 
 def verdicts(pulses, limits, *, now):
-    """What the supervisor of a job on one host finds."""
+    """The failures that the supervisor of a job on one host finds."""
     return gone(pulses, limits, now=now) or judge({0: standstill(pulses, limits)}, {0: pulses}, limits)
 
 
@@ -57,7 +57,7 @@ def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
 @pytest.mark.parametrize(("stopped_for", "verdict"), [(0.24, None), (0.36, "frozen")])
 @pytest.mark.parametrize("begins", [0.0, 0.01, 0.049])
 def test_a_stopped_process_is_frozen_by_its_stopped_time_only(stopped_for, verdict, begins):
-    """It was asked every 0.05 s at least, looked at every 0.005 s, and has not beaten for longer than a stop may be."""
+    """It was polled every 0.05 s at least, observed every 0.005 s, and its heartbeat is older than a stop may last."""
     pulse, found = heard(Pulse(started_at=0.0), now=9.0, moved_at=9.0), None
     for look in range(300):
         now = 9.0 + 0.005 * look
@@ -111,7 +111,7 @@ def test_the_one_that_all_others_wait_for_is_hung():
     [(99.0, False), (92.6, False), (92.4, None), (70.1, None), (69.9, True)],
 )
 def test_a_wait_that_no_longer_polls_is_no_wait(polled, expected):
-    """All say that they wait; the loop of one has stopped turning. None: nobody is judged, and no deadlock told of."""
+    """All report that they wait; the loop of one has stopped. None: no rank is blamed, and no deadlock reported."""
     pulses = {slot: heartbeats(100.0, waiting=True, moved_at=60.0) for slot in range(4)}
     pulses[2] = heartbeats(100.0, moved_at=60.0, polled_at=polled)
     still = standstill(pulses, LIMITS)
@@ -158,7 +158,7 @@ def test_no_rank_is_hung_while_one_makes_progress():
 
 
 def test_a_rank_whose_beat_is_late_may_have_moved_since():
-    """Nothing has been heard of slot 3 for a while, so that nobody knows what it does now."""
+    """Slot 3 has sent no heartbeat for a while, so its state is not known."""
     pulses = {slot: heartbeats(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
     pulses[3] = heartbeats(89.0, waiting=True, moved_at=60.0)
     assert judge({0: standstill(pulses, LIMITS)}, {0: pulses}, LIMITS) == []
@@ -189,7 +189,7 @@ def test_a_rank_with_timely_heartbeats_is_never_lost(beats):
 
 
 def test_a_rank_hung_in_its_wait_for_the_end_is_not_working():
-    """One that writes a model alone is given `end_s`; this one has nothing left to write."""
+    """A rank that writes a model alone gets `end_s`; this one has nothing left to write."""
     now = 1000.0
     done = Pulse(started_at=0.0, heartbeat_at=now, moved_at=300.0, polled_at=now, done=True)
     for other, found in (

@@ -36,7 +36,7 @@ def test_settings_free_to_differ_are_omitted_and_nested_names_are_dotted():
 
 
 def test_an_object_is_described_without_its_address():
-    """Which differs between two processes that were started alike."""
+    """The address differs between two processes with the same settings."""
     assert fp.in_words({"of": object()}) == {"of": "builtins.object"}
 
 

@@ -33,7 +33,8 @@ def put(store, key, value):
 
 
 def gather(gathering, order):
-    """All say their own, and look by turns until each has all; returns what each knows then, and their readers."""
+    """All write their value, and poll in turn until each has all; returns the values that each knows, and their
+    readers."""
     store, waiting = {}, list(order)
     readers = {slot: Reader(store) for slot in gathering.slots}
     for slot in waiting:

@@ -35,7 +35,7 @@ def unknown_in(text):
 
 
 def needless_or_missing_in(form):
-    """What keeps a host from showing an issue form."""
+    """Errors that keep a host from showing an issue form."""
     fields = [part for part in form["body"] if part["type"] != "markdown"]
     ids = [part["id"] for part in fields]
     kinds = {part["type"] for part in form["body"]}

@@ -97,7 +97,7 @@ def test_the_kernel_reports_how_long_a_thread_waited_for_a_cpu():
 
 
 def test_values_written_together_are_read_together(file):
-    """The other process moves as fast as it can, and waits after every odd move."""
+    """The other process makes progress as fast as it can, and waits after every odd step."""
     writer = subprocess.Popen([sys.executable, "-c", WRITE, str(file.path)])
     try:
         while not file.read(0).count:

@@ -15,7 +15,7 @@ CUT_S = 4.0
 
 
 class LateStore(TorchStore):
-    """Host 1 is cut off from it for some seconds, as it looks at the beats of host 0 for the `late`-th time."""
+    """Host 1 loses its connection to the store for some seconds, at its `late`-th read of host 0's heartbeat."""
 
     def __init__(self, late):
         super().__init__(HashStore(), corner="job", token="")
@@ -52,7 +52,7 @@ def host_1():
 
 
 def test_a_reconnected_host_does_not_report_the_others_silent(host_1):
-    """It looks again at once: the other has not beaten since the store has answered."""
+    """It reads again at once: the other has sent no heartbeat since the store answered."""
     store = LateStore(late=2)
     host, began_at = host_1(store), store.now
     assert host.tick(VIEW, None) == []

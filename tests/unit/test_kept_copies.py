@@ -103,7 +103,7 @@ def log_of(keep_s=DAY_S, spares=lambda _: False):
 
 
 def left(*, hours, keep_s=DAY_S, size=1000):
-    """What a run has left that died so long ago."""
+    """Create the copies of a run that died so long ago."""
     run, _ = log_of(keep_s)
     (run.path / "host-0").mkdir(mode=0o700)
     (run.path / "host-0/near-0-e0-0").write_bytes(bytes(size))
@@ -115,7 +115,7 @@ def left(*, hours, keep_s=DAY_S, size=1000):
 
 
 def test_a_new_run_leaves_what_another_job_may_resume(shared):
-    """It was removed by any next run of the same user."""
+    """Earlier any next run of the same user removed it."""
     waits, short = left(hours=2), left(hours=2, keep_s=HOUR)
     run, messages = log_of()
     assert set(shared.iterdir()) == {waits, run.path}
@@ -163,7 +163,7 @@ def test_there_is_a_room():
 
 
 def test_latest_is_the_one_that_died_last(shared):
-    """Not the one whose folder was made last, which may have died before."""
+    """Not the run with the newest folder, which may have died before."""
     last, first = left(hours=1), left(hours=3)
     assert cli_run._resumed("latest") == last
     assert cli_run._resumed(str(first)) == first

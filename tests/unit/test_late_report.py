@@ -12,7 +12,7 @@ REPORT = Report(applied=0, oldest=0)
 
 
 class LateKeys(Keys):
-    """`late`: the report of slot 1 comes between the last look at it and that at who is missing."""
+    """`late`: the report of slot 1 arrives between the last poll and the check for missing reports."""
 
     late = False
 

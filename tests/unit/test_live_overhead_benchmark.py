@@ -54,7 +54,7 @@ def test_an_unknown_interval_is_not_reported():
 
 
 def block(*ratios):
-    """What a job finds whose pairs have these."""
+    """The block of a job with these pairs."""
     seconds = [(ratio, 1.0) for ratio in ratios] * PAIRS
     return {"seconds": seconds, "computing": [(0.5, 0.5)] * len(seconds), "threads": 0.0}
 

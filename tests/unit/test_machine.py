@@ -40,7 +40,7 @@ def test_a_file_that_is_no_library_is_reported_and_ignored(monkeypatch, tmp_path
 
 @pytest.mark.usefixtures("_asked_anew")
 def test_a_library_with_other_functions_is_reported_and_ignored(monkeypatch, caplog):
-    """As one does that was built before they took what they take now: to call it would end the process."""
+    """The library was built before its functions got their present arguments: a call would end the process."""
     monkeypatch.setattr(module, "LIBRARY", Path(_ctypes.__file__))
     assert machine() is None
     assert "cannot be used" in caplog.text
@@ -102,7 +102,7 @@ def test_a_library_that_skips_bytes_is_reported_and_ignored(monkeypatch, caplog,
     st.binary(),
 )
 def test_words_are_copied_to_where_they_belong_and_nothing_beside_them_changes(asked, word, salt):
-    """At any address: whole lines of a processor's cache, parts of one, and none; the sums are the same."""
+    """At any address: full cache lines, parts of one, and none; the sums are the same."""
     by_machine = machine()
     if by_machine is None:
         pytest.skip("it was not built")

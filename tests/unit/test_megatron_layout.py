@@ -83,7 +83,7 @@ def test_a_replica_without_slots_must_be_omitted():
 
 
 def arguments(**changes):
-    """Megatron's arguments, as far as the table looks at them, for what works."""
+    """Megatron's arguments, as far as the table checks them, for a supported job."""
     fine = {
         "transformer_impl": "local",
         "use_cpu_initialization": True,

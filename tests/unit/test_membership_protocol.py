@@ -41,7 +41,7 @@ def test_no_interleaving_breaks_the_agreement(slots, events, last_step):
 
 
 def report_like_others_do(sound):
-    """Decide early: a member goes on to plan before all have reported."""
+    """Decide early: a member plans before all have reported."""
 
     def broken(member, read, **facts):
         following, write = sound(member, read, **facts)
@@ -109,7 +109,7 @@ def leave_alone(sound):
 
 
 def put_together_what_is_there(_sound):
-    """Who gathers does not wait for those whose values it puts together."""
+    """A combining member does not wait for the values that it combines."""
 
     def broken(gathering, slot, read):
         own = read(gathering.own_key(slot))
@@ -121,7 +121,7 @@ def put_together_what_is_there(_sound):
 
 
 def gather_for_nobody(_sound):
-    """Who gathers waits for the others, and they for it."""
+    """A combining member waits for the others, and they for it."""
     return "due", lambda *_: None
 
 

@@ -157,7 +157,7 @@ def send_everything_twice(sound):
 
 
 def forget_who_came_back(sound):
-    """Groups that only got slots back are not told to move anything."""
+    """Groups that only got slots back move nothing."""
     return lambda change: {group for group in sound(change) if group in change.after.patterns}
 
 

@@ -21,7 +21,7 @@ def make(name, parameters):
 
 
 def steps(name, parts, gradients):
-    """What three steps make of a matrix that is held in parts."""
+    """The result of three steps on a matrix in parts."""
     parameters = [torch.nn.Parameter(part.clone()) for part in parts]
     optimizer = make(name, parameters)
     for gradient in gradients:
@@ -122,7 +122,7 @@ def test_masters_that_are_kept_beside_the_state_are_refused():
 
 
 def stepped_in_groups(times):
-    """Two groups, of which the second has no parameter here, and is not counted in."""
+    """Two groups; the second has no parameter here, and is not counted."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = FusedAdam([{"params": [parameter]}, {"params": [], "weight_decay": 0.1}])
     for _ in range(times):

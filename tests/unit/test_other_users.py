@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 @pytest.fixture
 def shared(monkeypatch):
-    """A folder as /dev/shm and /tmp are: all may create there, and nobody may remove what is another's."""
+    """A folder like /dev/shm and /tmp: all users may create files there, and none may remove those of others."""
     folder = Path(tempfile.mkdtemp(prefix="ntp-shared-", dir="/tmp"))
     folder.chmod(0o1777)
     for module in (cli_copies, cli_export, cli_run, run_folder):
@@ -52,7 +52,7 @@ def as_nobody(script):
 
 
 def a_dead_run(shared):
-    """What a job of ours has left; returns its folder."""
+    """Create the copies of a dead job of ours; returns their folder."""
     run = RunFolder(COPIES, shared)
     tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
     part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})

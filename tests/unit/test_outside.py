@@ -90,7 +90,7 @@ def test_a_planted_file_is_left_behind(tmp_path):
 
 
 def test_folders_of_another_job_are_no_leavings_of_this_one(tmp_path):
-    """It has begun and died meanwhile, and its copies may be all that it has."""
+    """It began and died in the meantime, and its copies may be its only state."""
     script = (
         "from ntp_plugin.launch.run_folder import *; folder = RunFolder('ntp-run-planted-'); print(folder.path);"
         " folder.leave()"
@@ -121,7 +121,7 @@ def test_a_planted_exit_code_is_wrong(tmp_path):
 
 
 def test_ranks_that_outlive_a_killed_supervisor_are_detected(tmp_path):
-    """The ranks of this job go on without it, and end by themselves after some seconds: not within this limit."""
+    """The ranks of this job continue without it, and end by themselves after some seconds: beyond this limit."""
     pace = InjectionPace(thresholds=THRESHOLDS, every_s=0.1, end_s=0.01)
     queue, command = [KINDS["supervisor-kill"]], asked("nothing").command
     found = run_job(command, tmp_path / "run", queue, pace=pace, chosen=random.Random(1), wait=time.sleep)
@@ -282,7 +282,7 @@ LONG = {step: 1 / step for step in range(1, 21)}
 
 
 def wrongs(*injected, noticed=(), code=0, steps=20, recorded=True, **more):
-    """What a job of four ranks comes to that completes a step each second, of which rank 0 reports."""
+    """The judgement of a job of four ranks that completes a step each second; rank 0 reports."""
     reports = [report(step + 0.5, step, LONG[step]) for step in range(1, steps + 1)]
     reports += [report(2.5, 2, LONG[2], rank=rank) for rank in (1, 2, 3)]
     notices = [Noticed(at=at, rank=rank) for rank, at in noticed]

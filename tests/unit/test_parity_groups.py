@@ -38,7 +38,7 @@ def test_every_slot_shares_with_other_domains_and_the_parity_host_is_in_none_of_
 
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
 def test_every_host_keeps_as_many_and_the_gth_part_of_what_copies_would_take(sharers, turns, data):
-    """Where the domains divide into groups, or the places of a host go round all of them."""
+    """This holds if the domains divide into groups, or the places of a host cover all of them."""
     domains = sharers * data.draw(st.integers(2, 4))
     topology = cluster(domains, per_node=sharers * turns)
     parities = share_parities(topology, CopyPolicy(mode=f"xor:{sharers}"), ())

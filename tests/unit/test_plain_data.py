@@ -35,7 +35,7 @@ def there_and_back(value, **kinds):
 
 
 def same(found, wanted):  # noqa: PLR0911  (a return for each kind)
-    """Also where a part is a tensor, an array, or no number; and of the same types all the way down."""
+    """Compare values, including tensors, arrays and NaN, and the types of all parts."""
     if type(found) is not type(wanted):
         return False
     if isinstance(wanted, torch.Tensor):
@@ -152,7 +152,7 @@ def test_other_objects_are_refused_by_type(value, names):
 
 
 class Runs:
-    """What a pickle of whoever wants to run something is like."""
+    """A pickle that runs code."""
 
     def __init__(self, path):
         self.path = path
@@ -234,7 +234,7 @@ def test_the_state_of_torchs_schedulers_is_data(scheduler):
 MAY_UNPICKLE = {
     "testing/ranks.py": "a pipe to its own child, which it has started",
 }
-"""Where values are unpickled that come neither from a file nor from the network."""
+"""Places that unpickle values which come neither from a file nor from the network."""
 MEMBERS_ALONE = {
     "groups/process_groups.py",
     "deepspeed/job.py",
@@ -252,16 +252,16 @@ MEMBERS_ALONE = {
     "recovery/same_settings.py",
     "resharding/reshard.py",
 }
-"""Where torch's collectives of objects are called, which unpickle what other members of a process group send. Torch,
-Megatron and DeepSpeed call the same ones over the same connections, so they would remain without ours: whoever can
-speak there is trusted as a member of the job."""
+"""Calls of torch's object collectives, which unpickle data of other members of a process group. Torch, Megatron and
+DeepSpeed call the same ones over the same connections, so they would remain without ours: a process that can send there
+is trusted as a member of the job."""
 UNPICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 OF_OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
 OF_OBJECTS |= {"send_object_list", "recv_object_list"}
 
 
 def unpickling(source):
-    """What in a module reads pickles: imports of such modules, and loads of torch and NumPy that may."""
+    """Code of a module that reads pickles: imports of such modules, and loads of torch and NumPy that may."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLES)
@@ -317,7 +317,7 @@ def test_the_look_does_not_notice_what_is_right():
 
 
 class Engine:
-    """As much of one as is counted."""
+    """The counters of an engine."""
 
     global_steps, global_samples, skipped_steps, micro_steps = itertools.repeat(3, 4)
     optimizer = None

@@ -13,7 +13,7 @@ STEP = 14
 
 
 class Asks(threading.Thread):
-    """One who comes in, on a store that only notes what it is told."""
+    """A joining rank, on a store that only notes its keys."""
 
     def __init__(self, folder, asking):
         super().__init__(daemon=True)

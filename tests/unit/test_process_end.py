@@ -30,7 +30,7 @@ def is_there(pid):
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_shell_that_leads_a_group_takes_its_script_with_it(leads):
-    """One that does not is ended alone: its group may be ours."""
+    """A shell that leads no group is killed alone: its group may be ours."""
     shell, script = started(leads=leads)
     end(shell, signal.SIGKILL)
     assert shell.wait(PATIENCE_S) == -signal.SIGKILL

@@ -91,7 +91,7 @@ OF_A_USER = "[mypy]\nstrict = true\n[mypy-deepspeed.*,megatron.*]\nignore_missin
 
 
 def type_checked(paths, tmp_path):
-    """By a configuration of a user's, not by ours."""
+    """Type-check with a user's configuration, not with ours."""
     config = tmp_path / "mypy.ini"
     config.write_text(OF_A_USER)
     words = ["-m", "mypy", "--strict", f"--config-file={config}", f"--cache-dir={ROOT / '.mypy_cache' / 'of-a-user'}"]

@@ -38,6 +38,6 @@ def test_a_process_outside_the_first_view_joins(more, joins):
 
 
 def test_no_view_of_all_slots_is_made_to_know_it(monkeypatch):
-    """It is asked several times in each step, whatever the number of slots."""
+    """The question is asked several times in each step, for any number of slots."""
     monkeypatch.setattr("ntp_plugin.recovery.rank_context.first_view", None)
     assert not place_of(11).joining

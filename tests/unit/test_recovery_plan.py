@@ -122,7 +122,7 @@ def limited(gb, **tables):
 
 
 def bytes_of(nominal, pattern, rung):
-    """What the guard says of the first stage, which has the most micro-batches in flight."""
+    """The guard's bytes of the first stage, which has the most micro-batches in flight."""
     tried = fit(
         nominal.training, 0, nominal.topology.tp, pattern, limit=0, replicas=4, packing=True, rungs=(AS_IS, SMALLER)
     )

@@ -10,7 +10,7 @@ RIGHT = {0: 10, 1: 20}
 
 
 def replicas(count, tp=2):
-    """Slot -> what it tells of one tensor that is cut over its replica, and of one that each slot has."""
+    """Slot -> its digests of one tensor that is cut over its replica, and of one that each slot has."""
     return {
         replica * tp + slot: {
             "cut": ("", f"r{replica}", f"part {slot}", RIGHT[slot]),
@@ -89,7 +89,7 @@ CUT, EACH = ["cut 0", "cut 1", "cut 2"], ["each 0", "each 1"]
 
 @st.composite
 def jobs(draw):
-    """Replicas of any width: some tensors are cut over a replica's slots, others are whole in each of them."""
+    """Replicas of any width: some tensors are cut over the slots of a replica, others are replicated."""
     numbers = st.integers(0, MODULUS - 1)
     right, digests = draw(st.fixed_dictionaries(dict.fromkeys(CUT + EACH, numbers))), {}
     for replica in range(draw(st.integers(1, 4))):
@@ -118,7 +118,7 @@ def test_a_slot_reports_as_many_sums_for_a_model_with_more_tensors():
 
 
 def test_replicas_that_lack_a_tensor_are_not_reported_equal():
-    """Then all digests are told, and only what several have is compared."""
+    """Then all digests are reported, and only shared tensors are compared."""
     digests = replicas(2)
     digests[3] = {values: digest for values, digest in digests[3].items() if values != "each"}
     digests[3]["of its own"] = "each", "1.1", "", 9

@@ -170,7 +170,7 @@ def test_sums_are_equal_when_every_tensor_is(data):
         return True
 
     def right():
-        """By definition."""
+        """The digest by its definition."""
         totals = [
             {sum(of_slots[slot][entry][fault_point] for slot in whole) % MODULUS}
             for of_slots in surveys.values()

@@ -149,7 +149,7 @@ def play(nominal, recoveries):
 
 
 def recoverable(nominal, members):
-    """Whether replicas are left, and every unit of every tensor is held by somebody in the newest version of it."""
+    """Return whether replicas are left, and every unit of every tensor has a holder of its newest version."""
     plan_after = nominal.surviving(
         frozenset(nominal.topology.slot_of(rank) for rank in range(nominal.topology.size) if rank not in members)
     )
@@ -175,7 +175,7 @@ def test_whatever_interrupts_a_move_the_next_one_finds_what_it_counts_on(history
 
 
 def test_the_model_notices_a_plan_that_forgets_what_was_built(monkeypatch):
-    """A negative control: whoever has built a tensor, but not switched to it, is taken for empty."""
+    """A negative control: a member that has built a tensor, but not switched to it, is taken for empty."""
     forgetful = lambda alike, number, version: alike.told.versions[number] == version  # noqa: E731
     monkeypatch.setattr(reshard_plan._Alike, "hold", forgetful)
     everybody, nobody, whole = frozenset(range(4)), frozenset(), len(TENSORS)

@@ -47,7 +47,7 @@ def test_a_repeated_error_ends_the_job(changes):
 
 
 def test_an_error_beside_a_loss_ends_the_job_when_the_others_are_done():
-    """A rank that alone saves the model: nobody would do that again, and the job would end well without one."""
+    """A rank that alone saves the model: no other rank would do it again, and the job would end well without one."""
     assert decision(beside_a_loss=True, others_are_done=True)
     assert not decision(on_error="retry", beside_a_loss=True, others_are_done=True)
     assert not decision(OF_A_FAULT, beside_a_loss=True, others_are_done=True)

@@ -49,7 +49,7 @@ def test_a_second_loss_moves_hardly_more_than_what_the_second_slot_held(tp, abov
 
 @pytest.mark.parametrize(("tp", "above_least"), [(4, 19), (8, 42), (32, 55)])
 def test_dealing_to_the_lightest_slot_first_would_move_far_more(tp, above_least):
-    """What the ring is for: the obvious rule, as even and as history-free, reshuffles the first deal."""
+    """The reason for the ring: the obvious rule, as even and as history-free, reshuffles the first deal."""
 
     def lightest_first(lost):
         held = [set() if slot in lost else set(range(56 * slot, 56 * (slot + 1))) for slot in range(tp)]

@@ -9,7 +9,7 @@ from ntp_plugin.reduction.stepped import shards_of_lanes
 
 
 def made():
-    """Two groups of parameters in half precision, of one of which this member has the last two columns."""
+    """Two groups of parameters in half precision; this member has the last two columns of one."""
     a, b = (torch.nn.Parameter(torch.ones(shape).bfloat16()) for shape in ((3, 4), (5,)))
     lane = GradientLane(
         group=None,
@@ -22,7 +22,7 @@ def made():
 
 
 def test_the_gradient_is_the_mean_over_the_replicas_that_there_were():
-    """In more digits than the parameters have, and whoever has no gradient adds nothing."""
+    """The mean has more digits than the parameters, and a member without a gradient adds nothing."""
     a, b, step = made()
     a.grad = torch.full_like(a, 2.0)
     step.sum()

@@ -28,7 +28,7 @@ def backend(store, *, secret=SECRET, run=RUN):
 
 
 def plant(store, content):
-    """As a stranger does, who knows the key and no secret."""
+    """Write as an outsider who knows the key and no secret."""
     client(store).set("torch.rendezvous.run", base64.b64encode(content).decode())
 
 

@@ -51,8 +51,8 @@ def recovered(epoch, *, lost, back, widths, micro_batches):
 
 
 def write_a_run(folder):
-    """Five steps of two replicas, told by all who are there; one slot is lost in the third step, a new process has its
-    place in the fourth, and two slots tell of the second step once more."""
+    """Five steps of two replicas, recorded by all members; one slot is lost in the third step, a new process replaces
+    it in the fourth, and two slots record the second step once more."""
     folder.mkdir(exist_ok=True)
     tellers = {slot: Teller(folder / "events.jsonl", slot) for slot in SLOTS}
     for number, slot in enumerate(SLOTS):
@@ -82,7 +82,7 @@ def write_a_run(folder):
 
 
 def relayed(folder, *words, environment):
-    """What the process for the sinks says, told to end at once: it hands over what is there."""
+    """The output of the relay process, which ends at once: it hands over what is there."""
     done = subprocess.run(
         [sys.executable, "-m", "ntp_plugin.telemetry.relay", str(folder), *words],
         env=os.environ | environment,
@@ -306,7 +306,7 @@ class Broken:
 
 @dataclasses.dataclass
 class Working:
-    """One that hears everything."""
+    """A sink that takes every event."""
 
     heard: int = 0
     again: int = 0

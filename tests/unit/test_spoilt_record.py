@@ -53,12 +53,12 @@ STORY = [
 
 
 def known(job):
-    """As text, in which NaN is the same as NaN. A machine may have any name."""
+    """The state as text, in which NaN equals NaN. A machine may have any name."""
     return json.dumps({**dataclasses.asdict(job), "machines": {}}, default=sorted)
 
 
 def test_ten_thousand_spoilt_lines_change_nothing_that_status_shows(tmp_path, capsys):
-    """Behind each event come lines that are nothing, and spoilt ones of the same event."""
+    """After each event come malformed lines, and changed copies of the same event."""
     path, dice = events_file(tmp_path), random.Random(1)
     job, right, follower, all_recorded = JobState(), JobState(), Follower(tmp_path), []
     with Screen("a job") as screen:
@@ -156,7 +156,7 @@ def test_a_number_that_counts_nothing_is_no_event(tmp_path, field, number):
 
 
 def test_a_report_skips_an_impossible_fault_and_says_so(tmp_path, capsys):
-    """It refused the whole record."""
+    """Earlier it refused the complete record."""
     for slot, event in STORY:
         with contextlib.closing(Teller(events_file(tmp_path), slot)) as teller:
             teller.tell(event)

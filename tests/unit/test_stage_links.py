@@ -14,7 +14,7 @@ from ntp_plugin.planning.topology import Slot, Topology
 
 @st.composite
 def layouts(draw):
-    """Two stages of a replica, of which each keeps a slot."""
+    """Two stages of a replica; each keeps a slot."""
     tp = draw(st.integers(1, 6))
     lost = [
         Slot(replica=0, stage=stage, tp=slot)

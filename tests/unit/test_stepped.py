@@ -25,7 +25,7 @@ MAKE = {
 
 
 class Member:
-    """Who has some elements of a tensor: those up to a place in the one group, and the others in the other."""
+    """A member with some elements of a tensor: those up to a place in one group, and the others in the other."""
 
     def __init__(self, name, cut, values):
         parts_of = [values[:cut], values[cut:]]
@@ -54,7 +54,7 @@ def slice_of(start, stop):
 
 
 def copied(member):
-    """As a manifest tells it, and its values element by element."""
+    """The slice as in a manifest, and its values element by element."""
     found, values = parts(member.stepped, member.optimizer), {}
     for part in found:
         for name, value in part.values.items():
@@ -67,7 +67,7 @@ def copied(member):
 
 
 def moved(name, member, cut):
-    """To somebody who has it cut elsewhere, and was at something else."""
+    """Move the state to a member with another cut and other values."""
     held, values = copied(member)
     other = Member(name, cut, torch.full((SIZE,), 7.0))
     other.step(torch.ones(SIZE))
@@ -86,7 +86,7 @@ def moved(name, member, cut):
     seed=st.integers(0, 9),
 )
 def test_a_moved_member_steps_as_the_reference(name, steps, cuts, seed):
-    """Also where a group had no parameter before, and gets one in the second move."""
+    """A group may have no parameter before, and get one in the second move."""
     values, *gradients = torch.randn(steps + 3, SIZE, generator=torch.Generator().manual_seed(seed))
     member, reference = (Member(name, cut, values) for cut in (cuts[0], SIZE // 2))
     for gradient in gradients[:steps]:

@@ -67,7 +67,7 @@ def test_few_ask_at_each_look(supervised):
 
 
 def test_an_error_of_its_own_is_the_trouble_of_its_host(tmp_path):
-    """Else its thread would be gone without a word, and nobody would notice a loss any more."""
+    """Otherwise its thread would end silently, and no loss would be detected any more."""
 
     class Odd(CountingStore):
         def read(self, _):

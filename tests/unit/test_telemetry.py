@@ -132,7 +132,7 @@ def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path, caplog):
 
 
 def heard(*events):
-    """A job of which these are told, one second after the other."""
+    """A job with these events, one second after the other."""
     job = JobState()
     recorded = [RecordedEvent(at=float(at), slot=slot, event=event) for at, (slot, event) in enumerate(events)]
     return job, [job.hear(one) for one in recorded]

@@ -55,7 +55,7 @@ def test_padding_follows_the_nominal_degree():
 
 @given(jobs())
 def test_every_parameter_is_counted_once(job):
-    """Per slot of the nominal layout: cut tensors in equal parts and replicated ones whole, summed over the group."""
+    """Per slot of the nominal layout: cut tensors in equal parts and replicated ones in full, summed over the group."""
     tp = job.parallel.tp
     for stage in transformer_units(job.model, tp=tp, pp=job.parallel.pp, granule=1).stages:
         cut = sum(family.units * stage.elements_per_unit[family.name] for family in stage.families)

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 @pytest.fixture(name="patient")
 def _patient(monkeypatch):
-    """Who does not look by itself in the time of a test."""
+    """A client that does not poll by itself within a test."""
     monkeypatch.setattr(wakeup, "_LOOK_S", 2 * PATIENCE_S)
 
 
