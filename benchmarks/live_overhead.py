@@ -347,7 +347,7 @@ def _train_deepspeed(asked: Play, clock: Clock, _samples: str) -> Trained:
     for number, (x,) in enumerate(DataLoader(samples, batch_size=size, sampler=sampler)):
         if number % EACH == 0:
             live = clock.begin()
-        if not live:  # what the window is told between steps
+        if not live:  # calls of the window between steps
             assert job.window._followed is not None, "the first steps had the plugin in"
             job.window._followed.hand_over()
             job.window.step += number % EACH == EACH - 1

@@ -26,7 +26,7 @@ dist.init_process_group("gloo")
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
 dist.all_reduce(torch.ones(1024))
 (folder / f"life{life}.rank{dist.get_rank()}").write_text(f"{time.monotonic()} {os.getpid()}")
-while folder.exists() and not (folder / "stop").exists():  # it goes with whoever measures
+while folder.exists() and not (folder / "stop").exists():  # it ends with the measuring process
     dist.all_reduce(torch.ones(1024))
     time.sleep(0.01)
 os._exit(0)

@@ -13,6 +13,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 def pytest_runtest_teardown():
     """End the commands that a test has started, whether it failed or not."""
-    command = sys.modules.get("tests.ranks.command")  # importing it is for those who need it
+    command = sys.modules.get("tests.ranks.command")  # only tests that need it import it
     while command is not None and command.Command.started:
         command.Command.started.pop().stop()

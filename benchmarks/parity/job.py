@@ -339,7 +339,7 @@ class Looker:
         from ntp_plugin.megatron.reduction.lane_sync import named  # noqa: PLC0415
 
         for name, parameter in named(self._chunks):
-            if not parameter.numel():  # of one who stands idle
+            if not parameter.numel():  # of an idle rank
                 continue
             values = parameter.detach().double().numpy()
             shape, dim = values.shape, 0

@@ -35,7 +35,7 @@ def replica_digests_in(folder: Path, step: int = HALF) -> Whole:
         for name, about in stored.items()
         if isinstance(about, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():  # it says that it loads in one process, although it was told to
+    with warnings.catch_warnings():  # it warns about loading in one process, although it was asked to
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         load(tensors, storage_reader=reader, no_dist=True)
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}

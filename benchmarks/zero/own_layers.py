@@ -56,7 +56,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Backward of a copy: the sum of all parts."""
+    """Leave the cut region: sum all parts."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -70,7 +70,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Out of it: all parts, side by side."""
+    """Leave the cut region: concatenate all parts."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -74,7 +74,7 @@ def test_exported_copies_equal_what_deepspeed_would_have_saved(tmp_path, config,
     process = start(*watched, PAUSE_S="1")
     pids = pids_in(output_until(process, r"step 8:"))
     living = export(tmp_path / "living", watched[2:])
-    for line in process.stdout:  # it has gone on meanwhile, and does
+    for line in process.stdout:  # it has continued, and does
         if (match := re.match(r"step (\d+):", line)) and int(match[1]) > living:
             break
     for pid in (process.pid, *pids.values()):

@@ -198,7 +198,7 @@ def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step
     assert first in ((HALF, HALF + 1) if not more else (HALF - 1, HALF, HALF + 1))
     asked = f"{loading(folder)} --ckpt-step {first - 1}"
     planned = run(with_arguments(degraded(BASE, {**two, "lost": (lost,)}, more=more), asked))
-    alike = STEPS - HALF  # steps up to there may have been told of before the loss
+    alike = STEPS - HALF  # steps up to there may have been recorded before the loss
     assert len(lived) == len(planned) == 3
     for expected, (_, one) in zip(planned.values(), sorted(lived.items()), strict=True):
         assert one.seen.norms[-alike:] == expected.norms[-alike:]

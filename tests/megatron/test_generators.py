@@ -23,9 +23,9 @@ def draw():
     return own, torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
 
 draw()
-told = json.loads(json.dumps(generators.states(), default=bytes.hex))  # as a manifest has it
+stored = json.loads(json.dumps(generators.states(), default=bytes.hex))  # as a manifest has it
 first, second = draw(), draw()
-generators.put_back(told)
+generators.put_back(stored)
 assert draw() == first != second
 assert draw() == second
 assert generators.names() == ["drawn model-parallel-rng"]

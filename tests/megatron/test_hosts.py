@@ -86,7 +86,7 @@ def test_a_machine_is_lost_with_the_copies_on_it(two_hosts, tmp_path):
     assert {event.far for one in recorded if isinstance(event := one.event, Copied) and event.step < 5} == {1}
     lost = {tuple(event.lost) for one in recorded if isinstance(event := one.event, Recovered)}
     assert lost & {("r0.s0.t0", "r0.s0.t1"), ("r1.s0.t0", "r1.s0.t1")}, lost
-    assert len(copies_left() - before) == 1, "those of the killed agent, which would be gone with its machine"
+    assert len(copies_left() - before) == 1, "those of the killed agent, which would be lost with its machine"
     expected = dict(enumerate(undisturbed(tmp_path)[::2], start=1))
     found = {event.step: event.losses["lm loss"] for one in recorded if isinstance(event := one.event, Committed)}
     assert found == pytest.approx(expected, rel=1e-12)

@@ -69,7 +69,7 @@ def test_options_that_must_make_no_difference(option, layout):
     assert max(worst.values()) <= FLOAT64, worst
     outcomes = run(degraded(BASE, layout, more=OPTIONS[option]))
     most = max(seen.overlapped for seen in outcomes.values())
-    assert (most >= 2 * (STEPS - 1)) == ("overlap" in option), "several buckets, while the backward goes on"
+    assert (most >= 2 * (STEPS - 1)) == ("overlap" in option), "several buckets, during the backward"
 
 
 @pytest.mark.parametrize(

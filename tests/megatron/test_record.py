@@ -57,7 +57,7 @@ def test_wandb_has_one_run_although_its_writer_is_killed_and_rejoins(tmp_path, c
     (injected,) = history.injected
     assert (injected.event.whom, injected.event.fault_point) == (OWNER, "backward")
     back = [output for output in history.began if output.slot == OWNER and output.event.joiner]
-    assert back, "the owner of the run has come back in time"
+    assert back, "the owner of the run has rejoined in time"
     assert sorted(history.commits) == list(range(1, 61))
 
     (ours,) = record.glob("wandb/offline-run-*/run-*.wandb")

@@ -73,7 +73,7 @@ def cut_and_whole(rank):
         (mappings, "_gather_along_first_dim", sequence.gather),
         (mappings, "_reduce_scatter_along_first_dim", sequence.reduce_scatter),
         (layers, "linear_with_grad_accumulation_and_async_allreduce", sequence.column_linear),
-    ):  # as `hooks.py` has them, and then told another length each time
+    ):  # as `hooks.py` has them, with another length each time
         setattr(module, name, make(getattr(module, name)))
     found = {}
     for length in LENGTHS:

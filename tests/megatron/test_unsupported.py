@@ -42,4 +42,4 @@ def test_every_refusal_looks_at_an_argument_that_megatron_has():
     found = json.loads(run.stdout)
     assert found["missing"] == found["unknown"] == []
     defaults = ["--transformer-impl", "--use-cpu-initialization"]
-    assert sorted(found["applies"]) == sorted(defaults), "what Megatron does unless it is told otherwise"
+    assert sorted(found["applies"]) == sorted(defaults), "Megatron's defaults"

@@ -50,4 +50,4 @@ def test_ranks_that_all_wait_for_each_other_are_hung():
 def test_ranks_that_all_wait_and_then_continue_are_not_hung():
     with Ranks(2, play_together, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         longest = max(ranks.wait().values())
-        assert not ranks.hung or longest > HUNG_S, "nobody waited for so long"
+        assert not ranks.hung or longest > HUNG_S, "no rank waited for so long"

@@ -67,7 +67,7 @@ def make_another_group_than_a_joiner(rank):
         rank.reached("first", 1)
         return elastic.groups.epoch
 
-    while driver.carry_through(reduce) < 3:  # one loses slot 1, it comes in with two, and is left out with three
+    while driver.carry_through(reduce) < 3:  # epoch 1 loses slot 1, it joins in epoch 2, and is excluded in epoch 3
         pass
     driver.finish()
     elastic.leave()

@@ -46,7 +46,7 @@ def test_a_rank_that_hangs_within_a_wait_is_found(tmp_path, undisturbed):
     os.kill(pids_of(running)[1], signal.SIGUSR1)
     running.wait_for("slot 1 hangs")
     reason = running.wait_for(r"slot 1 is lost: it has neither moved nor polled for (\S+) s while 2 others wait")
-    assert float(reason[1]) >= 3, "more than that, told to a tenth"
+    assert float(reason[1]) >= 3, "more than that, rounded to a tenth"
     running.go_on()
     holds(running, undisturbed, "(0, 2)")
 

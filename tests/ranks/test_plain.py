@@ -99,7 +99,7 @@ def test_a_killed_rank_rejoins_with_the_others_state(slot):
     fault = kill(slot, during="vote", step=5)
     with Ranks(4, functools.partial(play, hold_at=(10,)), faults=[fault]) as ranks:
         ranks.wait_for_death(slot)
-        ranks.wait_for_rows(1, 6)  # the others have gone on: it could be in for the step of its death else
+        ranks.wait_for_rows(1, 6)  # the others have continued: otherwise it could rejoin before the step of its death
         ranks.start_again(slot)
         outcomes = ranks.wait()
     assert outcomes.keys() == {0, 1, 2, 3}

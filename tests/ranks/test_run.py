@@ -111,7 +111,7 @@ def test_a_signal_ends_everything(tmp_path, how, how_workers_come):
     assert code == 128 + how
     assert f"ntp run: ended by {how.name}\n" in output
     assert "SignalException" not in output, "no traceback of ours"
-    assert "forcefully" not in output, "torch kills whoever has not ended after 30 s"
+    assert "forcefully" not in output, "torch kills processes that have not ended after 30 s"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 

@@ -39,7 +39,7 @@ def test_a_step_is_its_parts():
     assert [model.stage_ns(stage, 0) / 1e9 for stage in (0, 1)] == pytest.approx(stages, rel=1e-6)
     hand_over = 2 * (tokens * h * 2 / 8 / 50e9 + 20e-6)
     assert fleet.nominal_ns / 1e9 == pytest.approx(sum(stages) + hand_over + 15 * max(stages), rel=1e-6)
-    elements = layers * 12 * h * h / 8 + 2 * layers * h + 32768 * h / 8 + h  # and the norms, whole on every slot
+    elements = layers * 12 * h * h / 8 + 2 * layers * h + 32768 * h / 8 + h  # and the norms, replicated on every slot
     exposed = 0.1 * 2 * 7 / 8 * elements * 4 / (machine.nic_gb_per_s * 1e9)
     optimizer = elements * (4 + 2 * 12 + 2) / 3350e9
     assert model.tail_ns(0, 8) / 1e9 == pytest.approx(exposed + optimizer, rel=1e-6)

@@ -117,7 +117,7 @@ def transitions(state, last_step):
         if process.member.phase is Phase.RUNNING and process.applied == last_step:
             yield from finishing_steps(state, store, index, process)
             if next_view_is_the_end(process.member, store):
-                continue  # it hears of that by finishing alone
+                continue  # it learns of that by finishing alone
         yield from agreement_steps(state, store, index, process, dead_or_replaced)
         yield from training_steps(state, index, process, last_step)
     if state.joins:

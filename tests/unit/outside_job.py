@@ -28,7 +28,7 @@ def supervise(folder, plant):
 
 def train(folder, plant):
     counted = Path(folder, "step")
-    step = int(counted.read_text()) if counted.exists() else 0  # who is started anew goes on where the others are
+    step = int(counted.read_text()) if counted.exists() else 0  # a restarted rank continues at the step of the others
     while step < STEPS:
         step += 1
         loss = 1 / step

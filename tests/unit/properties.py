@@ -273,7 +273,7 @@ def parities_protect(topology_, policy, lost_nodes):
         assert len({domain(other) for other in group.members}) == len(group.members) <= policy.sharers
         assert group.parity_host not in lost_nodes
         assert group.parity_host // size not in {domain(other) for other in group.members}
-        assert set(group.members) <= set(before.members), "nobody changes groups"
+        assert set(group.members) <= set(before.members), "no slot changes groups"
         left = {other for other in before.members if other in living}
         outside = domains - {domain(other) for other in left}
         if outside:
@@ -309,7 +309,7 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
             assert move.of in lost - lost_before, "copies serve for slots that are lost now"
             assert nominal.topology.node_of(move.source) in _hosts_that_give(copies, move.of, after)
         parts = _slices_of(move)
-        assert len(parts) == len(set(parts)), "nothing stands twice in a transfer"
+        assert len(parts) == len(set(parts)), "nothing is twice in a transfer"
         for part in parts:
             assert part not in received[move.target], "nothing moves twice"
             assert part not in start[move.target], "nothing moves to where it is"

@@ -58,7 +58,7 @@ def test_members_open_for_one_who_has_died_once():
     store.create("asked/0/0", "")
     admission_control, other = control_of(store, lambda: 0, lambda: False), control_of(store, lambda: 0, lambda: False)
     assert admission_control.somebody_asks()
-    assert not admission_control.open(mine=True), "nobody came"
+    assert not admission_control.open(mine=True), "no rank asked"
     assert not other.open(mine=False)
     assert not admission_control.somebody_asks()
     joiner = asking(store)
@@ -190,4 +190,4 @@ def test_a_rank_with_other_settings_is_never_admitted():
     wait_until_asked(admission_control)
     assert admission_control.open(mine=True)
     assert let_in(joiner)
-    store.create(view_key(1), the_end(FIRST).encode())  # for those who still ask
+    store.create(view_key(1), the_end(FIRST).encode())  # for ranks that still ask

@@ -123,7 +123,7 @@ def test_ten_thousand_malformed_orders_break_nothing(orders):
             for _ in range(100):
                 file.write(spoilt(whole, dice) + b"\n")
         injected += pending.take("r0.s0.t1", "vote", 1, None)
-    assert injected == [], "no order was for this moment"
+    assert injected == [], "no order was for this fault point"
     assert pending.refused > 9_000
     taken = pending.take("r0.s0.t1", "backward", 5, None)
     assert KILL in taken

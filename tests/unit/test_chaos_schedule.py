@@ -85,7 +85,7 @@ def test_pending_faults_are_reported_with_their_reason(tmp_path):
     over.heard_at = 3.0
     injector.inject(over, History(), running=None)
     asked = injector.asked(over)
-    assert [fault.name for fault in asked.faults] == ["4"], "a slot and a moment are ordered at once"
+    assert [fault.name for fault in asked.faults] == ["4"], "a fault with a slot and a fault point is ordered at once"
     assert [(left.fault.name, left.fault.slot, left.fault.may_miss, left.why) for left in asked.unordered] == [
         ("1", "any", False, "it was for 9 s after training began, and the job was over after 3.0 s, in step 5"),
         ("2", "any", True, "it was for step 80, and the job was over after 3.0 s, in step 5"),
@@ -143,7 +143,7 @@ def test_a_fault_on_any_slot_waits_while_every_loss_would_end_the_job():
     first, second = schedule.next(job(), seconds=3.0)
     assert first.slot.split(".", 1)[1] != second.slot.split(".", 1)[1], "the third would take the last holder"
     injected = (first.slot, second.slot)
-    assert schedule.next(job(), seconds=3.1, pending=injected) == [], "which nobody has told of yet"
+    assert schedule.next(job(), seconds=3.1, pending=injected) == [], "its injection is not reported yet"
     assert len(schedule.next(job(), seconds=9.0)) == 1
 
 
@@ -174,7 +174,7 @@ def test_so_many_are_drawn_and_not_more_and_each_in_a_step_to_come():
 def test_the_next_fault_waits_for_the_last_recovery_and_return():
     assert drawn(1, pending=("r0.s0.t1",))[0] == []
     whole, degraded = drawn(1, steps=14)[0], drawn(1, steps=14, lost=("r0.s0.t1",))[0]
-    assert len(whole) > len(degraded) == 1, "with somebody lost it waits for ten steps first"
+    assert len(whole) > len(degraded) == 1, "after a loss it waits for ten steps first"
 
 
 def test_a_fault_in_a_recovery_comes_with_a_loss_that_both_can_be_survived():

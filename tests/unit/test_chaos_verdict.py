@@ -102,7 +102,9 @@ def test_weights_are_compared_however_they_are_cut(killed_in, back_in, replica_d
     found = verdict(history(killed_in=killed_in, back_in=back_in), faults=() if killed_in is None else (FAULT,))
     (check,) = [check for check in found.checks if "weights" in check.what]
     assert check.holds
-    assert f"of {replica_digests};" in check.found, "of each replica what is cut, and what each of its slots has whole"
+    assert f"of {replica_digests};" in check.found, (
+        "the cut state of each replica, and the replicated state of each slot"
+    )
 
 
 @pytest.mark.parametrize("what", ["cut", "alike"])
@@ -126,7 +128,7 @@ def test_a_replica_with_a_silent_slot_is_not_compared():
     def silent(*silent_slots):
         return history(killed_in=3, weights=lambda slots, own: None if own in silent_slots else weighed(slots, own))
 
-    assert verdict(silent("r1.s0.t0")).holds, "the other replica has told"
+    assert verdict(silent("r1.s0.t0")).holds, "the other replica has reported"
     nobody = verdict(silent("r0.s0.t0", "r1.s0.t0"))
     assert broken_checks(nobody) == ["weights agree with the reference run's"]
     assert "none told all" in nobody.checks[-1].found

@@ -95,7 +95,7 @@ def test_a_process_that_was_lost_and_replaced_is_not_looked_for(tmp_path, proces
     write_beginning(tmp_path, pids=[process.pid] + [ENDED_LONG_AGO] * 3, machine=here())
     for number in range(4):
         tell(tmp_path, RankLost(number=number, pid=1, kind="ended", reason="code 1"))
-    assert main(["status", str(tmp_path)]) == 1, "nobody has a place any more"
+    assert main(["status", str(tmp_path)]) == 1, "no process has a slot any more"
 
 
 @pytest.mark.parametrize("elsewhere", [SLOTS, SLOTS[3:]])

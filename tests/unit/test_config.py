@@ -50,7 +50,7 @@ def test_toml_json_and_flags_mean_the_same(tmp_path):
     ]
     assert policies[0] == policies[1] == policies[2]
     assert policies[0].batch.epsilon == 0.02
-    assert policies[0].copies.far == "node", "what is not said has its default"
+    assert policies[0].copies.far == "node", "missing keys have their default"
 
 
 @pytest.mark.parametrize(

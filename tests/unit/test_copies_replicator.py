@@ -219,7 +219,7 @@ def test_the_next_snapshot_leaves_the_committed_copy(here):
     before = path.read_bytes(), path.stat().st_mtime_ns
     for step in (9, 10):
         assert here.copy(snapshot(step))
-        assert here.store.manifest(near(2, 0)).version.step == step, "nobody has committed it: the same is used again"
+        assert here.store.manifest(near(2, 0)).version.step == step, "it was not committed: the same one is used again"
         assert (path.read_bytes(), path.stat().st_mtime_ns) == before
 
 

@@ -127,7 +127,7 @@ def test_a_larger_copy_takes_the_place_of_a_smaller_one(store, another):
     memory, manifest = put(store, PLACE, some_values(1, size=2000), step=6)
     assert list(another.found()) == [(PLACE, manifest)]
     assert torch.equal(bytes_of(another, PLACE)[: manifest.size], memory)
-    assert torch.equal(reader, before), "whoever still reads the old bytes goes on reading them"
+    assert torch.equal(reader, before), "a reader of the old bytes keeps them"
 
 
 def test_a_copy_that_has_no_bytes_is_one(store, another):
@@ -154,7 +154,7 @@ def test_copies_of_older_epochs_are_forgotten_regardless_of_writer(store, anothe
     store.open(CopyKey(kind=NEAR, slot=8, epoch=2, number=0), 100)
     store.forget_before(3)
     assert {place for place, _ in another.found()} == {place for place in places if place.epoch >= 3}
-    assert len(list(store.folder.iterdir())) == 2 * 4, "bytes without a manifest are gone as well"
+    assert len(list(store.folder.iterdir())) == 2 * 4, "bytes without a manifest are removed as well"
 
 
 def test_forgetting_in_a_missing_folder_is_no_error(store):

@@ -160,7 +160,7 @@ def test_pages_in_which_a_part_has_the_same_places_are_one_rectangle(shape):
     rows, by_columns = runs_of(shape, 0, ((0, shape[0]),)), runs_of(shape, 1, ((10, 20), (40, 60)))
     assert rows.page % torch.Size(shape[1:]).numel() == 0
     for runs in (rows, by_columns):
-        assert len(runs.rectangles) <= 2, "the last page need not be whole"
+        assert len(runs.rectangles) <= 2, "the last page may be partial"
         assert sum(len(one.pages) * len(one.keys) for one in runs.rectangles) == runs.size
 
 

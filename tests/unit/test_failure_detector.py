@@ -131,7 +131,7 @@ def test_the_last_unfinished_rank_has_time_for_a_checkpoint(since, kind):
     pulses[1] = heartbeats(now, moved_at=1000.0)
     assert kinds(pulses, now=now) == ({1: kind} if kind else {})
     pulses[2] = heartbeats(now, waiting=True, moved_at=1000.0)
-    assert kinds(pulses, now=now) == {1: "hung"}, "somebody waits for it in a collective"
+    assert kinds(pulses, now=now) == {1: "hung"}, "a rank waits for it in a collective"
 
 
 def test_a_rank_that_waits_for_the_end_while_others_wait_for_it_is_hung():

@@ -47,7 +47,7 @@ def gather(gathering, order):
                 put(store, due.key, due.value)
             elif gathering.complete(readers[slot]):
                 waiting.remove(slot)
-        assert before != (len(waiting), len(store)), "somebody waits for ever"
+        assert before != (len(waiting), len(store)), "a member waits for ever"
     return {slot: gathering.values(reader) for slot, reader in readers.items()}, readers
 
 

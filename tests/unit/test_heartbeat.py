@@ -153,7 +153,7 @@ def test_the_last_heartbeat_is_marked(file):
         file, 0, every_s=0.001, moved=lambda: asked.release() or Movement(3.0), starved=lambda: 0.0
     )
     heartbeat.start()
-    for _ in range(2):  # the first beat is written when it asks again
+    for _ in range(2):  # the first heartbeat is written at the second poll
         assert asked.acquire(timeout=PATIENCE_S), "it beats"
     assert not file.read(0).leaving
     before = file.read(0).count

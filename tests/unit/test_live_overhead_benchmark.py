@@ -98,7 +98,7 @@ def test_a_sitting_continues_where_the_last_one_ended(tmp_path, monkeypatch):
         live_overhead.found_of(cases, "")
     assert run == wanted[:5], "of another tree nothing is known"
     assert len(mine.read_text().splitlines()) == 5, "and nothing of the one before is left"
-    assert another.read_text() == others, "but of whom nobody has asked"
+    assert another.read_text() == others, "rows of other frameworks stay"
 
 
 @pytest.mark.parametrize("middle", [0.9, 1.0, 1.2])

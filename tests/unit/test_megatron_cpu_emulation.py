@@ -46,7 +46,7 @@ def test_nothing_is_replaced_while_it_is_off():
 def test_everything_is_replaced_while_it_is_on():
     changed, _, all_of_them, available, dtype = probe("float64")
     assert changed == all_of_them
-    assert available == "False", "only callers in Megatron are told of a GPU"
+    assert available == "False", "only callers in Megatron see a GPU"
     assert dtype == "torch.float64"
 
 

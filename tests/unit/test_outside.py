@@ -330,7 +330,7 @@ def test_an_undetected_loss_is_wrong_when_others_continued():
     assert wrongs(kill) == [("kill", message)]
     assert wrongs(kill, recorded=False) == [("kill", "")]
     assert wrongs(fault("kill", 17.0, (1, 17.0))) == [("kill", "")]  # the job was over before
-    assert wrongs(fault("stop-long", 6.0, (0, 6.0))) == [("stop-long", "")]  # it goes on
+    assert wrongs(fault("stop-long", 6.0, (0, 6.0))) == [("stop-long", "")]  # it continues
     joiner = fault("kill-joiner", 6.0, (1, 6.0), (1, 7.0))
     assert wrongs(joiner, noticed=[(1, 6.2)]) == [("kill-joiner", "")]
     assert wrongs(joiner) == [("kill-joiner", message)]

@@ -25,7 +25,7 @@ def is_there(pid):
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rsplit(")", 1)[1].split()[0] != "Z"  # nobody may have waited for it
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"  # it may be a zombie
 
 
 @pytest.mark.parametrize("leads", [True, False])

@@ -145,7 +145,7 @@ def test_a_degraded_replica_runs_smaller_micro_batches_where_its_memory_is_short
     short = limited(between(roomy, (2,), 1))
     assert shares(short) == [(4, 4), (8, 2), (4, 4), (4, 4)]
     shorter = limited(between(roomy, (2,), 2))
-    assert shares(shorter) == [(8, 2), (16, 1), (8, 2), (8, 2)], "whole ones have the buffers of lanes besides"
+    assert shares(shorter) == [(8, 2), (16, 1), (8, 2), (8, 2)], "nominal ones also have the buffers of lanes"
     plans = [plan_recovery(nominal, lost=parse_slots(LOST, roomy.topology)) for nominal in (roomy, short)]
     assert plans[0].digest != plans[1].digest
     assert plans[0].transfers == plans[1].transfers

@@ -114,7 +114,7 @@ def recovery(nominal, members, epoch, stop_at, halfway):
             return plan
         before, after = plan.replica_digests(move)
         for whole in (*before, *after):
-            assert whole, "a whole has members"
+            assert whole, "a replica has members"
         for whole in after:
             found = [unit for rank in whole for unit in members[rank].units[number]]
             assert sorted(found) == sorted(each(((0, 9),) if move.tensor.family else WHOLE_UNITS))

@@ -131,13 +131,13 @@ def test_wandb_has_one_run_with_its_layout_as_its_configuration(wandb_records):
     assert layout == {"replicas": 2, "stages": 1, "tp": 2, "micro_batches": [2, 2]}
     asked = ("enabled", "min_tp_width", "copies.mode", "copies.count", "on_sdc")
     assert [settings.get(name) for name in asked] == ["True", "1", "near", "1", "stop"]
-    assert not {"lost", "events", "copies.max_host_gb"} & set(settings), "what nobody has set, and has no default"
+    assert not {"lost", "events", "copies.max_host_gb"} & set(settings), "unset options without a default"
     assert versions == {"ntp-plugin": ntp_plugin.__version__, "torch": torch.__version__, "megatron-core": "0.19.2"}
 
 
 def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
     series = history(wandb_records[0])
-    assert series["ntp/loss/lm_loss"] == [4.0, 3.0, 2.0, 1.0, 0.0], "one for each step, whoever tells of it, and again"
+    assert series["ntp/loss/lm_loss"] == [4.0, 3.0, 2.0, 1.0, 0.0], "one for each step, from any rank, and again"
     assert series["ntp/step"] == sorted(series["ntp/step"])
     assert series["ntp/width/r0"] == [2, 2, 1, 2, 2]
     assert series["ntp/micro_batches/r1"] == [2, 2, 3, 2, 2]
@@ -147,7 +147,7 @@ def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
     assert series["ntp/recovery_s/regroup"] == [0.02] * 2
     assert series["ntp/copies/lag_steps"] == [0] * 5
     assert series["ntp/copies/bytes"] == [1000] + [4000] * 4
-    assert (series["ntp/digests/compared"], series["ntp/digests/odd"]) == ([12], [1]), "once, though all tell of it"
+    assert (series["ntp/digests/compared"], series["ntp/digests/odd"]) == ([12], [1]), "once, though all report it"
 
 
 def test_wandb_has_an_alert_for_each_incident_and_a_table_of_them(wandb_records):
@@ -276,7 +276,7 @@ def test_prometheus_finds_the_numbers_on_loopback_only(tmp_path):
     write_a_run(tmp_path)
     words = [sys.executable, "-m", "ntp_plugin.telemetry.relay", str(tmp_path), "--prometheus", "0"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as relay:
-        address = relay.stdout.readline().split()[-1]  # said when what was there has been handed over
+        address = relay.stdout.readline().split()[-1]  # printed when all present events have been handed over
         assert address.startswith("http://127.0.0.1:")
         page = urllib.request.urlopen(address, timeout=30).read().decode()
         relay.stdin.close()  # which ends it
@@ -286,7 +286,7 @@ def test_prometheus_finds_the_numbers_on_loopback_only(tmp_path):
     assert metrics['ntp_slots{state="back"}'] == "1.0"
     assert metrics['ntp_width{replica="r0"}'] == "2.0"
     assert metrics['ntp_troubles_total{kind="RankLost"}'] == "1.0"
-    assert metrics['ntp_troubles_total{kind="Corrupted"}'] == "1.0", "once, though all tell of it"
+    assert metrics['ntp_troubles_total{kind="Corrupted"}'] == "1.0", "once, though all report it"
 
 
 @dataclasses.dataclass

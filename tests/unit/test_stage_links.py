@@ -44,7 +44,7 @@ def test_rows_come_once_and_from_who_has_them(layout, length):
             assert sent.pop((link.peer, me.rank)) == rows
             got += rows
         assert got == list(range(first, last))
-    assert not sent, "nobody sends what nobody expects"
+    assert not sent, "no slot sends what none expects"
 
 
 @given(layouts())

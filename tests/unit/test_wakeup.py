@@ -97,6 +97,6 @@ def test_a_stranger_who_fills_the_socket_hides_no_epoch(tmp_path):
                 stranger.sendto(b"garbage" * 1000, mine._name)
     file.announce_epoch(1, [2])  # whose ring is refused
     mine.wait()
-    assert file.newest_epoch() == 1, "it looks because of the stranger's"
+    assert file.newest_epoch() == 1, "it polls because of the foreign one"
     mine.close()
     file.close()
