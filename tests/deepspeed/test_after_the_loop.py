@@ -27,7 +27,7 @@ def job(folder, *flags, config, script=RECIPES / "train.py", **environment):
 
 
 @pytest.mark.short
-def test_an_error_of_the_script_is_the_jobs(tmp_path):
+def test_an_error_of_the_script_ends_the_job(tmp_path):
     """The error is reported as without the plugin."""
     script = tmp_path / "train.py"
     script.write_text(AFTERWARDS.format(recipe=str(RECIPES / "train.py")))

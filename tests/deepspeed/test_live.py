@@ -207,7 +207,7 @@ def test_masks_of_the_framework_do():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_where_a_checkpoint_is_written(stage):
+def test_a_rank_is_lost_while_a_checkpoint_is_written(stage):
     job = Job(stage=stage, saves=8)
     outcomes, rows = run(job, faults=[kill(2, during="save", step=8)])
     assert_same_training(outcomes, rows, job)
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_a_loss_interrupts_is_written_again(tmp_path, stage):
     assert_same_training(outcomes, rows, dataclasses.replace(job, folder=""))
 
 
-def test_the_last_step_that_is_lost_in_its_checkpoint_is_not_passed_over():
+def test_a_loss_in_the_checkpoint_of_the_last_step_is_recovered():
     """There are no copies of it yet, and the loop has none left to take."""
     with pytest.raises(StateLost, match=r"checkpoint of step 20 was not written.* of step 19"):
         run(Job(stage=1, saves_turns=True), faults=[kill(2, during="save", step=20)])

@@ -96,7 +96,7 @@ class NeedsSumsAlone(Play):
 
 
 @pytest.mark.parametrize("options", SHORT_OF_JOBS)
-def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
+def test_sound_state_is_not_reported_corrupt(options, tmp_path):
     """Nominal, degraded and nominal again, compared before every step."""
     events = str(tmp_path / "events")
     watched = job(**options, ntp={"watch_steps": 1, "events": events})
@@ -125,7 +125,7 @@ def test_replicas_are_compared_after_the_first_step_of_each_epoch(options, tmp_p
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage, tmp_path):
+def test_in_half_precision_masters_are_compared_beside_the_weights(stage, tmp_path):
     events = str(tmp_path / "events")
     halved = job(stage=stage, dtype="bfloat16", ntp={"watch_steps": 1, "events": events})
     outcomes, _ = run(halved, faults=[kill(3, during="vote", step=5)])

@@ -79,7 +79,7 @@ class NobodyCompares(Play):
         return dataclasses.replace(Deviating(self.job, who="2/0", shifted=1))._play(rank)
 
 
-def test_another_data_set_on_one_rank_is_nothing_that_anybody_else_notices():
+def test_another_data_set_on_one_rank_is_not_detected_by_the_others():
     """A negative control: the replicas stay equal, and all of them are wrong."""
     outcomes, rows = run(Job(), play=NobodyCompares)
     assert not within(differences(outcomes, rows, Job()), Job().dtype)

@@ -193,7 +193,7 @@ def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
     assert any(map(math.isnan, losses[2]))
 
 
-def test_slots_that_hear_of_a_loss_in_and_after_an_evaluation():
+def test_slots_learn_of_a_loss_in_and_after_an_evaluation():
     """One slot is past it, and learns of the loss while it writes a checkpoint: no other evaluation has numbers before
     they train."""
     job = Job(ranks=4, tp=2, evaluates=9, saves=9, hears_in_evaluation=1)
@@ -212,7 +212,7 @@ def test_a_joining_process_evaluates_by_itself():
     assert [math.isnan(value) for value in losses] == [False] * 12 + [True] * 3
 
 
-def test_a_vocabulary_that_is_cut_and_not_gathered():
+def test_losses_and_returns_with_a_cut_vocabulary():
     """A loss at each fault point, a second loss, and a return: the loss function waits for other slots, too."""
     job = Job(ranks=4, tp=2, transformer="tied llama", dtype="float32", hear_at=("forward", 6, 0))
     faults = [kill(2, during="between", step=5), kill(0, during="within", step=9)]
@@ -221,7 +221,7 @@ def test_a_vocabulary_that_is_cut_and_not_gathered():
     assert_same_training(outcomes, rows, job)
 
 
-def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
+def test_a_full_width_replica_writes_the_checkpoint():
     job = Job(ranks=4, tp=2, saves=9)
     _, rows = run(job, faults=[kill(0, during="vote", step=6)])
     (saved,) = {tuple(names) for kind, names, *_ in rows if kind == "saved"}
@@ -240,7 +240,7 @@ def test_stock_autotp_loads_a_checkpoint_saved_after_a_loss(tmp_path, stage, bac
     assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 4
 
 
-def test_without_a_replica_that_has_all_of_its_slots_no_checkpoint_is_written():
+def test_no_checkpoint_is_written_without_a_full_width_replica():
     job = Job(ranks=4, tp=2, saves=12)
     faults = [kill(0, during="vote", step=6), kill(3, during="vote", step=9)]
     outcomes, rows = run(job, faults=faults)

@@ -25,7 +25,7 @@ def test_a_digest_is_the_same_number_on_a_gpu(dtype, dim, ranges):
     assert there == digests(parts, runs, salts=["a", "b"])
 
 
-def test_a_copy_is_what_was_there_when_it_was_begun_and_its_memory_is_pinned(tmp_path):
+def test_a_copy_holds_the_state_at_its_beginning_in_pinned_memory(tmp_path):
     store, trouble = Store(tmp_path / "host"), []
     replicator = Replicator(store, run="r", secret="s", slot=0, trouble=trouble.append)
     values = {name: torch.randn(1 << 22, device="cuda") for name in ("main", "exp_avg")}

@@ -187,7 +187,7 @@ FAULT_POINTS = ["step", "forward", "backward", "reduce", "reduced", "vote", "app
         *((SHARDED, fault_point) for fault_point in (*FAULT_POINTS, "gather")),
     ],
 )
-def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step, more, fault_point, slot):
+def test_after_a_loss_a_run_equals_a_planned_degraded_run_bit_for_bit(every_step, more, fault_point, slot):
     """Which step is the first that the degraded job took, whether for the first time or again, is seen by who drew
     samples in the new epoch; the planned run begins from a checkpoint of the step before that one."""
     lost, two = ("r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1")[slot], {"tp": 2, "dp": 2}

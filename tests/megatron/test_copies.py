@@ -172,7 +172,7 @@ def test_a_hung_parity_host_is_evicted_and_training_continues(events):
     assert_little_was_lost(events)
 
 
-def test_a_host_is_lost_of_which_others_have_no_copy():
+def test_a_host_without_far_copies_is_lost():
     faults = [kill(slot, during="backward", step=5) for slot in (2, 3)]
     with pytest.raises(StateLost, match=r"r1\.s0\.t0.* no version of it of which all parts are copied.*restart from"):
         live(job(f"{OVERLAP} --ntp-copies-count 0", per_host=2), faults=faults)
@@ -324,7 +324,7 @@ def test_copies_may_lag(events):
     assert steps == [0, 4, 8], steps
 
 
-def test_parity_hosts_that_are_slow(events):
+def test_slow_parity_hosts_delay_no_step(events):
     """A copy would take minutes. Each slot reports that once, and no step or end waits for it."""
     lived, rows = live(job(f"{OVERLAP} --ntp-copies-gb-per-s 0.000001 --ntp-events={events}", per_host=2))
     without, _ = live(job(f"{OVERLAP} --ntp-copies-mode off", per_host=2))
@@ -358,7 +358,7 @@ def test_a_host_without_room_for_copies(events):
         live(job(more), faults=[kill(3, during="backward", step=5)])
 
 
-def test_copies_that_are_off():
+def test_copies_can_be_switched_off():
     with pytest.raises(StateLost, match=r"r1\.s0\.t1 lost .* switch copies on"):
         live(job(f"{OVERLAP} --ntp-copies-mode off"), faults=[kill(3, during="backward", step=5)])
 
@@ -370,7 +370,7 @@ def test_unknown_state_is_refused():
     assert_same_training(lived)
 
 
-def test_is_bit_for_bit_a_run_that_was_planned_so():
+def test_a_degraded_run_equals_a_planned_one_bit_for_bit():
     """A loss before anything is applied: then every step is one of the degraded layout."""
     planned = run(degraded(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}, more=OVERLAP))
     lived, _ = live(job(), faults=[kill(3, during="step", step=1)])

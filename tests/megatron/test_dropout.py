@@ -36,7 +36,7 @@ def test_the_same_training(layout):
         (f"{OPTIONS['recompute']} {OPTIONS['distributed optimizer, overlap']}", "TP3+TP3"),
     ],
 )
-def test_options_that_must_make_no_difference(option, layout):
+def test_options_make_no_difference(option, layout):
     assert worst(run(degraded(DROPOUT, layout, more=option)), run(uniform(DROPOUT))) <= FLOAT64
 
 

@@ -152,7 +152,7 @@ def test_a_dead_run_is_exported(dead, tmp_path):
     assert command([*NTP, "copies", "verify", str(left)], tmp_path / "verified")[0] == 0
 
 
-def test_a_disk_that_is_full(dead, tmp_path):
+def test_an_export_to_a_full_disk_leaves_nothing(dead, tmp_path):
     """One line, nothing left behind, and the copies as they were."""
     left, events = dead
     before = all_in(left)

@@ -116,7 +116,7 @@ def test_a_run_that_is_dead_is_resumed_from_memory_in_another_layout(tmp_path):
     assert not copies_left() - before
 
 
-def test_there_is_nothing_to_resume(tmp_path):
+def test_a_resume_without_copies_is_refused(tmp_path):
     code, output = Command([*NTP, "run", "--ntp-resume", str(tmp_path), "train.py"], tmp_path / "log").end()
     assert code == 2, output
     assert "there are no copies of a dead run there" in output

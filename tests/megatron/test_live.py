@@ -67,7 +67,7 @@ def test_a_rank_dies(fault_point):
     assert_every_sample_once(rows)
 
 
-def test_the_learning_rate_of_a_rank_that_has_scheduled_is_not_set_back_by_one_that_has_not():
+def test_a_rank_ahead_keeps_its_learning_rate():
     """After the vote slot 0 waits for its lost neighbour, before the schedule; the other replica has come past that."""
     lived, _ = live(job(), faults=[kill(1, during="apply", step=5)])
     assert_same_training(lived)
@@ -416,7 +416,7 @@ def test_remains_of_an_interrupted_step_are_collected_in_another(by, right):
     assert (max(worst.values()) <= BOUNDS["float64"]) == right, worst
 
 
-def test_is_bit_for_bit_a_run_that_was_planned_so():
+def test_a_degraded_run_equals_a_planned_one_bit_for_bit():
     """A loss before anything is applied: then every step is one of the degraded layout."""
     planned = run(degraded(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}))
     lived, _ = live(job(), faults=[kill(3, during="step", step=1)])

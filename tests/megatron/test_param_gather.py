@@ -20,7 +20,7 @@ def test_gathers_overlap_the_forward_pass(layout):
         assert seen.gathered_ahead >= 3 * (STEPS - 1), "several buckets, from the second step on"
 
 
-def test_without_the_flag_nothing_is_under_way():
+def test_without_the_flag_no_gather_overlaps():
     """A negative control of what is counted."""
     outcomes = run(degraded(BASE, "TP4+TP3", more=OPTIONS["distributed optimizer, overlap"]))
     assert {seen.gathered_ahead for seen in outcomes.values()} == {0}
@@ -51,6 +51,6 @@ def test_bf16_within_four_times_its_noise_floor():
     assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
 
 
-def test_the_comparison_notices_a_forward_that_does_not_wait():
+def test_the_comparison_detects_a_forward_that_does_not_wait():
     outcomes = run(degraded(BASE, "TP4+TP3", more=GATHER, spoil="parameters_not_awaited"))
     assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > BOUND

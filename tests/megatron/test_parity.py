@@ -64,7 +64,7 @@ def test_float32_with_biases_no_more_than_four_times_the_noise_floor():
         ("recompute", "TP2+TP1"),
     ],
 )
-def test_options_that_must_make_no_difference(option, layout):
+def test_options_make_no_difference(option, layout):
     outcomes = run(degraded(BASE, layout, more=OPTIONS[option]))
     assert_same_training(outcomes, run(uniform(BASE)), FLOAT64)
     for seen in outcomes.values():
@@ -117,7 +117,7 @@ def test_the_comparison_notices(wrong):
 
 
 @pytest.mark.short
-def test_a_healthy_layout_is_megatrons_own_path():
+def test_a_nominal_layout_runs_stock_megatron():
     """The same bits and the same collectives, with the plugin on and off."""
     off = run(Job(model=MODELS[BASE], tp=2, dp=2))
     on = run(Job(model=MODELS[BASE], tp=2, dp=2, enabled=True))

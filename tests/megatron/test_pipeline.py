@@ -64,7 +64,7 @@ def test_float32(layout):
         pytest.param("distributed optimizer, overlap", INTERLEAVED, marks=pytest.mark.short),
     ],
 )
-def test_options_that_must_make_no_difference(option, layout):
+def test_options_make_no_difference(option, layout):
     worst = compared(option, layout)
     assert max(worst.values()) <= FLOAT64, worst
     outcomes = run(degraded(BASE, layout, more=OPTIONS[option]))
@@ -105,7 +105,7 @@ def test_features(feature, layout):
         (OLD, FIRST_DEGRADED, ""),
     ],
 )
-def test_an_embedding_that_is_in_the_first_and_the_last_stage(feature, layout, more):
+def test_a_tied_embedding_in_the_first_and_the_last_stage(feature, layout, more):
     worst = largest_differences(run(degraded(feature, layout, more=more)), run(reference(feature, layout)))
     assert max(worst.values()) <= FLOAT64, worst
 

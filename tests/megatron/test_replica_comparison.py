@@ -41,7 +41,7 @@ def test_no_checkpoint_is_written_of_differing_state(tmp_path):
 @pytest.mark.parametrize(
     "more", [pytest.param("", marks=pytest.mark.short), "--rerun-mode disabled", f"{SHARDED} --rerun-mode disabled"]
 )
-def test_a_weight_that_is_not_finite_is_named_also_of_two_replicas(more):
+def test_a_weight_that_is_not_finite_is_named_with_two_replicas(more):
     """Megatron finds it in the loss, or in the gradients, of that replica alone; the other one waits for it."""
     with pytest.raises(
         SilentCorruption, match=r"\(weight\) in r1\.s0\.t1 is not finite after step 6, and in other replicas it is"
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_healed(more, tmp_path):
     assert "in r1.s0.t1 is not what the other replicas have after step 6" in found
 
 
-def test_no_copy_is_made_of_what_is_corrupt(tmp_path):
+def test_corrupt_state_is_not_copied(tmp_path):
     """The leaving slot had the only live copy of the flipped state, and the others resume from its copies: the newest
     is of the step before."""
     more = f"--use-distributed-optimizer --ntp-watch-steps 3 --ntp-on-sdc heal --ntp-events {tmp_path / 'events'}"
@@ -92,7 +92,7 @@ def test_no_copy_is_made_of_what_is_corrupt(tmp_path):
 
 
 @pytest.mark.parametrize("fault_point", ["backward", "compare"])
-def test_nothing_is_taken_for_corrupt_that_is_not(fault_point, tmp_path):
+def test_sound_state_is_not_reported_corrupt(fault_point, tmp_path):
     """Nominal, degraded and nominal again, compared before every step; also with the loss in the comparison."""
     more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
     watched = job(spoil="nobody_tells_all_digests", more=more)

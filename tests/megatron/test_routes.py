@@ -51,7 +51,7 @@ def test_biases_and_tied_embeddings():
         ("distributed optimizer, overlap", "TP4+TP4+TP3"),
     ],
 )
-def test_options_that_must_make_no_difference(option, layout):
+def test_options_make_no_difference(option, layout):
     outcomes = routed(layout, more=OPTIONS[option])
     assert_same_training(outcomes)
     for seen in outcomes.values():

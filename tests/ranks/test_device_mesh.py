@@ -90,7 +90,7 @@ def looks():
         return ranks.wait()
 
 
-def test_a_line_is_as_long_as_it_has_members(looks):
+def test_a_one_dimensional_mesh_has_as_many_ranks_as_members(looks):
     for slot, rank in ((0, 0), (1, 1), (3, 2)):
         line = looks[slot][1]["line"]
         assert line["mesh"] == [0, 1, 2]

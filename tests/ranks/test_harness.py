@@ -114,7 +114,7 @@ def test_processes_left_behind_by_this_one_are_reported(planted, message):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
-def test_ranks_end_with_who_started_them_however_that_ends(how, tmp_path):
+def test_ranks_end_with_their_parent(how, tmp_path):
     words = (sys.executable, "-c", f"from {__name__} import {have_ranks_play.__name__} as play; play()")
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}) as test:
         ranks = [os.pidfd_open(int(process)) for process in test.stdout.readline().split()]

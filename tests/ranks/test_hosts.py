@@ -101,7 +101,7 @@ def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path
             assert code == 0, (at, output)
 
 
-def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
+def test_a_spare_machine_replaces_a_lost_one(tmp_path, folder):
     with machines(3, tmp_path) as hosts:
         job = Job(hosts, 2)
         job.wait_until_it_trains()
@@ -140,7 +140,7 @@ def test_a_disconnected_machine_ends_its_workers_and_the_others_continue(tmp_pat
 
 
 @with_cuts
-def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
+def test_ranks_cut_off_for_a_short_time_are_evicted(tmp_path, folder):
     """The others have continued; the disconnected ranks detect that, and do not train on beside them."""
     with machines(2, tmp_path) as hosts:
         job = Job(hosts, 2)
@@ -156,7 +156,7 @@ def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
         assert job.agents[2].end()[0] == 0, "its job was done, by the others"
 
 
-def test_the_stores_machine_is_lost_and_the_others_end_clearly(tmp_path):
+def test_losing_the_machine_of_the_store_ends_the_job_with_an_error(tmp_path):
     with machines(2, tmp_path) as hosts:
         job = Job(hosts, 2, steps=10000)
         job.wait_until_it_trains()

@@ -59,7 +59,7 @@ def test_its_device_is_bound_to_the_backend_but_not_to_the_world():
     assert (found["device"], found["device of the world"]) == ("cuda:3", None)
 
 
-def test_gloo_beside_it_is_edited_and_its_works_are_seen():
+def test_gloo_is_edited_beside_nccl_and_its_works_are_seen():
     found = played({})
     assert (found["total"], found["seen"]) == ([1.0, 1.0], True)
 

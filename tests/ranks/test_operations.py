@@ -114,6 +114,6 @@ def test_a_method_that_is_not_replaced_is_missed():
     assert (hooked, seen) == (1, 0)
 
 
-def test_the_signatures_that_methods_are_read_from_are_there():
+def test_method_signatures_are_available():
     assert {"allreduce", "broadcast", "barrier", *POINT_TO_POINT} <= {*methods()}
     assert "reconfigure" not in methods()

@@ -173,7 +173,7 @@ def injected(fault, ranks=3, **options):
     ],
     ids=str,
 )
-def test_a_rank_that_ends_before_the_job_is_lost_whatever_its_code(fault, reason):
+def test_a_rank_that_ends_before_the_job_is_lost_with_any_exit_code(fault, reason):
     outcomes, verdict = injected(fault)
     assert outcomes.keys() == {0, 2}
     assert (verdict.kind, verdict.reason) == ("ended", reason)

@@ -89,7 +89,7 @@ def test_comparison_can_be_switched_off():
 
 
 @pytest.mark.parametrize(("tp", "ranks", "slot"), [(1, 2, "r1.s0.t0"), (2, 4, "r0.s0.t1")])
-def test_a_weight_that_is_not_finite_is_named_also_of_two_replicas(tp, ranks, slot):
+def test_a_weight_that_is_not_finite_is_named_with_two_replicas(tp, ranks, slot):
     """Before it has come to the others by the gradients."""
     outcomes = played(Spoilt(after=30, how="nan", tp=tp), ranks)
     for code, output, *_ in outcomes.values():

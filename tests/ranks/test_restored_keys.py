@@ -56,7 +56,7 @@ def views_of(process, epochs):
     return view
 
 
-def test_a_key_that_was_deleted_is_there_again_when_it_is_read(process, stranger):
+def test_a_deleted_key_is_restored_when_it_is_read(process, stranger):
     process.keys.create("view/1", "its value")
     stranger.delete_key("view/1")
     assert process.keys.read("view/1") == "its value"
@@ -123,7 +123,7 @@ def test_only_the_newest_epochs_and_all_views_are_remembered(process):
     }
 
 
-def test_a_store_is_asked_an_eighth_more_by_who_waits(server):
+def test_a_waiting_member_sends_an_eighth_more_requests(server):
     class Counted:
         asked = 0
 
@@ -142,7 +142,7 @@ def test_a_store_is_asked_an_eighth_more_by_who_waits(server):
     assert counted.asked == 900
 
 
-def test_survivors_come_through_a_loss_although_a_stranger_deletes_the_view(tmp_path):
+def test_survivors_recover_although_another_process_deletes_the_view(tmp_path):
     """The supervisor writes the view again, and logs it; nothing logged it before."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", f"--ntp-run-dir={tmp_path / 'run'}", str(PAUSED)]
     job = Command(words, tmp_path / "log", STEPS="400", PAUSE_S="0.1", RECIPE=str(RECIPES / "train.py"))

@@ -39,7 +39,7 @@ def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_killed_worker_is_started_anew_and_the_result_is_that_of_an_undisturbed_run(tmp_path, how_workers_come):
+def test_a_killed_worker_is_restarted_and_the_result_is_undisturbed(tmp_path, how_workers_come):
     (tmp_path / "calm").mkdir()
     calm = job(tmp_path / "calm", *how_workers_come, "--nproc-per-node=3", STEPS="200", PAUSE_S="0")
     code, output = calm.end()
@@ -222,7 +222,7 @@ def test_a_script_started_outside_ntp_run_says_so(tmp_path):
         (["--nproc-per-node=1", "--ntp-respawn=many"], "argument --ntp-respawn: 'many' is not a whole number from 0"),
     ],
 )
-def test_flags_that_make_no_sense_are_one_line_and_exit_code_2(tmp_path, flags, message):
+def test_invalid_flags_are_one_line_and_exit_code_2(tmp_path, flags, message):
     code, output = job(tmp_path, *flags).end()
     assert code == 2
     assert [line for line in output.splitlines() if message in line]

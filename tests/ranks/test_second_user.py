@@ -76,7 +76,7 @@ def forges(run, port):
     theirs.set("token", "another")
 
 
-def test_a_second_user_reads_forges_and_reaches_nothing_that_changes_a_job(tmp_path):
+def test_a_second_user_cannot_change_a_job(tmp_path):
     before = set(Path("/dev/shm").iterdir())
     words = [*NTP, "run", "--standalone", "--nproc-per-node=2", str(PAUSED)]
     job = Command(words, tmp_path / "log", STEPS="200", PAUSE_S="0.1", RECIPE=str(RECIPES / "train.py"))

@@ -136,7 +136,7 @@ class Served:
 
 
 @pytest.mark.parametrize("garbage", [random_bytes, spoilt_commands])
-def test_ten_thousand_malformed_messages_leave_the_store_as_it_was(garbage):
+def test_ten_thousand_malformed_messages_leave_the_store_unchanged(garbage):
     served, dice = Served(), random.Random(1)
     memory, open_ones = resident(), descriptors()
     for message in range(MESSAGES):
@@ -152,7 +152,7 @@ def test_ten_thousand_malformed_messages_leave_the_store_as_it_was(garbage):
 
 
 @pytest.mark.parametrize("opening", [OPENING, b""])
-def test_a_well_formed_command_of_a_stranger_is_obeyed_and_not_believed(opening):
+def test_an_outsiders_well_formed_command_is_executed_and_its_value_ignored(opening):
     """This shows that the malformed part above is the only error; and that any process that reaches the store can
     change it."""
     served = Served()

@@ -55,7 +55,7 @@ def test_workers_end_with_their_supervisor(run, flags):
 
 
 @pytest.mark.parametrize("how", ["started", "forked", "by a shell"])
-def test_so_do_the_processes_that_workers_have_started(run, tmp_path, how):
+def test_processes_started_by_workers_end_as_well(run, tmp_path, how):
     """In sessions of their own, too."""
     (tmp_path / "train.py").write_text(WITH_CHILDREN)
     words, flags = [str(tmp_path / "train.py")], ["--ntp-fork"] if how == "forked" else []
@@ -95,7 +95,7 @@ def test_a_bound_program_starts_with_default_signals(tmp_path):
     assert done.stderr == f"ntp run: {tmp_path / 'no'} cannot be started: No such file or directory\n"
 
 
-def test_only_a_supervisor_that_was_killed_is_cleared_up_after(tmp_path, monkeypatch):
+def test_only_a_killed_supervisor_is_cleaned_up_after(tmp_path, monkeypatch):
     monkeypatch.setenv("NTP_HEARTBEATS", str(tmp_path))
     sleeps = [sys.executable, "-c", "import time; time.sleep(3600)"]
     left = subprocess.Popen(sleeps, start_new_session=True)

@@ -69,7 +69,7 @@ def test_a_wait_is_interrupted_when_the_membership_changes(name):
     assert busy, "the backend has it still, and is to be replaced"
 
 
-def test_a_reduce_scatter_that_was_waited_for_in_slices_would_not_be():
+def test_a_reduce_scatter_waited_for_in_slices_is_not_interrupted():
     """The earlier behaviour: its work has no time limit."""
     play = functools.partial(wait_for_who_never_comes, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
     with pytest.raises(TimeoutError, match="slot 0 did not finish within 2"), Ranks(SIZE, play) as ranks:
@@ -99,7 +99,7 @@ def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
 
 
 @pytest.mark.parametrize(("longest_s", "seldom"), [(None, True), (0.02, False)])
-def test_a_long_wait_looks_seldom(longest_s, seldom):
+def test_a_long_wait_polls_rarely(longest_s, seldom):
     """A slice that runs out costs time of a processor; the second row is as it was once."""
     play = functools.partial(wait_for_who_comes_when_it_was_looked_often, longest_s=longest_s)
     with Ranks(SIZE, play) as ranks:

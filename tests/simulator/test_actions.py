@@ -71,7 +71,7 @@ def test_the_horizon_ends_with_the_next_failure_of_the_replicas_concerned():
     assert math.isinf(horizon_s(situation(repair_s=math.inf, failures_per_gpu_s=0.0)))
 
 
-def test_a_spare_pays_where_what_it_saves_is_worth_the_pause():
+def test_a_spare_pays_off_if_it_saves_more_than_the_pause():
     ready = situation(spare_s=0.0)
     assert choose(ready, ActionPolicy()).action == SWAP_SPARE  # 3 % of five days are hours
     assert choose(dataclasses.replace(ready, repair_s=1000.0), ActionPolicy()).action == REDUCE_TP  # 3 % of 1000 s
@@ -111,13 +111,13 @@ def test_the_last_replica_is_not_dropped():
     assert row(choice, DROP_REPLICA).reason == "no replica would be left"
 
 
-def test_hysteresis_keeps_what_is_in_force():
+def test_hysteresis_keeps_the_present_action():
     ready = situation(spare_s=0.0)
     assert choose(ready, ActionPolicy(hysteresis=0.05), current=REDUCE_TP).action == REDUCE_TP
     assert choose(ready, ActionPolicy(hysteresis=0.01), current=REDUCE_TP).action == SWAP_SPARE
 
 
-def test_a_smaller_batch_is_worth_more_a_sample_where_it_may_change():
+def test_a_sample_of_a_smaller_batch_is_worth_more_if_the_batch_may_change():
     policy = ActionPolicy(batch=1000.0, noise_scale=1000.0)
     assert efficiency(0.5, policy) == pytest.approx(2000 / 1500)
     assert efficiency(0.5, ActionPolicy()) == 1
@@ -131,7 +131,7 @@ def test_without_a_possible_action_every_reason_is_reported():
         choose(situation(), ActionPolicy(forbid=(REDUCE_TP, DROP_REPLICA, RESTART)))
 
 
-def test_keys_that_mean_nothing_are_refused():
+def test_keys_without_effect_are_refused():
     with pytest.raises(ConfigError, match="'reduce' is no action"):
         ActionPolicy(forbid=("reduce",))
     with pytest.raises(ConfigError, match="or neither"):

@@ -39,7 +39,7 @@ def test_the_simulator_imports_no_torch():
     assert "imported" in spoilt.stderr
 
 
-def test_a_run_is_tables_and_its_seed_shows_it_again(capsys):
+def test_a_run_prints_tables_and_is_reproducible_by_seed(capsys):
     code, once, err = run(capsys, *FLAGS, "--seed", "3")
     assert (code, err) == (0, "")
     for word in ("dp-drop", "ntp-pw", "chooser", "goodput", "failed GPUs", "128 GPUs"):

@@ -26,7 +26,7 @@ def test_only_how_many_slots_are_lost_matters_to_the_pace():
             assert fullest == pytest.approx(first, rel=0.02)  # one unit of one family more or less
 
 
-def test_a_step_is_its_parts():
+def test_a_step_time_is_the_sum_of_its_parts():
     """Compute, collectives, pipeline, exposed reduction and optimizer, counted from the data sheet by hand."""
     fleet = scenario().fleet
     model, machine = fleet.model, fleet.model.machine

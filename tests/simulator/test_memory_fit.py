@@ -59,7 +59,7 @@ def test_the_degraded_group_holds_more():
     assert 1.33 < degraded / activation_bytes(TRAINING, 0, 4, ()) < 1.5
 
 
-def test_the_ladder_goes_as_far_as_it_must():
+def test_the_ladder_stops_at_the_first_rung_that_fits():
     rungs = tried(0)
     names = list(dict.fromkeys(rung.name for rung in rungs))
     assert names == [AS_IS, SMALLER, RECOMPUTE, OFFLOAD, NARROWER]
@@ -86,7 +86,7 @@ def test_fewer_slots_never_hold_less_by_our_units():
     assert [rung.name for rung in tried(0, min_tp_width=3)].count(NARROWER) == 0
 
 
-def test_every_affected_group_is_looked_at_before_anything_is_done():
+def test_every_affected_group_is_checked_before_any_change():
     surviving = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=1)
     roomy = fit_groups(TRAINING, surviving, limit=80e9)
     assert set(roomy) == {(0, ()), (1, ()), (1, (2,))}
@@ -138,5 +138,5 @@ def test_a_guard_that_checks_only_full_groups_is_detected(monkeypatch):
     """A negative control: the test above fails where degraded patterns are left out."""
     monkeypatch.setattr(SurvivingReplicas, "patterns_of_stage", lambda *_: {})
     with pytest.raises(AssertionError):
-        test_every_affected_group_is_looked_at_before_anything_is_done()
+        test_every_affected_group_is_checked_before_any_change()
     assert memory_fit.fit_groups is fit_groups

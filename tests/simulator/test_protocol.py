@@ -22,7 +22,7 @@ def test_no_schedule_breaks_the_protocol():
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_bug_is_found_and_its_seed_shows_it_again(planted):
+def test_a_planted_bug_is_found_and_reproduced_by_its_seed(planted):
     found = search(range(CI_SEEDS), planted).found
     assert found is not None
     assert found.replay == f"ntp simulate --replay {found.seed} --planted {planted}"
@@ -36,7 +36,7 @@ def test_the_search_runs_the_live_code():
     assert (LIVE.gone, LIVE.judge) == (failure_detector.gone, failure_detector.judge)
 
 
-def test_a_seed_is_a_run():
+def test_a_seed_determines_a_run():
     assert [replay(seed) for seed in range(60)] == [replay(seed) for seed in range(60)]
 
 

@@ -66,7 +66,7 @@ def test_a_restart_does_again_what_came_after_the_last_checkpoint():
     assert both.goodput < (1 + 19 * rate) / 20 + 1e-3  # the first is back only when the second restarts the job
 
 
-def test_two_faults_of_one_gpu_are_one_loss_and_it_is_back_after_both():
+def test_two_faults_of_one_gpu_are_one_loss_until_both_are_repaired():
     done = course("dp-drop", [fault(1, 5), fault(2, 9)])
     assert done.actions == {"drop replica": 1}
     alone = course("dp-drop", [fault(1, 9)])
@@ -82,7 +82,7 @@ def test_work_is_linear_in_the_faults():
         assert done.events == len(faults) + ends
 
 
-def test_all_policies_see_the_same_faults_and_a_seed_is_a_run():
+def test_all_policies_see_the_same_faults_and_a_seed_determines_a_run():
     one, again, other = (list(simulate(scenario(seed=seed)))[-1] for seed in (4, 4, 5))
     assert one == again
     assert one.courses != other.courses
@@ -101,7 +101,7 @@ def test_the_chooser_may_be_forbidden_something():
     assert asked.setting(()).allowed == ActionPolicy()
 
 
-def test_poisson_faults_have_the_rate_the_shares_and_the_blast_that_were_asked_for():
+def test_poisson_faults_have_the_configured_rate_shares_and_blast():
     from random import Random  # noqa: PLC0415
 
     rates = Rates(per_gpu_day=0.01, blast_gpus=4)

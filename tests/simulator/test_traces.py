@@ -74,7 +74,7 @@ def test_a_wrong_line_is_named(tmp_path, name, text, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_one_line(tmp_path):
+def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "none.csv")
 

@@ -38,7 +38,7 @@ def test_strict_is_exact_disjoint_complete_and_never_worse_than_any_integer_spli
 
 
 @given(batches(8, 40), st.floats(0, 0.5))
-def test_trim_leaves_out_at_most_epsilon_and_is_never_slower_than_strict(batch, epsilon):
+def test_trim_drops_at_most_epsilon_and_is_never_slower_than_strict(batch, epsilon):
     paces, nominal = batch
     strict = split_batch(paces, nominal, BatchPolicy())
     trimmed = split_batch(paces, nominal, BatchPolicy(mode="trim", epsilon=epsilon))

@@ -30,7 +30,7 @@ def test_a_slot_takes_its_fault_once_at_its_fault_point(orders):
     assert pending.take("r0.s0.t1", "backward", 5, None) == []
 
 
-def test_an_order_that_comes_too_late_for_its_step_is_for_the_next(orders):
+def test_a_late_order_applies_to_the_next_step(orders):
     orders.give(KILL)
     assert Pending(orders.path).take("r0.s0.t1", "backward", 6, None) == [KILL]
 
@@ -60,7 +60,7 @@ def test_an_order_can_be_withdrawn_until_it_is_injected(orders):
         (FROM_OUTSIDE, ("vote", 3, None), False),
     ],
 )
-def test_without_a_fault_point_it_is_the_next_one(orders, fault, there, injected):
+def test_an_order_without_a_fault_point_applies_to_the_next_one(orders, fault, there, injected):
     orders.give(fault)
     assert bool(Pending(orders.path).take("r0.s0.t1", *there)) == injected
 
@@ -78,7 +78,7 @@ def test_orders_of_an_attached_command_are_obeyed(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"garbage\n", b'{"token": "a", "more": 1}\n', b"\xff\n"])
-def test_a_file_that_holds_no_orders_is_refused_in_words(tmp_path, content):
+def test_a_file_without_orders_is_refused_with_a_reason(tmp_path, content):
     path = tmp_path / "orders.jsonl"
     if content is not None:
         path.write_bytes(content)

@@ -50,7 +50,7 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(report, tmp_path):
         ElementTree.fromstring("<svg" + svg.split("</svg>")[0] + "</svg>")
 
 
-def test_its_pictures_are_one_sheet_as_well(report, tmp_path):
+def test_its_charts_are_also_one_image(report, tmp_path):
     page = write_page(report, tmp_path)
     header = page.with_name("report.png").read_bytes()[:24]
     assert header.startswith(b"\x89PNG")

@@ -98,14 +98,14 @@ def test_a_job_that_never_began_explains_missing_faults():
     assert left.why == "training never began"
 
 
-def test_so_many_were_drawn_of_those_that_were_to_be():
+def test_the_number_of_drawn_faults_is_reported():
     found, schedule = drawn(1, steps=14)
     asked = schedule.asked(job(step=14), seconds=14.0, ordered=found)
     assert (asked.drawn, asked.to_be_drawn) == (tuple(fault.name for fault in found), 6)
     assert 0 < len(asked.drawn) < 6
 
 
-def test_a_fault_of_the_recipe_that_may_miss_is_not_taken_back(tmp_path):
+def test_a_fault_that_may_miss_is_not_withdrawn(tmp_path):
     """It is injected at the first fault point of its name, however late; only drawn ones are given up for the next."""
     late = FaultSpec(what="kill", during="save", may_miss=True)
     injector = FaultInjector(tmp_path, FaultSchedule(recipe(late)))

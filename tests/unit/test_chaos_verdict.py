@@ -261,7 +261,7 @@ def test_a_missing_return_is_reported():
     assert broken_checks(found) == ["1 came back"]
 
 
-def test_a_run_without_samples_or_steps_is_not_fine():
+def test_a_run_without_samples_or_steps_fails():
     found = judge(RequestedFaults(), History(), None, End(code=0), FINE)
     assert not found.holds
 

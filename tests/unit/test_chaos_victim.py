@@ -85,7 +85,7 @@ HOLDS = ("stop", "hang", "lock")
 STAYS = ("slow", "disk", "clock", "weight", "copy")
 
 
-def test_every_kind_is_tried_here():
+def test_every_kind_of_fault_is_tested():
     assert {*ENDS, *HOLDS, *STAYS} == set(BY_ITS_OWN_HAND)
 
 
@@ -246,7 +246,7 @@ def test_a_weight_fault_flips_one_exponent_bit(here, value):
     assert [one for one in bits.tolist() if one] == [1 << 23]
 
 
-def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monkeypatch):
+def test_a_copy_fault_changes_only_the_newest_own_copy(here, monkeypatch):
     store = Store(here.folder / "copies" / "host")
     monkeypatch.setenv("NTP_COPIES", str(here.folder / "copies"))
     monkeypatch.setenv("RANK", "3")

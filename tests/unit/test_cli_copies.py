@@ -50,7 +50,7 @@ def test_verify_finds_a_changed_byte(folder, capsys):
     assert "host-0, near-3-e2-0: w (main) not as it was written" in output
 
 
-def test_verify_finds_what_is_cut_short(folder, capsys):
+def test_verify_finds_a_truncated_copy(folder, capsys):
     (place, _), *_ = folder[1].found()
     os.truncate(folder[1].folder / str(place), 10)
     assert main(["copies", "verify"]) == 1
@@ -96,7 +96,7 @@ def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
     assert "host-0, parity-3-e2-0: parity (xor) not as it was written" in capsys.readouterr().out
 
 
-def test_a_run_that_begins_or_ends_meanwhile_is_passed_over(folder, tmp_path, capsys):
+def test_a_run_that_begins_or_ends_meanwhile_is_skipped(folder, tmp_path, capsys):
     """One has made its folder, and not its lock yet; one has removed its lock, and not its copies yet."""
     (tmp_path / f"{COPIES}begins").mkdir(mode=0o700)
     ends = tmp_path / f"{COPIES}ends"
@@ -111,7 +111,7 @@ def test_a_run_that_begins_or_ends_meanwhile_is_passed_over(folder, tmp_path, ca
     assert "is no folder of a run" in capsys.readouterr().err
 
 
-def test_a_run_that_is_removed_while_it_is_read_is_passed_over(folder, tmp_path, monkeypatch, capsys):
+def test_a_run_removed_while_it_is_read_is_skipped(folder, tmp_path, monkeypatch, capsys):
 
     def removed(path):
         shutil.rmtree(path, ignore_errors=True)

@@ -48,7 +48,7 @@ def committed(step):
     return Committed(step=step, epoch=0, seconds=0.25, losses={"lm loss": 5.5 - step}, samples=[])
 
 
-def test_the_view_of_a_terminal_has_who_is_there_and_how_wide_and_how_far(tmp_path):
+def test_the_terminal_view_has_members_widths_and_progress(tmp_path):
     write_beginning(tmp_path, pids=range(1, 5), machine="another machine")
     lost = RankLost(number=1, pid=2, kind="ended", reason="its process ended with code -9")
     went_on = Recovered(epoch=1, seconds=0.5, lost=["r0.s0.t1"], back=[], widths=[[1], [2]], micro_batches=[1, 3])
@@ -65,7 +65,7 @@ def test_the_view_of_a_terminal_has_who_is_there_and_how_wide_and_how_far(tmp_pa
     assert "the job goes on (lost: r0.s0.t1): after 0.50 s; widths 1, 2; micro-batches 1, 3" in seen
 
 
-def test_a_job_that_ends_while_one_looks_is_over(tmp_path, process, capsys):
+def test_status_ends_with_its_job(tmp_path, process, capsys):
     write_beginning(tmp_path, pids=[process.pid] * 4, machine=here())
     ending = threading.Timer(1.0, tell, (tmp_path, committed(1), Ended()))
     ending.start()
@@ -83,7 +83,7 @@ def test_a_job_without_living_processes_is_one_line_and_code_1(tmp_path, capsys)
     assert "step 7 was the last" in message
 
 
-def test_a_job_that_dies_while_one_looks_is_dead_once_its_last_process_is(tmp_path, process):
+def test_status_reports_a_dead_job_after_its_last_process(tmp_path, process):
     write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 3 + [process.pid], machine=here())
     died = []
     threading.Timer(1.0, lambda: (died.append(True), process.kill())).start()
@@ -91,7 +91,7 @@ def test_a_job_that_dies_while_one_looks_is_dead_once_its_last_process_is(tmp_pa
     assert died, "it was waited for"
 
 
-def test_a_process_that_was_lost_and_replaced_is_not_looked_for(tmp_path, process):
+def test_a_replaced_process_is_not_polled(tmp_path, process):
     write_beginning(tmp_path, pids=[process.pid] + [ENDED_LONG_AGO] * 3, machine=here())
     for number in range(4):
         tell(tmp_path, RankLost(number=number, pid=1, kind="ended", reason="code 1"))
@@ -99,7 +99,7 @@ def test_a_process_that_was_lost_and_replaced_is_not_looked_for(tmp_path, proces
 
 
 @pytest.mark.parametrize("elsewhere", [SLOTS, SLOTS[3:]])
-def test_a_job_some_of_which_is_on_another_machine_is_followed_on(tmp_path, elsewhere):
+def test_a_job_with_processes_on_another_machine_is_followed(tmp_path, elsewhere):
     write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
     for slot in elsewhere:
         tell(tmp_path, dataclasses.replace(BEGAN, number=SLOTS.index(slot), pid=ENDED_LONG_AGO), slot=slot)

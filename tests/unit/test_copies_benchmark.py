@@ -12,7 +12,7 @@ def two_processors(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
 
 
-def test_a_step_lasts_as_long_as_its_slowest_rank_and_costs_what_all_took():
+def test_a_step_has_the_time_of_its_slowest_rank_and_the_cost_of_all():
     begun = [[0, 7, 10.0, 1.0, 0.5, 0.25], [1, 7, 10.1, 2.0, 1.5, 0.5]]
     over = [[0, 8, 11.0, 1.75, 1.0, 0.25], [1, 8, 11.5, 2.5, 1.75, 0.625]]
     step = Step(seconds=pytest.approx(1.4), busy=1.25, training=0.75, copying=0.125)
@@ -30,7 +30,7 @@ def pair(*, more_seconds, more_busy, more_training=0.0, more_copying=0.0, spared
     return Pair(on=on, off=off, spared=spared)
 
 
-def test_processor_time_explains_a_longer_step_by_as_much_as_there_are_processors_for_it():
+def test_processor_time_explains_its_share_of_a_longer_step():
     assert pair(more_seconds=0.2, more_busy=0.4).explained == pytest.approx(1.1)
     waiting = pair(more_seconds=0.3, more_busy=0.4)
     assert waiting.ratio - waiting.explained == pytest.approx(0.05)
@@ -64,7 +64,7 @@ def test_bytes_are_moved_before_what_they_explain_is_judged():
         assert not kind.explained or min(bare) < kinds.index(kind)
 
 
-def test_a_long_step_is_judged_by_what_is_added_to_a_short_one_and_by_itself():
+def test_a_long_step_is_judged_by_a_short_one_and_by_itself():
     assert copies.is_within(1.03, 0.98, 1.0)
     assert not copies.is_within(1.031, 0.98, 1.0), "short steps say more"
     assert not copies.is_within(1.02, 1.031, 1.0), "long ones are longer beyond doubt"
@@ -93,7 +93,7 @@ def test_each_long_kind_has_a_short_one_before_it(only, wanted):
 
 
 @pytest.mark.parametrize("kinds", [*copies.ROWS.values(), copies.IN_CI], ids=[*copies.ROWS, "in CI"])
-def test_each_kind_of_copies_is_claimed_and_a_control_is_among_them(kinds):
+def test_each_kind_of_copy_has_a_claim_and_a_control(kinds):
     assert {kind.mode for kind in kinds if kind.judged and kind.short} == set(copies.PACES)
     assert any(kind.asleep for kind in kinds)
 

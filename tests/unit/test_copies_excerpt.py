@@ -31,7 +31,7 @@ def stores(tmp_path):
     return Store(tmp_path / "from"), Store(tmp_path / "into")
 
 
-def test_the_newest_of_which_all_parts_are_here_is_taken(stores):
+def test_the_newest_complete_version_is_taken(stores):
     store, into = stores
     for step in (4, 5):
         keep(store, step)

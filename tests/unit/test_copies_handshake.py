@@ -48,7 +48,7 @@ def test_unauthenticated_clients_with_long_lines_take_no_memory_and_block_nobody
         assert len(there.reported) == 1, "the record is not filled by them"
 
 
-def test_silent_strangers_are_few_at_once_and_the_oldest_leaves_for_a_new_one(tmp_path):
+def test_silent_clients_are_limited_and_the_oldest_is_dropped_first(tmp_path):
     with closing(There(tmp_path)) as there, contextlib.ExitStack() as open_ones:
         silent = [
             open_ones.enter_context(socket.create_connection(there.server.address, timeout=20))
@@ -122,7 +122,7 @@ def test_the_secret_is_not_on_the_wire(tmp_path):
         assert SECRET.encode() not in sent + answered
 
 
-def test_a_recorded_conversation_is_worth_nothing_in_another_connection(tmp_path):
+def test_a_replayed_conversation_is_rejected(tmp_path):
     with closing(There(tmp_path)) as there:
         sent, _ = tapped(there)
         there.store.forget_since(0)

@@ -75,7 +75,7 @@ def there(tmp_path):
 # ---------------------------------------------------------------- keeping
 
 
-def test_a_parity_is_there_when_all_members_are_in_and_not_before(there):
+def test_a_parity_is_available_only_when_all_members_are_folded(there):
     first, second = copies_of(1, 2)
     for peer, (memory, manifest) in zip((there.peer(), there.peer()), (second, first), strict=True):
         assert list(there.store.found()) == []
@@ -197,7 +197,7 @@ def test_a_newer_version_replaces_an_incomplete_one(there):
 
 
 @pytest.mark.parametrize("other", [(0, 1, 2), (0, 2)])
-def test_members_that_name_others_are_refused(there, other):
+def test_members_with_another_member_list_are_refused(there, other):
     copies = copies_of(1, 2)
     there.peer().put(PLACE, copies[0][1], copies[0][0], pace=no_pace, members=MEMBERS)
     with pytest.raises(PeerTrouble, match="slot 1 shares a parity with"):
@@ -229,7 +229,7 @@ def test_folding_into_a_closed_version_leaves_the_next_unchanged(tmp_path):
 # ---------------------------------------------------------------- in turns
 
 
-def test_two_versions_are_kept_by_turns_and_the_memory_is_the_gth_part(tmp_path, there):
+def test_two_alternating_versions_are_kept_in_the_gth_part_of_the_memory(tmp_path, there):
     """A parity takes a part of the room of far copies of three members."""
     with contextlib.ExitStack() as running:
         members = [running.enter_context(closing(Here(tmp_path / f"{slot}"))) for slot in range(3)]

@@ -159,7 +159,7 @@ def test_a_member_that_is_lost_with_its_host_comes_from_the_parity(written_third
     assert_sound(again)
 
 
-def test_nothing_is_put_together_where_all_copies_are_there(written_thirds):
+def test_nothing_is_rebuilt_when_all_copies_are_available(written_thirds):
     results = restore(written_thirds, {0: THIRDS[1], 1: THIRDS[2], 2: THIRDS[0]})
     assert_sound(results)
     assert all(done.rebuilt == () for done, _, _ in results)
@@ -233,7 +233,7 @@ def flipped(path, host):
 
 
 @pytest.mark.parametrize("damage", [flipped, stale, truncated])
-def test_a_parity_that_is_wrong_is_named_and_the_version_before_is_had(written_thirds, tmp_path, damage):
+def test_a_wrong_parity_is_named_and_the_version_before_is_restored(written_thirds, tmp_path, damage):
     damage(tmp_path, 2)
     left, layout = without(written_thirds, 0)
     results = restore(left, layout)
@@ -245,7 +245,7 @@ def test_a_parity_that_is_wrong_is_named_and_the_version_before_is_had(written_t
     assert_sound(restore(left, layout, version=OLDER), step=4)
 
 
-def test_a_survivors_copy_that_is_wrong_is_named_and_the_version_before_is_had(written_thirds, tmp_path):
+def test_a_survivors_wrong_copy_is_named_and_the_version_before_is_restored(written_thirds, tmp_path):
     corrupt(tmp_path, 1, copy_at(NEAR, 1), "row")
     left, layout = without(written_thirds, 0)
     for found in restore(left, layout):
@@ -254,7 +254,7 @@ def test_a_survivors_copy_that_is_wrong_is_named_and_the_version_before_is_had(w
     assert_sound(restore(left, layout, version=OLDER), step=4)
 
 
-def test_a_near_copy_that_is_wrong_is_put_together_anew(written_thirds, tmp_path):
+def test_a_wrong_near_copy_is_rebuilt(written_thirds, tmp_path):
     """No slot is lost, and the next far copy is a parity."""
     corrupt(tmp_path, 1, copy_at(NEAR, 1), "row")
     results = restore(written_thirds, THIRDS)

@@ -387,7 +387,7 @@ def test_a_recovery_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
         assert here.copy(snapshot(6))
 
 
-def test_a_recovery_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
+def test_a_recovery_also_drops_copies_that_are_not_sent_yet(tmp_path):
     """Two that keep the copy are frozen: the next snapshot waits for neither."""
     with (
         deaf_server() as (one, first),

@@ -273,7 +273,7 @@ def test_copies_of_two_slots_are_assembled_for_three(written, started):
     assert own.extras() == {"consumed": 40, "of": 0}
 
 
-def test_the_own_copy_is_all_that_the_same_layout_needs(written, started):
+def test_the_same_layout_needs_only_the_own_copy(written, started):
     members = [started(0, 0), started(1, 1)]
     results = restore(members, HALVES)
     assert_sound(results)
@@ -331,7 +331,7 @@ def test_a_changed_copy_on_another_host_is_skipped(written, started, tmp_path):
     assert any("near-0-e2-0 holds column (moment)" in message for message in members[0].trouble)
 
 
-def test_a_copy_whose_bytes_were_cut_short_is_none(written, started, tmp_path):
+def test_a_truncated_copy_is_not_used(written, started, tmp_path):
     with (tmp_path / "host-0" / "near-0-e2-0").open("r+b") as file:
         file.truncate(100)
     members = [started(0, 0), started(1, 1), started(2, 0)]
@@ -353,7 +353,7 @@ def test_all_members_raise_when_no_copy_of_a_part_is_sound(written, started, tmp
     assert len({str(found) for found in results}) == 1
 
 
-def test_an_older_version_can_be_had_where_the_newest_cannot(started, tmp_path):
+def test_an_older_version_is_restored_if_the_newest_cannot(started, tmp_path):
     before = [started(0, 0), started(1, 1)]
     write_halves(before, Version(step=4, epoch=1))
     write_halves(before)
@@ -421,7 +421,7 @@ def test_all_members_raise_when_two_restored_values_are_swapped(written, started
         assert "column (main)" in found.what
 
 
-def test_a_copy_that_one_process_does_not_give_is_asked_of_another(started):
+def test_a_copy_that_one_process_does_not_send_is_requested_from_another(started):
     """Two processes of a host list one copy: the host leader, and the slot itself. The first does not answer."""
     before = [started(0, 0), started(1, 0)]
     write_halves(before, far=False)

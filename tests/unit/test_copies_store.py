@@ -130,7 +130,7 @@ def test_a_larger_copy_takes_the_place_of_a_smaller_one(store, another):
     assert torch.equal(reader, before), "a reader of the old bytes keeps them"
 
 
-def test_a_copy_that_has_no_bytes_is_one(store, another):
+def test_a_copy_without_bytes_is_valid(store, another):
     _, manifest = put(store, PLACE, {})
     assert list(another.found()) == [(PLACE, manifest)]
     assert manifest.size == 0
@@ -163,7 +163,7 @@ def test_forgetting_in_a_missing_folder_is_no_error(store):
 
 
 @pytest.mark.parametrize("at", [0, 1, 100, -40, -33, -32, -1])
-def test_a_manifest_with_a_byte_that_differs_is_no_copy(store, another, at):
+def test_a_manifest_with_a_changed_byte_is_not_listed(store, another, at):
     _, manifest = put(store, PLACE)
     text = bytearray(manifest.encode())
     text[at] ^= 1
@@ -173,7 +173,7 @@ def test_a_manifest_with_a_byte_that_differs_is_no_copy(store, another, at):
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
-def test_a_manifest_that_is_cut_short_is_no_copy(store, another, part):
+def test_a_truncated_manifest_is_not_listed(store, another, part):
     _, manifest = put(store, PLACE)
     text = manifest.encode()
     store.complete_raw(PLACE, text[: int(len(text) * part)])

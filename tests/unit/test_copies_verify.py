@@ -124,7 +124,7 @@ def test_misaligned_values_are_left_to_torch(copied):
     assert Checked.begun(torch.zeros(manifest.size, dtype=torch.uint8), odd) is None
 
 
-def test_a_layout_is_looked_at_once_for_all_versions(copied):
+def test_a_layout_is_checked_once_for_all_versions(copied):
     earlier, _ = copied((("float32",), ("float32",)))
     manifest = Manifest.decode(earlier.encode())  # that of the copy may be forgotten by now, for others' sake
     again = Manifest.decode(manifest.encode())

@@ -103,13 +103,13 @@ def test_another_copy_goes_over_the_same_connection(there):
         assert torch.equal(bytes_of(there.store, FAR_PLACE)[: manifest.size], memory)
 
 
-def test_a_copy_without_bytes_goes_over_as_well(there):
+def test_a_copy_without_bytes_is_sent(there):
     memory, manifest = written({})
     assert there.peer().put(FAR_PLACE, manifest, memory, pace=no_pace) == []
     assert list(there.store.found()) == [(FAR_PLACE, manifest)]
 
 
-def test_bytes_that_are_not_those_of_the_manifest_are_no_copy(there):
+def test_bytes_that_differ_from_the_manifest_are_no_copy(there):
     peer = there.peer()
     memory, manifest = written(some_values())
     for number in (0, 2):
@@ -155,7 +155,7 @@ def test_a_full_host_reports_it_and_can_be_asked_again(tmp_path):
         assert list(there.store.found()) == [(FAR_PLACE, manifest)]
 
 
-def test_any_elements_can_be_had(there):
+def test_any_elements_can_be_requested(there):
     values, peer = some_values(), there.peer()
     _, manifest = put(there.store, FAR_PLACE, values)
 
@@ -201,7 +201,7 @@ def test_a_removed_copy_is_not_sent(there):
             peer.get(FAR_PLACE, 1, manifest.held[1], all_of(manifest.held[1]))
 
 
-def test_a_newer_version_is_not_given_for_an_older_one(there):
+def test_a_newer_version_does_not_answer_for_an_older_one(there):
     _, manifest = put(there.store, FAR_PLACE)
     put(there.store, FAR_PLACE, some_values(1), step=6)
     with pytest.raises(PeerTrouble):
@@ -217,7 +217,7 @@ def test_a_newer_copy_with_fewer_slices_does_not_answer_for_an_older_one(tmp_pat
 
 
 @pytest.mark.parametrize("stranger", [{"run": "another"}, {"secret": "guessed"}, {"secret": ""}])
-def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
+def test_a_client_without_the_token_gets_nothing_and_leaves_nothing(there, stranger):
     _, manifest = put(there.store, FAR_PLACE)
     before = list(there.store.found())
     peer = there.peer(**stranger)
@@ -277,7 +277,7 @@ def test_a_missing_server_is_reported():
         peer.put(FAR_PLACE, manifest, memory, pace=no_pace)
 
 
-def test_a_put_that_goes_nowhere_can_be_given_up_by_another_thread():
+def test_another_thread_can_abort_a_blocked_put():
     memory, manifest = written({"t": torch.ones(4 << 20)})
     caught = []
 

@@ -175,7 +175,7 @@ def test_a_copy_is_only_put_where_far_ones_are(tmp_path, kind):
 
 
 @pytest.mark.parametrize("runs", [[(0, 1 << 33)], [(-3, 2)], [(2999, 2)], [(0, 3000), (5, 1)], [(0, 2), (7, -1)]])
-def test_elements_that_are_none_are_not_given(tmp_path, runs):
+def test_invalid_elements_are_not_sent(tmp_path, runs):
     with closing(There(tmp_path)) as there:
         _, manifest = put(there.store, FAR_PLACE)
         held, (starts, lengths) = manifest.held[0], torch.tensor(runs).T

@@ -66,7 +66,7 @@ def test_every_slot_has_parts_of_several_pages(job):
 
 
 @pytest.mark.parametrize("evenly", [False, True])
-def test_every_element_is_dealt_once_and_what_is_replicated_to_all(evenly):
+def test_every_element_is_dealt_once_and_replicated_ones_to_all(evenly):
     layout = dealt(range(4), random.Random(2), evenly=evenly)
     for number, tensor in enumerate(TENSORS):
         places = torch.cat([elements(slices[number]) for slices in layout.values()])

@@ -100,7 +100,7 @@ def test_the_same_losses_lead_to_the_same_table():
     assert len(tables) == 1
 
 
-def test_a_decision_is_of_the_facts_that_are_in_the_digest():
+def test_a_decision_depends_only_on_facts_in_the_digest():
     one, other = (plan(nominal(restart_s=seconds), "r1.s0.t2") for seconds in (600.0, 601.0))
     assert one.digest != other.digest
     assert dataclasses.replace(one, nominal=other.nominal).batch == other.batch

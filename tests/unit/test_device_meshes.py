@@ -57,7 +57,7 @@ def test_lost_slots_beside_a_mesh_only_renumber_it(tell):
 @pytest.mark.parametrize(
     "ask", [lambda mesh: mesh.mesh, lambda mesh: mesh.shape, lambda mesh: mesh.get_coordinate()[0]]
 )
-def test_an_uneven_one_is_no_grid(tell, cube, ask):
+def test_an_uneven_mesh_is_no_grid(tell, cube, ask):
     tell(0, 1, 4, 5, 6, 7)
     assert (cube.ndim, cube.size(), [cube.size(dimension) for dimension in range(3)]) == (3, 6, [2, 2, 2])
     with pytest.raises(Refused, match="no grid"):
@@ -77,7 +77,7 @@ def test_slices_taken_before_and_after_a_loss_are_equal(tell, cube):
     assert [after[name].mesh.tolist() for name in ("pp", "dp", "tp")] == [[1, 3], [3, 5], [3]]
 
 
-def test_with_all_back_it_is_as_it_was_made(tell, cube):
+def test_with_all_ranks_back_a_mesh_is_unchanged(tell, cube):
     late, made = [], (hash(cube), cube._layout, cube._flatten_rank_map)
     for members in ((0, 1, 4, 5, 6, 7), (4, 5), (5,)):
         tell(*members)

@@ -40,7 +40,7 @@ def test_the_navigation_has_every_page_once():
 
 
 @pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_recipes_and_tests_that_a_page_names_are_there(page):
+def test_recipes_and_tests_named_on_a_page_exist(page):
     assert missing_in(page.read_text()) == []
 
 
@@ -56,7 +56,7 @@ def test_links_of_pages_beside_the_site_lead_somewhere(page):
     assert [link for link in _LINK.findall(page.read_text()) if not (page.parent / link).exists()] == []
 
 
-def test_tests_that_are_named_by_their_functions_are_there():
+def test_tests_named_by_function_exist():
     functions = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")

@@ -91,7 +91,7 @@ def test_nothing_is_dropped_with_probability_0():
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, math.nan])
-def test_a_probability_that_is_none_is_a_mistake(p):
+def test_an_invalid_probability_is_an_error(p):
     with pytest.raises(AssertionError, match="a probability of"):
         dropout(torch.randn(4, 4), p, row_keys(stream(SEED), torch.arange(4)))
 

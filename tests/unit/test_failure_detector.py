@@ -99,7 +99,7 @@ def test_a_stopped_process_with_heartbeats_is_not_lost():
     assert kinds({0: heard(stopped, now=10.6, moved_at=10.0)}, now=10.6) == {}
 
 
-def test_the_one_that_all_others_wait_for_is_hung():
+def test_the_rank_that_all_others_wait_for_is_hung():
     pulses = {slot: heartbeats(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
     found = verdicts(pulses, LIMITS, now=100.0)
     assert [(verdict.slot, verdict.kind) for verdict in found] == [(2, "hung")]
@@ -110,7 +110,7 @@ def test_the_one_that_all_others_wait_for_is_hung():
     ("polled", "expected"),
     [(99.0, False), (92.6, False), (92.4, None), (70.1, None), (69.9, True)],
 )
-def test_a_wait_that_no_longer_polls_is_no_wait(polled, expected):
+def test_a_wait_that_stopped_polling_does_not_count_as_a_wait(polled, expected):
     """All report that they wait; the loop of one has stopped. None: no rank is blamed, and no deadlock reported."""
     pulses = {slot: heartbeats(100.0, waiting=True, moved_at=60.0) for slot in range(4)}
     pulses[2] = heartbeats(100.0, moved_at=60.0, polled_at=polled)
@@ -157,7 +157,7 @@ def test_no_rank_is_hung_while_one_makes_progress():
     assert kinds(pulses, now=100.0) == {}
 
 
-def test_a_rank_whose_beat_is_late_may_have_moved_since():
+def test_a_rank_with_a_late_heartbeat_may_have_made_progress():
     """Slot 3 has sent no heartbeat for a while, so its state is not known."""
     pulses = {slot: heartbeats(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
     pulses[3] = heartbeats(89.0, waiting=True, moved_at=60.0)
@@ -171,7 +171,7 @@ def test_ranks_that_wait_for_a_dead_one_are_not_hung():
     assert kinds(pulses, now=100.0) == {1: "silent"}
 
 
-def test_a_rank_that_has_never_beaten_is_starting():
+def test_a_rank_without_a_heartbeat_is_starting():
     assert kinds({0: Pulse(started_at=0.0)}, now=599.0) == {}
     assert kinds({0: Pulse(started_at=0.0)}, now=601.0) == {0: "silent"}
 
@@ -225,13 +225,13 @@ def test_a_hang_takes_the_word_of_every_host():
     assert judge({0: STILL, 1: STILL, 2: STILL}, SLOTS, LIMITS) == []
 
 
-def test_a_host_with_one_hung_rank_is_found_by_the_others_word():
+def test_a_host_with_one_hung_rank_is_detected_by_the_others_reports():
     assert [verdict.slot for verdict in judge({0: STILL, 1: Standstill(waiting=0, idle={4: 31.0})}, SLOTS, LIMITS)] == [
         4
     ]
 
 
-def test_the_smaller_part_of_a_cut_network_is_out():
+def test_the_minority_side_of_a_network_split_is_evicted():
     heartbeats_of = {0: dataclasses.replace(STILL, unreachable=(1, 2, 3)), 1: STILL, 2: STILL, 3: STILL}
     found = judge(heartbeats_of, SLOTS, LIMITS)
     assert [(verdict.slot, verdict.kind) for verdict in found] == [(slot, "cut off") for slot in range(4)]
@@ -259,7 +259,7 @@ def test_survivors_of_any_network_failure_reach_each_other(hosts, data):
 
 @pytest.mark.parametrize("over_for", [4.9, 5.1])
 @pytest.mark.parametrize(("stopped_for", "kind"), [(4.9, None), (5.1, "frozen")])
-def test_when_the_job_is_over_who_never_joined_or_is_stopped_is_not_waited_for_long(stopped_for, kind, over_for):
+def test_after_the_job_unjoined_or_stopped_processes_get_a_short_wait(stopped_for, kind, over_for):
     stopped = heartbeats(10.0, ran_at=10.0, asked_at=10.0 + stopped_for, stopped=True)
     pulses = {
         0: heartbeats(10.0),

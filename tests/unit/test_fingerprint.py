@@ -63,7 +63,7 @@ def test_the_group_of_the_lowest_rank_wins_a_tie():
     assert fp.deviations([{"a": "x"}, {"a": "y"}]) == [Deviation(section="a", ranks=(1,), usual=0)]
 
 
-def test_a_section_that_a_rank_has_not_is_not_compared():
+def test_a_section_missing_on_a_rank_is_not_compared():
     assert not fp.deviations([{"model of t0": "x"}, {"model of t1": "y"}, {"model of t0": "x"}, {}])
 
 

@@ -75,7 +75,7 @@ def test_an_invalid_issue_form_is_detected():
     [*WORKFLOWS, *FORMS, GITHUB / "pull_request_template.md", ROOT / "CODE_OF_CONDUCT.md", ROOT / "CONTRIBUTING.md"],
     ids=lambda path: path.name,
 )
-def test_commands_and_files_that_are_named_are_there(file):
+def test_named_commands_and_files_exist(file):
     assert unknown_in(file.read_text()) == []
 
 

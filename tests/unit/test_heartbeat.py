@@ -51,7 +51,7 @@ def beats(file, movements, starved):
     heartbeat.stop()
 
 
-def test_time_without_a_cpu_is_no_standstill(file):
+def test_time_without_a_cpu_is_no_hang(file):
     movements = [(10.0, None), (10.0, None), (10.0, None), (12.0, None), (12.0, None)]
     seen = list(beats(file, movements, [1.0, 1.0, 1.7, 2.0, 2.1]))
     assert [(round(at, 9), polled) for at, polled in seen] == [

@@ -63,7 +63,7 @@ def test_a_reconnected_host_does_not_report_the_others_silent(host_1):
 
 
 @pytest.mark.parametrize(("silence", "is_lost"), [(LIMITS.host_s - 0.1, False), (LIMITS.host_s + 0.1, True)])
-def test_a_host_that_does_not_beat_is_lost(host_1, silence, is_lost):
+def test_a_host_without_heartbeats_is_lost(host_1, silence, is_lost):
     store = LateStore(late=0)
     host = host_1(store)
     store.others_go_on(0.0, beats=1)

@@ -40,7 +40,7 @@ def test_importing_these_rooms_loads_no_torch_and_does_nothing():
     subprocess.run([sys.executable, "-c", PROBE, *PURE], check=True)
 
 
-def test_the_probe_notices_a_room_that_does():
+def test_the_probe_detects_a_package_that_does():
     """A negative control: torch itself."""
     done = subprocess.run([sys.executable, "-c", PROBE, "torch"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -48,7 +48,7 @@ def test_the_probe_notices_a_room_that_does():
 
 
 @pytest.mark.parametrize("room", sorted((ROOT / "ntp_plugin").rglob("__init__.py")), ids=lambda path: path.parent.name)
-def test_a_room_that_names_some_of_its_files_names_all(room):
+def test_a_package_that_lists_some_of_its_files_lists_all(room):
     plate = ast.get_docstring(ast.parse(room.read_text())) or ""
     files = {path.name for path in room.parent.glob("*.py")} - {"__init__.py"}
     named = {name for name in files if re.search(rf"\b{re.escape(name)}\b", plate)}

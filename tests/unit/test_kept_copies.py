@@ -45,7 +45,7 @@ def test_a_run_without_copies_is_removed():
     assert names([dataclasses.replace(dead("empty", 0), died_at=0.0, size=0)]) == ["empty"]
 
 
-def test_the_oldest_go_until_as_much_is_free_as_the_largest_took():
+def test_the_oldest_are_removed_until_the_room_of_the_largest_is_free():
     runs = [dead("new", 1, mb=100), dead("oldest", 9, mb=100), dead("older", 5, mb=300), dead("tiny", 8, mb=1)]
     for unused, removed in (
         (300, []),
@@ -130,14 +130,14 @@ def test_removed_copies_are_reported(shared):
     run.remove()
 
 
-def test_the_one_that_is_resumed_stays_however_old_it_is(shared):
+def test_the_resumed_run_stays_at_any_age(shared):
     old = left(hours=400)
     run, messages = log_of(spares=lambda folder: folder == old)
     assert (old.exists(), messages) == (True, [])
     run.remove()
 
 
-def test_the_time_is_kept_with_the_run_and_a_spoilt_one_is_a_day(shared):
+def test_the_keep_time_is_stored_with_the_run_and_defaults_to_a_day(shared):
     folder = left(hours=0, keep_s=12.5)
     assert dead_run(folder).keep_s == 12.5
     for text in ("", "nan", "-1", "inf", "soon"):

@@ -35,7 +35,7 @@ def agree(keys, monkeypatch):
     )
 
 
-def test_a_report_that_comes_then_is_read(monkeypatch):
+def test_a_report_at_the_time_limit_is_read(monkeypatch):
     keys = LateKeys()
     keys.late = True
     assert agree(keys, monkeypatch).view.slots == (0, 1)

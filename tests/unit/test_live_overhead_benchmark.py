@@ -60,7 +60,7 @@ def block(*ratios):
 
 
 @pytest.mark.parametrize("scale", ["", "ci"])
-def test_jobs_have_as_many_pairs_as_are_asked_for_and_come_by_turns(scale):
+def test_jobs_have_the_requested_pairs_and_alternate(scale):
     cases = [*enumerate(CASES)]
     jobs = jobs_of(cases, scale)
     for number, case in cases:
@@ -103,7 +103,7 @@ def test_a_sitting_continues_where_the_last_one_ended(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("middle", [0.9, 1.0, 1.2])
 @pytest.mark.parametrize(("apart", "jobs"), [(0.0029, live_overhead.JOBS), (0.0031, 12)])
-def test_a_row_is_over_when_its_interval_is_narrow_wherever_that_lies(monkeypatch, middle, apart, jobs):
+def test_a_row_ends_when_its_interval_is_narrow(monkeypatch, middle, apart, jobs):
     monkeypatch.setattr(live_overhead, "_block_of", lambda _: block(middle - apart, middle + apart))
     monkeypatch.setattr(evidence, "trees", lambda *_: None)
     found = live_overhead.found_of([(0, CASES[0])], "")

@@ -23,7 +23,7 @@ def _asked_anew():
 
 
 @pytest.mark.usefixtures("_asked_anew")
-def test_without_a_library_there_is_nothing_to_say(monkeypatch, tmp_path, caplog):
+def test_without_a_library_nothing_is_reported(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(module, "LIBRARY", tmp_path / "_machine.so")
     assert machine() is None
     assert not caplog.messages

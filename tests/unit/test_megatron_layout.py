@@ -195,7 +195,7 @@ def test_inexact_masks_are_refused_before_a_loss(changes, flag):
         (TrainingPolicy(min_tp_width=4), "replica 1 is 3 slots wide in stage 0, below --ntp-min-tp-width 4"),
     ],
 )
-def test_a_policy_that_is_not_built_is_refused(policy, message):
+def test_an_unimplemented_policy_is_refused(policy, message):
     with pytest.raises(Refused, match=f"{message}.*Way out: ."):
         refuse_what_does_not_work(arguments(), policy, layout("r1.s0.t3"))
 

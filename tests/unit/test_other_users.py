@@ -143,7 +143,7 @@ def test_a_job_is_resumed_from_the_newest_of_ours(shared, planted):
     assert cli_run._resumed("latest") == own
 
 
-def test_without_one_of_ours_there_is_none(shared, planted, capsys):
+def test_without_an_own_run_nothing_is_resumed(shared, planted, capsys):
     own, proof, _ = planted
     shutil.rmtree(own)
     assert main(["copies", "list"]) == 0
@@ -174,7 +174,7 @@ def test_status_and_report_take_the_newest_record_of_ours(shared, planted, capsy
     record.remove()
 
 
-def test_a_folder_of_ours_that_others_may_write_to_is_none(shared):
+def test_an_own_folder_writable_by_others_is_not_used(shared):
     folder = shared / f"{COPIES}open"
     for mode, private in ((0o700, True), (0o500, True), (0o710, False), (0o701, False), (0o777, False)):
         folder.mkdir(exist_ok=True)

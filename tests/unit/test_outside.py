@@ -202,13 +202,13 @@ def judged_kinds(run):
     return [(one.kind, bool(one.wrong)) for one in judge(run, REFERENCE, weights_apart=None, allowed=ALLOWED)]
 
 
-def test_a_wrong_loss_is_laid_to_the_last_fault_before_it():
+def test_a_wrong_loss_is_attributed_to_the_last_fault_before_it():
     reports = [*SOUND[:2], report(3.0, 3, 0.2501)]
     run = ran(fault("kill", 1.5), fault("stop", 2.5), fault("segv", 3.5), reports=reports)
     assert judged_kinds(run) == [("kill", False), ("stop", True), ("segv", False)]
 
 
-def test_a_wrong_loss_before_every_fault_is_laid_to_none():
+def test_a_wrong_loss_before_every_fault_is_attributed_to_none():
     run = ran(fault("kill", 3.5), reports=[report(1.0, 1, 2.0), *SOUND[1:]])
     assert judged_kinds(run) == [("kill", False), (NO_FAULT, True)]
 
@@ -290,7 +290,7 @@ def wrongs(*injected, noticed=(), code=0, steps=20, recorded=True, **more):
     return [(one.kind, one.wrong) for one in judge(run, LONG, weights_apart=None, allowed=ALLOWED)]
 
 
-def test_a_rank_that_no_fault_was_to_take_is_wrong():
+def test_a_loss_without_a_fault_is_wrong():
     kill, stop = fault("kill", 5.0, (1, 5.0)), fault("stop-short", 10.0)
     assert wrongs(kill, stop, noticed=[(1, 5.2)]) == [("kill", ""), ("stop-short", "")]
     innocent = wrongs(kill, stop, noticed=[(1, 5.2), (3, 5.4)])

@@ -37,7 +37,7 @@ def test_every_slot_shares_with_other_domains_and_the_parity_host_is_in_none_of_
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
-def test_every_host_keeps_as_many_and_the_gth_part_of_what_copies_would_take(sharers, turns, data):
+def test_every_host_holds_as_many_parities_in_the_gth_part_of_the_room(sharers, turns, data):
     """This holds if the domains divide into groups, or the places of a host cover all of them."""
     domains = sharers * data.draw(st.integers(2, 4))
     topology = cluster(domains, per_node=sharers * turns)
@@ -66,7 +66,7 @@ def test_members_hold_each_others_parity_when_no_outside_host_is_left():
     assert alone.group_of(topology.slot_of(0)) is None
 
 
-def test_little_is_written_down_of_many():
+def test_a_long_list_is_abbreviated():
     topology = cluster(16_384, per_node=8)
     parities = share_parities(topology, CopyPolicy(mode="xor:8"), (5, 77))
     assert len(parities.resettled) <= 4

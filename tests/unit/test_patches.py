@@ -70,6 +70,6 @@ def test_other_sources_are_refused(sources, line, instead):
     assert not apply(sources, ALL[0], "--check")[0]
 
 
-def test_each_is_explained():
+def test_each_patch_is_explained():
     text = (PATCHES / "README.md").read_text()
     assert all(f"megatron-core/{VERSION}/{patch.name}" in text for patch in ALL)

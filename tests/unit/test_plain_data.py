@@ -161,7 +161,7 @@ class Runs:
         return os.mkdir, (self.path,)
 
 
-def test_a_pickle_that_runs_something_does_not(tmp_path):
+def test_a_malicious_pickle_runs_nothing(tmp_path):
     forged = pickle.dumps(Runs(str(tmp_path / "ran")))
     pickle.loads(pickle.dumps(Runs(str(tmp_path / "control"))))
     assert (tmp_path / "control").exists()
@@ -311,7 +311,7 @@ def test_the_look_notices(source):
     assert list(unpickling(source))
 
 
-def test_the_look_does_not_notice_what_is_right():
+def test_the_check_accepts_sound_code():
     assert not list(unpickling("torch.load(path, weights_only=True); np.load(path, allow_pickle=False); json.loads(x)"))
     assert of_objects("dist.all_gather_object(told, mine)") == {"all_gather_object"}
 
@@ -346,7 +346,7 @@ def test_engine_counters_round_trip(counted):
     assert second.lr_scheduler.last_epoch == 9
 
 
-def test_a_scheduler_that_keeps_what_is_no_data_is_refused(counted):
+def test_a_scheduler_with_state_that_is_no_data_is_refused(counted):
     engine = Engine()
     engine.lr_scheduler.seen = {object()}
     with pytest.raises(NotData, match=r"state_dict of .* has a value of type builtins\.object"):

@@ -79,7 +79,7 @@ def test_examples_of_docstrings_run(name):
     assert not tried.failed
 
 
-def test_every_docstring_with_an_example_is_tried():
+def test_every_docstring_example_is_run():
     written = [path for path in PACKAGE.rglob("*.py") if re.search(r"^ +>>> ", path.read_text(), re.MULTILINE)]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in written]
     assert sorted(names) == WITH_EXAMPLES

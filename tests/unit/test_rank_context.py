@@ -37,7 +37,7 @@ def test_a_process_outside_the_first_view_joins(more, joins):
     assert (place.member_id not in place.first_view.member_ids) is joins
 
 
-def test_no_view_of_all_slots_is_made_to_know_it(monkeypatch):
+def test_a_founder_check_creates_no_view(monkeypatch):
     """The question is asked several times in each step, for any number of slots."""
     monkeypatch.setattr("ntp_plugin.recovery.rank_context.first_view", None)
     assert not place_of(11).joining

@@ -45,7 +45,7 @@ def test_lose_then_return_is_the_identity(case):
 
 @given(unsharded_losses(), st.data())
 @settings(max_examples=40)
-def test_the_way_there_does_not_matter_only_who_is_lost(case, data):
+def test_a_plan_depends_only_on_the_lost_slots_and_not_on_their_order(case, data):
     nominal, lost = case
     first = frozenset(data.draw(st.sets(st.sampled_from(sorted(lost))))) if lost else frozenset()
     at_once, in_two = plan_recovery(nominal, lost=lost), plan_recovery(nominal, lost_before=first, lost=lost)

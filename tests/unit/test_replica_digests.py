@@ -65,7 +65,7 @@ def test_the_replica_that_is_not_finite_is_wrong():
     assert odd == Odd(values="cut", slots=(3,), certain=True, replica_digests=2, finite=False)
 
 
-def test_most_may_have_lost_a_number_and_the_finite_one_is_right():
+def test_the_finite_replica_is_right_even_against_a_majority():
     digests = changed(changed(replicas(3), 3, "cut", 21), 5, "cut", 21)
     (odd,) = odd_ones(digests, {3: ["cut"], 5: ["cut"]})
     assert odd == Odd(values="cut", slots=(3, 5), certain=True, replica_digests=3, finite=False)
@@ -104,7 +104,7 @@ def jobs(draw):
 
 
 @given(jobs(), st.data())
-def test_sums_know_as_much_as_all_digests(digests, data):
+def test_sums_detect_as_much_as_all_digests(digests, data):
     assert are_alike(map(sums_of, digests.values())) and not odd_ones(digests)
     slot = data.draw(st.sampled_from(sorted(digests)))
     values, other = data.draw(st.sampled_from(sorted(digests[slot]))), data.draw(st.integers(1, MODULUS - 1))

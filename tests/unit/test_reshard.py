@@ -67,7 +67,7 @@ def test_units_are_at_their_place_in_a_part(case, data):
 
 
 @given(cut_tensors())
-def test_a_part_is_built_of_what_was_kept(case):
+def test_a_part_is_built_from_kept_state(case):
     tensor, layout = case
     nominal = lay_out(layout.family, len(layout.holdings))
     values = whole(tensor)

@@ -174,7 +174,7 @@ def test_whatever_interrupts_a_move_the_next_one_finds_what_it_counts_on(history
     play(*history)
 
 
-def test_the_model_notices_a_plan_that_forgets_what_was_built(monkeypatch):
+def test_the_model_detects_a_plan_that_forgets_built_tensors(monkeypatch):
     """A negative control: a member that has built a tensor, but not switched to it, is taken for empty."""
     forgetful = lambda alike, number, version: alike.told.versions[number] == version  # noqa: E731
     monkeypatch.setattr(reshard_plan._Alike, "hold", forgetful)
@@ -218,7 +218,7 @@ def test_a_joiner_learns_what_the_others_keep_even_if_it_will_be_idle(back):
     assert plan.somebody_lacks_something == back
 
 
-def test_members_that_report_the_same_are_looked_at_once(monkeypatch):
+def test_members_with_equal_reports_are_checked_once(monkeypatch):
     """A recovery of thousands waits for this, with hundreds of tensors."""
     looked, hold = [], reshard_plan._Alike.hold
     monkeypatch.setattr(reshard_plan._Alike, "hold", lambda *asked: looked.append(asked) or hold(*asked))

@@ -46,7 +46,7 @@ def test_hooks_go_in_when_the_framework_has_been_imported(imports):
     assert done == [1]
 
 
-def test_hooks_go_in_at_once_where_it_is_imported_already(imports):
+def test_hooks_are_installed_at_once_in_an_imported_module(imports):
     then, done = imports
     importlib.import_module("framework_of_a_test")
     after_import("framework_of_a_test", then)

@@ -84,16 +84,16 @@ def test_an_error_of_a_collective_or_a_device_is_a_fault(error):
 
 
 @pytest.mark.parametrize("error", OWN_ERRORS, ids=repr)
-def test_any_other_is_the_scripts_own(error):
+def test_any_other_error_is_the_scripts_own(error):
     assert not failure_of(raised(error)).by_a_fault
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), SystemExit(143), PeerLost("slot 1 is lost")])
-def test_an_end_that_is_none_of_the_scripts_is_not_reported(error):
+def test_an_end_not_caused_by_the_script_is_not_reported(error):
     assert failure_of(raised(error)) is None
 
 
-def test_neither_is_what_was_raised_from_a_loss():
+def test_an_error_raised_from_a_loss_is_not_reported():
     assert failure_of(raised(ValueError("no loss to log"), cause=PeerLost("slot 1 is lost"))) is None
 
 

@@ -21,7 +21,7 @@ def made():
     return a, b, ShardedStep([lane], [{"a": a}, {"b": b}], replicas=4, dtype=torch.float32)
 
 
-def test_the_gradient_is_the_mean_over_the_replicas_that_there_were():
+def test_the_gradient_is_the_mean_over_the_present_replicas():
     """The mean has more digits than the parameters, and a member without a gradient adds nothing."""
     a, b, step = made()
     a.grad = torch.full_like(a, 2.0)

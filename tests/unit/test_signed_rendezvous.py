@@ -56,7 +56,7 @@ def test_unsigned_values_are_ignored_and_overwritten(store):
         assert backend(store).get_state()[0] == b"first"
 
 
-def test_a_state_of_another_secret_or_another_job_is_a_strangers(store):
+def test_a_state_signed_for_another_secret_or_job_is_rejected(store):
     backend(store).set_state(b"first")
     assert backend(store, secret="another one").get_state() is None
     assert backend(store, run="another").get_state() is None
@@ -71,7 +71,7 @@ class Executed:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_handler_of_torch_executes_nothing_that_a_stranger_has_put_there(store, tmp_path, signed):
+def test_a_torch_handler_executes_no_planted_pickle(store, tmp_path, signed):
     """Without the signature it does: the control."""
     plain = C10dRendezvousBackend(client(store), RUN)
     handler = DynamicRendezvousHandler.from_backend(RUN, client(store), plain, 1, 1, "localhost")

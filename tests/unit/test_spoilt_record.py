@@ -102,7 +102,7 @@ def test_ten_thousand_spoilt_lines_change_nothing_that_status_shows(tmp_path, ca
         dataclasses.replace(BEGAN, tp=1),  # whose slot is none of its own layout
     ],
 )
-def test_a_layout_that_cannot_be_is_none(spoilt_event):
+def test_an_impossible_layout_is_ignored(spoilt_event):
     job = JobState()
     assert not job.hear(RecordedEvent(at=1.0, slot="r1.s0.t1", event=spoilt_event))
     assert job.slots == {}
@@ -144,7 +144,7 @@ def test_malformed_slots_are_neither_lost_nor_rejoined():
 
 @pytest.mark.parametrize("number", ["-1", "1e400", "NaN", "1" + "0" * 400, "1e19", "true", "null", '"1"'])
 @pytest.mark.parametrize("field", ["at", "step", "seconds"])
-def test_a_number_that_counts_nothing_is_no_event(tmp_path, field, number):
+def test_an_invalid_number_is_no_event(tmp_path, field, number):
     path = events_file(tmp_path)
     Teller(path, "r0.s0.t0").tell(step(1))
     text = path.read_text()
