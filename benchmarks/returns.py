@@ -76,7 +76,7 @@ def _record_steps(rank: Rank) -> None:
             rank.write([[_step(job.loop.done), rank.slot, job.loop.done, time.monotonic(), len(groups.members)]])
             if len(groups.members) == RANKS and groups.epoch not in epochs:
                 if rank.slot == LIVES:
-                    rank.write([[_whole_again(len(epochs))]])
+                    rank.write([[_complete_again(len(epochs))]])
                 epochs.add(groups.epoch)
                 rank.write([["held", rank.slot, rank.member_id.incarnation, *held(groups)]])
             return result
@@ -90,7 +90,7 @@ def _step(number: int) -> str:
     return f"step {number}"
 
 
-def _whole_again(times: int) -> str:
+def _complete_again(times: int) -> str:
     return f"all are there, {times} times again"
 
 
@@ -120,7 +120,7 @@ def cycles_of(count: int, chance: random.Random) -> Cycles:
         with ranks:
             for number, slot in enumerate(victims):
                 ranks.wait_for_rows(1, _step(number * STEPS_EACH + 2), timeout_s=PATIENCE_S)
-                ranks.wait_for_rows(1, _whole_again(number), timeout_s=PATIENCE_S)
+                ranks.wait_for_rows(1, _complete_again(number), timeout_s=PATIENCE_S)
                 time.sleep(chance.uniform(0, _WITHIN_S))
                 killed_at.append(ranks.kill(slot))
                 ranks.wait_for_death(slot)

@@ -97,7 +97,7 @@ def report_fault_points(rank: Rank, asking: Asking) -> None:
             job.rank.drive = _then_report_recoveries(rank, job, job.rank.drive)
         else:
             fault_points.tell_of_recoveries(job, rank.reached)
-        _wait_for_those_who_come_back(rank, job, asking)
+        _wait_for_joining_ranks(rank, job, asking)
 
     setattr(start.MegatronJob, "__init__", reporting_init)  # noqa: B010
 
@@ -113,7 +113,7 @@ def _then_report_recoveries(rank: Rank, job: Any, drive: Any) -> Any:
     return driven
 
 
-def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
+def _wait_for_joining_ranks(rank: Rank, job: Any, asking: Asking) -> None:
     begin = job.step._begin
 
     def wait_and_begin(*args: Any, **kwargs: Any) -> Any:

@@ -315,7 +315,7 @@ def a_bit_flips_in_its_own_shard() -> None:
     _when_six_steps_are_over(flip)
 
 
-def nobody_reports_all_digests() -> None:
+def replicas_compared_by_sums_alone() -> None:
     """Replicas are compared by sums alone: for tests that sums suffice."""
     _put(ReplicaWatch, "_odd_of_all", None)
 

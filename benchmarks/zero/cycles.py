@@ -51,7 +51,7 @@ class Play(zero.Play):
             groups = window._rank.groups
             whole = len(groups.members) == len(rank.first.member_ids)
             if whole:
-                rank.write([[_whole(window.step // STEPS_EACH), rank.slot]])
+                rank.write([[_complete(window.step // STEPS_EACH), rank.slot]])
             if rank.slot == LIVES and whole and groups.epoch not in epochs:
                 epochs.add(groups.epoch)
                 rank.write([["held", *held(groups)]])
@@ -60,7 +60,7 @@ class Play(zero.Play):
         return super()._play(rank)
 
 
-def _whole(number: int) -> str:
+def _complete(number: int) -> str:
     """The row of a step of all members between two deaths. The first may be a step or two late: a joining rank is
     admitted with the next vote."""
     return f"whole after {number}"
@@ -75,7 +75,7 @@ def cycle(kind: Job, cycles: int) -> dict[str, Any]:
     began = time.monotonic()
     with Ranks(4, Play(job, Asking(awaited=awaited, sooner=True)), fault_points=FAULT_POINTS) as ranks:
         for number, slot in enumerate(slots):
-            ranks.wait_for_rows(4 * draw.randint(1, 5), _whole(number), PATIENCE_S)
+            ranks.wait_for_rows(4 * draw.randint(1, 5), _complete(number), PATIENCE_S)
             time.sleep(draw.uniform(0, WITHIN_S))
             ranks.kill(slot)
             ranks.wait_for_death(slot)

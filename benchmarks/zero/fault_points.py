@@ -32,9 +32,9 @@ def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) ->
     fault_points = FaultPoints(rank.reached, "step", lambda: int(job.loop.done) + 1)
 
     if job_of.hear_at and job_of.hear_at[0] == "words" and all(fault.slot != rank.slot for fault in rank.faults):
-        _hear_before_the_vote(job, job_of.hear_at[1])
+        _learn_before_the_vote(job, job_of.hear_at[1])
     if job_of.hears_in_evaluation == rank.slot:
-        _hear_in_an_evaluation(engine, job)
+        _learn_in_an_evaluation(engine, job)
     if job_of.slow_to_leave and rank.slot in (1, 2):
         _be_slow_to_leave(job, job_of.slow_to_leave)
     fault_points.at(engine, "allreduce_gradients", "reduce")
@@ -48,10 +48,10 @@ def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) ->
     fault_points.at(stage_1_and_2, "all_gather_dp_groups", "gather")
     if not rank.joining:
         tell_of_recoveries(job, driver, rank.reached)
-    _wait_for_those_who_come_back(rank, job, asking)
+    _wait_for_joining_ranks(rank, job, asking)
 
 
-def hear_of_a_loss(job: Any) -> None:
+def wait_for_a_loss(job: Any) -> None:
     """Wait for the loss, and continue as if it had not been seen."""
     with contextlib.suppress(PeerLost):
         while True:
@@ -59,24 +59,24 @@ def hear_of_a_loss(job: Any) -> None:
             time.sleep(0.001)
 
 
-def _hear_before_the_vote(job: Any, step: int) -> None:
+def _learn_before_the_vote(job: Any, step: int) -> None:
     original = job.window._words
 
     def words() -> Any:
         if job.loop.done + 1 == step and not job.rank.groups.epoch:
-            hear_of_a_loss(job)
+            wait_for_a_loss(job)
         return original()
 
     job.window._words = words
 
 
-def _hear_in_an_evaluation(engine: Any, job: Any) -> None:
+def _learn_in_an_evaluation(engine: Any, job: Any) -> None:
     """At the end of its last forward, when the other slots of the replica have had theirs."""
     forwards = itertools.count(1)
 
     def hear(*_: Any) -> None:
         if not engine.module.training and not job.rank.groups.epoch and next(forwards) == FORWARDS:
-            hear_of_a_loss(job)
+            wait_for_a_loss(job)
             job.rank.groups.check()
 
     engine.module.register_forward_hook(hear)
@@ -102,7 +102,7 @@ def _be_slow_to_leave(job: Any, section: int) -> None:
     job.loop.vote = voting
 
 
-def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
+def _wait_for_joining_ranks(rank: Rank, job: Any, asking: Asking) -> None:
     begin = job.window._take_in_hand
 
     def wait_and_begin() -> None:

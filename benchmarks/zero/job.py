@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.played_ranks import Asking, asking_of, played, quietly
 from benchmarks.zero import fused_adam
-from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, hear_of_a_loss, report_fault_points
+from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, report_fault_points, wait_for_a_loss
 from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
 from benchmarks.zero.own_layers import Mpu, Own
 from ntp_plugin.testing.faults import Fault
@@ -396,7 +396,7 @@ class _Loop:
         job = DeepSpeedJob.now
         assert job is not None, "the engine is one that can lose ranks"
         if (fault_point, step, job.window._done) == self._job.hear_at and not self._epoch:
-            hear_of_a_loss(job)
+            wait_for_a_loss(job)
 
     @property
     def _is_fresh(self) -> bool:

@@ -62,7 +62,7 @@ def run_of(events):
     raise AssertionError(f"no run tells to {events}")
 
 
-def put_by(run, folder):
+def set_aside(run, folder):
     """Move the copies of a run to where no other run removes them."""
     kept = folder / run.name
     shutil.copytree(run, kept)
@@ -81,7 +81,7 @@ def killed(folder, job_of, more, *, step, meanwhile=lambda _: None):
         run = run_of(events)
         meanwhile(run)
         hosts.kill(1)
-    return put_by(run, folder)
+    return set_aside(run, folder)
 
 
 def sharded(**options):
@@ -191,7 +191,7 @@ def test_a_run_of_two_hosts_is_exported_on_one_of_them(tmp_path):
         runs = [run_of(of_second), run_of(events)]
         hosts.kill(1)
         hosts.kill(2)
-    left, _ = (put_by(run, tmp_path) for run in runs)
+    left, _ = (set_aside(run, tmp_path) for run in runs)
     code, output = export(left, tmp_path / "saved", tmp_path / "log")
     assert code == 0, output[-4000:]
     assert_same_state(tmp_path / "saved", tmp_path, test_hosts.MORE)

@@ -95,7 +95,7 @@ def test_corrupt_state_is_not_copied(tmp_path):
 def test_sound_state_is_not_reported_corrupt(fault_point, tmp_path):
     """Nominal, degraded and nominal again, compared before every step; also with the loss in the comparison."""
     more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
-    watched = job(spoil="nobody_tells_all_digests", more=more)
+    watched = job(spoil="replicas_compared_by_sums_alone", more=more)
     lived, _ = live(watched, faults=[kill(3, during=fault_point, step=5)], back={3: 10})
     assert_same_training(lived)
     assert not events_of(tmp_path / "events", Corrupted)
@@ -104,7 +104,7 @@ def test_sound_state_is_not_reported_corrupt(fault_point, tmp_path):
 @pytest.mark.parametrize("slot", [0, 7])
 def test_sums_do_where_two_stages_have_an_embedding_in_common(slot, tmp_path):
     more = f"--ntp-watch-steps 1 --ntp-events {tmp_path / 'events'}"
-    watched = job(model=MODELS["tied embeddings"], pp=2, spoil="nobody_tells_all_digests", more=more)
+    watched = job(model=MODELS["tied embeddings"], pp=2, spoil="replicas_compared_by_sums_alone", more=more)
     live(watched, faults=[kill(slot, during="backward", step=5)])
     compared = events_of(tmp_path / "events", Compared)
     assert {event.step for event in compared} == set(range(1, STEPS + 1)) and not any(event.odd for event in compared)

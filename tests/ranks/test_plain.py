@@ -30,7 +30,7 @@ def reference(ranks):
         return running.wait()
 
 
-def assert_nothing_but_who_computes(outcomes, rows, ranks):
+def assert_only_the_shares_differ(outcomes, rows, ranks):
     assert_same_training(outcomes, reference(ranks)[0], rtol=1e-12)
     assert_every_sample_once(outcomes.values(), rows, steps=STEPS, batch=PER_RANK * ranks)
 
@@ -42,7 +42,7 @@ def test_a_killed_rank_changes_nothing_but_who_computes(fault_point, victim):
         outcomes = ranks.wait()
     assert outcomes.keys() == set(range(4)) - {victim}
     assert {outcome.members for outcome in outcomes.values()} == {tuple(sorted(outcomes))}
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 
 
 @pytest.mark.parametrize("phase", IN_A_RECOVERY)
@@ -51,7 +51,7 @@ def test_a_second_death_in_every_phase_of_the_recovery(phase):
     with Ranks(4, play, faults=faults) as ranks:
         outcomes = ranks.wait()
     assert outcomes.keys() == {0, 2}
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 
 
 @pytest.mark.parametrize("phase", [phase for phase in IN_A_RECOVERY if phase not in IN_A_HELPER])
@@ -61,7 +61,7 @@ def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_evicted(phase):
         outcomes = ranks.wait()
     assert outcomes.keys() == {0, 2}
     assert ranks.verdicts[3].kind == "hung"
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 
 
 def test_an_edit_that_hangs_in_one_rank_is_retried_with_that_rank():
@@ -70,7 +70,7 @@ def test_an_edit_that_hangs_in_one_rank_is_retried_with_that_rank():
     with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         outcomes = ranks.wait()
     assert outcomes.keys() == {0, 2, 3}
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_third_death_in_every_phase_of_the_second_recovery(second, third):
     with Ranks(4, play, faults=faults, fault_points=FAULT_POINTS) as ranks:
         outcomes = ranks.wait()
     assert {slot: outcome.members for slot, outcome in outcomes.items()} == {2: (2,)}
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 
 
 def test_two_ranks_are_lost_at_once_and_then_one_by_one_until_one_is_left():
@@ -91,7 +91,7 @@ def test_two_ranks_are_lost_at_once_and_then_one_by_one_until_one_is_left():
     with Ranks(4, play, faults=faults) as ranks:
         outcomes = ranks.wait()
     assert outcomes.keys() == {3}
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 
 
 @pytest.mark.parametrize("slot", [0, 2])
@@ -107,7 +107,7 @@ def test_a_killed_rank_rejoins_with_the_others_state(slot):
     assert 6 <= min(outcomes[slot].losses) <= 11, (
         "it joined after its death, and before the others went on from the hold"
     )
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 
 
 def test_a_frozen_rank_is_left_behind_and_fenced_when_it_thaws():
@@ -118,7 +118,7 @@ def test_a_frozen_rank_is_left_behind_and_fenced_when_it_thaws():
         ranks.thaw(1)
         with pytest.raises(Excluded, match=r"slot 1 \(1/0\) is not in epoch \d: the others went on without it"):
             ranks.wait(but=[0, 2, 3])
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 4)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 
 
 @pytest.mark.parametrize("fault_point", ["between", "backward", "after vote"])
@@ -129,7 +129,7 @@ def test_a_hung_rank_with_a_heartbeat_is_evicted(fault_point):
         outcomes = ranks.wait()
     assert outcomes.keys() == {0}
     assert ranks.verdicts[1].kind == "hung"
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 2)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 2)
 
 
 def test_the_reference_notices_a_wrong_gradient():
@@ -159,7 +159,7 @@ def injected(fault, ranks=3, **options):
     """Outcomes, rows and the failure of the slot of a job with one fault."""
     with Ranks(ranks, play, faults=[fault], fault_points=FAULT_POINTS, **options) as running:
         outcomes = running.wait(but=[fault.slot])
-    assert_nothing_but_who_computes(outcomes, running.rows, ranks)
+    assert_only_the_shares_differ(outcomes, running.rows, ranks)
     return outcomes, running.verdicts.get(fault.slot)
 
 
@@ -192,7 +192,7 @@ def test_a_slow_rank_is_waited_for():
         outcomes = ranks.wait()
     assert outcomes.keys() == {0, 1, 2}
     assert not ranks.verdicts
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 3)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 3)
     taken = [outcomes[0].done_at[step] - outcomes[0].done_at[step - 1] for step in range(STEPS // 2 + 1, STEPS + 1)]
     assert min(taken) >= 0.29, "the others waited for it"
 
@@ -205,7 +205,7 @@ def test_an_error_of_one_rank_ends_only_that_rank(error):
             ranks.wait(but=[0, 2])
     assert outcomes.keys() == {0, 2}
     assert ranks.verdicts[1].reason == "its process ended with code 1"
-    assert_nothing_but_who_computes(outcomes, ranks.rows, 3)
+    assert_only_the_shares_differ(outcomes, ranks.rows, 3)
 
 
 def test_a_rank_dies_when_the_others_have_finished():

@@ -44,7 +44,7 @@ def process(server):
 
 
 @pytest.fixture
-def stranger(server):
+def outsider(server):
     return PrefixStore(CORNER, connection(server))
 
 
@@ -56,9 +56,9 @@ def views_of(process, epochs):
     return view
 
 
-def test_a_deleted_key_is_restored_when_it_is_read(process, stranger):
+def test_a_deleted_key_is_restored_when_it_is_read(process, outsider):
     process.keys.create("view/1", "its value")
-    stranger.delete_key("view/1")
+    outsider.delete_key("view/1")
     assert process.keys.read("view/1") == "its value"
     ((key, what),) = process.reported
     assert key == "view/1"
@@ -66,14 +66,14 @@ def test_a_deleted_key_is_restored_when_it_is_read(process, stranger):
 
 
 @pytest.mark.parametrize("how", ["deleted", "overwritten"])
-def test_a_waiting_member_rewrites_all_views_that_it_knows(process, stranger, server, how):
+def test_a_waiting_member_rewrites_all_views_that_it_knows(process, outsider, server, how):
     """A supervisor does; its ranks learn the newest epoch from shared memory, and read it in the store."""
     newest = views_of(process, 3)
     for epoch in (1, 2, 3):
         if how == "deleted":
-            assert stranger.delete_key(view_key(epoch))
+            assert outsider.delete_key(view_key(epoch))
         else:
-            stranger.set(view_key(epoch), "a stranger's")
+            outsider.set(view_key(epoch), "a stranger's")
     rank = Agreement.founding(store(server), first_view(4), first_view(4).member_ids[0])
     assert not rank.newer_view_exists()
     process.wait(view_key(4))
@@ -82,17 +82,17 @@ def test_a_waiting_member_rewrites_all_views_that_it_knows(process, stranger, se
     assert {key for key, _ in process.reported} == {"view/1", "view/2", "view/3"}
 
 
-def test_a_key_deleted_repeatedly_is_reported_once(process, stranger):
+def test_a_key_deleted_repeatedly_is_reported_once(process, outsider):
     process.keys.create("view/1", "its value")
     for _ in range(20):
-        stranger.delete_key("view/1")
+        outsider.delete_key("view/1")
         assert process.keys.read("view/1") == "its value"
     assert len(process.reported) == 1
 
 
-def test_another_signed_value_for_a_known_key_ends_the_process(process, stranger, server):
+def test_another_signed_value_for_a_known_key_ends_the_process(process, outsider, server):
     process.keys.create("view/1", "its value")
-    stranger.delete_key("view/1")
+    outsider.delete_key("view/1")
     store(server).create("view/1", "of one who did not know it")
     with pytest.raises(StoreLost, match="key view/1 of the job's store was deleted and created anew with"):
         process.keys.read("view/1")

@@ -78,7 +78,7 @@ BODIES = {
 """Opcode -> what belongs behind it; 7, 12 and 17 have nothing there, and from 19 on there are none."""
 
 
-def spoilt(dice, body):
+def malformed(dice, body):
     """With something wrong in it: a length, the end, any byte, or nothing."""
     kind, at = dice.randrange(6), dice.randrange(len(body) + 1)
     if kind == 0:
@@ -93,12 +93,12 @@ def spoilt(dice, body):
     return body + (noise(dice, 40) if kind == 4 else b"")
 
 
-def spoilt_commands(dice):
+def malformed_commands(dice):
     """One or more, behind the opening, or with a write before them that is none."""
     sent = [OPENING] if dice.randrange(10) else [noise(dice, 10) or b"?"]
     for _ in range(dice.randrange(1, 4)):
         opcode = dice.choice([*range(20), dice.randrange(256)])
-        sent.append(bytes([opcode]) + spoilt(dice, BODIES[opcode](dice) if opcode in BODIES else b""))
+        sent.append(bytes([opcode]) + malformed(dice, BODIES[opcode](dice) if opcode in BODIES else b""))
     return sent if dice.randrange(2) else [b"".join(sent)]
 
 
@@ -135,7 +135,7 @@ class Served:
         assert not self.store.present(["a key", "nobody's"])
 
 
-@pytest.mark.parametrize("garbage", [random_bytes, spoilt_commands])
+@pytest.mark.parametrize("garbage", [random_bytes, malformed_commands])
 def test_ten_thousand_malformed_messages_leave_the_store_unchanged(garbage):
     served, dice = Served(), random.Random(1)
     memory, open_ones = resident(), descriptors()
@@ -148,7 +148,9 @@ def test_ten_thousand_malformed_messages_leave_the_store_unchanged(garbage):
     assert resident() - memory < MORE_MEMORY, "it takes as much as it is sent, whatever lengths say"
     until(lambda: descriptors() <= open_ones)
     obeyed = served.torchs.num_keys()
-    assert (obeyed > 1000) == (garbage is spoilt_commands), f"{obeyed} keys: what is well-formed in it comes that far"
+    assert (obeyed > 1000) == (garbage is malformed_commands), (
+        f"{obeyed} keys: what is well-formed in it comes that far"
+    )
 
 
 @pytest.mark.parametrize("opening", [OPENING, b""])

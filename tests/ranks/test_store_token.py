@@ -29,7 +29,7 @@ def store(server, *, corner=CORNER, token="its token"):
     return TorchStore(connection(server), corner=corner, token=token)
 
 
-def strangers_words(server):
+def unsigned_values(server):
     """Values from a writer who knows all but the token; the last two are what the job has signed for another key, and
     what another job of the same token has signed."""
     raw, value = PrefixStore(CORNER, connection(server)), View(epoch=1, member_ids=()).encode()
@@ -42,7 +42,7 @@ def strangers_words(server):
 
 def test_unsigned_values_are_ignored_and_overwritten(server):
     raw, own = PrefixStore(CORNER, connection(server)), store(server)
-    for words in strangers_words(server):
+    for words in unsigned_values(server):
         key = "view/1"
         raw.set(key, words)
         assert own.read(key) is None

@@ -46,7 +46,7 @@ def assert_every_sample_once(outcomes, rows, replicas=2):
         assert used == list(range(PER_REPLICA * replicas))
 
 
-def assert_each_replica_is_whole(outcomes, tp=2):
+def assert_each_replica_is_complete(outcomes, tp=2):
     """The members of every replica hold each hidden unit once, and their tensors have the shapes of what they hold."""
     for replica in {slot // tp for slot in outcomes}:
         holdings = [outcome.holdings["row.weight"] for slot, outcome in outcomes.items() if slot // tp == replica]
@@ -64,7 +64,7 @@ def lose(*faults, ranks=4, tp=2, **options):
     assert {outcome.members for outcome in outcomes.values()} == {tuple(sorted(outcomes))}
     assert_same_training(outcomes, ranks, tp)
     assert_every_sample_once(outcomes, running.rows, ranks // tp)
-    assert_each_replica_is_whole(outcomes, tp)
+    assert_each_replica_is_complete(outcomes, tp)
     return outcomes
 
 

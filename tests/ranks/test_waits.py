@@ -38,7 +38,7 @@ def attached(rank):
     return groups
 
 
-def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
+def wait_for_an_absent_rank(rank, name, spoilt=frozenset()):
     """Return whether the backend still has the operation after the interrupt; the connections stay open, as if gloo had
     lost the operation."""
     process_groups.WAIT_WHOLE -= spoilt
@@ -64,20 +64,20 @@ def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_wait_is_interrupted_when_the_membership_changes(name):
-    with Ranks(SIZE, functools.partial(wait_for_who_never_comes, name=name)) as ranks:
+    with Ranks(SIZE, functools.partial(wait_for_an_absent_rank, name=name)) as ranks:
         busy = ranks.wait()[0]
     assert busy, "the backend has it still, and is to be replaced"
 
 
 def test_a_reduce_scatter_waited_for_in_slices_is_not_interrupted():
     """The earlier behaviour: its work has no time limit."""
-    play = functools.partial(wait_for_who_never_comes, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
+    play = functools.partial(wait_for_an_absent_rank, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
     with pytest.raises(TimeoutError, match="slot 0 did not finish within 2"), Ranks(SIZE, play) as ranks:
         ranks.wait_for_rows(1, "interrupted")
         ranks.wait(2)
 
 
-def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
+def wait_until_polled_often(rank, longest_s=None):
     """The time limit of each slice of the wait, in seconds: after each slice the wait checks for an interrupt."""
     if longest_s is not None:
         waits._LONGEST_S = longest_s
@@ -101,7 +101,7 @@ def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
 @pytest.mark.parametrize(("longest_s", "seldom"), [(None, True), (0.02, False)])
 def test_a_long_wait_polls_rarely(longest_s, seldom):
     """A slice that runs out costs time of a processor; the second row is as it was once."""
-    play = functools.partial(wait_for_who_comes_when_it_was_looked_often, longest_s=longest_s)
+    play = functools.partial(wait_until_polled_often, longest_s=longest_s)
     with Ranks(SIZE, play) as ranks:
         slices = ranks.wait()[0]
     assert len(slices) >= LOOKS

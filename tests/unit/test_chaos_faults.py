@@ -96,7 +96,7 @@ def test_an_order_without_the_token_is_not_obeyed(orders):
     assert pending.refused == 6
 
 
-def spoilt(line, dice):
+def malformed(line, dice):
     """An order with something wrong with it: bytes changed, cut, doubled, or another value in one of its fields."""
     kind = dice.randrange(5)
     if kind == 0:
@@ -121,7 +121,7 @@ def test_ten_thousand_malformed_orders_break_nothing(orders):
     for _ in range(100):
         with orders.path.open("ab") as file:
             for _ in range(100):
-                file.write(spoilt(whole, dice) + b"\n")
+                file.write(malformed(whole, dice) + b"\n")
         injected += pending.take("r0.s0.t1", "vote", 1, None)
     assert injected == [], "no order was for this fault point"
     assert pending.refused > 9_000

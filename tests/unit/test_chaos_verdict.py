@@ -85,7 +85,7 @@ def test_samples_that_are_not_right_are_counted(samples, counts, message):
     assert check.holds == (counts[1:] == (0, 0, 0))
 
 
-def spoilt(what, slot, by):
+def altered(what, slot, by):
     """All as it should be but for one number."""
 
     def weights(slots, own):
@@ -110,15 +110,15 @@ def test_weights_are_compared_however_they_are_cut(killed_in, back_in, replica_d
 @pytest.mark.parametrize("what", ["cut", "alike"])
 @pytest.mark.parametrize("slot", ["r0.s0.t0", "r1.s0.t1"])
 def test_weights_that_differ_from_the_reference_are_reported(what, slot):
-    fine = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-12)))
+    fine = verdict(history(killed_in=3, weights=altered(what, slot, 1e-12)))
     assert fine.holds, fine.checks
-    found = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-9)))
+    found = verdict(history(killed_in=3, weights=altered(what, slot, 1e-9)))
     assert broken_checks(found) == ["weights agree with the reference run's"]
     assert f"replica {slot[1]}" in found.checks[-1].found
 
 
 def test_a_bound_for_the_weights_keeps_that_of_the_losses():
-    drifted, wider = spoilt("cut", "r0.s0.t0", 1e-9), dataclasses.replace(FINE, weights_bound=1e-8)
+    drifted, wider = altered("cut", "r0.s0.t0", 1e-9), dataclasses.replace(FINE, weights_bound=1e-8)
     assert verdict(history(killed_in=3, weights=drifted), expected=wider).holds
     off = verdict(history(killed_in=3, loss=5.0 + 1e-9, weights=drifted), expected=wider)
     assert broken_checks(off) == ["losses agree with the reference run's"]

@@ -14,7 +14,7 @@ import pytest
 from ntp_plugin.copies.wire import Peer, PeerTrouble
 from tests.patience import until
 from tests.unit.test_copies_store import some_values, written
-from tests.unit.test_copies_wire import CREDENTIALS, FAR_PLACE, SECRET, There, heard_until_the_end, no_pace
+from tests.unit.test_copies_wire import CREDENTIALS, FAR_PLACE, SECRET, There, no_pace, received_until_the_end
 
 STRANGERS, ANNOUNCING = 200, 40
 LONG_LINE = (1 << 26).to_bytes(8) + b"{" + b" " * 1000
@@ -54,7 +54,7 @@ def test_silent_clients_are_limited_and_the_oldest_is_dropped_first(tmp_path):
             open_ones.enter_context(socket.create_connection(there.server.address, timeout=20))
             for _ in range(STRANGERS)
         ]
-        assert len(heard_until_the_end(silent[0])) <= 40, "a challenge, and then the end"
+        assert len(received_until_the_end(silent[0])) <= 40, "a challenge, and then the end"
         assert there.server.pending <= 64
         assert put_one(there) == []
 
@@ -67,7 +67,7 @@ def test_a_slow_unauthenticated_client_is_dropped_in_time(tmp_path, words):
                 for word in words:
                     slow.sendall(word)
             with contextlib.suppress(ConnectionError):
-                assert len(heard_until_the_end(slow)) <= 40
+                assert len(received_until_the_end(slow)) <= 40
         until(lambda: not there.server.pending)
         assert there.reported == [], "who says nothing wrong is not reported"
 
@@ -130,7 +130,7 @@ def test_a_replayed_conversation_is_rejected(tmp_path):
             with contextlib.suppress(ConnectionError):
                 replayed.sendall(sent)
             with contextlib.suppress(ConnectionError):
-                assert len(heard_until_the_end(replayed)) <= 40
+                assert len(received_until_the_end(replayed)) <= 40
         until(lambda: there.reported)
         assert list(there.store.found()) == []
 
@@ -145,7 +145,7 @@ def test_no_state_is_sent_to_an_impostor_on_the_port_of_a_dead_server():
             connection.sendall(b"ntp-cop1" + b"r" * 32)
             received.extend(connection.recv(64, socket.MSG_WAITALL))
             connection.sendall(b"?" * 32)
-            received.extend(heard_until_the_end(connection))
+            received.extend(received_until_the_end(connection))
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=impostor)

@@ -73,7 +73,7 @@ def as_server(connection, credentials):
     return answer
 
 
-def heard_until_the_end(connection):
+def received_until_the_end(connection):
     found = b""
     while more := connection.recv(1 << 16):
         found += more
@@ -251,7 +251,7 @@ def test_a_client_with_a_foreign_protocol_is_dropped(tmp_path, sent, proved):
             connection.sendall(sent)
             with contextlib.suppress(OSError):  # the other side may have hung up by now
                 connection.shutdown(socket.SHUT_WR)
-                assert len(heard_until_the_end(connection)) <= (0 if proved else 40), "a challenge, at most"
+                assert len(received_until_the_end(connection)) <= (0 if proved else 40), "a challenge, at most"
         memory, manifest = written(some_values())
         assert there.peer().put(FAR_PLACE, manifest, memory, pace=no_pace) == []
 
@@ -311,5 +311,5 @@ def test_a_server_that_closes_leaves_no_thread_and_no_connection(tmp_path, prove
             authenticate(idle, CREDENTIALS)
         until(lambda: there.server._open if proved else there.server.pending)
         there.close()
-        assert len(heard_until_the_end(idle)) <= 40, "a challenge, at most"
+        assert len(received_until_the_end(idle)) <= 40, "a challenge, at most"
     assert threading.active_count() == before - 1

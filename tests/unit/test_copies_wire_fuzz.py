@@ -58,7 +58,7 @@ def random_bytes(dice):
     return dice.choice([noise, line(noise), dice.randrange(1 << 28).to_bytes(8) + noise, line(b"[" * 10_000)])
 
 
-def spoilt_strangers(dice):
+def malformed_openings(dice):
     """An answer to the challenge without the secret, or a part of one, and real requests behind it."""
     of = dice.choice([Credentials(run="run", secret="guessed"), Credentials(run="another", secret=SECRET)])
     proof = of.proof(dice.choice([b"client", b"server"]), dice.randbytes(32), dice.randbytes(32))
@@ -66,7 +66,7 @@ def spoilt_strangers(dice):
     return answer + line(dice.choice([putting(ELSEWHERE), getting()])) + TEXT + BYTES
 
 
-def spoilt_requests(dice):
+def malformed_requests(dice):
     """Requests of a client with the secret: any field, any byte of the line or of the manifest, or the end is wrong."""
     request = dice.choice([putting(ELSEWHERE), putting(replace(ELSEWHERE, kind=PARITY)), getting()])
     follows = (TEXT if request["do"] == "put" else b"") + BYTES
@@ -89,7 +89,7 @@ def spoilt_requests(dice):
     return line(getting()) + dice.choice([dice.randbytes(32), torch.tensor([0, 0, 1 << 33, 1]).numpy().tobytes()])
 
 
-def spoilt_manifests(dice):
+def malformed_manifests(dice):
     """Manifests of a client with the secret and a right checksum, so that they are read to the end."""
     layout, header = map(json.loads, TEXT.split(b"\n")[:2])
     tensor_slice, kinds = dice.choice(layout)
@@ -139,14 +139,14 @@ def died(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("garbage", [random_bytes, spoilt_strangers, spoilt_requests, spoilt_manifests])
+@pytest.mark.parametrize("garbage", [random_bytes, malformed_openings, malformed_requests, malformed_manifests])
 def test_malformed_requests_change_nothing_and_hold_nothing(tmp_path, died, garbage):
     dice = random.Random(1)
     with closing(There(tmp_path / "host" / "copies", at_most=10_000_000)) as there:
         put(there.store, FAR_PLACE, some_values(1), step=6, slot=5)
         before = contents(tmp_path)
         threads, open_ones = threading.active_count(), descriptors()
-        knows_the_secret = garbage in (spoilt_requests, spoilt_manifests)
+        knows_the_secret = garbage in (malformed_requests, malformed_manifests)
         for number in range(MESSAGES):
             proved = knows_the_secret or (garbage is random_bytes and number % 2 == 0)
             send(there, garbage(dice), proved=proved)

@@ -21,8 +21,8 @@ answering = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 answering.bind(("", 5000))
 print("ready", flush=True)
 while True:
-    said, who = answering.recvfrom(100)
-    answering.sendto(said, who)
+    packet, who = answering.recvfrom(100)
+    answering.sendto(packet, who)
 """
 ASKS = """
 import socket, sys, time

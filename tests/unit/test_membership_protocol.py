@@ -120,7 +120,7 @@ def put_together_what_is_there(_sound):
     return "due", broken
 
 
-def gather_for_nobody(_sound):
+def deadlocked_gathering(_sound):
     """A combining member waits for the others, and they for it."""
     return "due", lambda *_: None
 
@@ -133,7 +133,7 @@ FIND = [
     (believe_the_joiner, {"kills": 1, "joins": 1}),
     (leave_alone, {"kills": 0}),
     (put_together_what_is_there, {"kills": 1, "fan": 2}),
-    (gather_for_nobody, {"kills": 0, "doubts": 1, "fan": 2}),
+    (deadlocked_gathering, {"kills": 0, "doubts": 1, "fan": 2}),
 ]
 
 

@@ -156,7 +156,7 @@ def send_everything_twice(sound):
     return broken
 
 
-def forget_who_came_back(sound):
+def forget_rejoined_slots(sound):
     """Groups that only got slots back move nothing."""
     return lambda change: {group for group in sound(change) if group in change.after.patterns}
 
@@ -210,7 +210,7 @@ MUTATIONS = [
     (
         transfers,
         "_changed_groups",
-        forget_who_came_back,
+        forget_rejoined_slots,
         properties.transfers_turn_one_layout_into_the_next,
         situations(),
     ),

@@ -48,7 +48,7 @@ def test_control_characters_are_removed(text):
 
 
 @pytest.fixture
-def spoilt(tmp_path):
+def with_control_characters(tmp_path):
     """A record with such text wherever an event has any."""
     write_beginning(tmp_path, pids=range(1, 5), machine="another machine")
     losses = {f"lm{EVIL}loss": 5.5}
@@ -61,24 +61,24 @@ def spoilt(tmp_path):
     return tmp_path
 
 
-def test_status_without_a_terminal(spoilt, capsys):
-    assert follow(spoilt, Screen(f"run{EVIL}")) == 0
+def test_status_without_a_terminal(with_control_characters, capsys):
+    assert follow(with_control_characters, Screen(f"run{EVIL}")) == 0
     output = capsys.readouterr().out
     assert "code[red]" in output
     assert not OBEYED.search(output)
 
 
-def test_status_in_a_terminal(spoilt):
+def test_status_in_a_terminal(with_control_characters):
     console = Console(record=True, force_terminal=True, width=200, highlight=False)
-    assert follow(spoilt, Screen(f"run{EVIL}", console)) == 0
+    assert follow(with_control_characters, Screen(f"run{EVIL}", console)) == 0
     seen = console.export_text()
     assert "code[red]" in seen
     assert "run[red]" in seen
     assert not OBEYED.search(seen)
 
 
-def test_report(spoilt, capsys):
-    assert main(["report", str(spoilt)]) in (0, 1)
+def test_report(with_control_characters, capsys):
+    assert main(["report", str(with_control_characters)]) in (0, 1)
     output = capsys.readouterr().out
     assert "left out: a FaultInjected line" in output
     assert not OBEYED.search(output)
