@@ -49,7 +49,7 @@ def test_a_rank_killed_after_the_loop_loses_its_last_step(stage):
 
 
 @pytest.mark.short
-def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path):
+def test_no_process_outlives_a_killed_supervisor(tmp_path):
     config = with_block(tmp_path, {"enabled": True}, stage=2)
     running = job(tmp_path, config=config, PAUSE_S="3600")
     try:

@@ -11,6 +11,6 @@ def test_unstepped_state_is_passed_on_except_with_copies_alone():
     assert require_known(FOUND, known(resumes=True), strict=False) == FOUND[3:]
 
 
-def test_error_feedback_is_known_to_nobody():
+def test_error_feedback_is_unknown_state():
     kept = ["what the optimizer keeps as exp_avg", "what the optimizer keeps as worker_error"]
     assert require_known(kept, known(resumes=False), strict=False) == kept[1:]

@@ -20,7 +20,7 @@ FAULT_POINTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply",
 
 @pytest.mark.short
 @pytest.mark.parametrize("stage", STAGES)
-def test_nobody_is_lost(stage):
+def test_a_job_without_losses_trains_as_the_reference(stage):
     """Bit for bit as without us."""
     job = Job(stage=stage)
     outcomes, rows = run(job)
@@ -37,7 +37,7 @@ IN_FLOAT32 = Job(stage=1, dtype="bfloat16", more=(("data_types", {"grad_accum_dt
 
 
 @pytest.mark.short
-def test_nobody_is_lost_with_float32_accumulation():
+def test_a_job_without_losses_with_float32_accumulation():
     outcomes, rows = run(IN_FLOAT32)
     reference = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0]
     for slot, seen in outcomes.items():
@@ -115,7 +115,7 @@ HEARD = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("acc
         for where in HEARD
     ],
 )
-def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, micro_batch):
+def test_the_others_learn_of_a_loss_in_their_own_code(stage, fault_point, micro_batch):
     """They learn of the loss at their next call of the engine, and not in a collective."""
     job = Job(stage=stage, hear_at=(fault_point, 6, micro_batch))
     outcomes, rows = run(job, faults=[kill(2, during="forward", step=6)])
@@ -124,7 +124,7 @@ def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, micro_ba
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_others_hear_of_it_right_before_the_vote(stage):
+def test_the_others_learn_of_a_loss_right_before_the_vote(stage):
     job = Job(stage=stage, hear_at=("words", 6, 0))
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)])
     assert sorted(outcomes) == [0, 1, 3]
@@ -178,7 +178,7 @@ def test_a_loader_of_the_script_that_shuffles(stage):
     assert_same_training(outcomes, rows, job, once=False)  # the sampler adds some, so that all ranks have as many
 
 
-def test_a_loader_that_nobody_can_follow_is_refused():
+def test_a_loader_that_cannot_be_rewound_is_refused():
     """It is refused even if an earlier loader could be rewound."""
     with pytest.raises(Refused, match="no followed loader has yielded"):
         run(Job(ranks=2, unfollowed=True, steps=2, epochs=1))
@@ -191,7 +191,7 @@ def test_calls_that_a_loop_may_not_make_are_refused(calls):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_masks_do_not_depend_on_who_computes(stage):
+def test_masks_do_not_depend_on_the_rank(stage):
     exact = Job(stage=stage, dropout=0.2, ntp=(("dropout", "exact"),))
     outcomes, _ = run(exact, faults=[kill(1, during="backward", step=6)], back={1: 12})
     reference, _ = run(exact)

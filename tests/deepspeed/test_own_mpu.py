@@ -29,7 +29,7 @@ FAULT_POINTS = [
 
 @pytest.mark.short
 @pytest.mark.parametrize("stage", STAGES)
-def test_nobody_is_lost(stage):
+def test_a_job_without_losses_trains_as_the_reference(stage):
     """Bit for bit as without us."""
     job = dataclasses.replace(TWO, stage=stage)
     outcomes, rows = run(job)
@@ -98,7 +98,7 @@ def test_of_three_slots():
 @pytest.mark.parametrize(
     ("fault_point", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)]
 )
-def test_the_others_hear_of_it_in_code_of_their_own(fault_point, number):
+def test_the_others_learn_of_a_loss_in_their_own_code(fault_point, number):
     job = dataclasses.replace(TWO, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)], leaving=[2, 3])
     assert_same_training(outcomes, rows, job)

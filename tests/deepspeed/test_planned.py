@@ -93,7 +93,7 @@ class LeavesGradients(Play):
         return super()._play(rank)
 
 
-def test_what_is_left_over_is_noticed():
+def test_remains_of_a_step_are_detected():
     faults = [kill(LOST, during="accumulated", step=STEP)]
     outcomes, rows = run(JOBS["zero 0"], faults=faults, play=LeavesGradients)
     assert bits(outcomes) != planned("zero 0", first_degraded_step(rows))

@@ -34,7 +34,7 @@ FAULT_POINTS = [
 
 
 @pytest.mark.short
-def test_nobody_is_lost():
+def test_a_job_without_losses_trains_as_the_reference():
     """Bit for bit as without us."""
     outcomes, rows = run(TWO)
     reference = undisturbed(TWO)
@@ -106,7 +106,7 @@ def test_a_second_one_in_the_recovery(fault_point):
 @pytest.mark.parametrize(
     ("fault_point", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)]
 )
-def test_the_others_hear_of_it_in_code_of_their_own(fault_point, number):
+def test_the_others_learn_of_a_loss_in_their_own_code(fault_point, number):
     job = Job(ranks=4, tp=2, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)])
     assert_same_training(outcomes, rows, job)

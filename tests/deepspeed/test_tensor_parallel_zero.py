@@ -20,7 +20,7 @@ def two(stage, **more):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_nobody_is_lost(stage):
+def test_a_job_without_losses_trains_as_the_reference(stage):
     """Bit for bit as without us."""
     job = two(stage)
     outcomes, rows = run(job)
@@ -150,7 +150,7 @@ def test_a_second_one_in_the_recovery(stage, fault_point):
     ("stage", "fault_point", "number"),
     [(1, "forward", 0), (1, "forward", 1), (1, "backward", 1), (1, "accumulated", 2), (2, "backward", 1)],
 )
-def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, number):
+def test_the_others_learn_of_a_loss_in_their_own_code(stage, fault_point, number):
     job = two(stage, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)])
     assert_same_training(outcomes, rows, job)

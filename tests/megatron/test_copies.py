@@ -56,7 +56,7 @@ def assert_same_bits(lived, without):
 
 
 @pytest.mark.short
-def test_nobody_is_lost(events):
+def test_a_job_without_losses_trains_as_the_reference(events):
     """Every step is copied, by every rank; the bits of the training are those without copies."""
     lived, rows = live(job(f"{OVERLAP} --ntp-events={events}"))
     without, _ = live(job(f"{OVERLAP} --ntp-copies-mode off"))

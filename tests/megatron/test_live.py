@@ -49,7 +49,7 @@ def widths(lived):
     return {slot: one.width for slot, one in lived.items()}
 
 
-def test_nobody_is_lost():
+def test_a_job_without_losses_trains_as_the_reference():
     lived, rows = live(job())
     assert len(lived) == 4
     assert_same_training(lived)
@@ -402,7 +402,7 @@ def events_of(path, kind):
         ("what_an_optimizer_keeps_arrives_doubled_and_is_not_compared", {3: 10}),
     ],
 )
-def test_the_comparison_notices(spoil, back):
+def test_the_comparison_detects_planted_faults(spoil, back):
     lived, _ = live(job(spoil=spoil), faults=[kill(3, during="backward", step=5)], back=back)
     worst = largest_differences(as_if_always_there(lived), run(uniform(BASE)))
     assert worst["weights"] > 1e-6, worst

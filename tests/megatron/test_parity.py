@@ -112,7 +112,7 @@ def test_a_planned_degraded_run_is_the_same_bits_when_repeated():
 
 
 @pytest.mark.parametrize("wrong", CONTROLS)
-def test_the_comparison_notices(wrong):
+def test_the_comparison_detects_planted_faults(wrong):
     assert noticed(wrong)
 
 

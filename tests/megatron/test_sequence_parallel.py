@@ -39,7 +39,7 @@ def test_float32():
         (f"{SEQUENCE}, recompute modules", "TP4+TP3"),
     ],
 )
-def test_with_what_else_a_model_or_a_job_has(feature, layout):
+def test_sequence_parallelism_with_other_features(feature, layout):
     assert max(compared(feature, layout).values()) <= BOUNDS["float64"]
 
 

@@ -99,7 +99,7 @@ def test_a_one_dimensional_mesh_has_as_many_ranks_as_members(looks):
         assert line["sums"] == [4]
 
 
-def test_an_uneven_mesh_answers_what_it_can_and_refuses_the_rest(looks):
+def test_an_uneven_mesh_answers_some_queries_and_refuses_the_rest(looks):
     grids = {slot: looks[slot][1]["grid"] for slot in (0, 1, 3)}
     for grid in grids.values():
         assert [grid[name] for name in ("mesh", "shape", "coordinate")] == ["refused"] * 3

@@ -37,7 +37,7 @@ def assert_only_the_shares_differ(outcomes, rows, ranks):
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 @pytest.mark.parametrize("fault_point", [*IN_A_STEP, *IN_A_COLLECTIVE])
-def test_a_killed_rank_changes_nothing_but_who_computes(fault_point, victim):
+def test_a_killed_rank_changes_only_the_shares(fault_point, victim):
     with Ranks(4, play, faults=[kill(victim, during=fault_point, step=7)]) as ranks:
         outcomes = ranks.wait()
     assert outcomes.keys() == set(range(4)) - {victim}
@@ -132,7 +132,7 @@ def test_a_hung_rank_with_a_heartbeat_is_evicted(fault_point):
     assert_only_the_shares_differ(outcomes, ranks.rows, 2)
 
 
-def test_the_reference_notices_a_wrong_gradient():
+def test_the_reference_detects_a_wrong_gradient():
     """A negative control: one rank forgets a sample, and weights no longer agree."""
     with Ranks(4, play_forgetful) as ranks:
         outcomes = ranks.wait()

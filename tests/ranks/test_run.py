@@ -120,7 +120,7 @@ def catches(pid, number):
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def test_a_signal_ends_at_once_who_still_imports(tmp_path):
+def test_a_signal_ends_importing_processes_at_once(tmp_path):
     """Requests that came in the meantime are not forked afterwards."""
     pid_file = tmp_path / "pid"
     (tmp_path / "slow.py").write_text(

@@ -148,9 +148,7 @@ def test_ten_thousand_malformed_messages_leave_the_store_unchanged(garbage):
     assert resident() - memory < MORE_MEMORY, "it takes as much as it is sent, whatever lengths say"
     until(lambda: descriptors() <= open_ones)
     obeyed = served.torchs.num_keys()
-    assert (obeyed > 1000) == (garbage is malformed_commands), (
-        f"{obeyed} keys: what is well-formed in it comes that far"
-    )
+    assert (obeyed > 1000) == (garbage is malformed_commands), f"{obeyed} keys: well-formed commands come that far"
 
 
 @pytest.mark.parametrize("opening", [OPENING, b""])

@@ -69,7 +69,7 @@ def lose(*faults, ranks=4, tp=2, **options):
 
 
 @pytest.mark.parametrize(("fault_point", "victim"), list(zip(IN_A_STEP, [0, 1, 2, 3, 3, 2, 1, 0], strict=True)))
-def test_a_lost_slot_changes_nothing_but_who_computes(fault_point, victim):
+def test_a_lost_slot_changes_only_the_shares(fault_point, victim):
     outcomes = lose(kill(victim, during=fault_point, step=5))
     assert outcomes.keys() == set(range(4)) - {victim}
 

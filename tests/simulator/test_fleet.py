@@ -73,7 +73,7 @@ def test_uneven_stages_in_a_1f1b_pipeline():
         assert pace.most_within(left[-1][-1] - 1, len(times)) == count - 1
 
 
-def test_uneven_depths_cost_what_the_deepest_stage_costs():
+def test_uneven_depths_cost_as_much_as_the_deepest_stage():
     even = scenario(PAPER, model={"layers": 96}).fleet
     uneven = scenario(PAPER).fleet
     assert uneven.model.depths == (13, 13, 13, 13, 12, 12, 12, 12)

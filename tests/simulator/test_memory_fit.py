@@ -72,7 +72,7 @@ def test_the_ladder_stops_at_the_first_rung_that_fits():
     assert (rungs[1].pieces, rungs[2].pieces) == (2, 4)
 
 
-def test_each_rung_keeps_what_the_ones_before_have_brought():
+def test_each_rung_keeps_the_savings_of_the_ones_before():
     before_narrower = [rung.bytes for rung in tried(0) if rung.name != NARROWER]
     assert before_narrower == sorted(before_narrower, reverse=True)
     offloaded = next(rung for rung in tried(0) if rung.name == OFFLOAD)

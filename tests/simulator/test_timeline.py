@@ -58,7 +58,7 @@ def test_a_cold_spare_comes_later_and_waiting_for_it_is_a_pause():
     assert cold.paused_s < 80 < waited.paused_s
 
 
-def test_a_restart_does_again_what_came_after_the_last_checkpoint():
+def test_a_restart_repeats_the_steps_after_the_last_checkpoint():
     done = course("restart", [fault(1, 2)], standstills={"checkpoint_s": 50_000.0})
     assert done.paused_s == pytest.approx(900 + DAY_S % 50_000)
     both = course("restart", [fault(1, 2), fault(5, 6, domain=4)])

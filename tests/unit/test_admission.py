@@ -53,7 +53,7 @@ def test_a_joining_rank_is_admitted_when_members_open_admission():
     assert let_in(joiner)
 
 
-def test_members_open_for_one_who_has_died_once():
+def test_members_open_once_for_a_rank_that_died():
     store = Keys()
     store.create("asked/0/0", "")
     admission_control, other = control_of(store, lambda: 0, lambda: False), control_of(store, lambda: 0, lambda: False)
@@ -68,7 +68,7 @@ def test_members_open_for_one_who_has_died_once():
     assert let_in(joiner)
 
 
-def test_members_with_short_steps_do_not_look_in_each():
+def test_members_with_short_steps_do_not_poll_in_each():
     store, now = Keys(), 0.0
     admission_control = AdmissionControl(store, lambda: 0, lambda: True, now=lambda: now)
     assert not admission_control.somebody_asks()

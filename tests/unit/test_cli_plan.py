@@ -240,6 +240,6 @@ def test_the_function_makes_the_plan_that_the_command_prints(capsys, tmp_path):
         ({"nodes_per_rack": 2.5}, r"nodes_per_rack = 2\.5 must be a whole number"),
     ],
 )
-def test_the_function_checks_what_the_flags_check(changed, message):
+def test_the_function_checks_the_same_as_the_flags(changed, message):
     with pytest.raises(ConfigError, match=message):
         plan(job(**changed))

@@ -57,7 +57,7 @@ def test_bytes_explain_the_time_of_copies_and_of_moving_as_many_bytes():
     assert explained() == (1.05, 1.05), "noise takes nothing off"
 
 
-def test_bytes_are_moved_before_what_they_explain_is_judged():
+def test_bytes_are_moved_before_the_rows_they_explain():
     kinds = copies.KINDS
     for kind in kinds:
         bare = [kinds.index(one) for one in kinds if one.bare and one.short and one.mode == kind.mode]

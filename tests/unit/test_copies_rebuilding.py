@@ -33,7 +33,7 @@ from tests.unit.test_copies_store import some_values, written
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.randoms())
-def test_machine_code_folds_what_torch_folds(sizes, dice):
+def test_machine_code_folds_as_torch_does(sizes, dice):
     """Some pieces of those that came."""
     if parity.machine() is None:
         pytest.skip("it was not built")

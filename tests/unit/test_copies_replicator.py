@@ -191,7 +191,7 @@ def test_copies_of_many_chunks_are_the_state_byte_for_byte(here, there, monkeypa
     )
 
 
-def test_far_copies_arrive_at_all_who_keep_them(here, there, tmp_path):
+def test_far_copies_arrive_at_all_their_holders(here, there, tmp_path):
     with closing(There(tmp_path / "elsewhere")) as elsewhere:
         here.replicator.send_to([there.server.address, elsewhere.server.address])
         for step in (5, 6, 7):

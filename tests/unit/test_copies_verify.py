@@ -76,7 +76,7 @@ def as_numpy_says(memory, manifest, **which):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(kinds.map(lambda names: tuple(dict.fromkeys(names))), min_size=1, max_size=4).map(tuple), st.data())
-def test_machine_code_names_what_numpy_names(copied, dtypes, data):
+def test_machine_code_names_the_same_places_as_numpy(copied, dtypes, data):
     manifest, memory = copied(dtypes)
     memory = memory.clone()
     for at in data.draw(st.lists(st.integers(0, len(memory) - 1), max_size=3)):

@@ -38,7 +38,7 @@ def test_survivors_keep_a_prefix_as_long_as_their_room_goes(table):
 
 
 @given(tables())
-def test_nobody_exceeds_its_room_but_by_the_extras(table):
+def test_no_slot_exceeds_its_room_except_by_the_extras(table):
     held, room, extra = table
     result = deal(held, room=room, extra=extra)
     over = [sp.size(result.kept[h]) + sp.size(result.dealt[h]) - room[h] for h in room]

@@ -190,7 +190,7 @@ def test_groups_of_eight_are_evenly_spread(along):
     assert abs(chi_square - 255) < SIGMAS * math.sqrt(2 * 255)
 
 
-def test_the_statistics_notice_a_weak_generator(monkeypatch):
+def test_the_statistics_detect_a_weak_generator(monkeypatch):
     """A negative control: numbers that are spread out, and not mixed."""
     monkeypatch.setattr(module, "_mixed", lambda numbers: numbers)
     found = {what: excess(one ^ other, 0.5) for what, one, other in neighbours()}

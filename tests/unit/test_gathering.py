@@ -52,7 +52,7 @@ def gather(gathering, order):
 
 
 @given(SLOTS, st.integers(2, 9), st.integers())
-def test_each_member_comes_to_know_what_each_wrote(slots, fan, seed):
+def test_each_member_gathers_the_values_of_all(slots, fan, seed):
     gathering = Gathering(kind="report", epoch=3, slots=tuple(slots), fan=fan)
     known, _ = gather(gathering, Random(seed).sample(slots, len(slots)))
     assert all(values == {slot: f'it is "{slot}"' for slot in slots} for values in known.values())
@@ -81,7 +81,7 @@ def test_a_member_that_does_not_combine_its_share_is_named():
 
 
 @pytest.mark.parametrize("members", [1, 2, FAN])
-def test_few_read_what_each_wrote(members):
+def test_few_members_read_the_values_of_each(members):
     gathering = Gathering(kind="report", epoch=3, slots=tuple(range(members)))
     store = {gathering.own_key(slot): "here" for slot in gathering.slots}
     assert gathering.complete(store.get)

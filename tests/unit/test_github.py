@@ -47,7 +47,7 @@ def needless_or_missing_in(form):
     )
 
 
-def test_the_workflow_sets_up_and_runs_what_a_desk_runs_on_python_3_12():
+def test_the_workflow_runs_the_local_checks_on_python_3_12():
     steps = steps_of((GITHUB / "workflows" / "ci.yml").read_text())
     assert [step["run"] for step in steps if "run" in step] == ["bash .ci/setup", ".ci/run"]
     assert [step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")] == ["3.12"]

@@ -114,7 +114,7 @@ def left(*, hours, keep_s=DAY_S, size=1000):
     return run.path
 
 
-def test_a_new_run_leaves_what_another_job_may_resume(shared):
+def test_a_new_run_keeps_copies_that_another_job_may_resume(shared):
     """Earlier any next run of the same user removed it."""
     waits, short = left(hours=2), left(hours=2, keep_s=HOUR)
     run, messages = log_of()

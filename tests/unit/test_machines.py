@@ -62,7 +62,7 @@ def ask(two, times, wait_s=PATIENCE_S):
     return int(output[0]), float(output[1])
 
 
-def test_they_hear_each_other_and_know_their_names(two):
+def test_machines_reach_each_other_and_know_their_names(two):
     assert ask(two, 20)[0] == 20
     known = subprocess.run([*two.prefix(1), "cat", "/etc/hosts"], capture_output=True, text=True, check=True).stdout
     assert f"{two.address(2)} machine2" in known

@@ -164,7 +164,7 @@ def test_the_kinds_of_the_issue_are_there():
     assert KINDS["kill-then-hang"].needs_handlers
 
 
-def test_a_short_stop_is_shorter_than_what_counts_as_frozen():
+def test_a_short_stop_is_below_the_threshold_of_frozen():
     for frozen_s in (0.3, 1.0, 3.0):
         act = kinds(Thresholds(frozen_s=frozen_s))["stop-short"].acts[1]
         assert act.after[1] < 5 / 6 * frozen_s
@@ -423,7 +423,7 @@ time.sleep(3600)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGRTMIN + 1, 3), (signal.SIGUSR2, 1)])
-def test_handlers_of_a_script_do_what_they_are_for(tmp_path, number, code):
+def test_signal_handlers_of_a_script_run(tmp_path, number, code):
     script = tmp_path / "script.py"
     script.write_text(HANDLED)
     words = [sys.executable, "-m", "ntp_plugin.testing.signal_handlers", str(script), "--flag"]

@@ -286,7 +286,7 @@ def modules():
         yield str(path.relative_to(PACKAGE)), path.read_text()
 
 
-def test_nothing_in_the_package_unpickles_what_comes_from_a_file_or_the_network():
+def test_the_package_unpickles_nothing_from_files_or_the_network():
     found = {name for name, source in modules() if any(unpickling(source))}
     assert found == MAY_UNPICKLE.keys()
 
@@ -307,7 +307,7 @@ def test_object_collectives_are_in_the_known_places():
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_the_look_notices(source):
+def test_the_check_detects_unpickling(source):
     assert list(unpickling(source))
 
 

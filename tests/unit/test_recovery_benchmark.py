@@ -32,7 +32,7 @@ def test_phases_add_up_to_the_total_although_a_second_recovery_repeats_some():
         (row("hang", p50_s=1.51, p99_s=1.6), False),
     ],
 )
-def test_a_kill_has_to_be_fast_always_and_what_waits_for_a_threshold_half_the_time(found, wanted):
+def test_every_kill_must_be_fast_and_half_of_the_faults_with_a_threshold(found, wanted):
     assert is_as_wanted(found) is wanted
 
 

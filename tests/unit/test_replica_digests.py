@@ -40,7 +40,7 @@ def test_two_differing_replicas_are_both_suspects():
     assert odd == Odd(values="cut", slots=(0, 1, 2, 3), certain=False, replica_digests=2)
 
 
-def test_what_each_slot_has_is_compared_among_all_slots():
+def test_replicated_state_is_compared_among_all_slots():
     (odd,) = odd_ones(changed(replicas(2), 1, "each", 8))
     assert odd == Odd(values="each", slots=(1,), certain=True, replica_digests=4)
 

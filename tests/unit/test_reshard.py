@@ -110,7 +110,7 @@ def digest_of(tensor, values, held, salt="t"):
     return digest(values, runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held)), salt=salt)
 
 
-def test_a_digest_notices_what_can_go_wrong():
+def test_a_digest_detects_every_fault():
     tensor = Tensor(name="t", shape=(6, 3), family="f", runs=(Run(start=0, unit_size=1),))
     values, held = torch.randn(6, 3), ((0, 6),)
     sound = digest_of(tensor, values, held)
@@ -192,7 +192,7 @@ def test_sums_are_equal_when_every_tensor_is(data):
     assert alike() == each_is_alike() == right()
 
 
-def test_the_users_objects_stay_and_only_what_has_the_shape_is_cut():
+def test_the_users_objects_stay_and_only_state_of_that_shape_is_cut():
     parameter = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = torch.optim.Adam([parameter])
     parameter.square().sum().backward()

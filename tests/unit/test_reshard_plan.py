@@ -170,7 +170,7 @@ def recoverable(nominal, members):
 
 @given(histories())
 @settings(max_examples=300)
-def test_whatever_interrupts_a_move_the_next_one_finds_what_it_counts_on(history):
+def test_an_interrupted_move_leaves_the_state_that_the_next_one_needs(history):
     play(*history)
 
 
@@ -206,7 +206,7 @@ def test_a_return_gives_exactly_the_nominal_layout():
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_joiner_learns_what_the_others_keep_even_if_it_will_be_idle(back):
+def test_a_joiner_learns_the_numbers_of_the_others_even_if_it_will_be_idle(back):
     """Its replica is too narrow until the other of its slots is back too."""
     nominal = job(tp=2, dp=2, min_width=2)
     members = founding(nominal)

@@ -22,7 +22,7 @@ US = ("-m", "ntp_plugin.launch.script")
         ("-m ntp_plugin.megatron train.py --ntp-enable", ("-m", "ntp_plugin.megatron", "train.py", "--ntp-enable")),
     ],
 )
-def test_it_stands_before_the_script(words, wanted):
+def test_hooks_precede_the_script(words, wanted):
     assert with_hooks(words.split()) == wanted
 
 

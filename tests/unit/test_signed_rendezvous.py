@@ -32,7 +32,7 @@ def plant(store, content):
     client(store).set("torch.rendezvous.run", base64.b64encode(content).decode())
 
 
-def test_two_of_the_job_read_what_the_other_wrote(store):
+def test_two_members_read_each_others_values(store):
     one, other = backend(store), backend(store)
     assert one.get_state() is None
     assert one.set_state(b"first")[::2] == (b"first", True)

@@ -57,7 +57,7 @@ def known(job):
     return json.dumps({**dataclasses.asdict(job), "machines": {}}, default=sorted)
 
 
-def test_ten_thousand_spoilt_lines_change_nothing_that_status_shows(tmp_path, capsys):
+def test_ten_thousand_malformed_lines_leave_status_unchanged(tmp_path, capsys):
     """After each event come malformed lines, and changed copies of the same event."""
     path, dice = events_file(tmp_path), random.Random(1)
     job, right, follower, all_recorded = JobState(), JobState(), Follower(tmp_path), []

@@ -29,7 +29,7 @@ def each_rank(layout):
 
 
 @given(layouts(), st.integers(1, 40))
-def test_rows_come_once_and_from_who_has_them(layout, length):
+def test_rows_are_sent_once_by_a_slot_that_has_them(layout, length):
     sent = {}
     for me in each_rank(layout):
         links = Links(me, sequence=length)

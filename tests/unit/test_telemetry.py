@@ -186,7 +186,7 @@ def test_a_reader_of_a_run_learns_of_malformed_lines(tmp_path, caplog):
     assert "1 lines make no sense" in caplog.text
 
 
-def test_a_file_that_is_full_takes_what_is_rare_and_no_more_steps(tmp_path, monkeypatch, caplog):
+def test_a_full_file_takes_rare_events_and_no_more_steps(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("ntp_plugin.telemetry.record._MOST_BYTES", 400)
     loss = RankLost(number=1, pid=1, kind="ended", reason="code -9")
     step = Committed(step=1, epoch=0, seconds=0.1, losses={}, samples=list(range(100)))

@@ -32,7 +32,7 @@ def ended(thread, within_s=PATIENCE_S):
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_newer_epoch_wakes_who_waits(tmp_path):
+def test_a_newer_epoch_wakes_waiting_ranks(tmp_path):
     path = tmp_path / "heartbeats"
     file, mine = HeartbeatFile(path, 4), WakeUp(path, 2)
     thread = waiting(mine)
@@ -85,7 +85,7 @@ def test_too_many_wake_ups_block_no_sender(tmp_path):
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_stranger_who_fills_the_socket_hides_no_epoch(tmp_path):
+def test_a_full_socket_hides_no_epoch(tmp_path):
     """Names in the abstract namespace have no permissions, and all users of the host can list them."""
     path = tmp_path / "heartbeats"
     file, mine = HeartbeatFile(path, 4), WakeUp(path, 2)
