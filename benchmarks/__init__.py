@@ -1,1 +1,1 @@
-"""Measurements that anybody can repeat, each a script that prints JSON or a table of evidence."""
+"""Measurements that anyone can repeat. Each is a script that prints JSON or a table of evidence."""

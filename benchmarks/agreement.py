@@ -1,19 +1,18 @@
-"""What an agreement of many members asks of the one store that they have.
+"""Measure how many requests an agreement of many members sends to their one store.
 
     python -m benchmarks.agreement            `make show-agreement`; counts need no quiet machine, seconds do
     SCALE=ci python -m benchmarks.agreement   fewer members
 
-Real members on a real store: threads of a few processes, each with its own connection, all after the same loss. Each
-reports what a rank of a large job does: a version of each of 400 tensors, addresses in 24 groups.
+Real members use a real store: threads of a few processes, each with its own connection, all after the same loss. Each
+member reports what a rank of a large job reports: a version of each of 400 tensors, addresses in 24 groups.
 
-Counted are a member's questions that are answered, on the average and of the member that asks most, those that are not
-yet (how often it looks in vain rests on how long the others take, here on a few cores for all), and the kilobytes of
-the answers. Taken are the processor's seconds of the store, and those in which one member reads all reports when the
-others are through.
+The benchmark counts the answered requests per member (mean and maximum), the requests without an answer yet (they
+depend on how long the others take, here on a few cores for all), and the kilobytes of the answers. It measures the CPU
+seconds of the store, and those in which one member reads all reports when the others have finished.
 
-It holds where a member is answered no more than 24 times on the average, in jobs of every size: it reads two gatherings
-(reports and digests of plans) of at most 8 values each, has to put together 8/7 values in each, and reads the view and
-what it wrote itself. The control is the same where all read what each has written: there it must be more.
+The claim holds if a member gets at most 24 answers on average, in jobs of every size: it reads two gatherings (reports
+and digests of plans) of at most 8 values each, combines 8/7 values in each, and reads the view and its own values. In
+the control every member reads what each has written: its count must be higher.
 """
 
 import argparse
@@ -50,7 +49,7 @@ PATIENCE_S = 600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What one member had of the store: questions answered and not, and the bytes of the answers."""
+    """What one member read from the store: answered and unanswered requests, and the bytes of the answers."""
 
     answered: int
     in_vain: int
@@ -75,7 +74,7 @@ class CountingStore(TorchStore):
 
 
 def report_of(slot: int) -> Report:
-    """As large as a rank's of a large job."""
+    """Return a report as large as that of a rank of a large job."""
     held = json.dumps([[4711] * TENSORS, [], [[4711, [17, 901]]]])
     host, port = f"10.{slot // 2048}.{slot // 8 % 256}.{1 + slot % 8}", 30000 + slot * 7 % 20000
     offer = {f"gloo/{group}": f"gloo:{slot}:-1:0:{host}:{port + 13 * group}" for group in range(GROUPS)}
@@ -96,7 +95,7 @@ def agree(first: View, slot: int, connection: TCPStore, fan: int) -> Asked:
     return Asked(answered=store.answered, in_vain=store.in_vain, bytes=store.bytes)
 
 
-def play(first: View, slots: range, port: int, fan: int, *, begin: Any, told: Any) -> None:
+def play(first: View, slots: range, port: int, fan: int, *, begin: Any, results: Any) -> None:
     """Some of the members, in a process of their own."""
     connections = [TCPStore("127.0.0.1", port, None, False) for _ in slots]
     found: list[Asked] = []
@@ -111,7 +110,7 @@ def play(first: View, slots: range, port: int, fan: int, *, begin: Any, told: An
         each.start()
     for each in members:
         each.join()
-    told.put(found)
+    results.put(found)
 
 
 def measure(members: int, fan: int) -> dict[str, Any]:
@@ -119,9 +118,9 @@ def measure(members: int, fan: int) -> dict[str, Any]:
     fork = multiprocessing.get_context("fork")
     server, first = serve("127.0.0.1", 0), first_view(members + 1)
     shares = [range(members)[number::PROCESSES] for number in range(PROCESSES)]
-    begin, told = fork.Barrier(len(shares) + 1), fork.Queue()
+    begin, results = fork.Barrier(len(shares) + 1), fork.Queue()
     playing = [
-        fork.Process(target=play, args=(first, share, server.port, fan), kwargs={"begin": begin, "told": told})
+        fork.Process(target=play, args=(first, share, server.port, fan), kwargs={"begin": begin, "results": results})
         for share in shares
     ]
     for process in playing:
@@ -130,7 +129,7 @@ def measure(members: int, fan: int) -> dict[str, Any]:
     view = publish_lost(mine, first, [first.member_ids[members]])
     begin.wait()
     since = time.process_time()
-    found = [asked for _ in playing for asked in told.get()]
+    found = [asked for _ in playing for asked in results.get()]
     store_cpu_s = time.process_time() - since
     for process in playing:
         process.join()

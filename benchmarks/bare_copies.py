@@ -1,9 +1,8 @@
-"""What a machine takes for the bytes of a copy, in the job: as many are moved as a copy moves, by as few calls as there
-may be, in the thread that makes copies.
+"""Measure what moving the bytes of a copy costs in a job: the copying thread moves as many bytes in few calls.
 
-They are read for a digest, and read and written; for a far copy sent through a socket, received and read again, by a
-thread that takes copies; for a part of a parity folded into it besides, which is cleared before and read in the end,
-by one of those who share it. Nothing is found out of them: no digest, no manifest, nobody to agree with.
+The thread reads the bytes for a digest, and reads and writes them. For a far copy it sends them through a socket, and
+a receiving thread reads them again. For a parity, one of its members also folds them into a buffer that is cleared
+first and read at the end. Nothing is computed from the bytes: no digest, no manifest, no agreement.
 """
 
 import socket
@@ -14,7 +13,7 @@ import torch
 
 
 class Bare:
-    """Of one rank."""
+    """What one rank moves."""
 
     def __init__(self, size: int, mode: str, *, sharers: int) -> None:
         self._source = torch.randn(size // 4)
@@ -28,7 +27,7 @@ class Bare:
             threading.Thread(target=self._receive, name="ntp-copies", daemon=True).start()
 
     def move(self, taken: Callable[[], None]) -> int:
-        """So many bytes; the training may go on from where it is `taken`."""
+        """Move so many bytes; training may continue once they are `taken`."""
         self._source.sum()
         self._target.copy_(self._source)
         taken()

@@ -1,6 +1,6 @@
-"""The chooser beside every fixed policy, in scenarios that are drawn: hardware, layouts, models, rates, spares, costs.
+"""Compare the chooser with every fixed policy in random scenarios: hardware, layouts, models, rates, spares, costs.
 
-All policies of a scenario go through the same faults. What counts is goodput: the work of the run, against a whole job.
+All policies of a scenario see the same faults. The score is goodput: the work of the run relative to a nominal job.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Compared:
 
     @property
     def regret(self) -> float:
-        """Of the best fixed policy's goodput; 0 where the chooser is as good or better."""
+        """Share of the best fixed policy's goodput that is lost; 0 if the chooser is as good or better."""
         missing = 1 - self.chooser_goodput / self.best_goodput
         return missing if missing > EQUAL else 0.0
 
@@ -90,7 +90,7 @@ def compare(seed: int) -> Compared:
 
 
 def _differs(asked: Simulation, name: str) -> bool:
-    """From a policy that stands before it: without hot spares, or cold ones, some are alike."""
+    """Return whether the policy differs from those before it: without hot spares, or cold ones, some are equal."""
     kept = {"+hot": asked.hot, "+spares": asked.cold, "wait": asked.cold}
     return all(spares for ending, spares in kept.items() if name.endswith(ending))
 

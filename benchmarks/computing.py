@@ -1,4 +1,4 @@
-"""How long a model computes by itself in a step, in a job whose ranks do so between their messages."""
+"""Measure how long a model computes by itself in a step, in a job whose ranks compute between their messages."""
 
 import time
 

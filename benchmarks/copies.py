@@ -1,4 +1,4 @@
-"""What copies cost a job in which nothing is lost: the evidence for `make show-copies`.
+"""Measure what copies cost a job that loses no rank: the evidence for `make show-copies`.
 
     python -m benchmarks.copies               an hour or two; to be run on a quiet machine
     ROWS=spared python -m benchmarks.copies   the jobs with a processor to spare
@@ -6,55 +6,55 @@
     SCALE=ci python -m benchmarks.copies      the slice for CI
 
 A live Megatron job with the distributed optimizer, TP2 x DP2, copies its state after every second step
-(`--ntp-copies-lag-steps 1`). So each step beside which a copy is made has one before it beside which none is, in the
-same job on the same machine, and the ratio of the two is a pair. With `far`, the four ranks stand for two hosts and
-each copy goes to the other one as well. With parities (`--ntp-copies-mode xor:2`) they stand for four, and what goes to
-another host is folded into the parity of two.
+(`--ntp-copies-lag-steps 1`). Each step with a copy follows one without, in the same job on the same machine, and the
+ratio of the two is a pair. With `far`, the four ranks act as two hosts and each copy also goes to the other one. With
+parities (`--ntp-copies-mode xor:2`) they act as four hosts, and the bytes sent to another host are folded into the
+parity of two.
 
 A copy costs what its bytes cost: they are read twice (digest, copying), written once, and for a far copy sent, received
-and read again. On a machine whose processors are all busy with the step this is time of the step. So beside the
-measured time of a step stands what it would be if all of a version's copies were made in its time, on all processors,
-each at the pace of one that makes copies and nothing else here, while all others do the same: they share what carries
-the bytes. That pace is bytes per second of processor time: sender and receiver of a far copy have a processor each, and
-both are at work. The claim is: a ratio of at most 1.03, or not more than that explains.
+and read again. If the step keeps all processors busy, this is time of the step. So each row states the measured time of
+a step and the time it would have if all copies of a version were made within it, on all processors, each at the pace of
+a process that only makes copies while all others do the same: they share the memory bandwidth. That pace is bytes per
+second of processor time: sender and receiver of a far copy work at the same time, on a processor each. The claim is: a
+ratio of at most 1.03, or not more than these bytes explain.
 
-Bytes that are moved cost those besides who do not move them: what trains finds the caches filled. By how much is seen
-in jobs in which as many are moved in place of copies, by as few calls as there may be, with nothing of ours in it
-(`bare_copies.py`): by how much more processor time all other threads take then. Both together are told as what bytes
-explain; only the control is judged by that.
+Moving bytes also costs the threads that do not move them: training finds the caches filled. Jobs that move as many
+bytes in place of copies, in as few calls as possible and without any code of the plugin (`bare_copies.py`), show how
+much: the extra processor time of all other threads. Rows report both together as explained by bytes; only the control
+is judged by the sum.
 
-It is on short steps, of 384 tokens, in which a copy is a large part of what there is to do, and on long ones, of 3,072
-tokens, as many as those of `live_overhead` have. Long steps differ from one another by more than a copy takes. But a
-version has as many bytes whatever the batch is. So what it adds to a short step, put over the time of a long one, has
-to be within the claim with all of its interval (order statistics, 95 %); and because it is an inference that a long
-step pays no more, the interval of pairs of long ones must not be above it as a whole. Copies move 11 MB then in a
-second of each processor; Llama 3 405B on 16,384 GPUs of 400 TFLOP/s, with 16 million tokens in a step (arXiv
-2407.21783), would have them move 50 MB in a second of each GPU, whose host has a dozen processors for it.
+The claim covers short steps, of 384 tokens, in which a copy is a large part of the work, and long ones, of 3,072
+tokens, as in `live_overhead`. Long steps differ from one another by more than a copy takes, but a version has the same
+bytes for any batch. So the time that a copy adds to a short step, divided by the time of a long one, must be within the
+claim with its full interval (order statistics, 95 %). Because it is an inference that a long step pays no more, the
+interval of pairs of long steps must not be above the claim as a whole. Copies then move 11 MB per second of each
+processor; Llama 3 405B on 16,384 GPUs of 400 TFLOP/s, with 16 million tokens in a step (arXiv 2407.21783), would have
+them move 50 MB per second of each GPU, whose host has a dozen processors for it.
 
-Where there is a processor to spare, as on a host of GPUs, nothing of that ought to be time of the step. Two processors
-are enough to see whether it is: all ranks train on the first, and the threads that make and take copies have the other
-one to themselves. Near copies are seen so of one rank, far ones and parities of the same four ranks as above; a long
-step has half as many tokens, 1,536. Bytes excuse nothing there.
+With a processor to spare, as on a GPU host, no copy should take time of the step. Two processors are enough to test
+this: all ranks train on the first, and the threads that make and receive copies have the other one. Near copies are
+measured with one rank, far ones and parities with the same four ranks as above; a long step has half as many tokens,
+1,536. Bytes excuse nothing there.
 
-Those with bytes in place of copies have rows of their own, for each of the short steps on two busy processors, and for
-near copies with one to spare: what the machine takes for it.
+Jobs with bytes in place of copies have rows of their own, for each of the short steps on two busy processors, and for
+near copies with one to spare.
 
-Where the time goes is told besides: how much more processor time all ranks' threads took in a step with a copy than in
-the one before, and of that the threads that train, and those that copy. By as much of all, over the number of
-processors, that step has to be longer; where copies have a processor of their own, by as much of the threads that
-train. What is left of the ratio is waiting, for a copy, a lock, another host. That is a second claim: the interval of
-its median (order statistics, 95 %) ends within 0.03. Processor time excuses nothing of the first claim. Bytes copied in
-a second of it have a least as well (`PACES`), in short steps: in a long one a version's processor time is less than
-what two steps differ by anyway.
+Each row also reports where the time goes: how much more processor time the threads of all ranks took in a step with a
+copy than in the one before, and of that the training threads and the copying threads. The step must be longer by the
+total divided by the number of processors; if copies have their own processor, by that of the training threads. The rest
+of the ratio is waiting: for a copy, a lock, another host. A second claim bounds it: the interval of its median (order
+statistics, 95 %) ends within 0.03. Processor time excuses nothing of the first claim. Bytes copied per second of
+processor time also have a lower bound (`PACES`), in short steps: in a long one the processor time of a version is less
+than two steps differ by anyway.
 
-Controls: in two jobs, one of them with a processor to spare, the thread that trains sleeps for a twentieth of each step
-with a copy, once that is taken. It must be seen as waiting. In another one the threads that copy waste a twentieth of
-all processors' time, once a copy is made: the interval of its ratio has to be above what bytes explain.
+Controls: in two jobs, one of them with a processor to spare, the training thread sleeps for a twentieth of each step
+with a copy, after the snapshot. This must show as waiting. In another job the copying threads waste a twentieth of all
+processors' time after a copy: the interval of its ratio must be above what bytes explain.
 
-How many bytes a step's copy has is counted by the model's arithmetic: all parameters, times the numbers that Adam and
-its main weights keep, each held once per TP slot, what is replicated as often as there are slots. What other hosts keep
-of them in both versions is counted in the files of a parity host: with far copies all of that twice, with parities of
-N the N-th part of it.
+The bytes of one step's copy follow from the model: all parameters, times the numbers that Adam and its main weights
+keep, each held once per TP slot, replicated ones as often as there are slots. The bytes that other hosts keep for both
+versions are counted in the files of a parity host: twice that amount with far copies, the N-th part of it with parities
+of N.
 """
 
 import dataclasses
@@ -82,13 +82,13 @@ from benchmarks.copying_rank import LONG, SHORT, Clocked, Kind
 from benchmarks.overhead import PLANTED, interval, row
 from benchmarks.parity.job import Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.rehearsal import played
+from benchmarks.played_ranks import played
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.telemetry import Copied, Follower
 
 SEED = 1234
 BOUND, WAITING = 1.03, 0.03
-"""Of the ratio, and of what is left of it."""
+"""Bounds of the ratio, and of the waiting in it."""
 PACES = {"near": 0.5e9, "copy": 0.25e9, "xor:2": 0.2e9}
 """Bytes in a second of processor time, in the job: about half of what a slow machine had."""
 FULL, CI = (300, 30), (8, 0)
@@ -96,7 +96,7 @@ FULL, CI = (300, 30), (8, 0)
 there that the right bytes are copied."""
 WARM_UP = 4
 THREADS = ("busy", "training", "copying")
-"""Of which processor time is told: all, those that train, and those that copy."""
+"""Threads whose processor time is reported: all, the training ones, and the copying ones."""
 LARGER = "--hidden-size 256 --ffn-hidden-size 640 --kv-channels 16 --num-layers 4 --vocab-size 2000 --seq-length 64"
 LARGER += " --max-position-embeddings 64"
 
@@ -132,7 +132,7 @@ ROWS = {
     "spared": tuple(kind for kind in KINDS if kind.spared),
     "busy": tuple(kind for kind in KINDS if not kind.spared),
 }
-"""By what is asked for."""
+"""Rows by name."""
 IN_CI = tuple(kind for kind in KINDS if kind.short and not kind.bare and (kind.mode == "near" or not kind.spared))
 """Each kind of copies, and the controls."""
 
@@ -142,8 +142,7 @@ IN_CI = tuple(kind for kind in KINDS if kind.short and not kind.bare and (kind.m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Of all ranks: how long the slowest took, and processor seconds of all threads, of those that train, and of those
-    that copy."""
+    """Seconds of the slowest rank; processor seconds of all threads of all ranks, of training and of copying ones."""
 
     seconds: float
     busy: float
@@ -180,12 +179,12 @@ class Pair:
 
     @property
     def more_of_others(self) -> float:
-        """Of all but those that copy."""
+        """Additional processor seconds of all threads that do not copy."""
         return self.more("busy") - self.more("copying")
 
 
 def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
-    """And the copies that were made."""
+    """Run a job of this kind; return its pairs and its copies."""
     steps = 2 * (pairs + WARM_UP)
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"
@@ -211,8 +210,8 @@ def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
             leaving=(),
             timeout_s=240 + (2.0 + kind.samples / 4) * steps,
         )
-        told = [one.event for one in Follower(events).news()]
-    copied = [event for event in told if isinstance(event, Copied)]
+        recorded = [one.event for one in Follower(events).news()]
+    copied = [event for event in recorded if isinstance(event, Copied)]
     took = _steps(read, ranks=job.processes)
     beside = {event.step for event in copied} - set(range(2 * WARM_UP))
     return [
@@ -223,12 +222,12 @@ def run(kind: Kind, pairs: int) -> tuple[list[Pair], list[Copied]]:
 
 
 def _steps(read: Sequence[Sequence[Any]], *, ranks: int) -> dict[int, Step]:
-    """By their numbers, what passed on the clocks of all ranks from where each began to where the next did."""
-    clocks = {(slot, step): told for slot, step, *told in read if isinstance(slot, int)}
+    """The times of each step by its number, on the clocks of all ranks, from its beginning to that of the next."""
+    clocks = {(slot, step): clock for slot, step, *clock in read if isinstance(slot, int)}
     passed: dict[int, list[tuple[float, ...]]] = defaultdict(list)
-    for (slot, step), told in clocks.items():
+    for (slot, step), clock in clocks.items():
         if (after := clocks.get((slot, step + 1))) is not None:
-            passed[step].append(tuple(end - begin for begin, end in zip(told, after, strict=True)))
+            passed[step].append(tuple(end - begin for begin, end in zip(clock, after, strict=True)))
     return {
         step: Step(seconds=max(seconds), busy=sum(busy), training=sum(training), copying=sum(copying))
         for step, all_ranks in passed.items()
@@ -242,13 +241,13 @@ def _steps(read: Sequence[Sequence[Any]], *, ranks: int) -> dict[int, Step]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Known:
-    """What rows have found that later ones are judged by."""
+    """Results of rows that later ones are judged by."""
 
     added: dict[Kind, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """The interval of what is added to a short step, in seconds."""
     others: dict[str, float] = dataclasses.field(default_factory=dict)
-    """By how many processor seconds more all others take in a short step in which bytes are moved and all processors
-    are busy, by mode."""
+    """Additional processor seconds of all other threads in a short step in which bytes are moved and all processors are
+    busy, by mode."""
 
 
 def measured(kind: Kind, pairs: int, known: Known) -> dict[str, Any]:
@@ -262,12 +261,12 @@ def measured(kind: Kind, pairs: int, known: Known) -> dict[str, Any]:
     versions = {event.step for event in copied if event.step}
     sizes = {sum(event.size for event in copied if event.step == step) for step in versions}
     pace = wanted / statistics.median(pair.more("busy") for pair in found)
-    told, allowed = row(kind.what, ratios), BOUND
+    found_row, allowed = row(kind.what, ratios), BOUND
     if alone:
-        told |= by_bytes(alone, kind.mode, off, known)
-        told["is_above_bytes"] = interval(ratios)[0] > max(BOUND, told["explained_by_bytes"])
-        allowed = max(BOUND, told["explained_by_copies_alone"])
-    told |= {
+        found_row |= by_bytes(alone, kind.mode, off, known)
+        found_row["is_above_bytes"] = interval(ratios)[0] > max(BOUND, found_row["explained_by_bytes"])
+        allowed = max(BOUND, found_row["explained_by_copies_alone"])
+    found_row |= {
         "processor_time": round(statistics.median(pair.explained for pair in found), 4),
         "waiting": round(statistics.median(waiting), 4),
         "waiting_95": "{:.4f} to {:.4f}".format(*interval(waiting)),
@@ -281,20 +280,22 @@ def measured(kind: Kind, pairs: int, known: Known) -> dict[str, Any]:
         low, high = known.added[kind.alike] = interval([pair.added for pair in found])
         if kind.bare and not kind.spared:
             known.others[kind.mode] = statistics.median(pair.more_of_others for pair in found)
-        told |= {"added_ms_95": f"{1000 * low:.1f} to {1000 * high:.1f}", "gb_per_s": round(pace / 1e9, 2)}
-        told |= {f"more_ms_{of}": round(1000 * statistics.median(pair.more(of) for pair in found), 1) for of in THREADS}
-        holds &= told["ratio"] <= allowed and pace >= PACES[kind.mode]
+        found_row |= {"added_ms_95": f"{1000 * low:.1f} to {1000 * high:.1f}", "gb_per_s": round(pace / 1e9, 2)}
+        found_row |= {
+            f"more_ms_{of}": round(1000 * statistics.median(pair.more(of) for pair in found), 1) for of in THREADS
+        }
+        holds &= found_row["ratio"] <= allowed and pace >= PACES[kind.mode]
     else:
         low, high = (1 + seconds / off for seconds in known.added[kind.alike])
-        told["ratio_by_short_steps_95"] = f"{low:.4f} to {high:.4f}"
+        found_row["ratio_by_short_steps_95"] = f"{low:.4f} to {high:.4f}"
         holds &= is_within(high, interval(ratios)[0], allowed)
     slack = 64 * RANKS * 200  # each value begins at a multiple of 64 bytes
     exact = all(wanted <= size <= wanted + slack for size in sizes)
-    return told | {"exact": exact and all(kept == kept_wanted(kind.mode) for *_, kept in alone), "holds": holds}
+    return found_row | {"exact": exact and all(kept == kept_wanted(kind.mode) for *_, kept in alone), "holds": holds}
 
 
 def by_bytes(alone: Sequence[tuple[float, float, int]], mode: str, off: float, known: Known) -> dict[str, Any]:
-    """What copies alone, and bytes in place of copies, tell of a step that takes so long without."""
+    """The time of a step as explained by copies alone, and by bytes moved in place of copies."""
     speed, at_once = (statistics.mean(each) for each in list(zip(*alone, strict=True))[:2])
     others = max(0.0, known.others.get(mode, 0.0))
     return {

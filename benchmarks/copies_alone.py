@@ -1,9 +1,9 @@
-"""Copies that processes make which do nothing else: how fast these are, and how many bytes there have to be.
+"""Measure copies in processes that do nothing else: their speed and their number of bytes.
 
-They are of what torch's Adam keeps, which is looked for each time, as in a job. All processors do it at once, so that
-they share what carries the bytes. Speeds are bytes in a second of processor time, of all threads of a process. Before
-each copy a processor's caches are filled with something else, which is not counted: in a job the step has them, and a
-copy finds neither its bytes nor its code there. What copies take that come one right after the other is told besides.
+The processes copy the state of torch's Adam, which they look up each time, as in a job. All processors copy at once, so
+that they share the memory bandwidth. Speeds are bytes per second of processor time of all threads of a process. Before
+each copy the caches of a processor are filled with other data, which is not counted: in a job the step fills them, and
+a copy finds neither its bytes nor its code there. The time of copies made back to back is reported as well.
 """
 
 import functools
@@ -38,9 +38,9 @@ NUMBERS = 3
 SHARERS = (0, 1)
 """Of a parity."""
 GENERATORS = 4
-"""Of random numbers, each with as many bytes as torch's, of whose states a manifest tells."""
+"""States of random number generators with as many bytes as torch's, which a manifest contains."""
 CACHES = 1 << 26
-"""Bytes, of which all of a processor's caches have fewer."""
+"""More bytes than all of a processor's caches hold."""
 COPIES = 15
 
 
@@ -85,7 +85,7 @@ def _speeds(mode: str, _processor: int) -> tuple[float, float, int]:
 
 
 def _speeds_of_copies(folder: Path, mode: str) -> tuple[float, float, int]:
-    """Of two ranks' parts of the model, one after the other."""
+    """Speeds of copies of two ranks' parts of the model, one after the other."""
     size = bytes_wanted() // RANKS
     stepped = [_stepped(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
     optimizer = torch.optim.Adam([one.parameter for one in stepped])
@@ -126,10 +126,12 @@ def kept_wanted(mode: str) -> int:
 
 
 def _stepped(number: int, size: int) -> Stepped:
-    piece = TensorSlice(tensor=f"layers.{number}.weight", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    tensor_slice = TensorSlice(
+        tensor=f"layers.{number}.weight", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size
+    )
     parameter = torch.nn.Parameter(torch.randn(size))
     parameter.grad = torch.randn(size)
-    return Stepped(parameter=parameter, pieces=((piece, 0),))
+    return Stepped(parameter=parameter, pieces=((tensor_slice, 0),))
 
 
 def _extras() -> dict[str, Any]:
@@ -141,7 +143,7 @@ def _fail(what: str) -> None:
 
 
 def _speed(work: Callable[[], object], size: int, before: Callable[[], object] = lambda: None) -> float:
-    """Of all threads' time."""
+    """Bytes per second of all threads' processor time."""
     _wait_for_all[0].wait()
     times = []
     for _ in range(COPIES):
@@ -153,7 +155,7 @@ def _speed(work: Callable[[], object], size: int, before: Callable[[], object] =
 
 
 def bytes_wanted(tp: int = TP) -> int:
-    """Of all ranks together, for one version."""
+    """Bytes of one version of all ranks together."""
     hidden, ffn, layers, heads, groups, channels = 256, 640, 4, 16, _groups(), 16
     vocabulary = -(-2000 // (32 * tp)) * 32 * tp
     cut = 2 * vocabulary * hidden
@@ -168,6 +170,6 @@ def _groups() -> int:
 
 
 def explained(off: float, speed: float, others: float = 0.0) -> float:
-    """The ratio that there would be if all ranks' copies were made in time of the step, on all processors, as fast as
-    by processes that do nothing else, and all others took so many processor seconds more meanwhile."""
+    """The ratio if all ranks' copies were made in time of the step, on all processors, as fast as by processes that do
+    nothing else, and all other threads took so many more processor seconds."""
     return 1 + (bytes_wanted() / speed + others) / (os.cpu_count() or 1) / off

@@ -1,7 +1,7 @@
-"""A rank of a job whose copies are measured: it writes down what its clocks say, and what a kind asks for is planted.
+"""A rank of a job whose copies are measured: it records its clocks and plants what its kind asks for.
 
-What is planted is the thing that is compared with copies, or what a check has to notice: bytes moved in place of
-copies, a processor for the threads that make them, sleep, waste.
+Planted is what copies are compared with, or what a check must detect: bytes moved in place of copies, a processor for
+the copying threads, sleep, waste.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _SOMETHING = bytes(1 << 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Of copies, and of the job that makes them."""
+    """Clocks of copies, and of the job that makes them."""
 
     what: str
     mode: str
@@ -54,7 +54,7 @@ class Kind:
 
     @property
     def alike(self) -> "Kind":
-        """What short and long steps have in common."""
+        """The kind of a job apart from the length of its steps."""
         return dataclasses.replace(self, what="", samples=0)
 
     @property
@@ -106,7 +106,7 @@ def _of_threads_that_copy() -> float:
 
 
 def _have_copies_made_on_the_last_processor() -> None:
-    """And all else on the others."""
+    """Bind the copying threads to one processor, and all else to the others."""
     *others, last = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, others)
     begin = threading.Thread.run
@@ -147,7 +147,7 @@ def _have_it_sleep(part: float, read: Sequence[Sequence[Any]], begun: Container[
 
 
 def _have_it_wasted(part: float, read: Sequence[Sequence[Any]]) -> None:
-    """By each rank as much, when its copy is made; nothing is read from memory for it."""
+    """Waste processor time in each rank after its copy; no memory is read for it."""
     copy, of_a_rank = Replicator._copy, part * (os.cpu_count() or 1) / RANKS
 
     def copy_and_waste(made: Replicator, *asked: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What exact masks cost: our dropout against torch's on this machine, in pairs, forward and backward.
+"""Measure what exact masks cost: our dropout against torch's on this machine, in pairs, forward and backward.
 
 python -m benchmarks.dropout
 """

@@ -1,4 +1,4 @@
-"""What every `make show-<topic>` leaves behind: a table, or rows, on the terminal and `build/show/<topic>.json`."""
+"""Write the evidence of a `make show-<topic>`: a table or rows on the terminal, and `build/show/<topic>.json`."""
 
 import datetime
 import json
@@ -33,14 +33,14 @@ def today() -> str:
 
 
 def commit() -> str:
-    """Of the tree that is measured; a + where it is not quite that one."""
+    """The commit of the measured tree; with a + if the tree has changes."""
     words = ("git", "describe", "--always", "--dirty=+", "--exclude=*")
     found = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return found.stdout.strip() or "unknown"
 
 
 def trees(*folders: str) -> str | None:
-    """What is committed of some folders; None where they are not quite so."""
+    """The committed trees of some folders; None if they have changes."""
     top = Path(__file__).parents[1]
     changed = subprocess.run(
         ("git", "status", "--porcelain", "--", *folders), capture_output=True, text=True, check=False, cwd=top
@@ -52,12 +52,12 @@ def trees(*folders: str) -> str | None:
 
 
 class Sittings:
-    """What is found bit by bit, in several sittings: a line of JSON each, in a file or nowhere."""
+    """Results gathered in several sittings: a line of JSON each, in a file or nowhere."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        self._pieces: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self._rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def find(self, **alike: object) -> dict[str, Any] | None:
         """The first from a sitting before this one that has these values."""
@@ -65,20 +65,20 @@ class Sittings:
 
     def all(self, **alike: object) -> list[dict[str, Any]]:
         """All of them."""
-        return [one for one in self._pieces if all(one.get(name) == alike[name] for name in alike)]
+        return [one for one in self._rows if all(one.get(name) == alike[name] for name in alike)]
 
     def keep_only(self, **alike: object) -> None:
-        """And have the file without all others."""
-        self._pieces, before = self.all(**alike), len(self._pieces)
-        if self._path is not None and len(self._pieces) < before:
-            self._path.write_text("".join(json.dumps(one) + "\n" for one in self._pieces))
+        """Drop all other rows, also from the file."""
+        self._rows, before = self.all(**alike), len(self._rows)
+        if self._path is not None and len(self._rows) < before:
+            self._path.write_text("".join(json.dumps(one) + "\n" for one in self._rows))
 
-    def add(self, piece: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """For the next sitting."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
-                file.write(json.dumps(piece) + "\n")
+                file.write(json.dumps(row) + "\n")
 
 
 def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]], **more: Any) -> int:
@@ -110,7 +110,7 @@ def show(topic: str, *, holds: bool, seed: int, rows: Sequence[Mapping[str, Any]
 
 
 def _asked() -> list[str]:
-    """What of it was asked for."""
+    """The requested part of it."""
     return [f"{name}={os.environ[name]}" for name in _SLICES if os.environ.get(name)]
 
 

@@ -1,14 +1,14 @@
-"""What lanes of a degraded layout cost: the bytes that they send by either route, and their time beside one all-reduce.
+"""Measure what lanes of a degraded layout cost: the bytes sent by either route, and their time beside one all-reduce.
 
     python -m benchmarks.lanes            `make bench-lanes`; times need a quiet machine, bytes do not
     SCALE=ci python -m benchmarks.lanes   fewer layouts and rounds
 
-Bytes are counted in real runs of Megatron, at the collectives that `training/` issues, as a ring sends them. They must
-be what was planned to the byte, and at most 1.05 x what the widest slot must send in any case: its own units once.
+Bytes are counted in real runs of Megatron, at the collectives that `reduction/` issues, as a ring sends them. They must
+equal the plan to the byte, and be at most 1.05 x what the widest slot must send in any case: its own units once.
 
-Times are of plain ranks, two replicas of TP 4. In each round all ranks reduce the same gradients in every way, one
-after the other: in place and whole, as a framework's bucket does; whole, but packed and unpacked as a lane; without one
-slot, by either route. A round's ratio is of the slowest rank to that of the first way.
+Times are those of plain ranks, two replicas of TP 4. In each round all ranks reduce the same gradients in every way,
+one after the other: in place and complete, as a framework's bucket does; complete, but packed and unpacked as a lane;
+without one slot, by either route. A round's ratio compares the slowest rank with the first way.
 """
 
 import os
@@ -43,7 +43,7 @@ GRADIENT_BYTES = 4
 
 
 def traffic(scale: str) -> list[dict[str, Any]]:
-    """By layout and route, of the busiest rank in one step of the real Megatron."""
+    """Bytes by layout and route, of the busiest rank in one step of the real Megatron."""
     rows = []
     for layout in ("TP4+TP3", "TP4+TP2") if scale == "ci" else LAYOUTS:
         for route in ROUTES:
@@ -73,8 +73,10 @@ def traffic(scale: str) -> list[dict[str, Any]]:
 
 def times(scale: str) -> dict[str, list[float]]:
     """Way -> of each round, the time of its slowest rank to that of the framework's way."""
-    told = _rounds(scale)
-    slowest = {way: [max(seconds) for seconds in zip(*(seen[way] for seen in told), strict=True)] for way in told[0]}
+    measured = _rounds(scale)
+    slowest = {
+        way: [max(seconds) for seconds in zip(*(seen[way] for seen in measured), strict=True)] for way in measured[0]
+    }
     usual = slowest.pop("in place")
     return {
         f"{way} / one all-reduce in place": [mine / other for mine, other in zip(seconds, usual, strict=True)]
@@ -123,7 +125,7 @@ def _ways(whole: Routed, short: Routed) -> dict[str, Callable[[], object]]:
         "TP4+TP3, via_core": lambda: None,
     }
     if short.lives:
-        assert short.core_exchange is not None, "who lives has a seat"
+        assert short.core_exchange is not None, "a living slot has a core slot"
         mine, cores = _single(short.gradients()), CoreSums(short.core_exchange)
         ways["TP4+TP3, direct"] = lambda: GradientLanes(short.lanes, mine).finish()
         ways["TP4+TP3, via_core"] = lambda: cores.begin(mine).finish()
@@ -140,8 +142,8 @@ def _single(tensors: Tensors) -> Tensors:
 def copied() -> dict[str, float]:
     """Way -> bytes that are packed and unpacked, to those of the gradients, of the busiest rank."""
     with Ranks(TP * DP, _count_copies) as ranks:
-        told = list(ranks.wait(60).values())
-    return {way: round(max(seen[way] for seen in told), 3) for way in told[0]}
+        measured = list(ranks.wait(60).values())
+    return {way: round(max(seen[way] for seen in measured), 3) for way in measured[0]}
 
 
 def _count_copies(rank: Rank) -> dict[str, float]:

@@ -1,55 +1,52 @@
-"""What being able to lose ranks costs a job that loses none: the evidence for `make show-live-overhead`.
+"""Measure what the plugin costs a job that could lose ranks and loses none: the evidence for `make show-live-overhead`.
 
     python -m benchmarks.live_overhead                        two hours or more, on a machine by itself
     python -m benchmarks.live_overhead 11                     one job of one case
     FRAMEWORK=deepspeed python -m benchmarks.live_overhead    the rows of one framework
     SCALE=ci python -m benchmarks.live_overhead               a slice
 
-In a live job, as `ntp run` starts it, every other step is taken as the framework alone would: what the plugin has
-replaced is put back for that step, on all ranks alike. A pair is two steps that came one after the other, in the order
-on-off, off-on, and so on; its ratio is of the times of their slowest ranks, from the beginning of a step to that of the
-next. Nothing is copied.
+In a live job, as `ntp run` starts it, every other step runs as in the stock framework: all ranks put back what the
+plugin has replaced for that step. A pair is two consecutive steps, in the order on-off, off-on, and so on; its ratio
+compares the times of their slowest ranks, from the beginning of a step to that of the next. Nothing is copied.
 
-A row is of several jobs, so that it is not one job's luck, and jobs of all rows come by turns. What a job finds is a
-line in docs/results/live-overhead-FRAMEWORK-pairs.jsonl, all of its pairs, and the next call goes on behind it, as long
-as what is committed of the plugin and of the benchmarks is the same: a sitting may end when it has to, and another go
-on where these lines are, on a machine of the same kind too, as both steps of a pair are of one. Lines of other trees
-are dropped, of the frameworks that are asked for. Whoever wants all in one sitting removes the file. Where some of
-these is not committed, nothing is kept.
+A row has several jobs, so that it does not depend on one job's luck, and jobs of all rows alternate. The pairs of a job
+are a line in docs/results/live-overhead-FRAMEWORK-pairs.jsonl, and the next call continues after it, as long as the
+committed plugin and benchmarks are the same: a sitting may end at any time and continue elsewhere on a machine of the
+same kind, because both steps of a pair are on one machine. Lines of other trees are dropped for the requested
+frameworks. Remove the file to get everything in one sitting. Nothing is kept from a tree with uncommitted changes.
 
-How many pairs a row needs depends on the machine. So it has four jobs, and more until its interval is `PRECISE` or all
-that are planned are in. The width alone decides, and not where the interval lies; one of a width that was fixed before
-covers what it should as pairs grow many (Chow and Robbins 1965).
+The number of pairs that a row needs depends on the machine. So it has four jobs, and more until its interval is
+`PRECISE` or all planned ones have run. Only the width decides, not where the interval lies; an interval of a width
+fixed in advance has the right coverage for many pairs (Chow and Robbins 1965).
 
-Pairs of two jobs would be the plainer thing, and were tried: two jobs without the plugin differed from each other, for
-as long as they lived, by 2.4 % with Megatron and by 1.7 % with DeepSpeed. Within one job both steps have the same
-processes and the same memory.
+Pairs of two jobs would be simpler, and were tried: two jobs without the plugin differed from each other, for as long as
+they lived, by 2.4 % with Megatron and by 1.7 % with DeepSpeed. Within one job both steps have the same processes and
+the same memory.
 
 Steps differ from one another by two to fifteen times the bound, because processors do: most of a step is the model's
-own arithmetic, and that takes now more time and now less. With DeepSpeed, whose ranks compute by themselves between
-their messages, this is timed in every step, on each rank: the module's forward, and the backward up to the last
-gradient. Nothing of the plugin is in it, so it is the same work in both steps of a pair. A pair is then told twice.
-`ratio` is of the whole steps. `apart` is one and the difference of what is left of them, without the longest computing
-of a rank, as a part of a step. That is known two to five times as well, and is told beside; it proves nothing alone.
+own arithmetic, whose time varies. With DeepSpeed, whose ranks compute by themselves between their messages, each rank
+times this in every step: the module's forward, and the backward up to the last gradient. It contains nothing of the
+plugin, so it is the same work in both steps of a pair. A pair then gives two numbers. `ratio` compares the full steps.
+`apart` is one plus the difference of the steps without the longest computing of a rank, as a share of a step. Its
+interval is two to five times narrower; it is reported beside, and proves nothing alone.
 
-What `apart` cannot see is a plugin that makes the arithmetic itself slower, by its caches, or because ranks share
-processors. `computing` is the ratio of that alone, and whole steps have it in them; one of the controls is so.
+`apart` cannot show a plugin that makes the arithmetic itself slower, by its caches, or because ranks share processors.
+`computing` is the ratio of that alone, and full steps include it; one of the controls does this.
 
-Three things stay in the steps without the plugin: groups that can be edited, loaders that can go back, with what
-Megatron's schedule tells of the losses, and the threads, a watcher and a heart. The processor time of the threads is
-measured by itself, as a share of all processors' time, and added. What is not counted is the supervisor, one process on
-a host.
+Three things stay in the steps without the plugin: groups that can be edited, loaders that can go back, including what
+Megatron's schedule reports of the losses, and the threads, a watcher and a heartbeat. The processor time of the threads
+is measured separately, as a share of all processors' time, and added. The supervisor, one process per host, is not
+counted.
 
-The claim is on long steps, of half a second or more, which is short for who trains on many devices: the interval of the
-median (order statistics, 95 %) and the threads together are within 1.01, of whole steps, and of `apart` too where it is
-known; with four ranks, which share the processors, and with two, so that each has one. The claim is on DeepSpeed's
-steps of seconds as well: what the plugin adds is some milliseconds of any step. Short steps, of which most is Python
-and messages, tell what the time is. If only a part of an interval is within, the number is not resolved, and that is
-said.
+The claim covers long steps, of half a second or more, which is short for training on many devices: the interval of the
+median (order statistics, 95 %) plus the threads is within 1.01, for full steps, and for `apart` too where it is known;
+with four ranks, which share the processors, and with two, so that each has one. It covers DeepSpeed's steps of seconds
+as well: the plugin adds some milliseconds to any step. Short steps, mostly Python and messages, show what these
+milliseconds are. If only a part of an interval is within, the row says that the number is not resolved.
 
 Controls for each framework, with four ranks, whose pairs vary least: pairs of two steps both without the plugin, whose
-ratio must be one, and a twentieth of each step asleep where the plugin is in, which must be seen; with DeepSpeed also
-asleep in the midst of the computing, which must be seen of whole steps.
+ratio must be one, and steps with the plugin that sleep for a twentieth, which must be detected; with DeepSpeed also a
+sleep within the computing, which must show in full steps.
 """
 
 import dataclasses
@@ -76,8 +73,8 @@ from benchmarks.computing import Computing
 from benchmarks.overhead import BOUND, PLANTED, SEED
 from benchmarks.parity.job import RECIPES, Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.rehearsal import quietly
-from benchmarks.step_pairs import WARM_UP, Block, is_first, pairs_of, told
+from benchmarks.played_ranks import quietly
+from benchmarks.step_pairs import WARM_UP, Block, is_first, pairs_of, row_of
 from benchmarks.zero.job import have_deepspeed_imported
 from ntp_plugin.groups.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Rank, Ranks
@@ -88,8 +85,8 @@ FULL, CI = {SHORT: 600, LONG: 900, LONGER: 600}, {SHORT: 24, LONG: 12, LONGER: 4
 which 0.005 of overhead and 0.002 of threads do not leave room for. Steps of seconds differ as much from one to the
 next: of these 80 reached 0.012, so that 250 would reach 0.007 at best."""
 PRECISE, JOBS = 0.006, 4
-"""As wide as an interval may be where a row is to be over before, and how many jobs it has at least: 0.003 to either
-side leave 0.007 for overhead and threads."""
+"""The width of an interval at which a row may end early, and the least number of its jobs: 0.003 to either side leave
+0.007 for overhead and threads."""
 OF_A_JOB = {SHORT: 200, LONG: 75, LONGER: 50}
 """Pairs: some minutes."""
 MEASURED = ("ntp_plugin", "benchmarks")
@@ -167,7 +164,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one rank saw."""
+    """Results of one rank."""
 
     seconds: list[float]
     computing: list[float]
@@ -236,7 +233,7 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Play:
-    """What a rank does."""
+    """The program of a rank."""
 
     case: Case
     steps: int
@@ -256,12 +253,12 @@ class Play:
 
 
 def _processor_seconds_of_threads() -> float:
-    """Of those that are ours."""
+    """Processor seconds of the plugin's threads."""
     ticks, found = os.sysconf("SC_CLK_TCK"), 0.0
     for thread in threading.enumerate():
         if thread.name.startswith("ntp-"):
-            told = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-            user, system = told.split()[11:13]
+            fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+            user, system = fields.split()[11:13]
             found += (int(user) + int(system)) / ticks
     return found
 
@@ -350,7 +347,7 @@ def _train_deepspeed(asked: Play, clock: Clock, _samples: str) -> Trained:
     for number, (x,) in enumerate(DataLoader(samples, batch_size=size, sampler=sampler)):
         if number % EACH == 0:
             live = clock.begin()
-        if not live:  # what the window is told between steps
+        if not live:  # calls of the window between steps
             assert job.window._followed is not None, "the first steps had the plugin in"
             job.window._followed.hand_over()
             job.window.step += number % EACH == EACH - 1
@@ -367,7 +364,7 @@ def _train_deepspeed(asked: Play, clock: Clock, _samples: str) -> Trained:
 
 
 def measured(case: Case, pairs: int) -> Block:
-    """What a job finds; in a process that has only one framework, as both change torch."""
+    """Measure a job, in a process that has only one framework, as both change torch."""
     FRAMEWORKS[case.framework]()
     with Ranks(case.ranks, Play(case=case, steps=WARM_UP + 2 * pairs + 1)) as ranks:
         runs: dict[int, Run] = ranks.wait(120 + 20.0 * pairs)
@@ -381,12 +378,12 @@ def measured(case: Case, pairs: int) -> Block:
 
 
 def _longest(times: Sequence[Sequence[float]]) -> list[float]:
-    """Of all ranks, step by step, to a microsecond."""
+    """Times of the slowest of all ranks, step by step, to a microsecond."""
     return [round(max(those), 6) for those in zip(*times, strict=True)]
 
 
 def jobs_of(cases: Sequence[tuple[int, Case]], scale: str) -> list[tuple[int, int]]:
-    """Which case each job is of, and the how many-th: of all cases by turns."""
+    """The case of each job and its number within the case, alternating over all cases."""
     jobs = [
         (turn, number) for number, case in cases for turn in range(-(-case.pairs(scale) // case.pairs_of_a_job(scale)))
     ]
@@ -394,7 +391,7 @@ def jobs_of(cases: Sequence[tuple[int, Case]], scale: str) -> list[tuple[int, in
 
 
 type CampaignPart = dict[str, Any]
-"""What a job found, and when and where."""
+"""The result of a job, with time and machine."""
 
 
 def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[CampaignPart]]:
@@ -409,13 +406,13 @@ def found_of(cases: Sequence[tuple[int, Case]], scale: str) -> dict[int, list[Ca
         if turn >= JOBS and _is_precise(number, found[number]):
             continue
         of_framework = kept[CASES[number].framework]
-        piece = of_framework.find(case=number, turn=turn, trees=trees)
-        if piece is None:
+        part = of_framework.find(case=number, turn=turn, trees=trees)
+        if part is None:
             sitting = f"{evidence.today()}, {evidence.machine()}"
-            piece = {"case": number, "turn": turn, "trees": trees, "sitting": sitting, "block": _block_of(number)}
-            of_framework.add(piece)
-        found[number].append(piece)
-        print(_told(number, found[number]), file=sys.stderr, flush=True)
+            part = {"case": number, "turn": turn, "trees": trees, "sitting": sitting, "block": _block_of(number)}
+            of_framework.add(part)
+        found[number].append(part)
+        print(_row_of_case(number, found[number]), file=sys.stderr, flush=True)
     return found
 
 
@@ -425,8 +422,8 @@ def main(scale: str, framework: str) -> int:
     if not cases:
         print(f"FRAMEWORK is {framework}, and has to be one of {', '.join(FRAMEWORKS)}", file=sys.stderr)
         return 2
-    pieces = found_of(cases, scale)
-    rows = [_told(number, those) for number, those in pieces.items()]
+    parts = found_of(cases, scale)
+    rows = [_row_of_case(number, those) for number, those in parts.items()]
     found = list(zip([case for _, case in cases], rows, strict=True))
     judged, apart = _ends(found, "low", "high"), _ends(found, "apart_low", "apart_high")
     noticed = {f"{case.framework}, {case.what}": row["low"] > 1 + PLANTED / 5 for case, row in found if case.planted}
@@ -441,7 +438,7 @@ def main(scale: str, framework: str) -> int:
         commit=evidence.commit(),
         scale=scale or "default",
         framework=framework or "both",
-        sittings=sorted({piece["sitting"] for those in pieces.values() for piece in those}),
+        sittings=sorted({part["sitting"] for those in parts.values() for part in those}),
         bound=BOUND,
         healthy={what: _verdict(low, high) for what, (low, high) in judged.items()},
         healthy_apart={what: _verdict(low, high) for what, (low, high) in apart.items()},
@@ -451,25 +448,25 @@ def main(scale: str, framework: str) -> int:
 
 
 def _block_of(number: int) -> dict[str, Any]:
-    """What a job of one case finds, in a process of its own."""
+    """Run a job of one case in a process of its own and return its result."""
     words = [sys.executable, "-m", "benchmarks.live_overhead", str(number)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     block: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return block
 
 
-def _is_precise(number: int, pieces: Sequence[CampaignPart]) -> bool:
-    row = _told(number, pieces)
+def _is_precise(number: int, parts: Sequence[CampaignPart]) -> bool:
+    row = _row_of_case(number, parts)
     return bool(row["high"] - row["low"] <= PRECISE)
 
 
-def _told(number: int, pieces: Sequence[CampaignPart]) -> dict[str, Any]:
-    blocks = [Block(**piece["block"]) for piece in pieces]
-    return told(CASES[number].what, blocks, framework=CASES[number].framework)
+def _row_of_case(number: int, parts: Sequence[CampaignPart]) -> dict[str, Any]:
+    blocks = [Block(**part["block"]) for part in parts]
+    return row_of(CASES[number].what, blocks, framework=CASES[number].framework)
 
 
 def _ends(found: Sequence[tuple[Case, dict[str, Any]]], low: str, high: str) -> dict[str, tuple[float, float]]:
-    """Of an interval of each row that the claim is on, the threads with it."""
+    """Ends of an interval, including the threads, for each row of the claim."""
     return {
         f"{case.framework}, {case.what}": (row[low] + row["threads"], row[high] + row["threads"])
         for case, row in found

@@ -1,12 +1,12 @@
-"""What a killed worker costs a Megatron job without the plugin: torchrun starts all anew, and they load a checkpoint.
+"""Measure what a killed worker costs a Megatron job without the plugin: torchrun restarts all, which load a checkpoint.
 
     python -m benchmarks.megatron_restart       seconds from SIGKILL to the first iteration that the log did not have
 
-The recipe, the model and the layout are those of `make show-recovery`, on plain Megatron in its rehearsal mode. It
-saves a `torch_dist` checkpoint after every second iteration, so that no more than two are computed again.
+The recipe, the model and the layout are those of `make show-recovery`, on stock Megatron in CPU emulation. It saves a
+`torch_dist` checkpoint after every second iteration, so that no more than two are computed again.
 
-Megatron saves in this format only where psutil is installed, which it asks for the size of a process, for the log.
-Where it is not, a stand-in answers 0.
+Megatron saves in this format only if psutil is installed, which it asks for the size of a process, for the log. Without
+psutil a substitute answers 0.
 """
 
 import importlib.util
@@ -28,7 +28,8 @@ from benchmarks.parity.layouts import BASE, MODELS
 
 _MOST_LIVES = 1
 _ITERATION = re.compile(r" \[[^]]*\] iteration +(\d+)/")
-"""Anywhere in a line: unbuffered, a process writes a line and its end apart, and those of another come in between."""
+"""Matches anywhere in a line: unbuffered, a process writes a line and its end separately, and other output comes in
+between."""
 _BEFORE = 5
 """So many iterations are logged before a worker is killed; two checkpoints are complete then."""
 _PATIENCE_S = 180.0
@@ -100,11 +101,11 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 class _Log:
-    """What a job says; of all of its lives, which iterations it logged, and when."""
+    """The output of a job: the iterations that all of its incarnations logged, and when."""
 
     def __init__(self, job: "subprocess.Popen[str]") -> None:
         self._job = job
-        self._said: list[str] = []
+        self._output: list[str] = []
         self._times: list[float] = []
         self.iterations: list[int] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -122,14 +123,14 @@ class _Log:
     def _read(self) -> None:
         assert self._job.stdout is not None, "it is a pipe"
         for line in self._job.stdout:
-            self._said.append(line)
+            self._output.append(line)
             found = _ITERATION.search(line)
             if found:
                 self._times.append(time.monotonic())
                 self.iterations.append(int(found[1]))
 
     def _last_words(self) -> str:
-        return "".join(self._said[-40:])
+        return "".join(self._output[-40:])
 
 
 def _a_worker(agent: int) -> int:

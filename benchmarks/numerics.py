@@ -1,12 +1,12 @@
-"""Replicas of different width on Megatron against one uniform run, feature by feature, layout by layout.
+"""Compare replicas of different width on Megatron with one uniform run, feature by feature, layout by layout.
 
-    python -m benchmarks.numerics             every feature, the layouts by turns: the evidence for `make show-numerics`
+    python -m benchmarks.numerics             every feature, alternating layouts: the evidence for `make show-numerics`
     SCALE=ci python -m benchmarks.numerics    the slice for CI
     SCALE=full ...                            every feature in every layout
 
-Each row is the largest relative difference over 20 steps, all ranks and all replicas, to Megatron without the plugin:
-one replica with as many stages that computes the whole batch. The noise floor is what Megatron shows between two
-uniform widths. Each negative control has one thing wrong on purpose, and must be noticed.
+Each row is the largest relative difference over 20 steps, all ranks and all replicas, from Megatron without the plugin:
+one replica with as many stages that computes the whole batch. The noise floor is the difference of two uniform widths
+in Megatron. Each negative control has one planted fault, and must be detected.
 """
 
 import math
@@ -65,7 +65,7 @@ CONTROLS = {
     "activations_of_another_micro_batch": (BASE, FIRST_DEGRADED),
     "shared_rows_not_summed": ("tied embeddings", FIRST_DEGRADED),
 }
-"""What is wrong on purpose (`parity/spoilt.py`), and with what it is seen."""
+"""Planted faults (`parity/spoilt.py`), and the runs that must detect them."""
 
 _EVERYWHERE = (BASE, OLD, SEQUENCE)
 _IN_PIPELINES = {
@@ -117,7 +117,7 @@ def cases(scale: str) -> Iterator[tuple[str, str, str]]:
 
 
 def controls(scale: str) -> list[str]:
-    """What is spoilt: in CI one for each feature of the slice that has any."""
+    """Planted faults: in CI one for each feature of the slice that has any."""
     if scale != "ci":
         return list(CONTROLS)
     first_of = {feature: wrong for wrong, (feature, _) in reversed(CONTROLS.items())}
@@ -133,16 +133,13 @@ def compared(feature: str, layout: str, *, spoil: str = "", more: str = "", **se
 
 
 def noise_floor(feature: str, **settings: Any) -> dict[str, float]:
-    """What Megatron shows between TP 2 and TP 4."""
+    """The difference of stock Megatron between TP 2 and TP 4."""
     return largest_differences(run(uniform(feature, tp=2, **settings)), run(uniform(feature, **settings)))
 
 
 def bounds_of(feature: str, dtype: str) -> dict[str, float]:
-    """What loss, norm and weights may differ by.
-
-    In bf16 rounding is coarse, and biases begin at zero: relative to what 20 steps make of them, float32's rounding is
-    large. There it is what Megatron itself shows that counts.
-    """
+    """Bounds for loss, norm and weights. In bf16 rounding is coarse, and biases begin at zero: relative to their size
+    after 20 steps, float32's rounding is large. There the noise floor of Megatron itself is the bound."""
     if dtype == "bfloat16":
         floor = noise_floor(BASE, **BF16)
     elif dtype == "float32" and feature in _BIASED:
@@ -153,7 +150,7 @@ def bounds_of(feature: str, dtype: str) -> dict[str, float]:
 
 
 def noticed(wrong: str) -> bool:
-    """Whether the comparison, or the plugin itself, finds what was spoilt."""
+    """Return whether the comparison, or the plugin itself, detects the planted fault."""
     try:
         worst = compared(*CONTROLS[wrong], spoil=wrong)
     except NtpError:

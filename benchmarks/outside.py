@@ -1,14 +1,14 @@
-"""Faults from outside, by pids and signals alone, into five jobs: what `make show-outside` measures.
+"""Inject faults from outside, by pids and signals alone, into five jobs: what `make show-outside` measures.
 
     python -m benchmarks.outside              three campaigns of 21 faults in each of five jobs: two hours or more
     SCALE=ci python -m benchmarks.outside     12 faults in two jobs: three minutes on two idle cores
     ROWS=plain,autotp ...                     some of the jobs
 
-Each campaign that is over is a line in build/show/outside.jsonl, and the next call goes on behind them. Whoever wants
-all of it of one tree removes the file.
+Each finished campaign is a line in build/show/outside.jsonl, and the next call continues after it. Remove the file to
+get all rows from one tree.
 
-A campaign has every kind once, in an order and at instants that are drawn from its seed. All campaigns of a job are
-compared with one run of it without a fault. `left_behind` counts processes and files of all runs together.
+A campaign has every kind once, in an order and at instants drawn from its seed. All campaigns of a job are compared
+with one run of it without a fault. `left_behind` counts processes and files of all runs together.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from ntp_plugin.chaos.outside.kinds import kinds
 from ntp_plugin.chaos.outside.verdict import Allowed, Judged, rows
 from ntp_plugin.membership.failure_detector import Thresholds
 
-PIECES = Path("build/show/outside.jsonl")
+PARTS = Path("build/show/outside.jsonl")
 SEED, CAMPAIGNS = 20261129, 3
 THRESHOLDS = Thresholds(frozen_s=1.0, silent_s=6.0, hung_s=8.0)
 """Short, and long enough for a processor that eight ranks and their new processes share."""
@@ -47,15 +47,15 @@ class Job:
     script: tuple[str, ...]
     environment: dict[str, str]
     blocks_of: int
-    """Consecutive ranks of which any two may be lost at once."""
+    """Consecutive ranks, any two of which may be lost at once."""
     bound: float
     weights_bound: float
     fork: bool = True
 
     def command(self, *, in_ci: bool) -> Command:
         """As a user types it."""
-        said = (f"{name}={getattr(THRESHOLDS, name):g}" for name in ("frozen_s", "silent_s", "hung_s"))
-        ours = ("--ntp-respawn=1000", f"--ntp-thresholds={','.join(said)}", *["--ntp-fork"] * self.fork)
+        flags = (f"{name}={getattr(THRESHOLDS, name):g}" for name in ("frozen_s", "silent_s", "hung_s"))
+        ours = ("--ntp-respawn=1000", f"--ntp-thresholds={','.join(flags)}", *["--ntp-fork"] * self.fork)
         words = ("--standalone", f"--nproc-per-node={self.ranks}", *ours, *_HANDLERS, *self.script)
         common = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         return Command(words=words, environment=common | self.environment | (SHORTER if in_ci else {}))
@@ -117,12 +117,12 @@ IN_CI = {
     "autotp-tp2-dp2": ("hang-in-wait", "kill-then-hang", "stop-joiner"),
 }
 SHORTER = {"STEPS": "150"}
-"""In CI, for a script that is told its length by the environment."""
+"""In CI, for a script whose length comes from the environment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignPart:
-    """What is kept of a campaign."""
+    """The stored result of a campaign."""
 
     job: str
     seed: int
@@ -151,9 +151,9 @@ def campaigns(
     job: Job, kinds_of_it: Sequence[str] | None, count: int, folder: Path, *, kept: evidence.Sittings, wait: Wait
 ) -> list[CampaignPart]:
     """So many, with those that are kept."""
-    found, reference = [_read(piece) for piece in kept.all(job=job.name)], None
+    found, reference = [_read(part) for part in kept.all(job=job.name)], None
     while len(found) < count:
-        seed = next(seed for seed in itertools.count(SEED) if seed not in {piece.seed for piece in found})
+        seed = next(seed for seed in itertools.count(SEED) if seed not in {part.seed for part in found})
         one = asked(job, kinds_of_it, seed)
         if reference is None:
             reference = _reference(one, folder / job.name, wait=wait)
@@ -161,7 +161,7 @@ def campaigns(
         came = run_campaign(
             one, folder / job.name / str(seed), reference, wait=wait, say=lambda what: print(what, flush=True)
         )
-        piece = CampaignPart(
+        part = CampaignPart(
             job=job.name,
             seed=seed,
             commit=evidence.commit(),
@@ -170,8 +170,8 @@ def campaigns(
             kept=came.kept,
             judged=came.judged,
         )
-        kept.add(dataclasses.asdict(piece))
-        found.append(piece)
+        kept.add(dataclasses.asdict(part))
+        found.append(part)
     return found
 
 
@@ -193,9 +193,9 @@ def _read(read: dict[str, Any]) -> CampaignPart:
 
 def _bad_ends(every: Sequence[CampaignPart]) -> list[str]:
     return [
-        f"{piece.job}, seed {piece.seed}, {one.kind} ({one.words}): {one.wrong} {one.hung} {' '.join(one.left)}"
-        for piece in every
-        for one in piece.judged
+        f"{part.job}, seed {part.seed}, {one.kind} ({one.words}): {one.wrong} {one.hung} {' '.join(one.left)}"
+        for part in every
+        for one in part.judged
         if one.wrong or one.hung or one.left
     ]
 
@@ -204,7 +204,7 @@ def main(scale: str, chosen: str) -> int:
     """No fault may be wrong or hung, and none may leave anything behind."""
     names = [name for name in chosen.split(",") if name] or [job.name for job in JOBS]
     in_ci = scale == "ci"
-    kept = evidence.Sittings(None if in_ci else PIECES)
+    kept = evidence.Sittings(None if in_ci else PARTS)
     folder = Path(tempfile.mkdtemp(prefix="ntp-outside-"))
     every = list[CampaignPart]()
     with ending_in_waits() as wait:
@@ -213,12 +213,12 @@ def main(scale: str, chosen: str) -> int:
                 of_it, count = (IN_CI[job.name], 1) if in_ci else (None, CAMPAIGNS)
                 every += campaigns(job, of_it, count, folder, kept=kept, wait=wait)
     by_job = dict[str, list[Judged]]()
-    for piece in every:
-        by_job.setdefault(piece.job, []).extend(piece.judged)
+    for part in every:
+        by_job.setdefault(part.job, []).extend(part.judged)
     found = [row for job, judged in by_job.items() for row in rows(job, judged)]
     totals = {name: sum(int(str(row[name])) for row in found) for name in ("faults", "wrong", "hung")}
-    left = sum(len(one.left) for piece in every for one in piece.judged)
-    not_injected = sum(len(piece.not_injected) for piece in every)
+    left = sum(len(one.left) for part in every for one in part.judged)
+    not_injected = sum(len(part.not_injected) for part in every)
     holds = bool(every) and not (totals["wrong"] or totals["hung"] or left or not_injected)
     if holds:
         shutil.rmtree(folder)

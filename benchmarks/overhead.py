@@ -1,22 +1,22 @@
-"""What the plugin costs a job whose layout is whole: the evidence for `make show-overhead`.
+"""Measure what the plugin costs a job with the nominal layout: the evidence for `make show-overhead`.
 
     python -m benchmarks.overhead            600 pairs of steps; to be run on a quiet machine
     SCALE=ci python -m benchmarks.overhead   the slice for CI
 
-Two jobs of Megatron's own pretrain, TP 2 x DP 2, stand side by side, one with the plugin and one without. They take
-turns, step by step, in the order of off-on, on-off, and so on: while one computes the other waits on a store, and uses
-no processor. A pair is two steps that ran one after the other; its ratio is of the times of their slowest ranks, from
-the beginning of a step to that of the next.
+Two jobs of Megatron's own pretrain, TP 2 x DP 2, run side by side, one with the plugin and one without. They alternate,
+step by step, in the order off-on, on-off, and so on: while one computes the other waits on a store, and uses no
+processor. A pair is two consecutive steps; its ratio compares the times of their slowest ranks, from the beginning of a
+step to that of the next.
 
-In a whole layout nothing of Megatron's is replaced but the two functions that read our flags. So there are two claims:
-no hook is in and the collectives are the same, one by one; and the median ratio is at most 1.01. The median of noisy
-pairs is known to an interval only (order statistics, 95 %). The claim holds if all of the interval is within; if only
-a part is, the number is not resolved, and that is said. The slice for CI has too few pairs to resolve a
-hundredth and fails only where all of the interval is above.
+In the nominal layout the plugin replaces nothing of Megatron but the two functions that read its flags. So there are
+two claims: no hook is in and the collectives are the same, one by one; and the median ratio is at most 1.01. The median
+of noisy pairs is known to an interval only (order statistics, 95 %). The claim holds if the full interval is within; if
+only a part is, the output says that the number is not resolved. The slice for CI has too few pairs to resolve a
+hundredth and fails only if the full interval is above.
 
-Beside them stand a pair of two jobs without the plugin, which shows what the machine itself does to the ratio, and one
-whose second job sleeps a twentieth of each step, which must be seen. Time of the lanes of degraded layouts, and what
-they send by either route, comes from `lanes.py`.
+Two controls run beside them: a pair of two jobs without the plugin, which shows the noise of the machine, and one whose
+second job sleeps a twentieth of each step, which must be detected. `lanes.py` measures the time of the lanes of
+degraded layouts, and the bytes that they send by either route.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks import evidence, lanes
 from benchmarks.parity.job import COLLECTIVES, RECIPES, Job, have_megatron_imported
 from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.rehearsal import quietly
+from benchmarks.played_ranks import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 SEED = 1234
@@ -51,7 +51,7 @@ _PATIENCE = timedelta(minutes=5)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one rank of one job saw."""
+    """Results of one rank of one job."""
 
     seconds: list[float]
     collectives: dict[str, int]
@@ -60,7 +60,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Who may compute: the first job in the first place of even pairs, and in the second of odd ones."""
+    """Decides which job computes: the first job first in even pairs, and second in odd ones."""
 
     store: Any
     second: bool
@@ -83,7 +83,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """What a rank does: the first half of the ranks are the first job, the others are the second."""
+    """The program of a rank: the first half of the ranks are the first job, the others are the second."""
 
     steps: int
     second_port: int
@@ -176,21 +176,21 @@ def side_by_side(pairs: int, **settings: Any) -> tuple[list[float], bool]:
     second = TCPStore("127.0.0.1", 0, None, True, _PATIENCE, wait_for_workers=False)
     play = SideBySide(steps=WARM_UP + pairs + 1, second_port=second.port, **settings)
     with Ranks(2 * RANKS, play) as ranks:
-        told: dict[int, Run] = ranks.wait(120 + 3.0 * pairs)
-    off, on = ([told[slot] for slot in range(first, first + RANKS)] for first in (0, RANKS))
+        runs: dict[int, Run] = ranks.wait(120 + 3.0 * pairs)
+    off, on = ([runs[slot] for slot in range(first, first + RANKS)] for first in (0, RANKS))
     ratios = ratios_of([run.seconds for run in off], [run.seconds for run in on])
     alike = all(one.collectives == other.collectives for one, other in zip(off, on, strict=True))
     return ratios, alike and not any(run.hooked for run in on)
 
 
 def ratios_of(off: Sequence[Sequence[float]], on: Sequence[Sequence[float]]) -> list[float]:
-    """Of the slowest ranks, step by step."""
+    """Times of the slowest ranks, step by step."""
     slowest = [[max(times) for times in zip(*runs, strict=True)] for runs in (off, on)]
     return [mine / other for other, mine in zip(*slowest, strict=True)][WARM_UP:-1]  # the last has the end in it
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what these are drawn from is, with 95 % certainty: two order statistics."""
+    """The 95 % interval of the median of the population: two order statistics."""
     reach = 0.98 * len(values) ** 0.5
     low, high = int(len(values) / 2 - reach), int(len(values) / 2 + reach)
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""How long planning takes: plan and digest, in one process, caches empty; the median of several runs, and the worst.
+"""Measure how long planning takes: plan and digest, in one process, with empty caches; median and worst of some runs.
 
     python -m benchmarks.planning           growth with the number of GPUs, as JSON
     python -m benchmarks.planning --show    the evidence for `make show-planning`
@@ -79,7 +79,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def lose(nominal: Nominal, fraction: float) -> frozenset[Slot]:
-    """That part of all slots, at random; one replica is spared so that there is always somebody to go on."""
+    """Lose this share of all slots, at random; one replica is spared so that the job can continue."""
     topology = nominal.topology
     ranks = [rank for rank in range(topology.size) if topology.slot_of(rank).replica or topology.dp == 1]
     wanted = max(1, round(topology.size * fraction))

@@ -1,13 +1,13 @@
-"""Every chaos recipe on both frameworks: what `make show-recipes` measures.
+"""Run every chaos recipe on both frameworks: what `make show-recipes` measures.
 
     python -m benchmarks.recipes           all recipes, each on a job of either framework: most of an hour
     python -m benchmarks.recipes NAME...   some of them
 
-A recipe that is over is a line in build/show/recipes.jsonl, and the next call goes on behind them; whoever wants all of
-it of one tree removes the file. Recipes of one job are compared with one undisturbed run of it.
+A finished recipe is a line in build/show/recipes.jsonl, and the next call continues after it; remove the file to get
+all rows from one tree. Recipes of one job are compared with one undisturbed run of it.
 
-The job that a recipe names is Megatron's; `COUNTERPARTS` has DeepSpeed's that is like it. `OWN` are the recipes that
-only Megatron's job can be broken by, and why.
+A recipe names a Megatron job; `COUNTERPARTS` has the similar DeepSpeed job. `OWN` lists the recipes that only fit the
+Megatron job, and why.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from ntp_plugin.chaos.campaign import Campaign, quietly, run_campaign
 from ntp_plugin.chaos.recipe import JobSpec, Recipe, read_recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
-PIECES = Path("build/show/recipes.jsonl")
+ROWS = Path("build/show/recipes.jsonl")
 _STEPS, _SHORT, _LONG = "--train-iters=", 300, 7.4e-6
 """The weights of a longer job in float32 may differ by no more than four times what DeepSpeed's own do between two
 widths after as many steps: 1.87e-6 after 1,024 (`make show-widths`). Its losses by no more than any other's."""
@@ -59,28 +59,28 @@ def recipes_of(path: Path) -> Iterator[tuple[str, Recipe]]:
     yield "deepspeed", dataclasses.replace(other, job=job)
 
 
-class Twins:
+class ReferenceRuns:
     """Undisturbed runs, one for each job."""
 
     def __init__(self) -> None:
         self._folders: dict[tuple[object, ...], Path] = {}
 
     def of(self, job: JobSpec) -> Path | None:
-        """Of one that is started by these words."""
-        return self._folders.get(_told(job))
+        """Return the folder of a run with this command."""
+        return self._folders.get(_command_of(job))
 
     def keep(self, job: JobSpec, campaign: Campaign) -> None:
         """For the next recipe."""
         if campaign.reference is not None:
-            self._folders[_told(job)] = campaign.reference.folder
+            self._folders[_command_of(job)] = campaign.reference.folder
 
 
-def _told(job: JobSpec) -> tuple[object, ...]:
+def _command_of(job: JobSpec) -> tuple[object, ...]:
     return job.run, job.environment, job.hosts
 
 
 def row_of(framework: str, recipe: Recipe, campaign: Campaign, seconds: float) -> dict[str, Any]:
-    """What is kept of it."""
+    """The stored row."""
     verdict = campaign.verdict
     recovered = [outcome.recovered_s for outcome in verdict.outcomes if outcome.recovered_s is not None]
     wrong = [f"{check.what}: {check.found}" for check in verdict.checks if not check.holds]
@@ -99,14 +99,14 @@ def row_of(framework: str, recipe: Recipe, campaign: Campaign, seconds: float) -
 def main(names: Sequence[str]) -> int:
     """All of them must hold."""
     paths = [path for path in sorted(RECIPES.glob("*.toml")) if not names or path.stem in names]
-    kept, twins, rows = evidence.Sittings(PIECES), Twins(), list[dict[str, Any]]()
+    kept, references, rows = evidence.Sittings(ROWS), ReferenceRuns(), list[dict[str, Any]]()
     folder = Path(tempfile.mkdtemp(prefix="ntp-recipes-"))
     for framework, recipe in (played for path in paths for played in recipes_of(path)):
         row = kept.find(recipe=recipe.name, framework=framework)
         if row is None:
             began, place = time.monotonic(), folder / f"{recipe.name}-{framework}"
-            campaign = run_campaign(recipe, place, look=quietly, reference=twins.of(recipe.job))
-            twins.keep(recipe.job, campaign)
+            campaign = run_campaign(recipe, place, look=quietly, reference=references.of(recipe.job))
+            references.keep(recipe.job, campaign)
             row = row_of(framework, recipe, campaign, time.monotonic() - began)
             kept.add(row)
             print(f"{framework}, {recipe.name}: {row['wrong'] or 'ok'}", flush=True)

@@ -1,19 +1,19 @@
-"""From a fault to the next committed step of a live Megatron job: what `make show-recovery` measures.
+"""Measure the time from a fault to the next committed step of a live Megatron job: `make show-recovery`.
 
     python -m benchmarks.recovery             4 and 8 ranks, 30 kills at 8 ranks, 10 trials of each other case
     SCALE=ci python -m benchmarks.recovery    the slice for CI: one trial of each fault at 4 ranks
 
 The job is recipes/megatron/pretrain_gpt.py on a tiny GPT, two replicas of half the ranks each, and a micro-batch for
-each. Where there are more ranks than processors, an ordinary step takes a good part of the time: `step_s` tells.
+each. If there are more ranks than processors, an ordinary step takes a good part of the time: see `step_s`.
 
-Two different slots are struck one after the other in a job, one in the slice for CI, each at a random moment of a
-random step. The time is that of the last survivor, from the fault to the end of the first step that it takes with the
-new members: a step that was only rolled forward does not count. It is told by phases, each of which ends where the next
-one begins:
+Faults are injected into two different slots one after the other in a job, into one in the slice for CI, each at a
+random time of a random step. The time is that of the last survivor, from the fault to the end of the first step that it
+takes with the new members: a step that was only rolled forward does not count. It has phases, each of which ends where
+the next one begins:
 
     signal      the supervisor has published that the slot is lost
-    break out   the survivor has left whatever it was in
-    agree       with the others, on who is there and what is planned
+    break out   the survivor was interrupted in whatever it did (the name in the records)
+    agree       with the others, on the members and the plan
     plan        who holds, sends and computes what
     regroup     the process groups are edited
     move        parameters and optimizer state; digests of all of them are compared
@@ -23,8 +23,8 @@ one begins:
     rebuild     whatever else makes Megatron run in the new layout
     first step  from its samples to its commit
 
-A rank that is killed or frozen is struck from outside, at any instant. One that hangs does so by its own hand, at one
-of the moments that benchmarks/parity/live.py tells of.
+A kill or a freeze comes from outside, at any instant. A rank hangs by itself, at one of the fault points of
+benchmarks/parity/live.py.
 
 A trial is `hung` if a survivor does not commit within 20 seconds, or ends. It is `wrong` if losses, norms or weights of
 its job differ in float64 by more than 1e-9 from those of a job without plugin and without faults, on the same samples.
@@ -64,12 +64,12 @@ PHASES = (
     "first step",
 )
 BEYOND_S = 0.5
-"""What the median may take beyond the threshold of a fault; a kill has none."""
+"""Bound of the median beyond the threshold of a fault; a kill has none."""
 SLOWEST_KILL_S = 1.0
 THRESHOLD_S = {"sigkill": 0.0, "sigstop": HUNG.frozen_s, "hang": HUNG.hung_s}
 
 _AFTER = (range(3, 7), range(11, 14))
-"""The steps after which slots are struck, one after the other."""
+"""The steps after which faults are injected, one after the other."""
 _WITHIN_S = 0.3
 """And for how long after such a step at most: a step or two."""
 _HANGS_IN = ("step", "forward", "backward", "reduced", "vote", "apply", "applied", "between")
@@ -101,27 +101,27 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Play(live.Play):
-    """A live run that writes down when it did what."""
+    """A live run that records the times of its phases."""
 
     def _play(self, rank: Rank) -> live.Lived:
         _record_faults()
-        _tell_of_times(rank)
+        _record_phases(rank)
         return super()._play(rank)
 
 
 def _record_faults() -> None:
-    """When a fault strikes by this rank's own hand."""
+    """Record when this rank injects a fault into itself."""
     reached = Rank.reached
 
-    def told(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
+    def recording_reached(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
         if any(fault.is_for(rank.slot, fault_point, step, epoch) for fault in rank.faults):
             rank.write([[_injected(rank.slot), rank.slot, time.monotonic()]])
         reached(rank, fault_point, step, epoch=epoch)
 
-    setattr(Rank, "reached", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(Rank, "reached", recording_reached)  # noqa: B010  (a plain assignment is not for methods)
 
 
-def _tell_of_times(rank: Rank) -> None:
+def _record_phases(rank: Rank) -> None:
     from ntp_plugin.megatron.live import start, trainer  # noqa: PLC0415  (only ranks know Megatron)
 
     begin = start.MegatronJob.__init__
@@ -141,7 +141,7 @@ def _tell_of_times(rank: Rank) -> None:
 
         setattr(owner, name, call)
 
-    def told(job: Any, *args: Any) -> None:
+    def recording_init(job: Any, *args: Any) -> None:
         begin(job, *args)
         marked(job.driver, "_agree", before="break out")
         marked(job.trainer, "plan", before="agree", after="plan")
@@ -152,15 +152,15 @@ def _tell_of_times(rank: Rank) -> None:
         marked(job.rank.groups, "make_lanes", before="rebuild", after="lanes")
         marked(job.model_rebuild, "wrap_again", before="rebuild", after="wrap")
         marked(job.trainer, "resume_from", after="rebuild")
-        _tell_of_commits(rank, job)
+        _record_commits(rank, job)
 
-    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", recording_init)  # noqa: B010
 
 
-def _tell_of_commits(rank: Rank, job: Any) -> None:
+def _record_commits(rank: Rank, job: Any) -> None:
     vote, known = job.loop.vote, [len(rank.first.member_ids)]
 
-    def told(*args: Any) -> Any:
+    def recording_vote(*args: Any) -> Any:
         result = vote(*args)
         now, members = time.monotonic(), len(job.rank.groups.members)
         rank.write([[_step(job.loop.done), rank.slot, now]])
@@ -169,7 +169,7 @@ def _tell_of_commits(rank: Rank, job: Any) -> None:
             rank.write([["ended", rank.slot, "first step", now], [_members(members), rank.slot, now]])
         return result
 
-    job.loop.vote = told
+    job.loop.vote = recording_vote
 
 
 def _step(number: int) -> str:
@@ -194,7 +194,7 @@ def job_of(ranks: int) -> Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HangTrial:
-    """What is drawn for a trial: a hang comes at the moment of the step that follows, all else so much later."""
+    """The random part of a trial: a hang comes at the fault point of the next step, all else so many seconds later."""
 
     slot: int
     after_step: int
@@ -203,7 +203,7 @@ class HangTrial:
 
 
 def faults(case: Case, chance: random.Random) -> list[HangTrial]:
-    """Of one job, in their order."""
+    """Trials of one job, in their order."""
     slots = chance.sample(range(case.ranks), case.losses)
     return [
         HangTrial(
@@ -225,7 +225,7 @@ def trials(case: Case, chance: random.Random) -> list[Trial]:
     try:
         with ranks:
             for number, one in enumerate(drawn):
-                injected |= _strike(ranks, case.fault, one)
+                injected |= _inject(ranks, case.fault, one)
                 left = case.ranks - number - 1
                 ranks.wait_for_rows(left, _members(left), timeout_s=PATIENCE_S)
                 if case.fault == "sigstop":
@@ -236,15 +236,15 @@ def trials(case: Case, chance: random.Random) -> list[Trial]:
     except (AssertionError, NtpError, RuntimeError, TimeoutError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
-    told_of = f" (lost: {lost or 'nobody'}; drawn: {drawn})"
-    error, wrong = error and error + told_of, wrong and wrong + told_of
+    details = f" (lost: {lost or 'nobody'}; drawn: {drawn})"
+    error, wrong = error and error + details, wrong and wrong + details
     injected |= {slot: at for kind, slot, at, *_ in ranks.rows if kind == _injected(slot)}
-    told = [
+    found = [
         _trial(ranks, one.slot, injected[one.slot], left=case.ranks - number - 1, wrong=wrong)
         for number, one in enumerate(drawn)
         if one.slot in injected
     ]
-    return [*told[:-1], Trial(hung=error)] if error else told
+    return [*found[:-1], Trial(hung=error)] if error else found
 
 
 def _ranks(case: Case, drawn: Sequence[HangTrial]) -> Ranks:
@@ -255,8 +255,8 @@ def _ranks(case: Case, drawn: Sequence[HangTrial]) -> Ranks:
     return Ranks(case.ranks, Play(job_of(case.ranks)), faults=faults, fault_points=FAULT_POINTS, thresholds=thresholds)
 
 
-def _strike(ranks: Ranks, fault: str, one: HangTrial) -> dict[int, float]:
-    """Slot -> when it was struck; a rank that hangs tells itself."""
+def _inject(ranks: Ranks, fault: str, one: HangTrial) -> dict[int, float]:
+    """Slot -> when its fault was injected; a rank that hangs records this itself."""
     if fault == "hang":
         ranks.wait_for_rows(1, _injected(one.slot), timeout_s=120)
         return {}
@@ -281,7 +281,7 @@ def _trial(ranks: Ranks, victim: int, injected: float, *, left: int, wrong: str)
 
 
 def _an_ordinary_step(rows: Sequence[Sequence[Any]]) -> float:
-    """The median, of the steps before anybody was struck but for the first."""
+    """The median of the steps before any fault, without the first."""
     steps = map(_step, range(1, _AFTER[0].start + 1))
     ends: list[float] = [max(row[2] for row in rows if row[0] == step) for step in steps]
     return statistics.median(until - since for since, until in pairwise(ends))

@@ -1,16 +1,16 @@
-"""From a fault to the first good collective, in real processes: what `make show-regroup` measures.
+"""Measure the time from a fault to the first good collective, in real processes: `make show-regroup`.
 
     python -m benchmarks.regroup            4 and 8 ranks, every fault in every operation, 20 trials; torchrun beside
     SCALE=ci python -m benchmarks.regroup   the slice for CI
     SCALE=full ...                          4, 8 and 16 ranks
 
-Each trial starts its ranks, lets them loop over one operation in the world or in TP, DP and PP groups, strikes one of
-them at a random moment, and waits until every survivor has made a good collective in every group of its own, by the
-handles that it had from the start. The time is that of the last survivor. A survivor that is not back within ten
-seconds, or gets a wrong sum or a wrong size, is counted as hung.
+Each trial starts its ranks, lets them loop over one operation in the world or in TP, DP and PP groups, injects a fault
+into one of them at a random time, and waits until every survivor has made a good collective in every group of its own,
+by the handles that it had from the start. The time is that of the last survivor. A survivor that is not back within ten
+seconds, or gets a wrong sum or a wrong size, counts as hung.
 
-A rank that is killed or frozen is struck from outside. One that hangs does no harm until the last of the others has
-come to wait for it: the clock starts there, and `p50_from_strike_s` tells the time from where the hang began as well.
+A kill or a freeze comes from outside. A hang does no harm until the last of the others waits for the hung rank: the
+clock starts there, and `p50_from_strike_s` is the time from the beginning of the hang.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ WORLD_AND_TP_DP_PP = 4
 
 FAULTS = ["sigkill", "sigstop", "hang"]
 REACH_S = {"sigkill": 0.3, "sigstop": THRESHOLDS.frozen_s + 0.2, "hang": THRESHOLDS.hung_s + 0.2}
-"""What the median has to reach; for SIGKILL it is 0.1 s on an idle machine, and eight ranks load two cores."""
+"""Bound of the median; for SIGKILL it is 0.1 s on an idle machine, and eight ranks load two cores."""
 
 MOST_RANKS_JUDGED = 8
 """The bounds are set for eight ranks; sixteen on two cores are only to come through."""
@@ -77,7 +77,7 @@ class Looper:
             if not isinstance(handle, int):
                 self.own.append((handle, slots))
         self.driver = self._rank.drive(Stateless())
-        self.stood_at = 0.0
+        self.waits_since = 0.0
         """When this rank last came to wait for others."""
         self._rank.start()
 
@@ -97,7 +97,7 @@ class Looper:
 
     def stand(self) -> None:
         """From here on this rank waits for others."""
-        self.stood_at = time.monotonic()
+        self.waits_since = time.monotonic()
 
     def stand_and_reduce(self, size: int, group: dist.ProcessGroup | None = None) -> None:
         self.stand_and_wait(dist.all_reduce(torch.ones(size), group=group, async_op=True))
@@ -162,13 +162,13 @@ def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
     while wrong is None:
         count += 1
         if any(fault.slot == rank.slot and fault.step == count for fault in rank.faults):
-            rank.write([["struck", time.monotonic()]])
+            rank.write([["injected", time.monotonic()]])
         rank.reached("loop", count)
         wrong = looper.driver.carry_through(operate_or_check)
     done = time.monotonic()
     looper.driver.finish()
     looper.end()
-    return {"done": done, "stood": looper.stood_at, "wrong": wrong}
+    return {"done": done, "stood": looper.waits_since, "wrong": wrong}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ class Trial:
 
 
 def trial(case: Case, chance: random.Random) -> Trial:
-    """Start the ranks, strike, and wait until every survivor is back."""
+    """Start the ranks, inject a fault, and wait until every survivor is back."""
     losses = 2 if case.operation == "during recovery" else 1
     victim, second = chance.sample(range(case.ranks), 2)
     faults = [hang(victim, during="loop", step=chance.randrange(5, 40))] if case.fault == "hang" else []
@@ -192,7 +192,7 @@ def trial(case: Case, chance: random.Random) -> Trial:
             ranks.wait_for_rows(case.ranks, "ready")
             injected = 0.0
             if case.fault == "hang":
-                ranks.wait_for_rows(1, "struck", timeout_s=60)  # forty large operations come before it
+                ranks.wait_for_rows(1, "injected", timeout_s=60)  # forty large operations come before it
             else:
                 time.sleep(chance.uniform(0.02, 0.2))
                 injected = ranks.kill(victim) if case.fault == "sigkill" else ranks.freeze(victim)
@@ -205,10 +205,12 @@ def trial(case: Case, chance: random.Random) -> Trial:
                 ranks.kill(victim)
     except (AssertionError, RuntimeError, TimeoutError) as error:
         lost = "; ".join(f"slot {slot}: {verdict.reason}" for slot, verdict in sorted(ranks.verdicts.items()))
-        return Trial(hung=f"{type(error).__name__}: {error} (lost: {lost or 'nobody'}; struck: {victim}, {second})")
+        return Trial(
+            hung=f"{type(error).__name__}: {error} (lost: {lost or 'nobody'}; injected into: {victim}, {second})"
+        )
     harmed = injected
     if case.fault == "hang" and losses == 1:
-        injected = next(row[1] for row in ranks.rows if row[0] == "struck")
+        injected = next(row[1] for row in ranks.rows if row[0] == "injected")
         harmed = max(injected, *(outcome["stood"] for outcome in outcomes.values()))
     wrong = [text for outcome in outcomes.values() for text in outcome["wrong"]]
     if wrong or len(outcomes) != case.ranks - losses:

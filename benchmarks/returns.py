@@ -1,17 +1,17 @@
-"""Deaths and returns, again and again in one live Megatron job: what `make show-returns` measures.
+"""Kill and restart ranks again and again in one live Megatron job: what `make show-returns` measures.
 
     python -m benchmarks.returns              100 cycles at 4 ranks, about ten minutes
     SCALE=ci python -m benchmarks.returns     the slice for CI: 3 cycles
 
-In each cycle a random slot is killed at a random moment, its replica goes on narrower, and a new process comes into the
-slot; the others do not wait for it while it starts, but in the end they do. They look at the door with each vote here:
-with steps as short as these the next one would be waited for before it is let in. The next one dies when all have been
-there for a step. One slot lives through all of it. Three things are looked at:
+In each cycle a random slot is killed at a random time, its replica continues narrower, and a new process joins in the
+slot; the others do not wait for it while it starts, but they do at the end. Members poll for admission with each vote
+here: with steps this short they would otherwise wait for the next one before admitting it. The next slot dies when all
+have been members for a step. One slot survives all cycles. Three things are measured:
 
-    the stop    between two steps of which the second is the first one with the new process: it is let in, gets its
-                state, and the nominal layout is there again. An ordinary step is in it; `step_s` tells how long it is.
-    leaks       threads and descriptors of whoever is there when all are, which have to be the same in each cycle after
-                the first ones, and the memory of the slot that lives.
+    the stop    between two steps, the second of which is the first with the new process: it is admitted, gets its
+                state, and the nominal layout is restored. It includes an ordinary step; `step_s` is its length.
+    leaks       threads and descriptors of the members when all are present, which must be the same in each cycle after
+                the first ones, and the memory of the surviving slot.
     the result  losses, norms and weights against a job without plugin and without faults, on the same samples.
 """
 
@@ -30,7 +30,7 @@ from benchmarks import evidence
 from benchmarks.parity import live
 from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
 from benchmarks.parity.layouts import BASE, MODELS, uniform
-from benchmarks.rehearsal import Asking
+from benchmarks.played_ranks import Asking
 from ntp_plugin.errors import NtpError
 from ntp_plugin.membership import admission
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
@@ -53,44 +53,44 @@ _WITHIN_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Play(live.Play):
-    """A live run that writes down its steps, and what it holds of the system whenever all are there."""
+    """A live run that records its steps, and its system resources whenever all members are present."""
 
     def _play(self, rank: Rank) -> live.Lived:
         setattr(admission, "_LOOK_S", 0.0)  # noqa: B010
-        _tell_of_steps(rank)
+        _record_steps(rank)
         return super()._play(rank)
 
 
-def _tell_of_steps(rank: Rank) -> None:
+def _record_steps(rank: Rank) -> None:
     from ntp_plugin.megatron.live import start  # noqa: PLC0415  (only ranks know Megatron)
 
     begin = start.MegatronJob.__init__
 
-    def told(job: Any, *args: Any) -> None:
+    def recording_init(job: Any, *args: Any) -> None:
         begin(job, *args)
         vote, epochs = job.loop.vote, set[int]()
 
-        def voted(*said: Any) -> Any:
-            result = vote(*said)
+        def voted(*arguments: Any) -> Any:
+            result = vote(*arguments)
             groups = job.rank.groups
             rank.write([[_step(job.loop.done), rank.slot, job.loop.done, time.monotonic(), len(groups.members)]])
             if len(groups.members) == RANKS and groups.epoch not in epochs:
                 if rank.slot == LIVES:
-                    rank.write([[_whole_again(len(epochs))]])
+                    rank.write([[_complete_again(len(epochs))]])
                 epochs.add(groups.epoch)
                 rank.write([["held", rank.slot, rank.member_id.incarnation, *held(groups)]])
             return result
 
         job.loop.vote = voted
 
-    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", recording_init)  # noqa: B010
 
 
 def _step(number: int) -> str:
     return f"step {number}"
 
 
-def _whole_again(times: int) -> str:
+def _complete_again(times: int) -> str:
     return f"all are there, {times} times again"
 
 
@@ -99,7 +99,7 @@ def _whole_again(times: int) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cycles:
-    """What came of them."""
+    """Results of the cycles."""
 
     rows: Sequence[Sequence[Any]]
     killed_at: Sequence[float]
@@ -120,7 +120,7 @@ def cycles_of(count: int, chance: random.Random) -> Cycles:
         with ranks:
             for number, slot in enumerate(victims):
                 ranks.wait_for_rows(1, _step(number * STEPS_EACH + 2), timeout_s=PATIENCE_S)
-                ranks.wait_for_rows(1, _whole_again(number), timeout_s=PATIENCE_S)
+                ranks.wait_for_rows(1, _complete_again(number), timeout_s=PATIENCE_S)
                 time.sleep(chance.uniform(0, _WITHIN_S))
                 killed_at.append(ranks.kill(slot))
                 ranks.wait_for_death(slot)
@@ -143,7 +143,7 @@ def _what_is_wrong(lived: Mapping[int, live.Lived], more: str) -> str:
 
 
 def stops(rows: Sequence[Sequence[Any]]) -> tuple[list[float], list[float]]:
-    """Of the slot that lives: from the last step before a return to the first after it; and ordinary steps."""
+    """Times of the surviving slot: from the last step before a return to the first after it; and ordinary steps."""
     mine = sorted(tuple(row[2:]) for row in rows if row[0].startswith("step ") and row[1] == LIVES)
     returned, ordinary = [], []
     for (_, since, before), (_, until, after) in itertools.pairwise(mine):
@@ -155,7 +155,7 @@ def stops(rows: Sequence[Sequence[Any]]) -> tuple[list[float], list[float]]:
 
 
 def recoveries(rows: Sequence[Sequence[Any]], killed_at: Sequence[float]) -> list[float]:
-    """From each kill to the first step with fewer members, on the slot that lives."""
+    """Seconds from each kill to the first step with fewer members, on the surviving slot."""
     degraded = sorted(row[3] for row in rows if row[0].startswith("step ") and row[1] == LIVES and row[4] < RANKS)
     return [next((at for at in degraded if at > killed), math.inf) - killed for killed in killed_at]
 
@@ -170,7 +170,7 @@ class Holdings:
 
 
 def holdings(rows: Sequence[Sequence[Any]]) -> Holdings:
-    """The slot that lives, after the first cycles."""
+    """Resources of the surviving slot, after the first cycles."""
     mine = [row[3:] for row in rows if row[0] == "held" and row[1] == LIVES][WARM_UP:]
     if len(mine) < 2:
         return Holdings(threads=0, descriptors=0, megabytes_per_cycle=0.0)

@@ -1,4 +1,4 @@
-"""Gradients of known values on plain ranks, with the lanes and the cores that reduce them: for tests and timings."""
+"""Reduce gradients of known values on plain ranks, with lanes and cores: for tests and timings."""
 
 import functools
 import zlib
@@ -41,13 +41,13 @@ def small_nominal(tp: int, dp: int, *, width: int = 1) -> Nominal:
 
 
 def cut_tensors(nominal: Nominal) -> list[Tensor]:
-    """Those that a slot holds a part of."""
+    """Tensors of which a slot holds a part."""
     return [tensor for tensor, _ in nominal.units.stages[0].tensors if tensor.family]
 
 
 @functools.cache
 def whole(tensor: Tensor, salt: int) -> torch.Tensor:
-    """The whole gradient of a replica, or the weights."""
+    """The full gradient of a replica, or the weights."""
     generator = torch.Generator().manual_seed(zlib.crc32(tensor.name.encode()) + salt)
     return torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
 

@@ -1,9 +1,9 @@
-"""What the simulator says beside what is known: the NTP paper's figures, integer effects, the chooser against every
-fixed policy, and the live protocol under drawn schedules.
+"""Compare the simulator with known results: the NTP paper's figures, integer effects, the chooser against every fixed
+policy, and the live protocol under random schedules.
 
     python -m benchmarks.simulator         the evidence for `make show-simulator`; SCALE=ci for CI's slice
 
-A row holds where ours is within 15 % of the paper's figure or below the paper's bound, or where it differs and
+A row holds if our figure is within 15 % of the paper's or below the paper's bound, or if it differs and
 docs/simulator.md explains it line by line (`explained`); such rows must stay where the page says that they are.
 """
 
@@ -44,17 +44,17 @@ WORKERS = 4
 PAPER = {"dp-drop": ("~12 %", 0.12), "ntp": ("< 3 %", 0.03), "ntp-pw": ("< 1 %", 0.01)}
 PAPER_SPARES = {"dp-drop": 90, "ntp": 16, "ntp-pw": 0}
 WHOLE_HEADS = {"ntp": (0.025, 0.04), "ntp-pw": (0.012, 0.025)}
-"""Where docs/simulator.md explains that whole attention heads cost more than the paper's even division."""
+"""docs/simulator.md explains that full attention heads cost more than the paper's even division."""
 WHOLE_HEADS_SPARES = {"ntp": (20, 28), "ntp-pw": (12, 20)}
 RUN_LENGTH_SPARES = {"dp-drop": (65, 95)}
 """And that the most domains that are degraded at once depend on how long one looks; 30 days are our assumption."""
 
 
 def scenario(recipe: str, **changed: Any) -> Scenario:
-    told = read_file(RECIPES / f"{recipe}.toml")
+    options = read_file(RECIPES / f"{recipe}.toml")
     for name, value in changed.items():
-        told[name] = {**told.get(name, {}), **value} if isinstance(value, dict) else value
-    return Scenario(asked=schema.read(Simulation, told, where=""))
+        options[name] = {**options.get(name, {}), **value} if isinstance(value, dict) else value
+    return Scenario(asked=schema.read(Simulation, options, where=""))
 
 
 def row(case: str, policy: str, paper: str, ours: str, *, holds: bool, explained: bool = False) -> dict[str, Any]:
@@ -156,10 +156,10 @@ def against_all(pool: ProcessPoolExecutor) -> tuple[dict[str, Any], dict[str, fl
     compared = list(pool.map(choosing.compare, seeds, chunksize=4))
     best = sum(one.regret == 0 for one in compared) / len(compared)
     worst = max(one.regret for one in compared)
-    said = {"scenarios": SCENARIOS, "first_scenario": FIRST_SCENARIO, "best_share": best, "worst_regret": worst}
+    record = {"scenarios": SCENARIOS, "first_scenario": FIRST_SCENARIO, "best_share": best, "worst_regret": worst}
     ours = f"best in {best:.1%} of {SCENARIOS}, elsewhere at most {worst:.2%} worse"
     case = "goodput against the best fixed policy"
-    return row(case, "chooser", ">= 95 %, < 2 %", ours, holds=best >= 0.95 and worst < 0.02), said
+    return row(case, "chooser", ">= 95 %, < 2 %", ours, holds=best >= 0.95 and worst < 0.02), record
 
 
 # ---------------------------------------------------------------- schedules
@@ -172,7 +172,7 @@ def schedules(pool: ProcessPoolExecutor) -> tuple[dict[str, Any], dict[str, Any]
     seconds = time.perf_counter() - start
     found = [str(part.found) for part in searched if part.found is not None]
     planted = {name: search(range(2_000), name).found for name in PLANTED}
-    said = {
+    record = {
         "schedules": sum(part.seeds for part in searched),
         "schedule_faults": sum(part.faults for part in searched),
         "schedule_epochs": sum(part.epochs for part in searched),
@@ -182,8 +182,8 @@ def schedules(pool: ProcessPoolExecutor) -> tuple[dict[str, Any], dict[str, Any]
     }
     holds = not found and all(bug is not None for bug in planted.values())
     caught = sum(bug is not None for bug in planted.values())
-    ours = f"{said['schedules']:,} schedules, {len(found)} break a law; {caught} of {len(planted)} planted bugs found"
-    return row("the live protocol under drawn schedules", "live", ">= 20,000; all", ours, holds=holds), said
+    ours = f"{record['schedules']:,} schedules, {len(found)} break a law; {caught} of {len(planted)} planted bugs found"
+    return row("the live protocol under drawn schedules", "live", ">= 20,000; all", ours, holds=holds), record
 
 
 def paper_figures() -> list[dict[str, Any]]:

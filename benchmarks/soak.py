@@ -1,22 +1,22 @@
-"""Faults of all kinds at all moments on all slots, again and again: what `make show-soak` measures.
+"""Inject faults of all kinds at all fault points into all slots: what `make show-soak` measures.
 
     python -m benchmarks.soak              60 faults in each of five jobs: 45 minutes
     SCALE=full python -m benchmarks.soak   200 in each: more than two hours
-    SCALE=pairs python -m benchmarks.soak  each kind at each moment once, in some job that has it: 40 minutes
+    SCALE=pairs python -m benchmarks.soak  each kind at each fault point once, in some job that has it: 40 minutes
     SCALE=ci python -m benchmarks.soak     4 in each of two jobs
 
-But for the last, each campaign that is over is a line in build/show/soak.jsonl (build/show/soak-pairs.jsonl), and the
-next call goes on behind them: a sitting may end when it has to. Whoever wants a soak of one tree removes the file.
+Except for the last, each finished campaign is a line in build/show/soak.jsonl (build/show/soak-pairs.jsonl), and the
+next call continues after it: a sitting may end at any time. Remove the file to get a soak of one tree.
 
-The jobs are those of recipes/chaos/jobs: Megatron with its state whole, in shards, and in two stages with checkpoints
-and evaluations; DeepSpeed data parallel with ZeRO, and cut by AutoTP; four ranks each. A campaign is one job that is
-struck `EACH` times, by faults that are drawn from a seed (it is printed, and `ntp chaos` draws the same ones from it);
-the next fault comes when the one before is over, whether or not the lost ones are back. It draws from the pairs of a
-kind and a moment that the campaigns of its job before it have met least. All campaigns of a job are compared with one
+The jobs are those of recipes/chaos/jobs: Megatron with its state complete, in shards, and in two stages with
+checkpoints and evaluations; DeepSpeed data parallel with ZeRO, and cut by AutoTP; four ranks each. A campaign is one
+job that takes `EACH` faults, drawn from a seed (it is printed, and `ntp chaos` draws the same ones from it); the next
+fault comes when the one before is over, whether or not the lost ranks are back. It draws from the pairs of a kind and a
+fault point that earlier campaigns of its job have had least often. All campaigns of a job are compared with one
 undisturbed run of it.
 
-A fault is `hung` where the others did not go on, and `wrong` where it is one of a campaign whose losses, samples,
-steps or last weights are not those of the undisturbed run: which one of these did it is not known.
+A fault is `hung` if the others did not continue, and `wrong` if it belongs to a campaign whose losses, samples, steps
+or last weights differ from those of the undisturbed run: which fault caused this is not known.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from ntp_plugin.chaos.recipe import RandomSpec, Recipe, read_recipe
 from ntp_plugin.chaos.verdict import FaultOutcome, differences
 
 RECIPES = Path(__file__).parents[1] / "recipes/chaos"
-PIECES = Path("build/show")
+PARTS = Path("build/show")
 SEED, EACH = 20261122, 40
 AT_A_FAULT_POINT = ("kill", "stop", "segfault", "hang", "lock", "exception", "memory", "exit", "clock")
 AT_ANY, ANY = ("sigkill", "sigstop", "pause"), "any"
@@ -48,7 +48,7 @@ OF_BOTH = ("forward", "backward", "vote", "apply", "applied", "report", "plan", 
 
 
 type Pair = tuple[str, str]
-"""A kind and a moment."""
+"""A kind and a fault point."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,14 +106,14 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a job is struck with."""
+    """The faults of a job."""
 
     pairs: tuple[Pair, ...]
     faults: int | None = None
     """So many; or until each of the pairs has been met."""
 
     def left(self, found: Sequence["CampaignPart"]) -> int:
-        """Faults that have not struck yet."""
+        """Faults that are not injected yet."""
         if self.faults is not None:
             return max(0, self.faults - _injected_in(found))
         return len({*self.pairs} - met(found).keys())
@@ -131,7 +131,7 @@ class Share:
 
 
 def recipe_of(case: Case, pairs: Sequence[Pair], *, most: int, seed: int) -> Recipe:
-    """One campaign of some that are equally long, of which none has more than `most` faults."""
+    """One of several equally long campaigns, none with more than `most` faults."""
     steps = 100 + 12 * most
     base = read_recipe(RECIPES / "storm.toml", job=RECIPES / f"jobs/{case.job}.toml")
     job = dataclasses.replace(
@@ -152,7 +152,7 @@ def recipe_of(case: Case, pairs: Sequence[Pair], *, most: int, seed: int) -> Rec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One that has struck."""
+    """An injected fault."""
 
     what: str
     slot: str
@@ -163,7 +163,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignPart:
-    """What is kept of a campaign."""
+    """The stored result of a campaign."""
 
     job: str
     seed: int
@@ -181,7 +181,7 @@ class CampaignPart:
 
 
 def shares(scale: str) -> dict[str, Share]:
-    """By the jobs' names. Where each pair is wanted once, a moment goes to one of the jobs that have it."""
+    """Shares by job. If each pair is wanted once, a fault point goes to one of the jobs that have it."""
     if scale != "pairs":
         faults, cases = {"ci": (4, CASES[:2]), "full": (200, CASES), "": (60, CASES)}[scale]
         return {case.job: Share(pairs=case.pairs(), faults=faults) for case in cases}
@@ -198,35 +198,35 @@ def shares(scale: str) -> dict[str, Share]:
 
 
 def soak(case: Case, share: Share, folder: Path, kept: evidence.Sittings) -> list[CampaignPart]:
-    """Campaigns until that has struck, with those that are kept; or until one brings nothing new."""
-    found, reference, most = [_read_piece(piece) for piece in kept.all(job=case.job)], None, min(EACH, share.left(()))
+    """Run campaigns, beside the kept ones, until all faults of the share are injected or one adds nothing new."""
+    found, reference, most = [_read_part(part) for part in kept.all(job=case.job)], None, min(EACH, share.left(()))
     left = share.left(found)
     while left:
-        seed = next(seed for seed in itertools.count(SEED) if seed not in {piece.seed for piece in found})
+        seed = next(seed for seed in itertools.count(SEED) if seed not in {part.seed for part in found})
         recipe = recipe_of(case, share.next(found, min(most, left), seed), most=most, seed=seed)
         campaign = run_campaign(recipe, folder / recipe.name, look=quietly, reference=reference)
         assert campaign.reference is not None, "all of them are compared"
-        reference, piece = campaign.reference.folder, piece_of(case, seed, campaign)
-        kept.add(dataclasses.asdict(piece))
+        reference, part = campaign.reference.folder, part_of(case, seed, campaign)
+        kept.add(dataclasses.asdict(part))
         print(_line(campaign), flush=True)
-        found.append(piece)
+        found.append(part)
         before, left = left, share.left(found)
         if left == before:
             break
     return found
 
 
-def _injected_in(pieces: Iterable[CampaignPart]) -> int:
-    return sum(len(piece.faults) for piece in pieces)
+def _injected_in(parts: Iterable[CampaignPart]) -> int:
+    return sum(len(part.faults) for part in parts)
 
 
-def met(pieces: Iterable[CampaignPart]) -> Counter[Pair]:
+def met(parts: Iterable[CampaignPart]) -> Counter[Pair]:
     """How often each pair was."""
-    return Counter((fault.what, fault.fault_point) for piece in pieces for fault in piece.faults)
+    return Counter((fault.what, fault.fault_point) for part in parts for fault in part.faults)
 
 
-def piece_of(case: Case, seed: int, campaign: Campaign) -> CampaignPart:
-    """What is to be kept of it."""
+def part_of(case: Case, seed: int, campaign: Campaign) -> CampaignPart:
+    """The stored result of a campaign."""
     assert campaign.reference is not None, "all of them are compared"
     return CampaignPart(
         job=case.job,
@@ -253,16 +253,16 @@ def piece_of(case: Case, seed: int, campaign: Campaign) -> CampaignPart:
     )
 
 
-def _read_piece(read: dict[str, Any]) -> CampaignPart:
+def _read_part(read: dict[str, Any]) -> CampaignPart:
     return CampaignPart(**{**read, "faults": tuple(Fault(**fault) for fault in read["faults"])})
 
 
-def rows_of(case: Case, pieces: Sequence[CampaignPart]) -> list[dict[str, Any]]:
-    """By kind and moment."""
+def rows_of(case: Case, parts: Sequence[CampaignPart]) -> list[dict[str, Any]]:
+    """Rows by kind and fault point."""
     by_kind: dict[tuple[str, str], list[tuple[CampaignPart, Fault]]] = defaultdict(list)
-    for piece in pieces:
-        for fault in piece.faults:
-            by_kind[fault.what, fault.fault_point].append((piece, fault))
+    for part in parts:
+        for fault in part.faults:
+            by_kind[fault.what, fault.fault_point].append((part, fault))
     rows = []
     for (what, fault_point), found in sorted(by_kind.items()):
         seconds = [fault.recovered_s for _, fault in found if fault.recovered_s is not None]
@@ -273,7 +273,7 @@ def rows_of(case: Case, pieces: Sequence[CampaignPart]) -> list[dict[str, Any]]:
                 "fault": what,
                 "moment": fault_point,
                 "faults": len(found),
-                "wrong": sum(piece.wrong for piece, _ in found),
+                "wrong": sum(part.wrong for part, _ in found),
                 "hung": sum(fault.hung for _, fault in found),
                 "recovered_p50_s": round(statistics.median(seconds), 3) if seconds else None,
             }
@@ -289,7 +289,7 @@ def _line(campaign: Campaign) -> str:
     injected, steps = _injected(campaign), len(campaign.broken.history.commits)
     bad = [f"{check.what}: {check.found}" for check in campaign.verdict.checks if not check.holds]
     hung = [f"{one.name} ({one.what} {one.slot} {one.fault_point}): {one.problem}" for one in injected if one.problem]
-    return f"{campaign.recipe.name}: {len(injected)} strikes in {steps} steps: {'; '.join((*bad, *hung)) or 'ok'}"
+    return f"{campaign.recipe.name}: {len(injected)} faults in {steps} steps: {'; '.join((*bad, *hung)) or 'ok'}"
 
 
 def _micro_batches_per_s(run: CampaignRun) -> float:
@@ -302,7 +302,7 @@ def _micro_batches_per_s(run: CampaignRun) -> float:
 
 
 def main(scale: str) -> int:
-    """Every campaign must hold, and every fault that was asked for must have struck."""
+    """Every campaign must hold, and every requested fault must have been injected."""
     kept = evidence.Sittings(
         None if scale == "ci" else Path(f"build/show/soak{'-pairs' if scale == 'pairs' else ''}.jsonl")
     )
@@ -311,21 +311,21 @@ def main(scale: str) -> int:
     every, folder = list[CampaignPart](), Path(tempfile.mkdtemp(prefix="ntp-soak-"))
     of_job = shares(scale)
     for case in (case for case in CASES if case.job in of_job):
-        pieces = soak(case, of_job[case.job], folder, kept)
-        every += pieces
-        left[case.job] = of_job[case.job].left(pieces)
-        rows += rows_of(case, pieces)
-        efficiency[case.job] = round(statistics.mean(piece.efficiency for piece in pieces), 4)
+        parts = soak(case, of_job[case.job], folder, kept)
+        every += parts
+        left[case.job] = of_job[case.job].left(parts)
+        rows += rows_of(case, parts)
+        efficiency[case.job] = round(statistics.mean(part.efficiency for part in parts), 4)
         speed[case.job] = {
-            "broken": round(statistics.mean(piece.broken_per_s for piece in pieces), 2),
-            "undisturbed": round(statistics.mean(piece.calm_per_s for piece in pieces), 2),
+            "broken": round(statistics.mean(part.broken_per_s for part in parts), 2),
+            "undisturbed": round(statistics.mean(part.calm_per_s for part in parts), 2),
         }
         apart[case.job] = {
-            "losses": max(piece.losses_apart for piece in pieces),
-            "weights": max(piece.weights_apart for piece in pieces),
+            "losses": max(part.losses_apart for part in parts),
+            "weights": max(part.weights_apart for part in parts),
         }
-        injected[case.job] = dict(sorted(Counter(fault.slot for piece in pieces for fault in piece.faults).items()))
-        sittings += [{"job": piece.job, "seed": piece.seed, "commit": piece.commit} for piece in pieces]
+        injected[case.job] = dict(sorted(Counter(fault.slot for part in parts for fault in part.faults).items()))
+        sittings += [{"job": part.job, "seed": part.seed, "commit": part.commit} for part in parts]
     pairs = {pair for share in of_job.values() for pair in share.pairs}
     total = sum(row["faults"] for row in rows)
     holds = not any(left.values()) and not any(row["wrong"] or row["hung"] for row in rows)

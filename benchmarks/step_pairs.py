@@ -1,6 +1,6 @@
-"""Steps with and without the plugin, in pairs: what one job finds of them, and what a row makes of several jobs.
+"""Compare steps with and without the plugin in pairs: the result of one job, and a row from several jobs.
 
-A pair is two steps that came one after the other, in the order on-off, off-on, and so on.
+A pair is two consecutive steps, in the order on-off, off-on, and so on.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from benchmarks.overhead import interval, row
 WARM_UP = 6
 
 type Pair = tuple[float, float]
-"""Of the step with the plugin, and of the other."""
+"""Seconds of the step with the plugin, and of the other."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """What one job found."""
+    """Results of one job."""
 
     seconds: list[Pair]
     computing: list[Pair]
@@ -28,26 +28,26 @@ class Block:
 
 
 def is_first(step: int) -> bool:
-    """Of its pair, in what is told, which has the plugin in: pairs begin with either, by turns."""
+    """Return whether this step, which has the plugin in, is the first of its pair: pairs alternate."""
     pair, place = divmod(step, 2)
     return place == pair % 2
 
 
 def pairs_of(steps: Sequence[float]) -> list[Pair]:
-    """Of what was found of each step."""
+    """Pair the values of consecutive steps."""
     counted = steps[WARM_UP:]
     pairs = zip(counted[::2], counted[1::2], strict=False)
     return [(one, other) if is_first(WARM_UP + 2 * at) else (other, one) for at, (one, other) in enumerate(pairs)]
 
 
 def apart_from_computing(seconds: Sequence[Pair], computing: Sequence[Pair]) -> list[float]:
-    """Of each pair: one, and how much more is left of the step with the plugin, as a part of a step."""
+    """One plus the additional time of each step with the plugin, without computing, as a share of a step."""
     whole = statistics.median(without for _, without in seconds)
     left = [(on - own_on, off - own_off) for (on, off), (own_on, own_off) in zip(seconds, computing, strict=True)]
     return [1 + (mine - other) / whole for mine, other in left]
 
 
-def told(what: str, blocks: Sequence[Block], *, framework: str) -> dict[str, Any]:
+def row_of(what: str, blocks: Sequence[Block], *, framework: str) -> dict[str, Any]:
     """The row of what some jobs of a kind found, in all of their pairs."""
     seconds = [pair for block in blocks for pair in block.seconds]
     computing = [pair for block in blocks for pair in block.computing]
@@ -66,7 +66,7 @@ def told(what: str, blocks: Sequence[Block], *, framework: str) -> dict[str, Any
 
 
 def _apart(seconds: Sequence[Pair], computing: Sequence[Pair]) -> dict[str, Any]:
-    """What is added to the row of a case whose computing is known."""
+    """Additional values of a row whose computing is known."""
     apart, same = apart_from_computing(seconds, computing), _ratios(computing)
     low, high = interval(apart)
     return {

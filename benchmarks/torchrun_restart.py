@@ -1,4 +1,4 @@
-"""What a killed worker costs under torchrun's own elastic restart, on the same machine: all workers start anew.
+"""Measure what a killed worker costs under torchrun's own elastic restart, on the same machine: all workers start anew.
 
 python -m benchmarks.torchrun_restart          seconds from SIGKILL to the first collective of all new workers
 """
@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MOST_LIVES = 3
-"""torchrun's own default. With torch 2.15 and gloo a restart comes back only if the rendezvous does not share its
-store with the workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): else they find addresses of former lives, and fail."""
+"""torchrun's own default. With torch 2.15 and gloo a restart succeeds only if the rendezvous does not share its store
+with the workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): otherwise they find addresses of earlier incarnations, and
+fail."""
 
 WORKER = """
 import os, sys, time, torch, torch.distributed as dist
@@ -25,7 +26,7 @@ dist.init_process_group("gloo")
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
 dist.all_reduce(torch.ones(1024))
 (folder / f"life{life}.rank{dist.get_rank()}").write_text(f"{time.monotonic()} {os.getpid()}")
-while folder.exists() and not (folder / "stop").exists():  # it goes with whoever measures
+while folder.exists() and not (folder / "stop").exists():  # it ends with the measuring process
     dist.all_reduce(torch.ones(1024))
     time.sleep(0.01)
 os._exit(0)
@@ -58,7 +59,7 @@ def _one_restart(ranks: int) -> float:
 
 
 def _wait_for(folder: Path, lives: Sequence[int], ranks: int, timeout_s: float = 120.0) -> list[str]:
-    """What all workers of the first complete one of these lives wrote after their first collective."""
+    """Wait until all workers of one of these incarnations have written after their first collective."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         for life in lives:

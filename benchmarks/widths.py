@@ -1,10 +1,10 @@
-"""How far DeepSpeed's own weights are apart between two uniform widths: where bounds of long jobs in float32 are from.
+"""Measure how far stock DeepSpeed's weights differ between two widths: the basis of bounds for long float32 jobs.
 
     python -m benchmarks.widths
 
-Each DeepSpeed job of the soak, and that of the longest recipe, is run undisturbed, as long as there, and once more by
-two ranks that are not cut, with as many samples in a step. Nothing of it is degraded; what differs is the order of
-sums, in float32.
+Each DeepSpeed job of the soak, and that of the longest recipe, runs undisturbed, at its length there, and once more on
+two ranks that are not cut, with as many samples in a step. Nothing of it is degraded; only the order of sums differs,
+in float32.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ def two_ranks(job: JobSpec, folder: Path) -> JobSpec:
 
 def whole(history: History) -> list[float]:
     """All weights of the first replica, in sums."""
-    told = {slot: one for slot, one in history.weighed.items() if slot.startswith("r0.")}
-    parts = [*(one.cut for one in told.values()), told["r0.s0.t0"].alike]
+    weighed = {slot: one for slot, one in history.weighed.items() if slot.startswith("r0.")}
+    parts = [*(one.cut for one in weighed.values()), weighed["r0.s0.t0"].alike]
     return [math.fsum(sums) for sums in zip(*parts, strict=True)]
 
 
@@ -68,7 +68,7 @@ def measured(name: str, job: JobSpec) -> dict[str, Any]:
 
 
 def main() -> int:
-    """What is allowed must be no more than four times as much."""
+    """Bounds must be at most four times as large."""
     jobs = {f"soak of {case.job}": recipe_of(case, case.pairs(), most=EACH, seed=0).job for case in CASES}
     jobs["storm"] = dict(recipes_of(RECIPES / "storm.toml"))["deepspeed"].job
     rows = [measured(name, job) for name, job in jobs.items() if job.weights_bound is not None]

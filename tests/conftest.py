@@ -1,4 +1,4 @@
-"""Settings that all tests share."""
+"""Settings of all tests."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 
 def pytest_runtest_teardown():
-    """What commands a test has started are ended with it, whether it failed or not."""
-    command = sys.modules.get("tests.ranks.command")  # importing it is for those who need it
+    """End the commands that a test has started, whether it failed or not."""
+    command = sys.modules.get("tests.ranks.command")  # only tests that need it import it
     while command is not None and command.Command.started:
         command.Command.started.pop().stop()

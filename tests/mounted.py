@@ -1,4 +1,4 @@
-"""A file system of so many bytes, for tests of a disk that is full."""
+"""A file system of a given size, for tests of a full disk."""
 
 import contextlib
 import subprocess

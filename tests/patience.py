@@ -1,18 +1,19 @@
-"""How long a test waits for what must come, and for what must not.
+"""How long a test waits for what must happen, and for what must not.
 
-Only a test that hangs ends by `PATIENCE_S`. Whatever else takes longer than it should on a busy machine is still waited
-for: a test that is to show how fast something is counts what it does, and asks no clock.
+Only a test that hangs ends by `PATIENCE_S`. A test waits for anything that is slow on a busy machine: a test of speed
+counts operations, and reads no clock.
 """
 
 import time
 
 PATIENCE_S = 600.0
 HUNG_S = 3.0
-"""A limit for hung ranks in tests: they are found soon, and nobody else comes near it, waiting for a busy store say."""
+"""A limit for hung ranks in tests: they are found soon, and no other rank comes near it, e.g. waiting for a busy
+store."""
 
 
 def until(condition, seconds=PATIENCE_S):
-    """Wait for what another thread or process brings about, and tells nobody."""
+    """Wait until another thread or process has had an effect."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"

@@ -1,4 +1,4 @@
-"""Ranks that are all refused: each is waited for, so that none still runs when the test ends."""
+"""Ranks that are all refused: the test waits for each, so that none still runs when it ends."""
 
 import pytest
 

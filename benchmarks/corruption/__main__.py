@@ -1,4 +1,4 @@
-"""Trials by the hundred, and what they come to: `make show-corruption`."""
+"""Run hundreds of trials and summarize them: `make show-corruption`."""
 
 import contextlib
 import os
@@ -59,7 +59,7 @@ CONTROLS = ("swapped shards", "stale version", "wrong place") * 4
 
 
 def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Trial:
-    """Lose somebody, choose what would be read, change it, restore."""
+    """Lose slots, choose bytes that would be read, change them, restore."""
     wanted, target = _drawn(job, kind, chance, all_copies=all_copies)
     victims = alive(copies_of(target.copy.place.slot, NEWER), wanted) if all_copies else [target.copy]
     job.trouble.clear()
@@ -69,7 +69,7 @@ def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Tr
     for copy in victims:
         contents |= KINDS[kind](Hit(job=job, copy=copy, tensor=target.tensor, chance=chance))
     with injected(job, contents) as damage:
-        foreseen = foresee(job, NEWER, wanted, damage.damaged, damage.gone)
+        foreseen = foresee(job, NEWER, wanted, damage.damaged, damage.lost)
         assert foreseen.broken >= {target.copy}, "it would be read"
         assert foreseen.lost or not all_copies, "no copy is left"
         gots = restored(job, NEWER, wanted)
@@ -83,11 +83,9 @@ def trial(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> Tr
 
 
 def _drawn(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> tuple[Layout, Read]:
-    """What all are to have, and one thing that somebody would read for that.
-
-    A donor's is read from another host. What is replicated is in every slot's copies, so that it stays when one is
-    swapped with another, and when all of one slot's are hit. Unless they are, two of them are left by the loss.
-    """
+    """The layout that all restore, and one item that a member would read for it. A donor's is read from another host.
+    Replicated state is in every slot's copies, so that it stays when one is swapped with another, and when all of one
+    slot's are hit. Otherwise the loss leaves two of them."""
     while True:
         wanted = _another_layout(chance)
         found = sorted(
@@ -103,17 +101,17 @@ def _drawn(job: Job, kind: str, chance: random.Random, *, all_copies: bool) -> t
 
 
 def _another_layout(chance: random.Random) -> Layout:
-    """Of those who are left when somebody is lost."""
+    """Layout of the survivors of a loss."""
     lost = chance.choice(LOSSES)
     return dealt([slot for slot in range(len(HOSTS)) if slot not in lost], chance, evenly=False)
 
 
 def _is_found(foreseen: Foreseen, damage: Damage, gots: Sequence[Got], trouble: Sequence[str]) -> bool:
-    """Whether all members name what has to be named, somebody was told of each, and nobody reads what is cut short."""
+    """Return whether all members name the broken copies, each is reported, and nobody reads a truncated file."""
     names = tuple(sorted(map(str, foreseen.broken)))
-    told = all(any(str(copy.place) in text for text in trouble) for copy in foreseen.broken)
-    return told and all(
-        not got.raised and not got.sources & damage.gone and bool(got.lost) == foreseen.lost and got.named == names
+    is_reported = all(any(str(copy.place) in text for text in trouble) for copy in foreseen.broken)
+    return is_reported and all(
+        not got.raised and not got.sources & damage.lost and bool(got.lost) == foreseen.lost and got.named == names
         for got in gots
     )
 
@@ -149,7 +147,7 @@ def row(kind: str, count: int, chance: random.Random) -> dict[str, Any]:
 
 
 def false_alarms(count: int, chance: random.Random) -> int:
-    """Of clean restores, of either version into any layout."""
+    """Count false alarms of clean restores, of either version into any layout."""
     found = 0
     for _, job in jobs(count, chance):
         step, wanted = chance.choice((OLDER, NEWER)), _another_layout(chance)

@@ -1,4 +1,4 @@
-"""What is done to copies as they lie in shared memory, and what is wrong in them then."""
+"""Change copies in shared memory, and record what is wrong in them."""
 
 import contextlib
 import dataclasses
@@ -27,15 +27,15 @@ class Trial:
     found: bool
     right_source: bool
     refused: bool = False
-    """By the comparison of the replica digests in the end."""
+    """Found by the final comparison of the replica digests."""
     seen: str = ""
     tensor: str = ""
-    """That somebody would have read."""
+    """Copies that a member would have read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hit:
-    """Where something is to be injected: what the copy has of a tensor is to be wrong then."""
+    """The place of an injection: the part of a tensor in a copy that it makes wrong."""
 
     job: Job
     copy: Copy
@@ -93,7 +93,7 @@ def stale(hit: Hit) -> dict[Copy, bytes]:
 
 
 def shift(hit: Hit) -> dict[Copy, bytes]:
-    """By one element, to either side."""
+    """Shift by one element, to either side."""
 
     def change(values: torch.Tensor, chance: random.Random) -> None:
         values.copy_(values.roll(chance.choice((-1, 1))))
@@ -102,9 +102,9 @@ def shift(hit: Hit) -> dict[Copy, bytes]:
 
 
 def exchange_pages(hit: Hit) -> dict[Copy, bytes]:
-    """What stands at the same places of two pages of the digest: no key but the pages' own tells them apart."""
-    piece = hit.held().piece
-    places, page = elements(piece), piece.runs.page
+    """Exchange the same places of two pages of the digest: only the keys of the pages distinguish them."""
+    tensor_slice = hit.held().piece
+    places, page = elements(tensor_slice), tensor_slice.runs.page
     pages, at = places // page, places % page
 
     def change(values: torch.Tensor, chance: random.Random) -> None:
@@ -117,7 +117,7 @@ def exchange_pages(hit: Hit) -> dict[Copy, bytes]:
 
 
 def _two_alike(pages: torch.Tensor, at: torch.Tensor, chance: random.Random) -> tuple[int, int]:
-    """Pages of which a part has some place in common."""
+    """Pages whose parts share a place."""
     pairs = list(itertools.combinations(sorted(set(pages.tolist())), 2))
     return chance.choice([(one, two) for one, two in pairs if torch.isin(at[pages == one], at[pages == two]).any()])
 
@@ -153,10 +153,10 @@ KINDS: Mapping[str, Callable[[Hit], dict[Copy, bytes]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Damage:
-    """What is not as it was written, by comparing bytes: in which tensors of which copies, and which are too short."""
+    """Changed bytes: which tensors of which copies are damaged, and which copies are truncated."""
 
     damaged: frozenset[tuple[Copy, str]]
-    gone: frozenset[Copy]
+    lost: frozenset[Copy]
 
 
 @contextlib.contextmanager
@@ -174,20 +174,20 @@ def injected(job: Job, contents: Mapping[Copy, bytes]) -> Iterator[Damage]:
 
 
 def _damage(job: Job, before: Mapping[Copy, bytes], after: Mapping[Copy, bytes]) -> Damage:
-    damaged, gone = set[tuple[Copy, str]](), set[Copy]()
+    damaged, lost = set[tuple[Copy, str]](), set[Copy]()
     for copy, content in after.items():
         if len(content) < len(before[copy]):
-            gone.add(copy)
+            lost.add(copy)
             continue
         for held in job.manifest(copy).held:
             spans = [slice(entry.offset, entry.offset + held.bytes_of(entry)) for entry in held.entries]
             if any(content[span] != before[copy][span] for span in spans):
                 damaged.add((copy, held.piece.tensor))
-    return Damage(damaged=frozenset(damaged), gone=frozenset(gone))
+    return Damage(damaged=frozenset(damaged), lost=frozenset(lost))
 
 
 def _write(path: Path, content: bytes) -> None:
-    """In place: whoever has the file mapped sees it."""
+    """Write in place: processes that have mapped the file see the change."""
     with path.open("r+b") as file:
         file.write(content)
         file.truncate()

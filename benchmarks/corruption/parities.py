@@ -1,8 +1,8 @@
-"""The same where slots 0 and 2, on two hosts, share a parity on a third in place of far copies.
+"""Trials in which slots 0 and 2, on two hosts, share a parity on a third host in place of far copies.
 
-One of the two is lost with its host, and the parity or the other's near copy is changed. Then all members have to say
-that the version is lost and name what was changed, and the right source is the version before. Or nobody is lost, and
-the near copy of one of the two is changed: then all have to name it, and what was in it comes from the parity.
+One of the two is lost with its host, and the parity or the other's near copy is changed. All members must report the
+version as lost and name what was changed, and the right source is the version before. Or nobody is lost, and the near
+copy of one of the two is changed: all must name it, and its contents come from the parity.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Case:
         return copies_of(slot, NEWER)[0]
 
     def content(self) -> bytearray:
-        """Of the parity."""
+        """The place of the parity."""
         return bytearray(self.job.path(self.parity).read_bytes())
 
 
@@ -66,7 +66,7 @@ def flip_other(case: Case) -> dict[Copy, bytes]:
 
 
 def flip_member(case: Case) -> dict[Copy, bytes]:
-    """One bit, where nobody else has anything."""
+    """Flip one bit of a near copy while nobody is lost."""
     return _flipped(case, case.member)
 
 
@@ -86,10 +86,10 @@ PARITY_KINDS: Mapping[str, Callable[[Case], dict[Copy, bytes]]] = {
 
 
 def parity_trial(job: Job, kind: str, chance: random.Random) -> Trial:
-    """Lose a host, or nobody, change something, restore."""
+    """Lose a host, or nobody, change a copy, restore."""
     case = Case(job=job, member=chance.choice(MEMBERS), chance=chance)
-    gone = None if kind == NOBODY_LOST else HOSTS[case.member]
-    wanted = dealt([slot for slot, host in enumerate(HOSTS) if host != gone], chance, evenly=False)
+    lost_host = None if kind == NOBODY_LOST else HOSTS[case.member]
+    wanted = dealt([slot for slot, host in enumerate(HOSTS) if host != lost_host], chance, evenly=False)
     contents = PARITY_KINDS[kind](case)
     (target,) = contents
     job.trouble.clear()

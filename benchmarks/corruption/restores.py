@@ -1,4 +1,4 @@
-"""The members put a version together, and what has to come of it by a model on sets of elements."""
+"""Restore a version with all members, and predict the result with a model on sets of elements."""
 
 import dataclasses
 import threading
@@ -18,8 +18,8 @@ from ntp_plugin.errors import StateLost
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Got:
-    """What came of it for one member. `lost`: no sound copy; `refused`: the replica digests differ; `raised`: anything
-    else."""
+    """The result for one member. `lost`: no sound copy; `refused`: the replica digests differ; `raised`: any other
+    error."""
 
     sources: frozenset[Copy] = frozenset()
     broken: tuple[str, ...] = ()
@@ -42,31 +42,31 @@ class Got:
 
 
 class Meeting:
-    """Of threads, each of which says something to all. Between that one works at a time: it is quicker so."""
+    """An all-gather among threads. Between two calls one thread works at a time, which is faster."""
 
     def __init__(self, members: Collection[int]) -> None:
-        self._members, self._said = members, dict[int, Any]()
+        self._members, self._messages = members, dict[int, Any]()
         self._barrier = threading.Barrier(len(members), timeout=PATIENCE_S)
         self.turn = threading.Lock()
 
     def member_id(self, member: int) -> TellAll:
         """For one of them."""
 
-        def tell_all(what: Any) -> list[Any]:
-            self._said[member] = what
+        def all_gather(what: Any) -> list[Any]:
+            self._messages[member] = what
             self.turn.release()
             try:
                 self._barrier.wait()
-                told = [self._said[other] for other in self._members]
+                gathered = [self._messages[other] for other in self._members]
                 self._barrier.wait()
             finally:
                 self.turn.acquire()
-            return told
+            return gathered
 
-        return tell_all
+        return all_gather
 
     def break_up(self) -> None:
-        """Nobody waits for one who does not come."""
+        """Release all who wait for a member that will not come."""
         self._barrier.abort()
 
 
@@ -83,7 +83,7 @@ def restored(job: Job, step: int, wanted: Layout) -> list[Got]:
 
 def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meeting) -> Got:
     process, host = job.processes[slot], HOSTS[slot]
-    parts = [Part(piece=piece, values=_room(piece), numbers={}) for piece in wanted[slot]]
+    parts = [Part(piece=tensor_slice, values=_room(tensor_slice), numbers={}) for tensor_slice in wanted[slot]]
     found: dict[str, Any] = {}
     try:
         restoration = Restoration(
@@ -114,15 +114,15 @@ def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meetin
 
 
 def is_clean(job: Job, step: int, wanted: Layout) -> bool:
-    """Whether nobody finds anything."""
+    """Return whether no member reports anything."""
     job.trouble.clear()
     return all(got.is_clean for got in restored(job, step, wanted)) and not job.trouble
 
 
-def _room(piece: TensorSlice) -> dict[str, torch.Tensor]:
-    (tensor,) = (tensor for tensor in TENSORS if tensor.name == piece.tensor)
+def _room(tensor_slice: TensorSlice) -> dict[str, torch.Tensor]:
+    (tensor,) = (tensor for tensor in TENSORS if tensor.name == tensor_slice.tensor)
     pairs = zip(ENTRIES, tensor.dtypes, strict=True)
-    return {entry: torch.full([piece.size], torch.nan, dtype=DTYPES[dtype]) for entry, dtype in pairs}
+    return {entry: torch.full([tensor_slice.size], torch.nan, dtype=DTYPES[dtype]) for entry, dtype in pairs}
 
 
 def _is_right(job: Job, step: int, part: Part) -> bool:
@@ -145,7 +145,7 @@ class Read:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """Of a restore; `lost` where something is nowhere."""
+    """The prediction for a restore; `lost` if a part has no copy."""
 
     reads: frozenset[Read]
     broken: frozenset[Copy]
@@ -153,20 +153,20 @@ class Foreseen:
 
 
 def foresee(
-    job: Job, step: int, wanted: Layout, damaged: Collection[tuple[Copy, str]] = (), gone: Collection[Copy] = ()
+    job: Job, step: int, wanted: Layout, damaged: Collection[tuple[Copy, str]] = (), lost_copies: Collection[Copy] = ()
 ) -> Foreseen:
     """Each member goes through the copies in its order, and leaves aside those that it found `damaged` in a tensor."""
     reads, broken, lost = set[Read](), set[Copy](), False
-    for member, pieces in wanted.items():
-        aside = set(gone)
-        for piece in pieces:
-            left = mask(piece)
+    for member, slices in wanted.items():
+        aside = set(lost_copies)
+        for tensor_slice in slices:
+            left = mask(tensor_slice)
             for copy in _in_order(member, step, wanted):
-                has = job.has[copy.place.slot, piece.tensor]
+                has = job.has[copy.place.slot, tensor_slice.tensor]
                 if copy in aside or not (left & has).any():
                     continue
-                reads.add(Read(reader=member, copy=copy, tensor=piece.tensor))
-                if (copy, piece.tensor) in damaged:
+                reads.add(Read(reader=member, copy=copy, tensor=tensor_slice.tensor))
+                if (copy, tensor_slice.tensor) in damaged:
                     aside.add(copy)
                 else:
                     left &= ~has
@@ -185,6 +185,6 @@ def _in_order(member: int, step: int, members: Collection[int]) -> list[Copy]:
 
 
 def alive(copies: Sequence[Copy], members: Collection[int]) -> list[Copy]:
-    """Those on hosts that are still there."""
+    """Copies on hosts that are still there."""
     hosts = {HOSTS[slot] for slot in members}
     return [copy for copy in copies if copy.host in hosts]

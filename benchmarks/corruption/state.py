@@ -43,7 +43,7 @@ class Tensor:
     cut: Literal["units", "flat", "no"]
     dim: int = 0
     dtypes: tuple[str, str]
-    """Of main weights and of a moment."""
+    """Entries: main weights and a moment."""
 
     @property
     def size(self) -> int:
@@ -67,7 +67,7 @@ type Layout = Mapping[int, Sequence[TensorSlice]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
 class Copy:
-    """A file, told as `Restored.broken` tells it."""
+    """A file, named as `Restored.broken` names it."""
 
     host: int
     place: CopyKey
@@ -90,13 +90,13 @@ def dealt(owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Layo
     """All tensors; `evenly`, so that all slots' copies have one size."""
     layout: dict[int, list[TensorSlice]] = {owner: [] for owner in owners}
     for tensor in TENSORS:
-        for owner, piece in zip(owners, _pieces(tensor, owners, chance, evenly=evenly), strict=True):
-            layout[owner].append(piece)
+        for owner, tensor_slice in zip(owners, _slices_of(tensor, owners, chance, evenly=evenly), strict=True):
+            layout[owner].append(tensor_slice)
     return layout
 
 
-def _pieces(tensor: Tensor, owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Iterator[TensorSlice]:
-    """Of units each owner has two runs, in any order; whoever has a replicated tensor has a whole of it."""
+def _slices_of(tensor: Tensor, owners: Sequence[int], chance: random.Random, *, evenly: bool) -> Iterator[TensorSlice]:
+    """Each owner has two runs of units, in any order, or a full replicated tensor."""
     length, parts = tensor.shape[tensor.dim], len(owners)
     alike = TensorSlice(
         tensor=tensor.name, shape=tensor.shape, dim=tensor.dim, ranges=((0, length),), start=0, stop=tensor.size
@@ -119,25 +119,25 @@ def _cuts(size: int, parts: int, chance: random.Random, *, evenly: bool) -> list
     return list(itertools.pairwise([0, *inner, size]))
 
 
-def elements(piece: TensorSlice) -> torch.Tensor:
-    """Where its elements stand in the whole, made flat: found by cutting a tensor of all places."""
-    places = torch.arange(torch.Size(piece.shape).numel()).view(piece.shape)
-    ranges = [places.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges]
-    return torch.cat(ranges, piece.dim).reshape(-1)[piece.start : piece.stop]
+def elements(tensor_slice: TensorSlice) -> torch.Tensor:
+    """Places of its elements in the flat full tensor, found by cutting a tensor of all places."""
+    places = torch.arange(torch.Size(tensor_slice.shape).numel()).view(tensor_slice.shape)
+    ranges = [places.narrow(tensor_slice.dim, start, stop - start) for start, stop in tensor_slice.ranges]
+    return torch.cat(ranges, tensor_slice.dim).reshape(-1)[tensor_slice.start : tensor_slice.stop]
 
 
 # ---------------------------------------------------------------- a job
 
 
 class Process:
-    """What a rank has for copies."""
+    """The store, server and replicator of a rank."""
 
-    def __init__(self, slot: int, folder: Path, told: Callable[[str], None]) -> None:
+    def __init__(self, slot: int, folder: Path, report: Callable[[str], None]) -> None:
         self.store = Store(folder / f"host-{HOSTS[slot]}")
-        self.server = Server(self.store, run=RUN, secret=SECRET, host="127.0.0.1", told=told)
+        self.server = Server(self.store, run=RUN, secret=SECRET, host="127.0.0.1", told=report)
         self.through: queue.Queue[Copied] = queue.Queue()
         self.replicator = Replicator(
-            self.store, run=RUN, secret=SECRET, slot=slot, trouble=told, done=self.through.put, timeout_s=PATIENCE_S
+            self.store, run=RUN, secret=SECRET, slot=slot, trouble=report, done=self.through.put, timeout_s=PATIENCE_S
         )
         self._peers: dict[Address, Peer] = {}
 
@@ -165,10 +165,14 @@ class Job:
         )
         self._folder = tempfile.TemporaryDirectory(prefix="ntp-corruption-", dir=shared_memory())
         self.trouble: list[str] = []
-        """What anybody was told."""
+        """All reported trouble."""
         self.layout = dealt(range(len(HOSTS)), chance, evenly=True)
         self.truth = {step: _random_values(chance) for step in (OLDER, NEWER)}
-        self.has = {(slot, piece.tensor): mask(piece) for slot, pieces in self.layout.items() for piece in pieces}
+        self.has = {
+            (slot, tensor_slice.tensor): mask(tensor_slice)
+            for slot, slices in self.layout.items()
+            for tensor_slice in slices
+        }
         """Which elements of a tensor a slot's copies have."""
         self.processes = [Process(slot, Path(self._folder.name), self.trouble.append) for slot in self.layout]
         self.threads = ThreadPoolExecutor(len(HOSTS))
@@ -189,7 +193,10 @@ class Job:
 
     def _copy(self, step: int) -> None:
         for slot, process in enumerate(self.processes):
-            parts = [Part(piece=piece, values=self.right(piece, step), numbers={}) for piece in self.layout[slot]]
+            parts = [
+                Part(piece=tensor_slice, values=self.right(tensor_slice, step), numbers={})
+                for tensor_slice in self.layout[slot]
+            ]
             version = Version(step=step, epoch=EPOCH)
             process.replicator.begin(Snapshot(version=version, holders=tuple(self.layout), parts=parts, extras={}))
         for process in self.processes:
@@ -197,16 +204,16 @@ class Job:
             assert done.far == 1, self.trouble
             process.replicator.commit()
 
-    def right(self, piece: TensorSlice, step: int) -> dict[str, torch.Tensor]:
-        """What a piece has to be."""
-        return {name: self.truth[step][piece.tensor, name][elements(piece)] for name in ENTRIES}
+    def right(self, tensor_slice: TensorSlice, step: int) -> dict[str, torch.Tensor]:
+        """The expected values of a slice."""
+        return {name: self.truth[step][tensor_slice.tensor, name][elements(tensor_slice)] for name in ENTRIES}
 
     def path(self, copy: Copy) -> Path:
         """Its bytes."""
         return Path(self._folder.name) / f"host-{copy.host}" / str(copy.place)
 
     def manifest(self, copy: Copy) -> Manifest:
-        """Of a file that is whole."""
+        """Size of a complete file."""
         manifest = self.processes[HOSTS.index(copy.host)].store.manifest(copy.place)
         assert manifest is not None, f"{copy} is whole"
         return manifest
@@ -221,7 +228,7 @@ def _random_values(chance: random.Random) -> dict[tuple[str, str], torch.Tensor]
     }
 
 
-def mask(piece: TensorSlice) -> torch.Tensor:
-    mask = torch.zeros(torch.Size(piece.shape).numel(), dtype=torch.bool)
-    mask[elements(piece)] = True
+def mask(tensor_slice: TensorSlice) -> torch.Tensor:
+    mask = torch.zeros(torch.Size(tensor_slice.shape).numel(), dtype=torch.bool)
+    mask[elements(tensor_slice)] = True
     return mask

@@ -1,8 +1,8 @@
-"""Whether replicas of different width train as one uniform run does, on the real Megatron.
+"""Test whether replicas of different width train as one uniform run does, on the real Megatron.
 
-job.py       one run of Megatron's own pretrain, by the recipe, in ranks of the harness; and what two runs differ by
-layouts.py   the models and layouts that it is shown for
+job.py       one run of Megatron's own pretrain, by the recipe, in ranks of the harness; the differences of two runs
+layouts.py   the models and layouts of the comparison
 spoilt.py    negative controls
 
-The tests and `make show-numerics` use the same.
+The tests and `make show-numerics` use the same code.
 """

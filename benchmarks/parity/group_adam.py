@@ -1,8 +1,8 @@
-"""An Adam that counts its steps as TransformerEngine's and NVIDIA's apex's do, for machines that have neither.
+"""An Adam that counts its steps as TransformerEngine's and NVIDIA apex's do, for machines that have neither.
 
-Both count once for all parameters of a group, among the group's options, and apex's does not count in a group that has
-none on this rank (`transformer_engine/pytorch/optimizers/fused_adam.py`, `apex/optimizers/fused_adam.py`). Their
-kernels need a GPU; the arithmetic here is torch's. Megatron takes it for TransformerEngine's, and so do we.
+Both count once for all parameters of a group, in the options of the group, and apex's does not count in a group without
+parameters on this rank (`transformer_engine/pytorch/optimizers/fused_adam.py`, `apex/optimizers/fused_adam.py`). Their
+kernels need a GPU; the arithmetic here is torch's. Megatron and the plugin take it for TransformerEngine's.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ class FusedAdam(torch.optim.Optimizer):
                     self.multi_tensor_adam(parameter, group)
 
     def multi_tensor_adam(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        """Of one here."""
+        """Return the group of a parameter here."""
         state, (beta, beta_sq), decay = self.state[parameter], group["betas"], group["weight_decay"]
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
@@ -62,11 +62,11 @@ def install() -> None:
     from megatron.core import optimizer  # noqa: PLC0415  (only ranks know Megatron)
     from megatron.core.optimizer import distrib_optimizer  # noqa: PLC0415
 
-    told: dict[Any, dict[str, Any]] = {
+    attributes: dict[Any, dict[str, Any]] = {
         optimizer: {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False},
         distrib_optimizer: {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True},
     }
-    for module, names in told.items():
+    for module, names in attributes.items():
         for name, value in names.items():
             assert hasattr(module, name), "Megatron says by these which Adam there is"
             setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""One run of Megatron's own pretrain, by a recipe, in ranks of the harness; and what two runs differ by."""
+"""Run Megatron's own pretrain, by a recipe, in ranks of the harness, and compare two runs."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.parity import group_adam
-from benchmarks.rehearsal import quietly
+from benchmarks.played_ranks import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
 
 RECIPES = Path(__file__).parents[2] / "recipes/megatron"
@@ -38,7 +38,7 @@ COMMON = f"""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: the model, the layout, and what is spoilt on purpose."""
+    """One run: the model, the layout, and the planted fault."""
 
     model: str
     tp: int
@@ -87,7 +87,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a rank holds of a parameter: its place in the whole, along one dim."""
+    """A rank's part of a parameter: its place in the full parameter, along one dim."""
 
     values: NDArray[np.float64]
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw."""
+    """Results of one rank."""
 
     replica: int
     losses: list[float]
@@ -112,7 +112,7 @@ class Seen:
     overlapped: int
     """How often a bucket's sums were under way before the backward had ended."""
     evaluated: list[float]
-    """The losses of the validation set, each time that it is gone through."""
+    """The losses of each pass over the validation set."""
     gathered_ahead: int
     """How often a module of the forward came to its bucket's parameters, and they had been on their way till then."""
     sent: dict[str, float]
@@ -128,18 +128,15 @@ class Seen:
 
 
 def have_megatron_imported() -> None:
-    """Have the server that ranks are forked from import it, before its first rank: later it reads no environment.
-
-    Megatron's fusions are compiled while it is imported, unless told otherwise, and compiled they are not exact: a run
-    in float64 is then 5e-8 from one without.
-    """
+    """Make the fork server import Megatron before the first rank: later it reads no environment. Megatron's fusions are
+    compiled at import by default, and compiled they are not exact: a run in float64 is then 5e-8 from one without."""
     os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 @functools.cache
 def run(job: Job) -> dict[int, Seen]:
-    """What every rank saw."""
+    """Run the job and return the results of every rank."""
     have_megatron_imported()
     with Ranks(job.processes, Play(job)) as ranks:
         return ranks.wait()
@@ -147,7 +144,7 @@ def run(job: Job) -> dict[int, Seen]:
 
 @dataclasses.dataclass(frozen=True)
 class Play:
-    """What a rank does, in a process of its own."""
+    """The program of a rank, in a process of its own."""
 
     job: Job
 
@@ -178,7 +175,7 @@ class Play:
 
 
 def run_script(path: str) -> None:
-    """As `python -m ntp_plugin.megatron` runs it, up to its end; a script may end itself early."""
+    """Run the script as `python -m ntp_plugin.megatron` does, up to its end; a script may end itself early."""
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
@@ -222,19 +219,19 @@ class Looker:
         names = ("losses", "totals", "rate", "iteration", "scale", "flag", "skipped", "norm")
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
-            told = dict(zip(names, args, strict=False))
-            self._losses += [float(loss) for name, loss in told["losses"].items() if name == "lm loss"]
-            self._norms.append(float(told["norm"]))
-            self._rates.append(told["rate"])
+            values = dict(zip(names, args, strict=False))
+            self._losses += [float(loss) for name, loss in values["losses"].items() if name == "lm loss"]
+            self._norms.append(float(values["norm"]))
+            self._rates.append(values["rate"])
             return log(*args, **kwargs)
 
         return training_log
 
     def _with_evaluation(self, evaluate: Any) -> Any:
         def evaluated(*args: Any, **kwargs: Any) -> Any:
-            told = evaluate(*args, **kwargs)
-            self._evaluated.append(float(told[0]["lm loss"]))
-            return told
+            results = evaluate(*args, **kwargs)
+            self._evaluated.append(float(results[0]["lm loss"]))
+            return results
 
         return evaluated
 
@@ -279,7 +276,7 @@ class Looker:
 
     @property
     def _sync(self) -> Any:
-        """The plugin's part that holds the lanes; None in a whole layout."""
+        """The plugin's part that holds the lanes; None in the nominal layout."""
         return getattr(self._chunks[0].config.finalize_model_grads_func, "__self__", None)
 
     def seen(self) -> Seen:
@@ -342,7 +339,7 @@ class Looker:
         from ntp_plugin.megatron.reduction.lane_sync import named  # noqa: PLC0415
 
         for name, parameter in named(self._chunks):
-            if not parameter.numel():  # of one who stands idle
+            if not parameter.numel():  # of an idle rank
                 continue
             values = parameter.detach().double().numpy()
             shape, dim = values.shape, 0
@@ -366,7 +363,7 @@ def _digest_of_generators() -> str:
 
 
 def bytes_sent(name: str, *args: Any, group: Any = None, **_: Any) -> float:
-    """What a rank sends in a collective, if it goes round a ring."""
+    """Bytes that a rank sends in a collective on a ring."""
     size, members = args[-1 if name != "all_to_all_single" else 1].nbytes, torch.distributed.get_world_size(group)
     rounds = {"all_reduce": 2 * (members - 1) / members, "reduce_scatter_tensor": (members - 1) / members}
     return float(size * ({"all_to_all_single": 1, "all_gather_into_tensor": members - 1} | rounds)[name])
@@ -385,13 +382,13 @@ def _with_masks(item: Any) -> Any:
 
 
 _NOTHING = 1e-30
-"""What is relative to zero, as the norm is that nobody asked for, is relative to this."""
+"""The divisor in place of zero, for a norm that was not computed."""
 
 type Whole = dict[str, NDArray[np.float64]]
 
 
 def replica_digests(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
-    """Replica -> name -> the whole parameter, put together from what its ranks hold; every place filled."""
+    """Replica -> name -> the full parameter, assembled from the parts of its ranks; every place is filled."""
     found: dict[int, Whole] = {}
     for seen in outcomes.values():
         for name, part in seen.parts.items():
@@ -405,14 +402,14 @@ def replica_digests(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
     return found
 
 
-def told(outcomes: Mapping[int, Seen]) -> list[Seen]:
-    """Those who are told losses: the ranks of the last stage."""
+def with_losses(outcomes: Mapping[int, Seen]) -> list[Seen]:
+    """The ranks that know losses: those of the last stage."""
     return [seen for seen in outcomes.values() if seen.losses]
 
 
 def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Seen]) -> dict[str, float]:
     """The largest relative difference over all steps, ranks and replicas: of loss, norm and weights."""
-    expected, weights = told(reference)[0], replica_digests(reference)[0]
+    expected, weights = with_losses(reference)[0], replica_digests(reference)[0]
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
     for seen in outcomes.values():
         for key, mine, theirs in (("loss", seen.losses, expected.losses), ("grad_norm", seen.norms, expected.norms)):

@@ -1,4 +1,4 @@
-"""The models and layouts that parity is shown for."""
+"""The models and layouts of the parity comparison."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddi
 BASE = "swiglu, gqa, rope, untied"
 OLD = "gelu, biases, tied, learned"
 HYBRID, SEGMENTS = "hybrid", "hybrid in segments"
-FOURS, PIECES = "micro-batches of 4", "in pieces"
+FOURS, IN_SPLITS = "micro-batches of 4", "in pieces"
 SEQUENCE = "sequence parallel"
 VIA_CORE = "via core"
 DROPOUT = "dropout 0.1"
@@ -37,10 +37,8 @@ MODELS = {
     FOURS: f"--swiglu {_BARE} {_GQA} {_UNTIED} --calculate-per-token-loss --micro-batch-size 4 --global-batch-size 24",
     OLD: "--position-embedding-type learned_absolute",
 }
-"""By feature: the first is the base, the others differ from it by what they are named for; the last has it all else.
-
-Exact masks are in the uniform run as well: they are what makes the runs equal.
-"""
+"""Models by feature: the first is the base, the others differ from it by what they are named for; the last combines all
+others. Exact masks are in the uniform run as well: they make the runs equal."""
 
 STAGED = {SEGMENTS: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *|-|-|*"}
 """Models that say themselves where stages begin."""
@@ -65,7 +63,8 @@ OPTIONS = {
     f"{VIA_CORE}, parameter gather overlap": f"--ntp-route via_core --use-distributed-optimizer {_BUCKETS} "
     "--overlap-param-gather",
 }
-"""What must make no difference: the base model on degraded replicas with it, against the uniform run without."""
+"""Options that must make no difference: the base model on degraded replicas with the option, against the uniform run
+without."""
 
 OPTIONS |= {
     f"{SEQUENCE}, {option}": f"--sequence-parallel {OPTIONS[option]}"
@@ -87,8 +86,8 @@ TOGETHER = {
 
 TIGHT = "--ntp-gpu-memory-gb 0.0012"
 """Room for a slot of TP3 that runs micro-batches of 4 in two pieces, and not in one."""
-TIGHTLY = {f"{FOURS}; {PIECES}": (FOURS, PIECES)}
-OPTIONS_OF_A_DEGRADED_RUN = OPTIONS | {PIECES: TIGHT}
+TIGHTLY = {f"{FOURS}; {IN_SPLITS}": (FOURS, IN_SPLITS)}
+OPTIONS_OF_A_DEGRADED_RUN = OPTIONS | {IN_SPLITS: TIGHT}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP4+TP3": {"tp": 4, "dp": 2, "lost": ("r1.s0.t3",)},
@@ -114,22 +113,22 @@ PIPELINES: dict[str, dict[str, Any]] = {
     INTERLEAVED: {**_INTERLEAVED, "lost": ("r1.s0.t1",)},
     "PP2 x 2: TP2,TP1 + TP1,TP2": {**_INTERLEAVED, "lost": ("r0.s1.t0", "r1.s0.t0")},
 }
-"""Replicas in stages, of which some are degraded; "x 2": on each rank two virtual stages, which are interleaved."""
+"""Replicas in stages, some of them degraded; "x 2": two interleaved virtual stages on each rank."""
 
 
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
-    """One whole replica that computes everything, with nothing of the plugin's that the model does not ask for."""
+    """One full-width replica that computes everything, with no part of the plugin that the model does not ask for."""
     return Job(model=(MODELS | STAGED)[model], tp=tp, **options)
 
 
 def reference(model: str, layout: str, **options: Any) -> Job:
-    """What a layout is compared with; it has as many stages, since each draws its weights by itself."""
+    """The reference of a layout; it has as many stages, since each draws its weights by itself."""
     if layout in PIPELINES:
         options |= {key: value for key, value in PIPELINES[layout].items() if key not in ("dp", "lost")}
     return uniform(model, **options)
 
 
 def degraded(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
-    """The same on replicas of which some are degraded."""
+    """The same on replicas, some of which are degraded."""
     where = (LAYOUTS | PIPELINES)[layout] if isinstance(layout, str) else layout
     return Job(model=(MODELS | STAGED)[model], **where, **options)

@@ -1,4 +1,4 @@
-"""A live run of Megatron's own pretrain in ranks of the harness: as `ntp run` would start it, and some ranks die."""
+"""Run Megatron's own pretrain live in ranks of the harness, as `ntp run` starts it, while some ranks die."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
-from benchmarks.rehearsal import Asking, asking_of, played, quietly, tell_that_it_asks, wait_until_they_ask
+from benchmarks.played_ranks import Asking, asking_of, played, quietly, report_request, wait_until_they_ask
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
@@ -16,7 +16,7 @@ from ntp_plugin.testing.ranks import Rank
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lived:
-    """What one rank of a live run saw."""
+    """Results of one rank of a live run."""
 
     seen: Seen
     epoch: int
@@ -33,11 +33,9 @@ def live(
     back: Mapping[int, int] | None = None,
     leaving: Sequence[int] = (),
 ) -> tuple[dict[int, Lived], Rows]:
-    """What the ranks saw that were left, and which samples went into which attempt: ["drawn", step, epoch, sample].
-
-    `leaving`: slots that end with an error, and are not asked for what they saw. `back`: slots that start again once
-    they are dead, and the section at which the others wait until they ask.
-    """
+    """Results of the surviving ranks, and the samples of each attempt: ["drawn", step, epoch, sample]. `leaving`: slots
+    that end with an error, and return nothing. `back`: slots that restart after their death, and the section at which
+    the others wait until they ask."""
     back = back or {}
     have_megatron_imported()
     return played(
@@ -52,7 +50,7 @@ def live(
 
 @dataclasses.dataclass(frozen=True)
 class Play:
-    """What a rank does, in a process of its own."""
+    """The program of a rank, in a process of its own."""
 
     job: Job
     asking: Asking = dataclasses.field(default_factory=Asking)
@@ -69,7 +67,7 @@ class Play:
         cpu_emulation.install(cpu_emulation.FLOAT64 if self.job.dtype == "float64" else cpu_emulation.ON)
         activation.install()
         looker = Looker(self.job)
-        tell_fault_points(rank, self.asking)
+        report_fault_points(rank, self.asking)
         recipe = str(self.job.recipe)
         sys.argv = [recipe, *self.job.words, "--data-cache-path", f"{rank.folder}/samples"]
         sys.path[0] = str(RECIPES)
@@ -85,27 +83,26 @@ class Play:
         return lived
 
 
-def tell_fault_points(rank: Rank, asking: Asking) -> None:
-    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a recovery by its
-    epoch."""
+def report_fault_points(rank: Rank, asking: Asking) -> None:
+    """Report every fault point to the rank: those of a step by its number, those of a recovery by its epoch."""
     from ntp_plugin.megatron.live import fault_points, start  # noqa: PLC0415
 
     begin = start.MegatronJob.__init__
 
-    def told(job: Any, *args: Any) -> None:
+    def reporting_init(job: Any, *args: Any) -> None:
         begin(job, *args)
         fault_points.tell(job, rank.reached)
         _record_samples(rank, job)
         if rank.joining:  # it is driven later
-            job.rank.drive = _then_tell_of_recoveries(rank, job, job.rank.drive)
+            job.rank.drive = _then_report_recoveries(rank, job, job.rank.drive)
         else:
             fault_points.tell_of_recoveries(job, rank.reached)
-        _wait_for_those_who_come_back(rank, job, asking)
+        _wait_for_joining_ranks(rank, job, asking)
 
-    setattr(start.MegatronJob, "__init__", told)  # noqa: B010
+    setattr(start.MegatronJob, "__init__", reporting_init)  # noqa: B010
 
 
-def _then_tell_of_recoveries(rank: Rank, job: Any, drive: Any) -> Any:
+def _then_report_recoveries(rank: Rank, job: Any, drive: Any) -> Any:
     def driven(trainer: Any) -> Any:
         from ntp_plugin.megatron.live import fault_points  # noqa: PLC0415
 
@@ -116,7 +113,7 @@ def _then_tell_of_recoveries(rank: Rank, job: Any, drive: Any) -> Any:
     return driven
 
 
-def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
+def _wait_for_joining_ranks(rank: Rank, job: Any, asking: Asking) -> None:
     begin = job.step._begin
 
     def wait_and_begin(*args: Any, **kwargs: Any) -> Any:
@@ -124,11 +121,11 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
         return begin(*args, **kwargs)
 
     job.step._begin = wait_and_begin
-    tell_that_it_asks(rank, asking, job.rank._agreeing)
+    report_request(rank, asking, job.rank._agreeing)
 
 
 def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:
-    """Of a joining rank's steps only the last are its own; before that it is taken for what the others are."""
+    """Fill the steps that a joining rank missed with those of the others."""
     longest = {what: max((getattr(one.seen, what) for one in lived.values()), key=len) for what in ("norms", "losses")}
     seen = {}
     for slot, one in lived.items():

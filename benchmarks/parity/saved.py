@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read by torch alone; a run in two halves, of which the second loads what the first saved."""
+"""Read a checkpoint with torch alone, and run a job in two halves: the second loads what the first saved."""
 
 import dataclasses
 import warnings
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from benchmarks.parity.job import STEPS, Seen, Whole, told
+from benchmarks.parity.job import STEPS, Seen, Whole, with_losses
 
 HALF = STEPS // 2
 
@@ -22,7 +22,7 @@ def saving(folder: Path) -> str:
 
 
 def loading(folder: Path) -> str:
-    """The arguments of the run that goes on."""
+    """The arguments of the second run."""
     return f"--load {folder}"
 
 
@@ -35,7 +35,7 @@ def replica_digests_in(folder: Path, step: int = HALF) -> Whole:
         for name, about in stored.items()
         if isinstance(about, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():  # it says that it loads in one process, although it was told to
+    with warnings.catch_warnings():  # it warns about loading in one process, although it was asked to
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         load(tensors, storage_reader=reader, no_dist=True)
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
@@ -51,7 +51,7 @@ def largest_difference(mine: Whole, theirs: Whole) -> float:
 
 def joined(first: Mapping[int, Seen], second: Mapping[int, Seen]) -> dict[int, Seen]:
     """Both halves of a run as the ranks of the second saw them, which may be others than those of the first."""
-    before = told(first)[0]
+    before = with_losses(first)[0]
     return {
         rank: dataclasses.replace(
             seen,

@@ -1,6 +1,6 @@
-"""Negative controls: in each of them one thing is wrong on purpose, and the comparison must notice.
+"""Negative controls: each plants one fault that the comparison must detect.
 
-Called in a rank, before Megatron starts: what is spoilt stays so for the life of the process.
+Called in a rank, before Megatron starts: the fault stays for the life of the process.
 """
 
 import dataclasses
@@ -71,19 +71,21 @@ def gate_and_up_swapped() -> None:
     def slices(sync: LaneSync, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
         named = sync.parameters
         return tuple(
-            _swapped(piece, named[piece.name].shape[piece.dim] // 2)
-            if sync._layout.pattern and len(sync.tensors[piece.name].runs) == 2
-            else piece
-            for piece in plan(sync, units)
+            _swapped(tensor_slice, named[tensor_slice.name].shape[tensor_slice.dim] // 2)
+            if sync._layout.pattern and len(sync.tensors[tensor_slice.name].runs) == 2
+            else tensor_slice
+            for tensor_slice in plan(sync, units)
         )
 
     _put(LaneSync, "_slices", slices)
 
 
-def _swapped(piece: Slice, half: int) -> Slice:
-    parts = [part for a, b in piece.ranges for part in ((a, min(b, half)), (max(a, half), b)) if part[0] < part[1]]
+def _swapped(tensor_slice: Slice, half: int) -> Slice:
+    parts = [
+        part for a, b in tensor_slice.ranges for part in ((a, min(b, half)), (max(a, half), b)) if part[0] < part[1]
+    ]
     other = tuple((a + half, b + half) if b <= half else (a - half, b - half) for a, b in parts)
-    return Slice(name=piece.name, dim=piece.dim, ranges=other)
+    return Slice(name=tensor_slice.name, dim=tensor_slice.dim, ranges=other)
 
 
 def units_to_the_wrong_core() -> None:
@@ -96,7 +98,7 @@ def units_to_the_wrong_core() -> None:
         lent = [place for place, slices in enumerate(core_slices.out) if slices and place != core_slices.place]
         if len(lent) < 2:
             return core_slices
-        out = [{piece.name: piece for piece in slices} for slices in core_slices.out]
+        out = [{tensor_slice.name: tensor_slice for tensor_slice in slices} for slices in core_slices.out]
         one, other = out[lent[0]], out[lent[1]]
         for name in one.keys() & other.keys():
             if sp.size(one[name].ranges) == sp.size(other[name].ranges):
@@ -167,7 +169,7 @@ def layer_frozen() -> None:
 
 
 def optimizer_replaced() -> None:
-    """Where Megatron finds torch's AdamW there is another class."""
+    """Another class replaces torch's AdamW for Megatron."""
 
     class Preconditioned(torch.optim.AdamW):
         pass
@@ -208,11 +210,11 @@ def activations_of_another_micro_batch() -> None:
     operations = Pipeline._operations
     before: list[torch.Tensor] = []
 
-    def late(pipeline: Pipeline, *, tensor_send_next: torch.Tensor | None, **said: Any) -> Any:
+    def late(pipeline: Pipeline, *, tensor_send_next: torch.Tensor | None, **options: Any) -> Any:
         if tensor_send_next is not None:
             before.append(tensor_send_next.clone())
             tensor_send_next = before[-2:][0]
-        return operations(pipeline, tensor_send_next=tensor_send_next, **said)
+        return operations(pipeline, tensor_send_next=tensor_send_next, **options)
 
     _put(Pipeline, "_operations", late)
 
@@ -221,28 +223,28 @@ def shared_rows_not_summed() -> None:
     """Each stage steps its copy of the word embedding by its own gradient."""
     make = LaneSync._shared_lanes
 
-    def alone(sync: LaneSync, made: Made, **said: Any) -> list[GradientLane]:
-        return [dataclasses.replace(lane, group=None) for lane in make(sync, made, **said)]
+    def alone(sync: LaneSync, made: Made, **options: Any) -> list[GradientLane]:
+        return [dataclasses.replace(lane, group=None) for lane in make(sync, made, **options)]
 
     _put(LaneSync, "_shared_lanes", alone)
 
 
 def units_swapped_in_a_checkpoint() -> None:
     """The first and the last query group of a slot change places in what it writes, its own output projection not."""
-    in_pieces = checkpoints.in_pieces
+    split = checkpoints.in_pieces
 
     def swapped(entry: Any, whole: Tensor, places: Spans) -> Any:
         if whole.family.startswith(ATTENTION) and whole.dim == 0:
             size = whole.runs[0].unit_size
             first, *others, last = [(at, at + size) for start, stop in places for at in range(start, stop, size)]
             places = (last, *others, first)
-        return in_pieces(entry, whole, places)
+        return split(entry, whole, places)
 
     _put(checkpoints, "in_pieces", swapped)
 
 
 def samples_not_rewound() -> None:
-    """A step that is taken again goes on with the samples that follow, by the share of before."""
+    """A repeated step draws the samples that follow, by the share of before."""
 
     def begin_work(state: LoopState) -> None:
         state._samples.drawn.clear()
@@ -304,7 +306,7 @@ def all_lose_a_number() -> None:
 
 
 def a_bit_flips_in_its_own_shard() -> None:
-    """Of slot 3's optimizer, when the sixth step is over: it is in that slot's weights, and would be in its copy."""
+    """Flip a bit of slot 3's optimizer after the sixth step: it is in that slot's weights, and would be in its copy."""
 
     def flip(step: TrainingStep) -> None:
         shard = step._trainer.state._model_rebuild.optimizer.optimizer.param_groups[0]["params"][0]
@@ -313,8 +315,8 @@ def a_bit_flips_in_its_own_shard() -> None:
     _when_six_steps_are_over(flip)
 
 
-def nobody_tells_all_digests() -> None:
-    """Where replicas are compared: for who shows that sums do."""
+def replicas_compared_by_sums_alone() -> None:
+    """Replicas are compared by sums alone: for tests that sums suffice."""
     _put(ReplicaWatch, "_odd_of_all", None)
 
 
@@ -338,16 +340,16 @@ def an_own_copy_of_slot_0_is_corrupt() -> None:
     describe = JobCopies.describe
 
     def described(copies: JobCopies) -> str:
-        told = describe(copies)
+        description = describe(copies)
         if copies._slot == 0:
             harm.spoil_copy(copies._rank.place.copies, 0, seed=0)
-        return told
+        return description
 
     _put(JobCopies, "describe", described)
 
 
 def far_copies_do_not_arrive() -> None:
-    """And to take slot 3's near ones takes so long that a step has begun meanwhile."""
+    """Far copies never arrive, and slot 3's near ones take so long that a step begins meanwhile."""
     complete = Store.complete
 
     def lost(*_: Any, **__: Any) -> list[str]:
@@ -363,7 +365,7 @@ def far_copies_do_not_arrive() -> None:
 
 
 def dealt_units_swapped() -> None:
-    """What a slot receives it puts where its neighbour belongs; digests see that."""
+    """A slot puts received units where those of its neighbour belong; digests detect that."""
     put = rebuild._put
 
     def swapped(tensor: Tensor, part: torch.Tensor, held: Spans, wanted: Spans, values: torch.Tensor) -> None:
@@ -373,13 +375,13 @@ def dealt_units_swapped() -> None:
 
 
 def dealt_units_swapped_and_not_compared() -> None:
-    """The same where nobody looks."""
+    """The same without the comparison of digests."""
     dealt_units_swapped()
     _put(reshard, "compare", lambda *_, **__: None)
 
 
 def what_an_optimizer_keeps_arrives_doubled() -> None:
-    """Where it comes behind the weights."""
+    """Optimizer state that arrives after the weights is doubled."""
     arrived = reshard._UnderWay._arrived
 
     def doubled(under_way: reshard._UnderWay) -> dict[str, Entries]:
@@ -393,14 +395,14 @@ def what_an_optimizer_keeps_arrives_doubled() -> None:
 
 
 def what_an_optimizer_keeps_arrives_doubled_and_is_not_compared() -> None:
-    """The digests would have told."""
+    """The same without the digests, which would detect it."""
     what_an_optimizer_keeps_arrives_doubled()
     _put(reshard, "compare", lambda *_, **__: None)
 
 
 def what_is_left_of_a_step_is_collected_in_another() -> None:
-    """What a pipeline's schedule has entered and never left is kept, and ends when a later step has entered its own;
-    Python's collector may come there by itself. Nothing is wrong with that."""
+    """Contexts that a pipeline's schedule entered and never left are kept, and end when a later step has entered its
+    own; Python's collector may do this by itself. That is harmless."""
     _put(hooks, "no_sync", _ends_in_another_step(unsynced.no_sync))
 
 

@@ -1,1 +1,1 @@
-"""DeepSpeed jobs in ranks of the harness, some of which die; and what they differ by from an undisturbed one."""
+"""DeepSpeed jobs in ranks of the harness, some of which die, and their differences from an undisturbed job."""

@@ -1,4 +1,4 @@
-"""What a run that lost ranks differs by from one that did not, and whether every sample was used once."""
+"""Compare a run that lost ranks with one that did not, and check that every sample was used once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def differences(outcomes: Mapping[int, Seen], rows: Rows, job: Job) -> dict[str,
 
 
 def assert_same_training(outcomes: Mapping[int, Seen], rows: Rows, job: Job, *, once: bool = True) -> None:
-    """As that of an undisturbed run, and every sample of it was used once."""
+    """Assert that the training equals that of an undisturbed run, and used every sample once."""
     reference = undisturbed(job)[0]
     for seen in outcomes.values():
         assert (seen.steps, seen.samples, seen.rates) == (reference.steps, reference.samples, reference.rates)
@@ -50,7 +50,7 @@ def undisturbed_weights(job: Job) -> dict[str, Any]:
 
 
 def together(outcomes: Mapping[int, Seen], job: Job) -> dict[str, Any]:
-    """The weights of the slots of the first replica, which have lost nobody."""
+    """Combine the weights of the slots of the first replica, which has lost no slot."""
     slots = [outcomes[slot] for slot in range(job.tp)]
     if job.mpu:
         return {name: value for slot in slots for name, value in slot.weights.items()}
@@ -77,7 +77,7 @@ def of_weights(mine: Seen, theirs: Mapping[str, Any]) -> float:
 
 
 def largest(mine: Mapping[int, float], theirs: Mapping[int, float]) -> float:
-    """Of the steps of both, which are the same."""
+    """Differences over the steps of both, which must be the same."""
     assert mine.keys() == theirs.keys(), (sorted(mine), sorted(theirs))
     return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in theirs)
 

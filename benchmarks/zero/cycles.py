@@ -1,13 +1,13 @@
-"""Deaths and returns, again and again in one DeepSpeed job.
+"""Kill and restart ranks again and again in one DeepSpeed job.
 
     python -m benchmarks.zero.cycles              50 cycles for each stage of ZeRO, also where AutoTP has cut the model
     SCALE=ci python -m benchmarks.zero.cycles     3 of ZeRO-1, and 3 with AutoTP
 
-In each cycle a random slot is killed some time after a random step that all were in, and a new process comes into it;
-the others do not wait for it while it starts, but in the end they do. They look at the door with each vote here, since
-steps are so short that there are many from one look to the next: the next one dies when all are there. One slot lives
-through all of it. In the end weights, losses and norms are compared with a job without plugin and without faults, and
-the threads and descriptors of the slot that lived with those after the first cycles.
+In each cycle a random slot is killed some time after a random step of all members, and a new process joins in it; the
+others do not wait for it while it starts, but they do at the end. Members poll for admission with each vote here, since
+many of these short steps fit into one polling interval: the next slot dies when all are present. One slot survives all
+cycles. At the end weights, losses and norms are compared with a job without plugin and without faults, and the threads
+and descriptors of the surviving slot with those after the first cycles.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from benchmarks import evidence
-from benchmarks.rehearsal import Asking
+from benchmarks.played_ranks import Asking
 from benchmarks.zero import job as zero
 from benchmarks.zero.compare import differences, used_once, within
 from benchmarks.zero.fault_points import FAULT_POINTS
@@ -51,7 +51,7 @@ class Play(zero.Play):
             groups = window._rank.groups
             whole = len(groups.members) == len(rank.first.member_ids)
             if whole:
-                rank.write([[_whole(window.step // STEPS_EACH), rank.slot]])
+                rank.write([[_complete(window.step // STEPS_EACH), rank.slot]])
             if rank.slot == LIVES and whole and groups.epoch not in epochs:
                 epochs.add(groups.epoch)
                 rank.write([["held", *held(groups)]])
@@ -60,9 +60,9 @@ class Play(zero.Play):
         return super()._play(rank)
 
 
-def _whole(number: int) -> str:
-    """What is written of a step between two deaths that all were in. The first of them may be a step or two late: who
-    asks is let in with the next vote."""
+def _complete(number: int) -> str:
+    """The row of a step of all members between two deaths. The first may be a step or two late: a joining rank is
+    admitted with the next vote."""
     return f"whole after {number}"
 
 
@@ -75,7 +75,7 @@ def cycle(kind: Job, cycles: int) -> dict[str, Any]:
     began = time.monotonic()
     with Ranks(4, Play(job, Asking(awaited=awaited, sooner=True)), fault_points=FAULT_POINTS) as ranks:
         for number, slot in enumerate(slots):
-            ranks.wait_for_rows(4 * draw.randint(1, 5), _whole(number), PATIENCE_S)
+            ranks.wait_for_rows(4 * draw.randint(1, 5), _complete(number), PATIENCE_S)
             time.sleep(draw.uniform(0, WITHIN_S))
             ranks.kill(slot)
             ranks.wait_for_death(slot)

@@ -1,11 +1,11 @@
-"""Where faults strike in a live DeepSpeed job, and where the others are when they hear of it."""
+"""Where faults are injected into a live DeepSpeed job, and where the others are when they learn of a loss."""
 
 import contextlib
 import itertools
 import time
 from typing import Any
 
-from benchmarks.rehearsal import Asking, tell_that_it_asks, wait_until_they_ask
+from benchmarks.played_ranks import Asking, report_request, wait_until_they_ask
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.recovery.fault_points import FaultPoints
 from ntp_plugin.testing.ranks import Rank
@@ -19,9 +19,8 @@ FORWARDS = 3
 """Of an evaluation."""
 
 
-def tell_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
-    """Tell the rank of every moment at which a fault may strike: of a step by its number, of a recovery by its
-    epoch."""
+def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
+    """Report every fault point to the rank: those of a step by its number, those of a recovery by its epoch."""
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
 
     from ntp_plugin.deepspeed.fault_points import tell_of_recoveries  # noqa: PLC0415
@@ -33,9 +32,9 @@ def tell_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> N
     fault_points = FaultPoints(rank.reached, "step", lambda: int(job.loop.done) + 1)
 
     if job_of.hear_at and job_of.hear_at[0] == "words" and all(fault.slot != rank.slot for fault in rank.faults):
-        _hear_before_the_vote(job, job_of.hear_at[1])
+        _learn_before_the_vote(job, job_of.hear_at[1])
     if job_of.hears_in_evaluation == rank.slot:
-        _hear_in_an_evaluation(engine, job)
+        _learn_in_an_evaluation(engine, job)
     if job_of.slow_to_leave and rank.slot in (1, 2):
         _be_slow_to_leave(job, job_of.slow_to_leave)
     fault_points.at(engine, "allreduce_gradients", "reduce")
@@ -49,35 +48,35 @@ def tell_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> N
     fault_points.at(stage_1_and_2, "all_gather_dp_groups", "gather")
     if not rank.joining:
         tell_of_recoveries(job, driver, rank.reached)
-    _wait_for_those_who_come_back(rank, job, asking)
+    _wait_for_joining_ranks(rank, job, asking)
 
 
-def hear_of_a_loss(job: Any) -> None:
-    """Wait for it, and go on as one who has looked at nothing."""
+def wait_for_a_loss(job: Any) -> None:
+    """Wait for the loss, and continue as if it had not been seen."""
     with contextlib.suppress(PeerLost):
         while True:
             job.rank.groups.check()
             time.sleep(0.001)
 
 
-def _hear_before_the_vote(job: Any, step: int) -> None:
+def _learn_before_the_vote(job: Any, step: int) -> None:
     original = job.window._words
 
     def words() -> Any:
         if job.loop.done + 1 == step and not job.rank.groups.epoch:
-            hear_of_a_loss(job)
+            wait_for_a_loss(job)
         return original()
 
     job.window._words = words
 
 
-def _hear_in_an_evaluation(engine: Any, job: Any) -> None:
+def _learn_in_an_evaluation(engine: Any, job: Any) -> None:
     """At the end of its last forward, when the other slots of the replica have had theirs."""
     forwards = itertools.count(1)
 
     def hear(*_: Any) -> None:
         if not engine.module.training and not job.rank.groups.epoch and next(forwards) == FORWARDS:
-            hear_of_a_loss(job)
+            wait_for_a_loss(job)
             job.rank.groups.check()
 
     engine.module.register_forward_hook(hear)
@@ -103,7 +102,7 @@ def _be_slow_to_leave(job: Any, section: int) -> None:
     job.loop.vote = voting
 
 
-def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
+def _wait_for_joining_ranks(rank: Rank, job: Any, asking: Asking) -> None:
     begin = job.window._take_in_hand
 
     def wait_and_begin() -> None:
@@ -111,4 +110,4 @@ def _wait_for_those_who_come_back(rank: Rank, job: Any, asking: Asking) -> None:
         begin()
 
     job.window._take_in_hand = wait_and_begin
-    tell_that_it_asks(rank, asking, job.rank._agreeing)
+    report_request(rank, asking, job.rank._agreeing)

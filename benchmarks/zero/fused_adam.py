@@ -1,7 +1,7 @@
 """DeepSpeed's FusedAdam, as a config without `torch_adam` has it, with a kernel that rounds no element by its place.
 
-The class is DeepSpeed's own, and what it keeps and counts. Its kernel for GPUs does the same for each element; that for
-CPUs does not, and is refused, so that here it is done by torch.
+The class is DeepSpeed's own, with its state and its counts. Its GPU kernel treats each element alike; its CPU kernel
+does not, and is refused, so that torch does the arithmetic here.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def multi_tensor_adam(  # noqa: PLR0917  (as it is called)
     corrected: int,
     decay: float,
 ) -> None:
-    """As `csrc/adam/multi_tensor_adam.cu`: gradients, parameters, and the two moments."""
+    """Like `csrc/adam/multi_tensor_adam.cu`: gradients, parameters, and the two moments."""
     corrections = (1 - beta**step, 1 - beta_sq**step) if corrected else (1.0, 1.0)
     for given, parameter, average, average_sq in zip(*tensors, strict=True):
         gradient = given.to(average.dtype) if decoupled else given + decay * parameter
@@ -39,7 +39,7 @@ class Builder:
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
     def load(self) -> "Builder":
-        """What DeepSpeed asks for the kernel."""
+        """Return the kernel that DeepSpeed asks for."""
         return self
 
 

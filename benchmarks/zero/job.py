@@ -1,4 +1,4 @@
-"""A live run of a DeepSpeed job in ranks of the harness: as `ntp run` would start it, and some ranks die."""
+"""Run a DeepSpeed job live in ranks of the harness, as `ntp run` starts it, while some ranks die."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.rehearsal import Asking, asking_of, played, quietly
+from benchmarks.played_ranks import Asking, asking_of, played, quietly
 from benchmarks.zero import fused_adam
-from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, hear_of_a_loss, tell_fault_points
+from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, report_fault_points, wait_for_a_loss
 from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
 from benchmarks.zero.own_layers import Mpu, Own
 from ntp_plugin.testing.faults import Fault
@@ -50,25 +50,25 @@ class Job:
     """DeepSpeed's own in place of torch's: "known", or "refused" as on any CPU."""
     dropout: float = 0.0
     own_loader: bool = False
-    """The script makes its loader, and shuffles anew in each turn."""
+    """The script makes its loader, and shuffles again in each data epoch."""
     unfollowed: bool = False
-    """The script trains on a loader that nobody can follow, after an evaluation by one that could be."""
+    """The script trains on a loader that cannot be rewound, after an evaluation by one that can."""
     saves: int = 0
     """The step after which it writes a checkpoint."""
     saves_each: int = 0
-    """It asks for one after each micro-batch, where so many steps divide those that are over."""
+    """It requests a checkpoint after each micro-batch if so many steps divide the completed ones."""
     saves_turns: bool = False
-    """It writes one after each turn through the data."""
+    """It writes a checkpoint after each data epoch."""
     folder: str = ""
     """Of that; one of the run's own where there is none."""
     gathers_turns: bool = False
-    """It asks all ranks for something after each turn, in a collective of its own; in its folder each rank writes."""
+    """It runs a collective of its own on all ranks after each data epoch; each rank writes to its folder."""
     goes_on: bool = False
-    """It begins from the newest checkpoint there is, in the turn that is noted there."""
+    """It begins from the newest checkpoint, in the data epoch that is noted there."""
     copies: str = ""
     """A folder for them that outlives the ranks."""
     resumes: str = ""
-    """One of a run that is dead, which it goes on from."""
+    """The dead run that it resumes from."""
     loads: bool = False
     """It only loads the checkpoint."""
     calls: tuple[Any, ...] = ()
@@ -80,11 +80,11 @@ class Job:
     evaluates: int | None = None
     """The step after which it goes forward a few times without training; and once more, after a checkpoint there."""
     hears_in_evaluation: int | None = None
-    """The slot that hears of a loss at the end of that, when the others of its replica are past it."""
+    """The slot that learns of a loss at the end of that, when the others of its replica are past it."""
     slow_to_leave: int = 0
-    """The section whose vote slots 1 and 2 are slow to leave: they stand in it when they hear of a loss."""
+    """The section whose vote slots 1 and 2 are slow to leave: they wait in it when they learn of a loss."""
     hear_at: tuple[str, int, int] | None = None
-    """Where the others are when they hear of a loss, in no collective: the moment, the step, and its micro-batch."""
+    """Where the others learn of a loss, outside of collectives: the fault point, the step, and its micro-batch."""
 
     @property
     def replicas(self) -> int:
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def config(self) -> dict[str, Any]:
-        """As a `ds_config.json` has it."""
+        """The config as in a `ds_config.json`."""
         adam = {"lr": RATE, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": not self.fused_adam}
         return {
             # AutoTP's slots of a replica are all counted
@@ -128,7 +128,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw."""
+    """Results of one rank."""
 
     weights: dict[str, Any]
     losses: dict[int, list[float]]
@@ -149,7 +149,8 @@ type Rows = list[list[Any]]
 
 
 def have_deepspeed_imported() -> None:
-    """Have the server that ranks are forked from import it, before its first rank: later it reads no environment."""
+    """Make the fork server import Megatron before the first rank: later it reads no environment. Megatron's fusions are
+    compiled at import by default, and compiled they are not exact: a run in float64 is then 5e-8 from one without."""
     os.environ.setdefault("NTP_PRELOAD", "deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -163,11 +164,9 @@ def run(
     leaving: Sequence[int] = (),
     play: Callable[..., Any] | None = None,
 ) -> tuple[dict[int, Seen], Rows]:
-    """What the ranks saw that were left, and who computed what: ["micro", step, epoch, loss, samples...].
-
-    `back`: slots that start again once they are dead, and the step at which the others wait until they ask;
-    `before_admission`: that at which they wait until these are about to.
-    """
+    """Results of the surviving ranks, and which rank computed what: ["micro", step, epoch, loss, samples...]. `back`:
+    slots that restart after their death, and the step at which the others wait until they ask; `before_admission`: the
+    step at which they wait until these are about to ask."""
     have_deepspeed_imported()
     back = back or {}
     return played(
@@ -188,7 +187,7 @@ def undisturbed(job: Job) -> dict[int, Seen]:
 
 @dataclasses.dataclass(frozen=True)
 class Play:
-    """What a rank does, in a process of its own."""
+    """The program of a rank, in a process of its own."""
 
     job: Job
     asking: Asking = dataclasses.field(default_factory=Asking)
@@ -202,7 +201,7 @@ class Play:
         import ntp_plugin.deepspeed.activation as ours  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
 
         if self.job.dtype == "float64":
-            rehearse_in_float64()
+            emulate_in_float64()
         if self.job.fused_adam:
             fused_adam.install(refused=self.job.fused_adam == "refused")
         seen = _Loop(self.job, rank, self.asking).train()
@@ -210,9 +209,9 @@ class Play:
         return seen
 
 
-def rehearse_in_float64() -> None:
-    """DeepSpeed reduces gradients, and keeps what ZeRO steps, in float32 at most. In a rehearsal it does so in float64,
-    so that what differs by more than its rounding is a fault."""
+def emulate_in_float64() -> None:
+    """Make DeepSpeed reduce gradients and keep ZeRO's state in float64; by itself it uses float32 at most. So any
+    difference beyond the rounding of float64 is a fault."""
     import deepspeed  # noqa: PLC0415
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
@@ -272,7 +271,7 @@ class _Loop:
         self._losses: dict[int, list[float]] = {}
         self._norms: dict[int, float] = {}
         if job.enabled:
-            tell_fault_points(rank, self.engine, job, asking)
+            report_fault_points(rank, self.engine, job, asking)
 
     @torch.no_grad()
     def _evaluate(self, loader: Any) -> None:
@@ -339,7 +338,7 @@ class _Loop:
         return (self.engine(x).squeeze(-1) - y).square().mean()
 
     def _pause(self, x: torch.Tensor) -> None:
-        """What a script does between steps."""
+        """A pause of the script between steps."""
         evaluates = self.engine.global_steps == self._job.evaluates
         if evaluates:
             self._go_forward_only(x)
@@ -359,9 +358,9 @@ class _Loop:
 
     def _end_turn(self, epoch: int) -> None:
         if self._job.gathers_turns:
-            told = torch.ones(1)
-            torch.distributed.all_reduce(told)
-            self._rank.write([["turn", epoch, self._rank.slot, int(told)]])
+            one = torch.ones(1)
+            torch.distributed.all_reduce(one)
+            self._rank.write([["turn", epoch, self._rank.slot, int(one)]])
             weights = [parameter.detach().clone() for parameter in self.model.parameters()]
             if self._job.folder:
                 torch.save(weights, Path(self._job.folder) / f"{self._rank.slot}-{epoch}.pt")
@@ -397,7 +396,7 @@ class _Loop:
         job = DeepSpeedJob.now
         assert job is not None, "the engine is one that can lose ranks"
         if (fault_point, step, job.window._done) == self._job.hear_at and not self._epoch:
-            hear_of_a_loss(job)
+            wait_for_a_loss(job)
 
     @property
     def _is_fresh(self) -> bool:
@@ -421,7 +420,7 @@ class _Loop:
 
 
 def places(model: torch.nn.Module, job_of: Job) -> dict[str, tuple[int, list[int]]]:
-    """Where this rank's parts of cut parameters are in the whole ones."""
+    """Places of this rank's parts of cut parameters in the full ones."""
     from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
     if job_of.enabled:

@@ -1,4 +1,4 @@
-"""What the jobs train: small models, how AutoTP is told to cut one, and their samples."""
+"""What the jobs train: small models, the AutoTP settings that cut one, and their samples."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CUT = {
         ],
     }
 }
-"""As AutoTP is told what to cut."""
+"""AutoTP's settings for the cut."""
 
 
 class Samples(torch.utils.data.Dataset[Any]):

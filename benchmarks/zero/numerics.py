@@ -1,12 +1,12 @@
-"""DeepSpeed jobs whose ranks are killed, against undisturbed ones: what `make show-deepspeed` measures.
+"""Compare DeepSpeed jobs whose ranks are killed with undisturbed ones: what `make show-deepspeed` measures.
 
-    python -m benchmarks.zero.numerics              every stage, moment and victim; some minutes
+    python -m benchmarks.zero.numerics              every stage, fault point and victim; some minutes
     SCALE=ci python -m benchmarks.zero.numerics     a slice
 
-Each row is a job of 20 steps, of four ranks as a rule, that loses one, and the largest relative difference of its
-losses, norms and weights from DeepSpeed alone on the same samples. `seconds`: from the kill to the first step that the
-others have behind them after it, an ordinary step in it. In float64 the gradients are not clipped, since DeepSpeed's
-norms are in float32. Each negative control has one thing wrong on purpose, and must be noticed.
+Each row is a job of 20 steps, usually of four ranks, that loses one, and the largest relative difference of its losses,
+norms and weights from stock DeepSpeed on the same samples. `seconds` is the time from the kill to the end of the first
+later step of the others, including an ordinary step. In float64 the gradients are not clipped, since DeepSpeed's norms
+are in float32. Each negative control has one planted fault, and must be detected.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ SEED = 7
 STEP = 6
 FAULT_POINTS = ("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between")
 HEARD = ("forward", "backward", "accumulated")
-"""Where the others hear of a loss in code of their own, and not in a collective: `heard` in a row."""
+"""Where the others learn of a loss in their own code, and not in a collective: `heard` in a row."""
 VICTIMS = (0, 1, 3)
 CUT_FAULT_POINTS = (
     "forward",
@@ -53,12 +53,12 @@ CONTROLS = (
     *("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored"),
     *("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero", "mean_over_who_is_left_of_an_mpu"),
 )
-"""What is wrong on purpose."""
+"""Planted faults."""
 RECOVERED_S = 1.0
 
 
 def cases(scale: str) -> Iterator[tuple[Job, int, str]]:
-    """Job, victim, moment."""
+    """Job, victim, fault point."""
     for stage in (0, 1, 2):
         for place, fault_point in enumerate(FAULT_POINTS):
             if fault_point == "gather" and not stage:
@@ -102,7 +102,7 @@ def _own_cases(stage: int, scale: str) -> Iterator[tuple[Job, int, str]]:
 
 
 def feature(job: Job) -> str:
-    """What the job is of."""
+    """The feature that the job tests."""
     cut = "mpu" if job.mpu else "AutoTP"
     return f"ZeRO-{job.stage}{f', {cut}' if job.tp > 1 else ''}{job.transformer and f' of {job.transformer}'}"
 
@@ -115,7 +115,7 @@ def layout(job: Job) -> str:
 
 
 def leaving(job: Job, victim: int) -> list[int]:
-    """Who ends with it."""
+    """The slots that end with it."""
     first = victim - victim % job.tp
     return list(range(first, first + job.tp)) if job.mpu else []
 
@@ -127,20 +127,20 @@ class Play(zero.Play):
     spoil: str = ""
 
     def _play(self, rank: Rank) -> zero.Seen:
-        _tell_of_times()
+        _record_times()
         if self.spoil:
             _spoil(self.spoil)
         return super()._play(rank)
 
 
-def _tell_of_times() -> None:
+def _record_times() -> None:
     from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415  (only ranks have DeepSpeed)
 
     reached, commit = Rank.reached, AccumulationWindow._commit
 
-    def told(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
+    def recording_reached(rank: Rank, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
         if any(fault.is_for(rank.slot, fault_point, step, epoch) for fault in rank.faults):
-            rank.write([["struck", time.monotonic()]])
+            rank.write([["injected", time.monotonic()]])
         _Now.rank = rank
         reached(rank, fault_point, step, epoch=epoch)
 
@@ -149,7 +149,7 @@ def _tell_of_times() -> None:
         assert _Now.rank is not None, "it has reached something"
         _Now.rank.write([["over", window._rank.groups.epoch, window.step, time.monotonic()]])
 
-    setattr(Rank, "reached", told)  # noqa: B010  (a plain assignment is not for methods)
+    setattr(Rank, "reached", recording_reached)  # noqa: B010  (a plain assignment is not for methods)
     setattr(AccumulationWindow, "_commit", committed)  # noqa: B010
 
 
@@ -188,13 +188,13 @@ def _spoil(what: str) -> None:
 
 def lived(job: Job, faults: list[Fault], spoil: str = "") -> tuple[dict[int, zero.Seen], Rows]:
     """A run with times in its rows."""
-    gone = sorted({slot for fault in faults for slot in leaving(job, fault.slot)})
-    return run(job, faults=faults, leaving=gone, play=lambda job, asking: Play(job, asking, spoil))
+    lost = sorted({slot for fault in faults for slot in leaving(job, fault.slot)})
+    return run(job, faults=faults, leaving=lost, play=lambda job, asking: Play(job, asking, spoil))
 
 
 def recovered_s(rows: Rows) -> float:
     """From the kill to the first step that is over for all in the epoch after it."""
-    injected = next(row[1] for row in rows if row[0] == "struck")
+    injected = next(row[1] for row in rows if row[0] == "injected")
     epochs = {row[1] for row in rows if row[0] == "over"}  # where others leave with it, that takes an epoch more
     over = [row for row in rows if row[0] == "over" and row[1] == min(epochs - {0})]
     first = min(row[2] for row in over)
@@ -202,7 +202,7 @@ def recovered_s(rows: Rows) -> float:
 
 
 def noticed(control: str) -> bool:
-    """Whether the comparison, or the plugin itself, finds it."""
+    """Return whether the comparison, or the plugin itself, detects it."""
     job, fault_point = Job(), "accumulated"
     if control == "shards_not_restored":
         job, fault_point = Job(stage=1), "vote"
@@ -231,9 +231,9 @@ def main(scale: str) -> int:
         }
         row["heard"] = job.hear_at[0] if job.hear_at else "where it waits"
         try:
-            outcomes, told = lived(job, [kill(victim, during=fault_point, step=STEP)])
-            found = differences(outcomes, told, job)
-            once, took = used_once(told, job), recovered_s(told)
+            outcomes, recorded = lived(job, [kill(victim, during=fault_point, step=STEP)])
+            found = differences(outcomes, recorded, job)
+            once, took = used_once(recorded, job), recovered_s(recorded)
         except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:  # the other rows are worth knowing
             rows.append(row | {"failed": str(error)[-200:]})
             fine = False

@@ -9,7 +9,7 @@ from benchmarks.zero.models import FEATURES
 
 
 class Mpu:
-    """Replicas of ranks that follow each other. It counts once, as many do: DeepSpeed is told what it counted then."""
+    """Replicas of consecutive ranks. It counts them once, as many mpus do: DeepSpeed gets that count later, too."""
 
     def __init__(self, tp: int) -> None:
         # The process group is there as soon as an mpu is asked for; scripts do that before their model.
@@ -56,7 +56,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Out of it: the sum of all parts."""
+    """Leave the cut region: sum all parts."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -70,7 +70,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Out of it: all parts, side by side."""
+    """Leave the cut region: concatenate all parts."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -138,7 +138,7 @@ def len_of(mpu: Mpu) -> int:
 
 
 def _part(values: torch.Tensor) -> torch.nn.Parameter:
-    """As DeepSpeed knows that all slots have others of it, when it takes a norm."""
+    """Mark the parameter for DeepSpeed's norm: each slot has another part of it."""
     parameter = torch.nn.Parameter(values.detach().clone())
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter

@@ -1,4 +1,4 @@
-"""The loop of a DeepSpeed script is over, and a rank fails or is killed before the script is."""
+"""A rank fails or is killed after the loop of a DeepSpeed script and before the end of the script."""
 
 import re
 
@@ -27,33 +27,33 @@ def job(folder, *flags, config, script=RECIPES / "train.py", **environment):
 
 
 @pytest.mark.short
-def test_an_error_of_the_script_is_the_jobs(tmp_path):
-    """As it is without the plugin."""
+def test_an_error_of_the_script_ends_the_job(tmp_path):
+    """The error is reported as without the plugin."""
     script = tmp_path / "train.py"
     script.write_text(AFTERWARDS.format(recipe=str(RECIPES / "train.py")))
     config = with_block(tmp_path, {"enabled": True}, stage=2)
-    code, said = job(tmp_path, "--ntp-respawn=1", config=config, script=script, PAUSE_S="0").end()
-    assert code == 9, said
-    assert "done: step 32" in said
-    assert re.search(r"ntp run: slot 0 \(pid \d+\) failed:\nTraceback (.|\n)*    None.config\n", said)
-    assert "slot 0 ended by an error of its own script: AttributeError: 'NoneType' object has no attribute" in said
-    assert "starts anew" not in said
+    code, output = job(tmp_path, "--ntp-respawn=1", config=config, script=script, PAUSE_S="0").end()
+    assert code == 9, output
+    assert "done: step 32" in output
+    assert re.search(r"ntp run: slot 0 \(pid \d+\) failed:\nTraceback (.|\n)*    None.config\n", output)
+    assert "slot 0 ended by an error of its own script: AttributeError: 'NoneType' object has no attribute" in output
+    assert "starts anew" not in output
 
 
 @pytest.mark.short
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_that_is_killed_takes_a_step_with_it_that_nobody_takes_again(stage):
-    """So the survivors fail: they are not where they said that they were."""
+def test_a_rank_killed_after_the_loop_loses_its_last_step(stage):
+    """The survivors fail: they are not at the step that they reported."""
     with pytest.raises(StateLost, match=f"a rank was lost after the script's last step, {STEPS}, and its part"):
         run(Job(stage=stage), faults=[kill(0, during="between", step=STEPS)])
 
 
 @pytest.mark.short
-def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path):
+def test_no_process_outlives_a_killed_supervisor(tmp_path):
     config = with_block(tmp_path, {"enabled": True}, stage=2)
     running = job(tmp_path, config=config, PAUSE_S="3600")
     try:
-        wait_until(lambda: running.said.count("is pid") == 4, lambda: running.said, SECONDS)
+        wait_until(lambda: running.output.count("is pid") == 4, lambda: running.output, SECONDS)
     finally:
         pidfds = descendants_of(running.process.pid)
         running.process.kill()

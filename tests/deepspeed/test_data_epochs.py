@@ -1,4 +1,4 @@
-"""Who comes back goes through the turns behind the job alone, also where one begins while it stands at the door."""
+"""A joining rank skips past data epochs by itself, also when one begins while it waits for admission."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ from ntp_plugin.testing.faults import kill
 
 
 class OpensAtOnce(Play):
-    """Its members look at the door with each vote: steps are short here, and soon over."""
+    """Its members poll for admission with each vote: steps are short here."""
 
     def _play(self, rank):
         admission._LOOK_S = 0.0
@@ -24,14 +24,14 @@ class OpensAtOnce(Play):
 
 def together_in_turns(rows, slot):
     """After each turn, with how many it was."""
-    return [told for kind, _, who, told in (row for row in rows if row[0] == "turn") if who == slot]
+    return [ranks for kind, _, who, ranks in (row for row in rows if row[0] == "turn") if who == slot]
 
 
 @pytest.mark.parametrize("started_at", [10, 13])
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 0, "tp": 2, "ranks": 4}])
-def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options, started_at, tmp_path):
-    """Alone, before it is let in: so it hears of nobody, and nobody waits for it. Also past a turn that the others come
-    to while it stands at the door."""
+def test_a_joining_rank_skips_collectives_after_past_data_epochs(options, started_at, tmp_path):
+    """It skips them alone, before it is admitted: it receives nothing, and nobody waits for it. It also skips a data
+    epoch that the others begin while it waits for admission."""
     job = Job(**options, gathers_turns=True, folder=str(tmp_path))
     faults, started = [kill(2, during="vote", step=6)], {2: started_at}
     outcomes, rows = run(job, faults=faults, back={2: 14}, before_admission=started, play=OpensAtOnce)
@@ -49,8 +49,9 @@ def test_who_comes_back_goes_past_what_is_done_together_after_each_turn(options,
 @pytest.mark.parametrize(
     "options", [{"stage": 1}, pytest.param({"stage": 0, "tp": 2, "ranks": 4}, marks=pytest.mark.short)]
 )
-def test_the_door_opens_where_a_turn_begins(options):
-    """The first step of the fourth one, which nobody has begun: who asked in the third has to go past that first."""
+def test_admission_opens_at_the_start_of_a_data_epoch(options):
+    """Admission waits for the first step of the fourth data epoch: a rank that asked in the third has to skip that
+    first."""
     job = Job(**options, gathers_turns=True)
     faults, started = [kill(2, during="vote", step=6)], {2: 10}
     outcomes, rows = run(job, faults=faults, back={2: 12}, before_admission=started, play=OpensAtOnce)
@@ -60,24 +61,24 @@ def test_the_door_opens_where_a_turn_begins(options):
 
 
 class IsHeldUp(OpensAtOnce):
-    """The joining rank comes in when the others, who have opened for it, have long gone on, to step 18."""
+    """The joining rank is admitted when the others, who have opened admission, are already at step 18."""
 
     def _play(self, rank):
         from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415
         from ntp_plugin.recovery.elastic_rank import ElasticRank  # noqa: PLC0415
 
-        gone_on, begin, drive = Path(rank.folder) / "gone-on", AccumulationWindow._begin, ElasticRank.drive
+        went_on, begin, drive = Path(rank.folder) / "gone-on", AccumulationWindow._begin, ElasticRank.drive
 
         def begun(window):
             begin(window)
             driver = window._loop.driver
             if window.step == 18 and driver.heading_for == 1:  # since the loss
-                gone_on.touch()
+                went_on.touch()
                 while not driver._agreement.newer_view_exists():
                     time.sleep(0.01)
 
         def held_up(self, trainer):
-            while rank.joining and not gone_on.exists():
+            while rank.joining and not went_on.exists():
                 time.sleep(0.01)
             return drive(self, trainer)
 
@@ -89,10 +90,10 @@ class IsHeldUp(OpensAtOnce):
             raise
 
 
-def test_who_comes_in_behind_a_turn_ends_and_the_others_go_on():
+def test_a_rank_that_joins_behind_a_data_epoch_ends_and_the_others_continue():
     job = Job(stage=1)
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 14}, leaving=[2], play=IsHeldUp)
     assert sorted(outcomes) == [0, 1, 3]
     assert_same_training(outcomes, rows, job)
-    (told,) = (row[1] for row in rows if row[0] == "late")
-    assert "joins at step 18, in a data epoch that its script has not reached" in told
+    (error,) = (row[1] for row in rows if row[0] == "late")
+    assert "joins at step 18, in a data epoch that its script has not reached" in error

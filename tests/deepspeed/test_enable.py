@@ -22,14 +22,16 @@ enable()
 def test_the_example_of_a_script_that_makes_its_process_group_runs(tmp_path):
     script = ROOT / "docs" / "examples" / "deepspeed_enable.py"
     command = [*NTP, "run", "--standalone", "--nproc-per-node=2", str(script)]
-    code, said = Command(command, tmp_path / "log", STEPS="5", DS_ACCELERATOR="cpu").end()
-    assert code == 0, said
-    assert "step 5: loss" in said
+    code, output = Command(command, tmp_path / "log", STEPS="5", DS_ACCELERATOR="cpu").end()
+    assert code == 0, output
+    assert "step 5: loss" in output
 
 
-def test_it_says_in_one_line_that_it_is_called_too_late():
-    told = os.environ | {"DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", TOO_LATE], env=told, capture_output=True, text=True, check=False)
+def test_a_late_call_is_one_line():
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", TOO_LATE], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2, done.stderr
     assert "ntp: ntp_plugin.deepspeed.enable() is called too late: the process group is made. Way out" in done.stderr
     assert "Traceback" not in done.stderr

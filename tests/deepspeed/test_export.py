@@ -1,5 +1,5 @@
-"""`ntp copies export` of a DeepSpeed job that lives, and of one that is dead: the checkpoint DeepSpeed itself writes
-after that step, bit for bit."""
+"""`ntp copies export` of a living and of a dead DeepSpeed job equals, bit for bit, the checkpoint that DeepSpeed writes
+after that step."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from tests.deepspeed.test_recipe import ENVIRONMENT, RECIPES, pids_in, said_until, start, with_block
+from tests.deepspeed.test_recipe import ENVIRONMENT, RECIPES, output_until, pids_in, start, with_block
 
 SAVING = """
 import runpy, sys
@@ -46,8 +46,8 @@ def without_us(folder, words, steps):
     script = folder / "saving.py"
     script.write_text(SAVING.format(steps=steps, folder=str(folder / "own"), train=str(RECIPES / "train.py")))
     process = start(*(word.replace(str(RECIPES / "train.py"), str(script)) for word in words), PAUSE_S="0")
-    said = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, said[-3000:]
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output[-3000:]
     return folder / "own"
 
 
@@ -68,14 +68,14 @@ def assert_equal(mine, own):
 
 
 @pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
-def test_what_is_in_memory_is_what_deepspeed_would_have_saved(tmp_path, config, stage):
+def test_exported_copies_equal_what_deepspeed_would_have_saved(tmp_path, config, stage):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=20", "--deepspeed_config"]
     watched = ["--ntp-copies-keep=0", *words, with_block(tmp_path, {"enabled": True}, of=config, stage=stage)]
     process = start(*watched, PAUSE_S="1")
-    pids = pids_in(said_until(process, r"step 8:"))
+    pids = pids_in(output_until(process, r"step 8:"))
     living = export(tmp_path / "living", watched[2:])
-    for line in process.stdout:  # it has gone on meanwhile, and does
-        if (told := re.match(r"step (\d+):", line)) and int(told[1]) > living:
+    for line in process.stdout:  # it has continued, and does
+        if (match := re.match(r"step (\d+):", line)) and int(match[1]) > living:
             break
     for pid in (process.pid, *pids.values()):
         os.kill(pid, signal.SIGKILL)

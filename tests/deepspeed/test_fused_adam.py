@@ -1,4 +1,4 @@
-"""DeepSpeed's own Adam, which it makes unless it is told not to: it counts the steps of a group in one parameter's."""
+"""DeepSpeed's own Adam, its default: it counts the steps of a group in one parameter."""
 
 import dataclasses
 
@@ -20,26 +20,26 @@ def job(**options):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_rank_is_killed_and_comes_back(stage):
+def test_a_killed_rank_rejoins(stage):
     outcomes, rows = run(job(stage=stage), faults=[kill(1, during="backward", step=6)], back={1: 12})
     assert sorted(outcomes) == [0, 1, 2, 3]
     assert_same_training(outcomes, rows, job(stage=stage))
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short), 2])
-def test_a_slot_is_killed_and_comes_back(stage):
-    """While it is lost its replica's shards are several to a group, of which one is counted."""
-    told = job(stage=stage, tp=2)
-    outcomes, rows = run(told, faults=[kill(1, during="backward", step=6)], back={1: 12})
+def test_a_killed_slot_rejoins(stage):
+    """While it is lost its replica has several shards in a group, one of which is counted."""
+    spec = job(stage=stage, tp=2)
+    outcomes, rows = run(spec, faults=[kill(1, during="backward", step=6)], back={1: 12})
     assert sorted(outcomes) == [0, 1, 2, 3]
-    assert_same_training(outcomes, rows, told)
+    assert_same_training(outcomes, rows, spec)
 
 
-def assert_no_further_than_torchs(told, faults, back):
+def assert_no_further_than_torchs(spec, faults, back):
     """At other widths the order of sums is another one, for any Adam."""
     found, of_torchs = (
         differences(*run(one, faults=faults, back=back), one)
-        for one in (told, dataclasses.replace(told, fused_adam=""))
+        for one in (spec, dataclasses.replace(spec, fused_adam=""))
     )
     assert all(found[key] <= 4 * of_torchs[key] for key in found), (found, of_torchs)
 
@@ -53,8 +53,8 @@ def test_one_after_the_other_from_copies():
 @pytest.mark.parametrize(("stage", "tp"), [(0, 1), (1, 2)])
 def test_in_half_precision(stage, tp, dtype):
     """Without ZeRO DeepSpeed wraps it in another optimizer than torch's, which makes all parameters one."""
-    told = job(stage=stage, tp=tp, dtype=dtype, more=SCALED if dtype == "float16" else ())
-    assert_no_further_than_torchs(told, [kill(1, during="backward", step=6)], {1: 12})
+    spec = job(stage=stage, tp=tp, dtype=dtype, more=SCALED if dtype == "float16" else ())
+    assert_no_further_than_torchs(spec, [kill(1, during="backward", step=6)], {1: 12})
 
 
 def test_on_a_cpu_it_is_refused():
@@ -62,8 +62,8 @@ def test_on_a_cpu_it_is_refused():
         run(job(fused_adam="refused"))
 
 
-def test_what_it_keeps_is_in_the_table(monkeypatch):
-    """Of three parameters in a group, the last one's step is that of all."""
+def test_state_of_fused_adam_is_in_the_table(monkeypatch):
+    """The step of the last parameter of a group counts for all three."""
     have_deepspeed_imported()
     from deepspeed.ops.adam import fused_adam as deepspeeds  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Real DeepSpeed in real ranks, some of which are killed: the training is that of an undisturbed run."""
+"""Ranks of a real DeepSpeed job are killed: the training equals that of an undisturbed run."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ FAULT_POINTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply",
 
 @pytest.mark.short
 @pytest.mark.parametrize("stage", STAGES)
-def test_nobody_is_lost(stage):
+def test_a_job_without_losses_trains_as_the_reference(stage):
     """Bit for bit as without us."""
     job = Job(stage=stage)
     outcomes, rows = run(job)
@@ -37,7 +37,7 @@ IN_FLOAT32 = Job(stage=1, dtype="bfloat16", more=(("data_types", {"grad_accum_dt
 
 
 @pytest.mark.short
-def test_nobody_is_lost_where_gradients_are_added_up_in_float32():
+def test_a_job_without_losses_with_float32_accumulation():
     outcomes, rows = run(IN_FLOAT32)
     reference = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0]
     for slot, seen in outcomes.items():
@@ -70,7 +70,7 @@ def test_a_rank_is_killed(stage, slot, fault_point):
 @pytest.mark.parametrize(
     ("stage", "step"), [(0, 1), (0, 7), (1, 1), pytest.param(1, 7, marks=pytest.mark.short), (2, 1), (2, 7)]
 )
-def test_a_rank_comes_back(stage, step):
+def test_a_rank_rejoins(stage, step):
     job = Job(stage=stage)
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=step)], back={2: 12})
     assert sorted(outcomes) == [0, 1, 2, 3]
@@ -80,14 +80,14 @@ def test_a_rank_comes_back(stage, step):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_float32_with_clipping(stage):
-    """What DeepSpeed does by itself: it reduces, and takes norms, in float32."""
+    """DeepSpeed's default: it reduces, and takes norms, in float32."""
     job = Job(stage=stage, dtype="float32")
     outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)])
     assert_same_training(outcomes, rows, job)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_after_the_other_until_one_is_left(stage):
+def test_ranks_are_lost_one_by_one_until_one_is_left(stage):
     job = Job(stage=stage)
     faults = [kill(0, during="vote", step=4), kill(3, during="backward", step=9), kill(1, during="applied", step=14)]
     outcomes, rows = run(job, faults=faults)
@@ -115,8 +115,8 @@ HEARD = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("acc
         for where in HEARD
     ],
 )
-def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, micro_batch):
-    """Where the loss finds them at the next thing that they do with the engine, and not in a collective."""
+def test_the_others_learn_of_a_loss_in_their_own_code(stage, fault_point, micro_batch):
+    """They learn of the loss at their next call of the engine, and not in a collective."""
     job = Job(stage=stage, hear_at=(fault_point, 6, micro_batch))
     outcomes, rows = run(job, faults=[kill(2, during="forward", step=6)])
     assert sorted(outcomes) == [0, 1, 3]
@@ -124,7 +124,7 @@ def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, micro_ba
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_others_hear_of_it_right_before_the_vote(stage):
+def test_the_others_learn_of_a_loss_right_before_the_vote(stage):
     job = Job(stage=stage, hear_at=("words", 6, 0))
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)])
     assert sorted(outcomes) == [0, 1, 3]
@@ -132,8 +132,8 @@ def test_the_others_hear_of_it_right_before_the_vote(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_who_stands_in_a_vote_that_another_has_left_applies_the_step(stage):
-    """And does not take it again, where the next loss comes before it has gone on."""
+def test_a_rank_waiting_in_a_vote_that_others_left_applies_the_step(stage):
+    """It does not apply the step twice if the next loss comes before it has continued."""
     job = Job(stage=stage, slow_to_leave=6)
     faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
     outcomes, rows = run(job, faults=faults)
@@ -142,7 +142,7 @@ def test_who_stands_in_a_vote_that_another_has_left_applies_the_step(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_who_stands_in_the_vote_of_a_checkpoint_that_another_has_left(stage):
+def test_a_rank_waits_in_the_vote_of_a_checkpoint_that_others_left(stage):
     job = Job(stage=stage, saves=8, slow_to_leave=9)
     outcomes, rows = run(job, faults=[kill(3, during="applied", step=9)])
     assert sorted(outcomes) == [0, 1, 2]
@@ -157,7 +157,7 @@ def test_two_at_once(stage):
     assert_same_training(outcomes, rows, job)
 
 
-def test_one_that_stands_still_is_gone_on_without():
+def test_a_hung_rank_is_evicted_and_training_continues():
     job = Job(stage=1)
     have_deepspeed_imported()
     with Ranks(4, Play(job), faults=[freeze(2, during="backward", step=5)]) as ranks:
@@ -178,20 +178,20 @@ def test_a_loader_of_the_script_that_shuffles(stage):
     assert_same_training(outcomes, rows, job, once=False)  # the sampler adds some, so that all ranks have as many
 
 
-def test_a_loader_that_nobody_can_follow_is_refused():
-    """Also where another one could be, and was gone through before."""
+def test_a_loader_that_cannot_be_rewound_is_refused():
+    """It is refused even if an earlier loader could be rewound."""
     with pytest.raises(Refused, match="no followed loader has yielded"):
         run(Job(ranks=2, unfollowed=True, steps=2, epochs=1))
 
 
 @pytest.mark.parametrize("calls", [("set_train_batch_size", 8), ("set_train_micro_batch_size", 1), ("no_sync",)])
-def test_what_a_loop_may_not_call(calls):
+def test_calls_that_a_loop_may_not_make_are_refused(calls):
     with pytest.raises(Refused, match=rf"engine\.{calls[0]}\(\)"):
         run(Job(ranks=2, steps=2, epochs=1, calls=calls))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_masks_do_not_depend_on_who_computes(stage):
+def test_masks_do_not_depend_on_the_rank(stage):
     exact = Job(stage=stage, dropout=0.2, ntp=(("dropout", "exact"),))
     outcomes, _ = run(exact, faults=[kill(1, during="backward", step=6)], back={1: 12})
     reference, _ = run(exact)
@@ -207,7 +207,7 @@ def test_masks_of_the_framework_do():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_where_a_checkpoint_is_written(stage):
+def test_a_rank_is_lost_while_a_checkpoint_is_written(stage):
     job = Job(stage=stage, saves=8)
     outcomes, rows = run(job, faults=[kill(2, during="save", step=8)])
     assert_same_training(outcomes, rows, job)
@@ -219,7 +219,7 @@ def test_a_loss_where_a_checkpoint_is_written(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_that_a_loss_interrupts_is_written_again(tmp_path, stage):
-    """Of that very step, also where a shard is lost, and of those that are left: the first attempt was of four."""
+    """The checkpoint is of that very step and of the survivors, also if a shard is lost: the first attempt had four."""
     job = Job(stage=stage, saves=20, folder=str(tmp_path))
     outcomes, rows = run(job, faults=[kill(2 if stage else 0, during="written", step=21)])
     assert len(outcomes) == 3
@@ -231,14 +231,14 @@ def test_a_checkpoint_that_a_loss_interrupts_is_written_again(tmp_path, stage):
     assert_same_training(outcomes, rows, dataclasses.replace(job, folder=""))
 
 
-def test_the_last_step_that_is_lost_in_its_checkpoint_is_not_passed_over():
+def test_a_loss_in_the_checkpoint_of_the_last_step_is_recovered():
     """There are no copies of it yet, and the loop has none left to take."""
     with pytest.raises(StateLost, match=r"checkpoint of step 20 was not written.* of step 19"):
         run(Job(stage=1, saves_turns=True), faults=[kill(2, during="save", step=20)])
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short)])
-def test_who_comes_back_goes_past_the_checkpoints_that_were_written(stage):
+def test_a_joining_rank_skips_checkpoints_already_written(stage):
     """Its script goes through turns that are over, and asks for those in between."""
     job = Job(stage=stage, saves_turns=True)
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 12})
@@ -249,8 +249,7 @@ def test_who_comes_back_goes_past_the_checkpoints_that_were_written(stage):
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short)])
 def test_a_loop_that_saves_by_the_number_of_steps_alone(tmp_path, stage):
-    """It asks after each micro-batch, of which the degraded have different numbers, and again where somebody comes
-    in."""
+    """It asks after each micro-batch, of which degraded replicas have another number, and again when a rank joins."""
     job = Job(stage=stage, saves_each=4, folder=str(tmp_path))
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=6)], back={2: 13})
     assert sorted(outcomes) == [0, 1, 2, 3]
@@ -260,7 +259,7 @@ def test_a_loop_that_saves_by_the_number_of_steps_alone(tmp_path, stage):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """Two turns of five, and a copy of their checkpoints for whoever goes on from them."""
+    """Two data epochs of five, and a copy of their checkpoints for runs that resume from them."""
     folder = tmp_path_factory.mktemp("begun")
 
     @functools.cache
@@ -277,7 +276,7 @@ def begun(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_who_comes_back_into_a_job_that_began_from_a_checkpoint(begun, tmp_path, stage):
+def test_a_rank_rejoins_a_job_that_began_from_a_checkpoint(begun, tmp_path, stage):
     """There is a newer one by then, and its script must not begin its turns from that."""
     outcomes, _ = run(begun(stage, tmp_path / "mine"), faults=[kill(2, during="backward", step=10)], back={2: 7})
     reference = run(dataclasses.replace(begun(stage, tmp_path / "reference"), enabled=False))[0][0]
@@ -289,7 +288,8 @@ def test_who_comes_back_into_a_job_that_began_from_a_checkpoint(begun, tmp_path,
 
 
 def test_a_job_that_is_resumed_reads_no_checkpoint(begun, tmp_path):
-    """It goes on from copies of a run that began from one, and has written newer ones since, which are not read."""
+    """It resumes from copies of a run that began from a checkpoint and has written newer ones since, which are not
+    read."""
     (tmp_path / "dead").mkdir(mode=0o700)  # as the folder of a run is
     job = dataclasses.replace(begun(1, tmp_path / "mine"), copies=str(tmp_path / "dead"))
     run(job, faults=[kill(slot, during="backward", step=18) for slot in range(4)], leaving=range(4))
@@ -324,7 +324,7 @@ def test_a_checkpoint_has_the_model_after_the_first_rank_was_lost(stage, back, s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_deepspeed_alone_loads_what_was_saved_after_a_loss(tmp_path, stage):
+def test_stock_deepspeed_loads_a_checkpoint_saved_after_a_loss(tmp_path, stage):
     """With as many ranks as had saved it: weights, and what the optimizer keeps."""
     job = Job(stage=stage, saves=20, folder=str(tmp_path))
     run(job, faults=[kill(0, during="vote", step=6)])
@@ -344,7 +344,7 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
 
 @pytest.mark.short
 @pytest.mark.parametrize(
-    ("more", "ntp", "kind", "said"),
+    ("more", "ntp", "kind", "message"),
     [
         pytest.param(
             (("zero_optimization", {"stage": 3}),),
@@ -362,8 +362,8 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
         ((), (("route", "via_core"),), Refused, r"ntp\.route"),
     ],
 )
-def test_what_is_refused_at_the_start(more, ntp, kind, said):
-    with pytest.raises(kind, match=said):
+def test_unsupported_settings_are_refused_at_the_start(more, ntp, kind, message):
+    with pytest.raises(kind, match=message):
         run(Job(ranks=2, steps=2, epochs=1, more=more, ntp=ntp))
 
 
@@ -389,12 +389,12 @@ def comes_back_in_half_precision(job):
     assert used_once(rows, job)
 
 
-def test_where_gradients_are_added_up_in_float32():
+def test_a_rank_rejoins_with_float32_accumulation():
     comes_back_in_half_precision(IN_FLOAT32)
 
 
-def test_a_second_one_in_the_recovery_where_gradients_are_added_up_in_float32():
-    """And then both come back."""
+def test_a_second_loss_in_the_recovery_with_float32_accumulation():
+    """Both ranks rejoin later."""
     faults = [kill(0, during="reduce", step=5), kill(2, during="resume", epoch=1)]
     outcomes, rows = run(IN_FLOAT32, faults=faults, back={0: 10, 2: 14})
     reference = run(dataclasses.replace(IN_FLOAT32, enabled=False))[0][0]
@@ -408,7 +408,7 @@ def test_a_second_one_in_the_recovery_where_gradients_are_added_up_in_float32():
     assert used_once(rows, IN_FLOAT32)
 
 
-def test_deepspeed_alone_loads_what_was_saved_where_gradients_are_added_up_in_float32(tmp_path):
+def test_stock_deepspeed_loads_a_checkpoint_saved_with_float32_accumulation(tmp_path):
     job = dataclasses.replace(IN_FLOAT32, saves=20, folder=str(tmp_path))
     saved, _ = run(job, faults=[kill(0, during="vote", step=6)])
     outcomes, rows = run(dataclasses.replace(job, enabled=False, ranks=3, loads=True))
@@ -418,12 +418,12 @@ def test_deepspeed_alone_loads_what_was_saved_where_gradients_are_added_up_in_fl
     assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 3
 
 
-def test_the_monitor_goes_on_when_the_first_rank_is_lost(tmp_path):
-    """And hears of the recovery."""
+def test_the_monitor_continues_when_the_first_rank_is_lost(tmp_path):
+    """It also logs the recovery."""
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     job = Job(more=(("csv_monitor", block),))
     run(job, faults=[kill(0, during="vote", step=6)])
-    told = {path.name: path.read_text().splitlines() for path in (tmp_path / "run").iterdir()}
-    samples = [line.split(",")[0] for line in told["Train_Samples_lr.csv"] if not line.startswith("step")]
+    lines_of = {path.name: path.read_text().splitlines() for path in (tmp_path / "run").iterdir()}
+    samples = [line.split(",")[0] for line in lines_of["Train_Samples_lr.csv"] if not line.startswith("step")]
     assert samples == [str(16 * step) for step in range(1, 21)]
-    assert told["NTP_ranks.csv"][1:] == ["80,3"]
+    assert lines_of["NTP_ranks.csv"][1:] == ["80,3"]

@@ -1,4 +1,4 @@
-"""Replicas that a script's own mpu has put together: one that loses a slot leaves whole, and comes back whole."""
+"""Replicas of a script's own mpu: a replica that loses a slot leaves as a whole, and rejoins as a whole."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ FAULT_POINTS = [
 
 @pytest.mark.short
 @pytest.mark.parametrize("stage", STAGES)
-def test_nobody_is_lost(stage):
+def test_a_job_without_losses_trains_as_the_reference(stage):
     """Bit for bit as without us."""
     job = dataclasses.replace(TWO, stage=stage)
     outcomes, rows = run(job)
@@ -61,7 +61,7 @@ def test_a_slot_is_killed(stage, slot, fault_point):
 
 
 @pytest.mark.parametrize(("stage", "slot"), [(0, 0), pytest.param(1, 3, marks=pytest.mark.short), (2, 1)])
-def test_a_replica_comes_back(stage, slot):
+def test_a_replica_rejoins(stage, slot):
     """Once there are processes for all of its slots; and holds what the others hold, step by step."""
     job, mate = dataclasses.replace(TWO, stage=stage, ntp=(("watch_steps", 3),)), slot ^ 1
     outcomes, rows = run(job, faults=[kill(slot, during="vote", step=6)], back={slot: 12, mate: 12})
@@ -80,7 +80,7 @@ def test_both_slots_at_once(stage):
 @pytest.mark.parametrize("fault_point", ["report", "regroup", "resume", "resumed"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_second_one_in_the_recovery(stage, fault_point):
-    """Of three replicas; the first loss makes an epoch of its own before the others go on without its replica."""
+    """Three replicas: the first loss makes an epoch of its own before the others continue without its replica."""
     job = Job(ranks=6, tp=2, mpu=True, stage=stage)
     faults = [kill(0, during="reduce", step=5), kill(5, during=fault_point, epoch=1 if fault_point == "report" else 2)]
     outcomes, rows = run(job, faults=faults, leaving=[0, 1, 4, 5])
@@ -98,20 +98,20 @@ def test_of_three_slots():
 @pytest.mark.parametrize(
     ("fault_point", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)]
 )
-def test_the_others_hear_of_it_in_code_of_their_own(fault_point, number):
+def test_the_others_learn_of_a_loss_in_their_own_code(fault_point, number):
     job = dataclasses.replace(TWO, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)], leaving=[2, 3])
     assert_same_training(outcomes, rows, job)
 
 
 def test_one_of_each_replica():
-    """Nobody is whole: the job ends, and says so."""
+    """No full-width replica is left: the job ends, and says so."""
     with pytest.raises(StateLost, match="no replica has all of its 2 slots"):
         run(TWO, faults=[kill(0, during="vote", step=5), kill(3, during="vote", step=5)], leaving=[0, 3])
 
 
 def test_in_an_evaluation():
-    """What is left of it gives nothing that could be taken for a result."""
+    """The rest of the evaluation gives no value that could be taken for a result."""
     job = dataclasses.replace(TWO, evaluates=6)
     outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=6)], leaving=[2, 3])
     assert_same_training(outcomes, rows, job)
@@ -129,8 +129,8 @@ def test_a_checkpoint_without_the_first_replica(stage, tmp_path):
     }
     assert {tuple(row[1:]) for row in rows if row[0] == "writes"} == {(2, 1), (3, 1)}, "who, and of how many replicas"
     if not stage:  # ZeRO's shards are loaded by as many ranks
-        _, told = run(dataclasses.replace(job, loads=True))
-        assert sorted(told) == [["loaded", slot, 9] for slot in range(4)]
+        _, loaded = run(dataclasses.replace(job, loads=True))
+        assert sorted(loaded) == [["loaded", slot, 9] for slot in range(4)]
 
 
 def test_in_float32_with_clipping():
@@ -167,6 +167,6 @@ def test_an_mpu_of_data_parallel_ranks(stage):
     assert_same_training(outcomes, rows, job)
 
 
-def test_one_replica_alone_is_refused():
+def test_a_single_replica_is_refused():
     with pytest.raises(Refused, match="all 2 ranks in one replica"):
         run(Job(ranks=2, tp=2, mpu=True, steps=2, epochs=1))

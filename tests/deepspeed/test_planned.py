@@ -1,7 +1,8 @@
-"""A run that is degraded in the middle of a step is, bit for bit, one that had lost the rank before that step began:
-of the step in flight nothing is left over.
+"""A run that loses a rank within a step equals, bit for bit, one that had lost it before that step: nothing of the
+step in flight remains.
 
-With ZeRO the step from which the others go on is what the newest copies are of, so it is looked up in the run."""
+With ZeRO the others resume from the step of the newest copies, so the test looks it up in the run.
+"""
 
 import pytest
 
@@ -24,13 +25,13 @@ LOST, STEP = 2, 6
 
 
 def without(name, **fault):
-    """What is left of it when the rank was lost then; with an mpu its replica leaves with it."""
+    """The survivors when the rank was lost then; with an mpu its replica leaves with it."""
     job = JOBS[name]
     return run(job, faults=[kill(LOST, **fault)], leaving=[LOST + 1] if job.mpu else [])
 
 
 def first_degraded_step(rows):
-    """That counts."""
+    """A play that counts."""
     return min(row[1] for row in rows if row[0] == "micro" and row[2])
 
 
@@ -44,7 +45,7 @@ _PLANNED = {}
 
 
 def planned(name, first):
-    """What a run comes to that loses the rank between two steps, and goes on without it from that one."""
+    """The result of a run that loses the rank between two steps, and continues without it from that one."""
     for step in (first - 1, first, first + 1):
         if (name, first) in _PLANNED:
             break
@@ -67,7 +68,7 @@ def test_a_loss_within_a_step(name, fault_point):
 
 
 def test_the_step_makes_a_difference():
-    """What is compared tells one run from another."""
+    """The comparison distinguishes two runs."""
     runs = [without("zero 0", during="between", step=step) for step in (4, 7)]
     (early, first), (late, last) = runs
     assert first_degraded_step(first) != first_degraded_step(last)
@@ -75,7 +76,7 @@ def test_the_step_makes_a_difference():
 
 
 class LeavesGradients(Play):
-    """Of the step in flight, where the window restarts."""
+    """State of the step in flight when the accumulation window restarts."""
 
     def _play(self, rank):
         from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
@@ -92,7 +93,7 @@ class LeavesGradients(Play):
         return super()._play(rank)
 
 
-def test_what_is_left_over_is_noticed():
+def test_remains_of_a_step_are_detected():
     faults = [kill(LOST, during="accumulated", step=STEP)]
     outcomes, rows = run(JOBS["zero 0"], faults=faults, play=LeavesGradients)
     assert bits(outcomes) != planned("zero 0", first_degraded_step(rows))

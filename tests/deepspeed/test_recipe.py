@@ -1,4 +1,4 @@
-"""The recipe, as a user starts it."""
+"""The DeepSpeed recipe, as a user starts it."""
 
 import json
 import os
@@ -27,26 +27,26 @@ def start(*words, **environment):
     )
 
 
-def said_until(process, pattern):
-    """All it has said by then. As with `python -u`, a worker may write in the middle of the line of another."""
-    said = ""
+def output_until(process, pattern):
+    """The output until the pattern appears. As with `python -u`, workers may write within each other's lines."""
+    output = ""
     for line in process.stdout:
-        said += line
-        if re.search(pattern, said):
-            return said
-    raise AssertionError(f"it never said {pattern}: {said[-3000:]}")
+        output += line
+        if re.search(pattern, output):
+            return output
+    raise AssertionError(f"it never said {pattern}: {output[-3000:]}")
 
 
-def pids_in(said):
+def pids_in(output):
     """Slot -> pid."""
-    return {int(slot): int(pid) for slot, pid in re.findall(r"slot (\d+) is pid (\d+)", said)}
+    return {int(slot): int(pid) for slot, pid in re.findall(r"slot (\d+) is pid (\d+)", output)}
 
 
 def last_of(process):
-    said = process.communicate(timeout=PATIENCE_S)[0]
-    assert process.returncode == 0, said[-3000:]
-    found = re.search(r"done: step (\d+), samples (\d+), loss ([\d.]+), weights here ([\d.]+), (\d) ranks", said)
-    assert found, said[-3000:]
+    output = process.communicate(timeout=PATIENCE_S)[0]
+    assert process.returncode == 0, output[-3000:]
+    found = re.search(r"done: step (\d+), samples (\d+), loss ([\d.]+), weights here ([\d.]+), (\d) ranks", output)
+    assert found, output[-3000:]
     step, samples, loss, weights, ranks = found.groups()
     return int(step), int(samples), (float(loss), float(weights)), int(ranks)
 
@@ -60,11 +60,11 @@ def with_block(folder, block, *, ranks=4, of="ds_config.json", stage=None):
 
 
 @pytest.mark.parametrize("config", [pytest.param("ds_config.json", marks=pytest.mark.short), "ds_config_tp.json"])
-def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
+def test_training_continues_when_a_worker_is_killed(tmp_path, config):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
     undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config)))
     process = start(*words, str(RECIPES / config))
-    os.kill(pids_in(said_until(process, r"step 8:"))[2], signal.SIGKILL)
+    os.kill(pids_in(output_until(process, r"step 8:"))[2], signal.SIGKILL)
     step, samples, numbers, ranks = last_of(process)
     assert (step, samples, ranks) == (*undisturbed[:2], 3)
     same = 1 if "tp" in config else 2  # where a replica has several slots, the first has more weights now
@@ -72,20 +72,20 @@ def test_it_trains_on_when_a_worker_is_killed(tmp_path, config):
 
 
 @pytest.mark.parametrize("back", [pytest.param(False, marks=pytest.mark.short), True])
-def test_with_an_mpu_two_leave_and_two_come_back(tmp_path, back):
+def test_with_an_mpu_two_ranks_leave_and_two_rejoin(tmp_path, back):
     words = ["--nproc-per-node=4", str(RECIPES / "train_mpu.py"), "--epochs=1", "--deepspeed_config"]
     found = []
     for disturbed in (False, True):
         config = json.loads((RECIPES / "ds_config_mpu.json").read_text()) | {"ntp": {"enabled": disturbed}}
         path = tmp_path / f"{disturbed}.json"
         path.write_text(json.dumps(config))
-        told = {"PAUSE_S": "1.0"} if disturbed and back else {}
-        process = start(*["--ntp-respawn=2"] * back, *words, str(path), **told)
+        environment = {"PAUSE_S": "1.0"} if disturbed and back else {}
+        process = start(*["--ntp-respawn=2"] * back, *words, str(path), **environment)
         if disturbed:
-            os.kill(pids_in(said_until(process, r"step 8:"))[1], signal.SIGKILL)
-        said = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, said[-3000:]
-        found.append(re.search(r"done: step (\d+), samples (\d+), weights here ([\d.]+), (\d) ranks", said).groups())
+            os.kill(pids_in(output_until(process, r"step 8:"))[1], signal.SIGKILL)
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output[-3000:]
+        found.append(re.search(r"done: step (\d+), samples (\d+), weights here ([\d.]+), (\d) ranks", output).groups())
     (undisturbed, disturbed), ranks = [one[:2] for one in found], [one[3] for one in found]
     assert disturbed == undisturbed == ("64", "1024")
     assert ranks == ["4", "4" if back else "2"]
@@ -93,13 +93,13 @@ def test_with_an_mpu_two_leave_and_two_come_back(tmp_path, back):
 
 
 @pytest.mark.parametrize(("config", "stage"), [("ds_config.json", None), ("ds_config_tp.json", 1)])
-def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path, config, stage):
+def test_a_job_resumes_from_the_copies_of_a_dead_run(tmp_path, config, stage):
     """The launcher and all workers are killed at once, and nothing was saved."""
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
     undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config, stage=stage)))
     switched_on = with_block(tmp_path, {"enabled": True}, of=config, stage=stage)
     process = start(*words, switched_on)
-    for pid in (process.pid, *pids_in(said_until(process, r"step 16:")).values()):
+    for pid in (process.pid, *pids_in(output_until(process, r"step 16:")).values()):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     step, samples, numbers, ranks = last_of(start("--ntp-resume=latest", *words, switched_on))
@@ -110,11 +110,11 @@ def test_it_begins_from_what_a_dead_run_has_left_in_memory(tmp_path, config, sta
 def test_a_wrong_key_is_one_line(tmp_path):
     config = with_block(tmp_path, {"enable": True}, ranks=1)
     process = start("--nproc-per-node=1", str(RECIPES / "train.py"), "--deepspeed_config", config)
-    said = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=120)[0]
     assert process.returncode == 2
-    (line,) = [line for line in said.splitlines() if line.startswith("ntp: ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("ntp: ")]
     assert line.startswith('ntp: ntp.enable is not a known key. Way out: did you mean "enabled"?')
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 PLAIN = """
@@ -128,9 +128,9 @@ def test_a_job_of_another_kind_may_import_deepspeed(tmp_path):
     script = tmp_path / "plain.py"
     script.write_text(PLAIN.format(train=str(RECIPES.parent / "plain/train.py")))
     process = start("--nproc-per-node=2", str(script), STEPS="5", PAUSE_S="0")
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said[-3000:]
-    assert "step 5: loss" in said
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output[-3000:]
+    assert "step 5: loss" in output
 
 
 NOT_SWITCHED_ON = """
@@ -147,19 +147,19 @@ signal.pause()
 """
 
 
-def test_who_takes_a_place_where_nothing_is_switched_on_does_not_train_alone(tmp_path):
+def test_a_replacement_without_the_plugin_does_not_train_alone(tmp_path):
     script = tmp_path / "off.py"
     script.write_text(NOT_SWITCHED_ON)
     process = start("--nproc-per-node=2", "--ntp-respawn=1", str(script))
-    said = []
+    output = []
     for line in process.stdout:
-        said.append(line)
-        if "the configuration does not enable ntp" in line or len(said) > 500:
+        output.append(line)
+        if "the configuration does not enable ntp" in line or len(output) > 500:
             break
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert "takes the place of a lost one" in said[-1], "".join(said)[-3000:]
-    assert sum("it has an engine" in line for line in said) == 2
+    assert "takes the place of a lost one" in output[-1], "".join(output)[-3000:]
+    assert sum("it has an engine" in line for line in output) == 2
 
 
 BY_HAND = """
@@ -172,11 +172,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_it_says_how_it_is_started(tmp_path):
     """The script is run by Python itself, which knows of no hook: the configuration alone switches nothing on."""
     config = with_block(tmp_path, {"enabled": True}, ranks=1)
-    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29481"}
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29481",
+    }
     script = BY_HAND.replace("sys.argv[2]", repr(config)).replace("sys.argv[0]", repr(str(RECIPES / "train.py")))
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env=os.environ | ENVIRONMENT | told,
+        env=os.environ | ENVIRONMENT | environment,
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,4 +1,4 @@
-"""DeepSpeed replicas compared while they train: a bit that flips is found, told, and healed where a majority knows."""
+"""DeepSpeed replicas are compared while they train: a flipped bit is found, reported, and healed by a majority."""
 
 import dataclasses
 from pathlib import Path
@@ -38,26 +38,26 @@ class Flips(Play):
         return super()._play(rank)
 
 
-def job(**said):
-    ntp = {"watch_steps": 3, **said.pop("ntp", {})}
-    return Job(**said, ntp=tuple(ntp.items()))
+def job(**options):
+    ntp = {"watch_steps": 3, **options.pop("ntp", {})}
+    return Job(**options, ntp=tuple(ntp.items()))
 
 
-def told(path, kind):
+def events_of(path, kind):
     return [one.event for one in Follower(Path(path)).news() if isinstance(one.event, kind)]
 
 
 @pytest.mark.parametrize("options", SHORT_OF_JOBS)
 def test_a_flipped_bit_stops_the_job(options):
-    """Of four replicas the one is named, of two both."""
+    """Among four replicas the wrong one is named, of two both are."""
     named = r"differs between 2 replicas after step 6" if options.get("tp") else r"in r3\.s0\.t0 is not what the other"
     with pytest.raises(SilentCorruption, match=rf"\((weight|main)\) {named}"):
         run(job(**options), play=Flips)
 
 
 @pytest.mark.parametrize(("every", "left"), [(1, {4, 5}), (3, set())])
-def test_nobody_begins_from_copies_that_were_made_since_all_were_alike(every, left, tmp_path):
-    """The newest two were made after steps 4 and 5, of a state that nobody can answer for unless it was compared."""
+def test_copies_newer_than_the_last_comparison_are_not_restored(every, left, tmp_path):
+    """The newest two were made after steps 4 and 5, of state that was never compared."""
     with pytest.raises(SilentCorruption, match=f"at step {5 if every == 1 else 3} all were alike"):
         run(job(stage=1, copies=str(tmp_path), ntp={"watch_steps": every}), play=Flips)
     assert steps_copied(tmp_path) == left
@@ -80,13 +80,13 @@ def test_a_flipped_bit_is_healed(options, tmp_path):
     found = differences(outcomes, rows, healed)
     assert within(found, healed.dtype), found
     assert used_once(rows, healed)
-    (what,) = {event.what for event in told(events, Corrupted)}
+    (what,) = {event.what for event in events_of(events, Corrupted)}
     assert "is not what the other replicas have after step 6" in what
 
 
 @dataclasses.dataclass(frozen=True)
 class NeedsSumsAlone(Play):
-    """Nobody is to tell all digests."""
+    """Fails if a rank reports all digests."""
 
     def _play(self, rank):
         from ntp_plugin.recovery.replica_comparison import ReplicaWatch  # noqa: PLC0415
@@ -96,16 +96,16 @@ class NeedsSumsAlone(Play):
 
 
 @pytest.mark.parametrize("options", SHORT_OF_JOBS)
-def test_nothing_is_taken_for_corrupt_that_is_not(options, tmp_path):
-    """Whole, degraded and whole again, compared before every step."""
+def test_sound_state_is_not_reported_corrupt(options, tmp_path):
+    """Nominal, degraded and nominal again, compared before every step."""
     events = str(tmp_path / "events")
     watched = job(**options, ntp={"watch_steps": 1, "events": events})
     back = {2: 10, 3: 10} if watched.mpu else {3: 10}
     outcomes, rows = run(watched, faults=[kill(3, during="backward", step=5)], back=back, play=NeedsSumsAlone)
     found = differences(outcomes, rows, watched)
     assert within(found, watched.dtype), found
-    assert not told(events, Corrupted)
-    assert {event.step for event in told(events, Compared)} == set(range(1, 21))
+    assert not events_of(events, Corrupted)
+    assert {event.step for event in events_of(events, Compared)} == set(range(1, 21))
 
 
 @pytest.mark.parametrize("options", [pytest.param({"stage": 1}, marks=pytest.mark.short), {"stage": 0, **CUT}])
@@ -116,29 +116,29 @@ def test_replicas_are_compared_after_the_first_step_of_each_epoch(options, tmp_p
     outcomes, _ = run(watched, faults=[kill(3, during="backward", step=5)], back={3: 10})
     assert sorted(outcomes) == [0, 1, 2, 3]
     first, ranks = {}, {}
-    for event in told(events, Committed):
+    for event in events_of(events, Committed):
         first[event.epoch] = min(event.step, first.get(event.epoch, event.step))
-    for event in told(events, Compared):
+    for event in events_of(events, Compared):
         ranks[event.step] = ranks.get(event.step, 0) + 1
     assert sorted(first) == [0, 1, 2]
     assert ranks == {first[0]: 4, first[1]: 3, first[2]: 4, 20: 4}
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_in_half_precision_what_is_stepped_is_compared_beside_the_weights(stage, tmp_path):
+def test_in_half_precision_masters_are_compared_beside_the_weights(stage, tmp_path):
     events = str(tmp_path / "events")
     halved = job(stage=stage, dtype="bfloat16", ntp={"watch_steps": 1, "events": events})
     outcomes, _ = run(halved, faults=[kill(3, during="vote", step=5)])
-    assert not told(events, Corrupted)
-    compared = told(events, Compared)
+    assert not events_of(events, Corrupted)
+    compared = events_of(events, Compared)
     assert {event.step for event in compared} == set(range(1, 21))
     (weights,) = {len(seen.weights) for seen in outcomes.values()}
     assert {event.values for event in compared} == {weights if stage else 4 * weights}  # each with two moments
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.short), {"ranks": 6, **OWN}])
-def test_nobody_goes_on_from_a_loss_with_state_that_differs(options):
-    """All tell sums of their digests after a recovery; which tensors differ, and where, is told as well."""
+def test_differing_state_stops_the_recovery_from_a_loss(options):
+    """All report sums of their digests after a recovery; the differing tensors and their slots are reported as well."""
     mates = [1] if not options else [0, 1]
     with pytest.raises(StateLost, match=r"hold different state of step 7, in 1 tensors; .*weight.* \(main\): slot "):
         run(
@@ -157,7 +157,7 @@ def test_a_rank_dies_where_all_compare(tmp_path):
     assert sorted(outcomes) == [0, 1, 2]
     assert within(differences(outcomes, rows, watched), watched.dtype)
     assert used_once(rows, watched)
-    assert [event.odd for event in told(events, Compared)] == [0] * len(told(events, Compared))
+    assert [event.odd for event in events_of(events, Compared)] == [0] * len(events_of(events, Compared))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Ranks of a DeepSpeed job that would train otherwise than the others: refused, with the names of what differs."""
+"""A DeepSpeed rank with other settings than the others is refused, with the names of the differences."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ LONG_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Deviating(Play):
-    """One process that is started otherwise: with other keys, another data set, or other variables."""
+    """One process with other settings: other keys, another data set, or other variables."""
 
     who: str = ""
     """Its incarnation."""
@@ -48,7 +48,7 @@ WAYS = [
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(("way", "named"), WAYS)
-def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(stage, way, named):
+def test_a_joining_process_with_other_settings_is_refused_and_the_job_continues(stage, way, named):
     have_deepspeed_imported()
     trained = Job(stage=stage)
     with Ranks(4, Deviating(trained, who="3/1", **way), faults=[kill(3, during="backward", step=5)]) as ranks:
@@ -63,7 +63,7 @@ def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(
 
 @pytest.mark.short
 @pytest.mark.parametrize(("way", "named"), WAYS)
-def test_founders_that_train_otherwise_end_the_job_before_its_first_step(way, named):
+def test_founders_with_other_settings_end_the_job_before_its_first_step(way, named):
     have_deepspeed_imported()
     match = rf"rank 2 \(here\) and rank 0 \(there\): {named}"
     with Ranks(4, Deviating(Job(), who="2/0", **way)) as ranks:
@@ -72,14 +72,14 @@ def test_founders_that_train_otherwise_end_the_job_before_its_first_step(way, na
 
 @dataclasses.dataclass(frozen=True)
 class NobodyCompares(Play):
-    """As it was before ranks compared their settings: one has samples of its own, and nobody says so."""
+    """The behaviour before ranks compared their settings: one has samples of its own, which is not reported."""
 
     def _play(self, rank):
         same_settings.require_same = lambda *_, **__: None
         return dataclasses.replace(Deviating(self.job, who="2/0", shifted=1))._play(rank)
 
 
-def test_another_data_set_on_one_rank_is_nothing_that_anybody_else_notices():
-    """A negative control: the replicas stay alike, and all of them are wrong."""
+def test_another_data_set_on_one_rank_is_not_detected_by_the_others():
+    """A negative control: the replicas stay equal, and all of them are wrong."""
     outcomes, rows = run(Job(), play=NobodyCompares)
     assert not within(differences(outcomes, rows, Job()), Job().dtype)

@@ -1,4 +1,4 @@
-"""Layers that AutoTP has cut over the slots of a replica, some of which are killed: it goes on narrower."""
+"""Slots of a replica that AutoTP has cut are killed: the replica continues narrower."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ FAULT_POINTS = [
 
 
 @pytest.mark.short
-def test_nobody_is_lost():
+def test_a_job_without_losses_trains_as_the_reference():
     """Bit for bit as without us."""
     outcomes, rows = run(TWO)
     reference = undisturbed(TWO)
@@ -74,7 +74,7 @@ def test_replicas_of_other_widths(job, lost):
 
 
 @pytest.mark.parametrize("slots", [(2, 3), (0, 1)])
-def test_a_whole_replica_is_lost(slots):
+def test_all_slots_of_a_replica_are_lost(slots):
     outcomes, rows = run(TWO, faults=[kill(slot, during="backward", step=6) for slot in slots])
     assert_same_training(outcomes, rows, TWO)
 
@@ -87,7 +87,7 @@ def test_each_replica_loses_one_and_then_one_its_last():
 
 
 @pytest.mark.parametrize(("slot", "step"), [(0, 1), (3, 1), (0, 7), pytest.param(3, 7, marks=pytest.mark.short)])
-def test_a_slot_comes_back(slot, step):
+def test_a_slot_rejoins(slot, step):
     outcomes, rows = run(TWO, faults=[kill(slot, during="vote", step=step)], back={slot: 12})
     assert {seen.members for seen in outcomes.values()} == {4}
     assert {slot: seen.places for slot, seen in outcomes.items()} == {
@@ -106,7 +106,7 @@ def test_a_second_one_in_the_recovery(fault_point):
 @pytest.mark.parametrize(
     ("fault_point", "number"), [("forward", 0), ("forward", 1), ("backward", 1), ("accumulated", 2)]
 )
-def test_the_others_hear_of_it_in_code_of_their_own(fault_point, number):
+def test_the_others_learn_of_a_loss_in_their_own_code(fault_point, number):
     job = Job(ranks=4, tp=2, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)])
     assert_same_training(outcomes, rows, job)
@@ -118,7 +118,7 @@ def test_in_the_first_forward_of_all():
     assert_same_training(outcomes, rows, TWO)
 
 
-def test_who_stands_in_a_vote_that_another_has_left_applies_the_step():
+def test_a_rank_waiting_in_a_vote_that_others_left_applies_the_step():
     job = Job(ranks=4, tp=2, slow_to_leave=6)
     faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
     outcomes, rows = run(job, faults=faults)
@@ -127,13 +127,13 @@ def test_who_stands_in_a_vote_that_another_has_left_applies_the_step():
 
 
 @pytest.mark.parametrize("back", [{}, {3: 12}])
-def test_all_slots_of_a_replica_draw_alike_after_a_loss(back):
-    """Masks of what they all have: of slots 0 and 1 the second stands in the vote, and goes on in it."""
+def test_all_slots_of_a_replica_draw_the_same_after_a_loss(back):
+    """Masks of replicated tensors: slot 1 waits in the vote, and continues in it."""
     job = Job(ranks=4, tp=2, dropout=0.1, slow_to_leave=6)
     _, rows = run(job, faults=[kill(3, during="applied", step=6)], back=back)
     for pair in ((0, 1), (2, 3)) if back else ((0, 1),):
-        drawn = [[(step, *told) for kind, step, of, *told in rows if kind == "drawn" and of == slot] for slot in pair]
-        after = [[one for one in told if one[1] == max(row[1] for row in told)] for told in drawn]
+        drawn = [[(step, *draws) for kind, step, of, *draws in rows if kind == "drawn" and of == slot] for slot in pair]
+        after = [[one for one in draws if one[1] == max(row[1] for row in draws)] for draws in drawn]
         assert after[0] == after[1] and len(after[0]) > 4
 
 
@@ -183,36 +183,37 @@ def test_a_model_of_transformers(kind):
 
 
 def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
-    """The others cannot know how far each slot is in it. The training goes on as ever."""
+    """The others cannot know how far each slot is in it. Training continues as usual."""
     job = Job(ranks=4, tp=2, evaluates=9)
     outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=9)])
     assert_same_training(outcomes, rows, job)
-    told = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
-    assert all(math.isfinite(value) for value in told[0])
-    assert any(map(math.isnan, told[1])), "the slot beside the lost one waits for it"
-    assert any(map(math.isnan, told[2]))
+    losses = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
+    assert all(math.isfinite(value) for value in losses[0])
+    assert any(map(math.isnan, losses[1])), "the slot beside the lost one waits for it"
+    assert any(map(math.isnan, losses[2]))
 
 
-def test_slots_that_hear_of_a_loss_in_and_after_an_evaluation():
-    """One is past it, and writes a checkpoint, where it hears: no other evaluation has numbers before they train."""
+def test_slots_learn_of_a_loss_in_and_after_an_evaluation():
+    """One slot is past it, and learns of the loss while it writes a checkpoint: no other evaluation has numbers before
+    they train."""
     job = Job(ranks=4, tp=2, evaluates=9, saves=9, hears_in_evaluation=1)
     outcomes, rows = run(job, faults=[kill(3, during="save", step=9)])
     assert_same_training(outcomes, rows, job)
-    told = [row[2] for row in rows if row[0] == "evaluated"]
-    assert sum(map(math.isnan, told)) >= len(told) // 2
+    losses = [row[2] for row in rows if row[0] == "evaluated"]
+    assert sum(map(math.isnan, losses)) >= len(losses) // 2
 
 
-def test_a_process_that_comes_in_evaluates_by_itself():
+def test_a_joining_process_evaluates_by_itself():
     """Before its first step, as its script does."""
     job = Job(ranks=4, tp=2, evaluates=0)
     outcomes, rows = run(job, faults=[kill(3, during="vote", step=6)], back={3: 12})
     assert_same_training(outcomes, rows, job)
-    told = [row[2] for row in rows if row[0] == "evaluated"]
-    assert [math.isnan(value) for value in told] == [False] * 12 + [True] * 3
+    losses = [row[2] for row in rows if row[0] == "evaluated"]
+    assert [math.isnan(value) for value in losses] == [False] * 12 + [True] * 3
 
 
-def test_a_vocabulary_that_is_cut_and_not_gathered():
-    """Heard of in each moment, lost twice, and back: the loss waits for other slots, too."""
+def test_losses_and_returns_with_a_cut_vocabulary():
+    """A loss at each fault point, a second loss, and a return: the loss function waits for other slots, too."""
     job = Job(ranks=4, tp=2, transformer="tied llama", dtype="float32", hear_at=("forward", 6, 0))
     faults = [kill(2, during="between", step=5), kill(0, during="within", step=9)]
     outcomes, rows = run(job, faults=faults, back={2: 15})
@@ -220,7 +221,7 @@ def test_a_vocabulary_that_is_cut_and_not_gathered():
     assert_same_training(outcomes, rows, job)
 
 
-def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
+def test_a_full_width_replica_writes_the_checkpoint():
     job = Job(ranks=4, tp=2, saves=9)
     _, rows = run(job, faults=[kill(0, during="vote", step=6)])
     (saved,) = {tuple(names) for kind, names, *_ in rows if kind == "saved"}
@@ -228,8 +229,8 @@ def test_a_checkpoint_is_that_of_a_replica_that_has_all_of_its_slots():
 
 
 @pytest.mark.parametrize(("stage", "back"), [(0, {}), (1, {0: 12}), (2, {0: 12})])
-def test_autotp_alone_loads_what_was_saved_after_a_loss(tmp_path, stage, back):
-    """Into whole replicas: weights, and what the optimizer keeps. With ZeRO the files want the shards of all."""
+def test_stock_autotp_loads_a_checkpoint_saved_after_a_loss(tmp_path, stage, back):
+    """The checkpoint has full-width weights and optimizer state. With ZeRO its files need the shards of all."""
     job = Job(ranks=4, tp=2, stage=stage, saves=20, folder=str(tmp_path))
     run(job, faults=[kill(0, during="vote", step=6)], back=back)
     outcomes, rows = run(dataclasses.replace(job, enabled=False, loads=True))
@@ -239,7 +240,7 @@ def test_autotp_alone_loads_what_was_saved_after_a_loss(tmp_path, stage, back):
     assert [row[2] for row in rows if row[0] == "loaded"] == [20] * 4
 
 
-def test_without_a_replica_that_has_all_of_its_slots_no_checkpoint_is_written():
+def test_no_checkpoint_is_written_without_a_full_width_replica():
     job = Job(ranks=4, tp=2, saves=12)
     faults = [kill(0, during="vote", step=6), kill(3, during="vote", step=9)]
     outcomes, rows = run(job, faults=faults)
@@ -247,25 +248,25 @@ def test_without_a_replica_that_has_all_of_its_slots_no_checkpoint_is_written():
     assert not [row for row in rows if row[0] == "saved"]
 
 
-def test_one_replica_alone_is_refused():
+def test_a_single_replica_is_refused():
     with pytest.raises(Refused, match=r"one replica, of 2 slots"):
         run(Job(ranks=2, tp=2, steps=2, epochs=1))
 
 
-def test_slots_that_do_not_begin_alike_are_refused():
-    """DeepSpeed makes replicas alike, but not the slots of one."""
+def test_slots_with_different_initial_state_are_refused():
+    """DeepSpeed makes replicas equal, but not the slots of one."""
     with pytest.raises(Refused, match=r"do not begin alike: .*norm\.weight"):
         run(Job(ranks=4, tp=2, steps=2, epochs=1, unlike=True))
 
 
 @pytest.mark.parametrize(
-    ("more", "ntp", "said"),
+    ("more", "ntp", "message"),
     [
         ((), (("dropout", "exact"),), r"ntp\.dropout = exact"),
         ((), (("min_tp_width", 2),), r"ntp\.min_tp_width"),
         ((), (("granule", 5),), r"up.* in parts of \[12, 12\]"),
     ],
 )
-def test_what_is_refused_at_the_start(more, ntp, said):
-    with pytest.raises(Refused, match=said):
+def test_unsupported_settings_are_refused_at_the_start(more, ntp, message):
+    with pytest.raises(Refused, match=message):
         run(Job(ranks=4, tp=2, steps=2, epochs=1, more=more, ntp=ntp))

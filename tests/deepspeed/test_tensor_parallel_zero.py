@@ -1,4 +1,4 @@
-"""AutoTP with ZeRO 1 and 2: a lost slot takes its shard of the optimizer's state with it, and it comes from copies."""
+"""AutoTP with ZeRO 1 and 2: a lost slot loses its shard of the optimizer state, which is restored from copies."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ def two(stage, **more):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_nobody_is_lost(stage):
+def test_a_job_without_losses_trains_as_the_reference(stage):
     """Bit for bit as without us."""
     job = two(stage)
     outcomes, rows = run(job)
@@ -66,7 +66,7 @@ def test_replicas_of_other_widths(stage, ranks, tp, lost):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("slot", "fault_point"), [(0, "vote"), (1, "within"), (3, "gather"), (2, "applied")])
-def test_one_replica_alone(stage, slot, fault_point):
+def test_a_single_replica_continues(stage, slot, fault_point):
     """Everything that the lost slot had is in copies alone."""
     job = Job(ranks=4, tp=4, stage=stage)
     outcomes, rows = run(job, faults=[kill(slot, during=fault_point, step=6)])
@@ -75,7 +75,7 @@ def test_one_replica_alone(stage, slot, fault_point):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_replica_alone_shrinks_twice_and_grows(stage):
+def test_a_single_replica_shrinks_twice_and_grows(stage):
     job = Job(ranks=4, tp=4, stage=stage)
     faults = [kill(2, during="backward", step=4), kill(0, during="applied", step=7)]
     outcomes, rows = run(job, faults=faults, back={2: 12})
@@ -83,14 +83,14 @@ def test_one_replica_alone_shrinks_twice_and_grows(stage):
     assert_same_training(outcomes, rows, job)
 
 
-def test_one_replica_alone_without_copies_ends_with_its_first_loss():
+def test_a_single_replica_without_copies_ends_with_its_first_loss():
     job = Job(ranks=2, tp=2, stage=1, ntp=(("copies", {"mode": "off"}),))
     with pytest.raises(StateLost, match=r"1 of 2 ranks .*ntp\.copies\.mode"):
         run(job, faults=[kill(1, during="vote", step=5)])
 
 
 @pytest.mark.parametrize(("stage", "slots"), [(1, (2, 3)), (1, (0, 1)), (2, (2, 3))])
-def test_a_whole_replica_is_lost(stage, slots):
+def test_all_slots_of_a_replica_are_lost(stage, slots):
     job = two(stage)
     outcomes, rows = run(job, faults=[kill(slot, during="backward", step=6) for slot in slots])
     assert_same_training(outcomes, rows, job)
@@ -98,8 +98,8 @@ def test_a_whole_replica_is_lost(stage, slots):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("last", [2, 3])
-def test_one_after_the_other_until_one_is_left(stage, last):
-    """Also where both that had the same part are gone: without ZeRO nobody would have it."""
+def test_ranks_are_lost_one_by_one_until_one_is_left(stage, last):
+    """Both holders of the same part may be lost: without ZeRO no rank would have it."""
     job, lost = two(stage), [0, 5 - last, 1]
     fault_points = [("vote", 4), ("within", 9), ("applied", 13)]
     faults = [
@@ -113,8 +113,8 @@ def test_one_after_the_other_until_one_is_left(stage, last):
 @pytest.mark.parametrize(
     ("stage", "slot", "step"), [(1, 0, 1), (1, 0, 7), (2, 3, 1), pytest.param(2, 3, 7, marks=pytest.mark.short)]
 )
-def test_a_slot_comes_back(stage, slot, step):
-    """And DeepSpeed's own shards are there again."""
+def test_a_slot_rejoins(stage, slot, step):
+    """DeepSpeed's own shards are restored."""
     job = two(stage)
     outcomes, rows = run(job, faults=[kill(slot, during="vote", step=step)], back={slot: 12})
     assert {seen.members for seen in outcomes.values()} == {4}
@@ -126,8 +126,8 @@ def test_a_slot_comes_back(stage, slot, step):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_comes_back_while_another_is_lost(stage):
-    """It comes into a degraded layout, and its own replica is whole."""
+def test_a_rank_rejoins_while_another_is_lost(stage):
+    """It joins a degraded layout, and its own replica has full width again."""
     job = two(stage)
     faults = [kill(1, during="vote", step=4), kill(2, during="gradient", step=7)]
     outcomes, rows = run(job, faults=faults, back={1: 12})
@@ -150,7 +150,7 @@ def test_a_second_one_in_the_recovery(stage, fault_point):
     ("stage", "fault_point", "number"),
     [(1, "forward", 0), (1, "forward", 1), (1, "backward", 1), (1, "accumulated", 2), (2, "backward", 1)],
 )
-def test_the_others_hear_of_it_in_code_of_their_own(stage, fault_point, number):
+def test_the_others_learn_of_a_loss_in_their_own_code(stage, fault_point, number):
     job = two(stage, hear_at=(fault_point, 6, number))
     outcomes, rows = run(job, faults=[kill(2, during="between", step=5)])
     assert_same_training(outcomes, rows, job)
@@ -165,8 +165,8 @@ def test_in_the_first_forward_of_all(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_who_stands_in_a_vote_that_another_has_left(stage):
-    """The step is taken again, or is in the copies, for all alike; also where the next loss comes before that."""
+def test_a_rank_waits_in_a_vote_that_others_left(stage):
+    """All repeat the step, or all find it in the copies; also if the next loss comes before that."""
     job = two(stage, slow_to_leave=6)
     faults = [kill(3, during="applied", step=6), kill(2, during="rolled", epoch=1)]
     outcomes, rows = run(job, faults=faults)
@@ -176,7 +176,7 @@ def test_who_stands_in_a_vote_that_another_has_left(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_float32_with_clipping(stage):
-    """By one norm, which is that of DeepSpeed."""
+    """Gradients are clipped by DeepSpeed's norm."""
     job = two(stage, dtype="float32")
     outcomes, rows = run(job, faults=[kill(1, during="reduce", step=6)])
     assert_same_training(outcomes, rows, job)
@@ -224,9 +224,9 @@ def test_an_evaluation_that_a_loss_has_interrupted_gives_no_numbers():
     job = two(1, evaluates=9)
     outcomes, rows = run(job, faults=[kill(3, during="evaluation", step=9)])
     assert_same_training(outcomes, rows, job)
-    told = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
-    assert any(map(math.isnan, told[1])), "the slot beside the lost one waits for it"
-    assert any(map(math.isnan, told[2]))
+    losses = {number: [row[2] for row in rows if row[:2] == ["evaluated", number]] for number in range(3)}
+    assert any(map(math.isnan, losses[1])), "the slot beside the lost one waits for it"
+    assert any(map(math.isnan, losses[2]))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -268,7 +268,7 @@ def test_a_part_that_is_not_trained_is_refused():
         run(two(1, steps=2, epochs=1, frozen="up.weight"))
 
 
-def test_what_all_slots_have_may_be_not_trained():
+def test_replicated_parameters_may_be_frozen():
     job = two(1, frozen="enter.weight")
     outcomes, rows = run(job, faults=[kill(1, during="vote", step=6)], back={1: 12})
     assert_same_training(outcomes, rows, job)

@@ -1,4 +1,4 @@
-"""Copies of state that lives on a GPU: the same bytes and the same digests as from a host's memory."""
+"""Copies of state on a GPU have the same bytes and digests as those of state in host memory."""
 
 import pytest
 import torch
@@ -25,14 +25,14 @@ def test_a_digest_is_the_same_number_on_a_gpu(dtype, dim, ranges):
     assert there == digests(parts, runs, salts=["a", "b"])
 
 
-def test_a_copy_is_what_was_there_when_it_was_begun_and_its_memory_is_pinned(tmp_path):
-    store, told = Store(tmp_path / "host"), []
-    replicator = Replicator(store, run="r", secret="s", slot=0, trouble=told.append)
+def test_a_copy_holds_the_state_at_its_beginning_in_pinned_memory(tmp_path):
+    store, trouble = Store(tmp_path / "host"), []
+    replicator = Replicator(store, run="r", secret="s", slot=0, trouble=trouble.append)
     values = {name: torch.randn(1 << 22, device="cuda") for name in ("main", "exp_avg")}
     before = {name: one.cpu() for name, one in values.items()}
     size = 1 << 22
-    piece = TensorSlice(tensor="w", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    parts = [Part(piece=piece, values=values, numbers={})]
+    tensor_slice = TensorSlice(tensor="w", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    parts = [Part(piece=tensor_slice, values=values, numbers={})]
     for step in range(4):
         replicator.begin(Snapshot(version=Version(step=step, epoch=0), holders=(0,), parts=parts, extras={}))
         replicator.wait_until_taken()
@@ -49,4 +49,4 @@ def test_a_copy_is_what_was_there_when_it_was_begun_and_its_memory_is_pinned(tmp
         before = {name: one.cpu() for name, one in values.items()}
     replicator.close()
     store.close()
-    assert told == []
+    assert trouble == []

@@ -1,4 +1,4 @@
-"""NCCL groups through a loss and a return, on real GPUs."""
+"""NCCL groups survive a loss and a return, on real GPUs."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(SIZE < 2, reason=f"needs two GPUs, and there are
 
 
 def play(rank):
-    """All-reduce on the device and on the host until the world was whole, smaller, and whole again."""
+    """All-reduce on the device and on the host while the world is complete, smaller, and complete again."""
     torch.cuda.set_device(rank.slot)
     elastic = ElasticRank(rank.place, backend="cpu:gloo,cuda:nccl")
     groups = elastic.groups
@@ -52,7 +52,7 @@ def play(rank):
     return seen
 
 
-def test_a_rank_dies_and_comes_back():
+def test_a_killed_rank_rejoins():
     victim = SIZE - 1
     with Ranks(SIZE, play) as ranks:
         ranks.wait_for_rows(SIZE, "ready")

@@ -30,11 +30,11 @@ def words(folder, name, steps):
     ]
 
 
-def told(path, *kinds):
+def events_of(path, *kinds):
     return [one.event for one in Follower(path).news() if isinstance(one.event, kinds)]
 
 
-def test_what_one_leaves_when_it_is_killed_is_removed_by_the_next_and_the_other_keeps_its_own(tmp_path):
+def test_the_next_job_removes_copies_of_a_killed_one_and_leaves_those_of_a_living_one(tmp_path):
     living = Command([*NTP, *words(tmp_path, "living", 4000)], tmp_path / "log of the living", **ENVIRONMENT)
     try:
         with machines(1, tmp_path) as hosts:
@@ -45,15 +45,15 @@ def test_what_one_leaves_when_it_is_killed_is_removed_by_the_next_and_the_other_
             hosts.kill(1)
         assert left != kept
         assert any(left.rglob("near-*.json"))
-        code, said = Command([*NTP, *words(tmp_path, "next", 3)], tmp_path / "log", **ENVIRONMENT).end()
-        assert code == 0, said[-4000:]
-        assert f"removing {left}: its run has been dead" in said
-        assert str(kept) not in said
+        code, output = Command([*NTP, *words(tmp_path, "next", 3)], tmp_path / "log", **ENVIRONMENT).end()
+        assert code == 0, output[-4000:]
+        assert f"removing {left}: its run has been dead" in output
+        assert str(kept) not in output
         assert not left.exists()
         assert any(kept.rglob("near-*.json"))
-        now = max(event.step for event in told(tmp_path / "living", Committed))
+        now = max(event.step for event in events_of(tmp_path / "living", Committed))
         wait_for_step(now + 5, tmp_path / "living", living)
-        assert not told(tmp_path / "living", CopyTrouble, Recovered)
+        assert not events_of(tmp_path / "living", CopyTrouble, Recovered)
     finally:
         living.process.terminate()
         living.end()

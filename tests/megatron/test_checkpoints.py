@@ -1,7 +1,6 @@
-"""What a degraded job saves, a job of any other layout goes on from as if nobody had been lost; and the other way
-round.
+"""A job of any layout resumes a checkpoint of a degraded job as if no rank had been lost, and the other way round.
 
-The reference is Megatron without us that trains all steps in one go.
+The reference is stock Megatron that trains all steps in one go.
 """
 
 import dataclasses
@@ -59,30 +58,30 @@ def assert_same_training(outcomes, expected, bound=FLOAT64):
 
 
 def nominal(model, layout, **options):
-    """The layout with nobody lost, and without the plugin."""
+    """The nominal layout, without the plugin."""
     return dataclasses.replace(degraded(model, layout, **options), lost=())
 
 
 @pytest.mark.short
-def test_a_nominal_job_goes_on_from_what_a_degraded_one_saved(first_half):
+def test_a_nominal_job_resumes_a_checkpoint_of_a_degraded_one(first_half):
     """Adam counts its steps in a number that all parameters share: one that began again would be far off."""
     outcomes = whole_run(first_half, degraded(BASE, "TP2+TP1"), nominal(BASE, "TP2+TP1"))
     assert_same_training(outcomes, uniform(BASE))
 
 
-def test_a_degraded_job_goes_on_from_what_a_nominal_one_saved(first_half):
+def test_a_degraded_job_resumes_a_checkpoint_of_a_nominal_one(first_half):
     outcomes = whole_run(first_half, nominal(BASE, "TP2+TP1"), degraded(BASE, "TP2+TP1"))
     assert_same_training(outcomes, uniform(BASE))
 
 
-def test_a_degraded_job_goes_on_from_what_another_degraded_one_saved(first_half):
+def test_a_degraded_job_resumes_a_checkpoint_of_another_degraded_one(first_half):
     """Four slots that hold several ranges of one tensor each; other replicas, other slots, other widths."""
     outcomes = whole_run(first_half, degraded(BASE, "TP4+TP3"), degraded(BASE, "TP3+TP3"))
     assert_same_training(outcomes, uniform(BASE))
 
 
 @pytest.mark.parametrize("shared_out", [True, False])
-def test_a_checkpoint_of_a_degraded_job_is_that_of_a_whole_one(first_half, shared_out):
+def test_a_checkpoint_of_a_degraded_job_equals_a_nominal_one(first_half, shared_out):
     """Tensor for tensor, of the optimizer as well, whether the replicas share the writing out or one does it all."""
     job = degraded(BASE, "TP4+TP3", more="" if shared_out else "--no-ckpt-fully-parallel-save")
     _, mine = first_half(job)
@@ -120,8 +119,8 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 
 @pytest.mark.parametrize("route", ["direct", "via_core"])
 def test_a_sharded_optimizer(first_half, route):
-    """Nominal -> degraded, and degraded -> otherwise degraded. Megatron itself cannot load one with torch's Adam, so
-    that what a degraded job saves is compared with what a nominal one does, tensor for tensor."""
+    """Nominal -> degraded, and degraded -> degraded in another way. Megatron itself cannot load a sharded optimizer
+    with torch's Adam, so the checkpoint of a degraded job is compared with that of a nominal one, tensor for tensor."""
     here, there = (degraded(BASE, layout, more=SHARDED, route=route) for layout in ("TP4+TP3", "TP3+TP3"))
     whole = nominal(BASE, "TP4+TP3", more=SHARDED)
     for first, second in ((whole, here), (here, there)):
@@ -143,7 +142,7 @@ def test_a_sharded_optimizer_in_buckets_of_another_layout_is_refused(first_half)
         whole_run(first_half, nominal(BASE, "TP2+TP1", more=buckets), degraded(BASE, "TP2+TP1", more=buckets))
 
 
-def test_two_units_that_change_places_in_what_is_written_are_noticed(first_half):
+def test_two_swapped_units_in_a_checkpoint_are_detected(first_half):
     spoilt = degraded(BASE, "TP2+TP1", spoil="units_swapped_in_a_checkpoint")
     _, mine = first_half(spoilt)
     _, theirs = first_half(uniform(BASE, tp=2))
@@ -188,7 +187,7 @@ FAULT_POINTS = ["step", "forward", "backward", "reduce", "reduced", "vote", "app
         *((SHARDED, fault_point) for fault_point in (*FAULT_POINTS, "gather")),
     ],
 )
-def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step, more, fault_point, slot):
+def test_after_a_loss_a_run_equals_a_planned_degraded_run_bit_for_bit(every_step, more, fault_point, slot):
     """Which step is the first that the degraded job took, whether for the first time or again, is seen by who drew
     samples in the new epoch; the planned run begins from a checkpoint of the step before that one."""
     lost, two = ("r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1")[slot], {"tp": 2, "dp": 2}
@@ -199,7 +198,7 @@ def test_from_the_loss_on_it_is_bit_for_bit_a_run_that_was_planned_so(every_step
     assert first in ((HALF, HALF + 1) if not more else (HALF - 1, HALF, HALF + 1))
     asked = f"{loading(folder)} --ckpt-step {first - 1}"
     planned = run(with_arguments(degraded(BASE, {**two, "lost": (lost,)}, more=more), asked))
-    alike = STEPS - HALF  # steps up to there may have been told of before the loss
+    alike = STEPS - HALF  # steps up to there may have been recorded before the loss
     assert len(lived) == len(planned) == 3
     for expected, (_, one) in zip(planned.values(), sorted(lived.items()), strict=True):
         assert one.seen.norms[-alike:] == expected.norms[-alike:]

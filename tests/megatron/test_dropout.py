@@ -1,7 +1,7 @@
 """With `--ntp-dropout exact` a degraded run drops what the uniform one drops.
 
-The reference is one whole replica of TP 4 with exact masks and nobody lost. That these are good masks,
-tests/unit/test_dropout.py shows.
+The reference is one full-width replica of TP 4 with exact masks and without a loss. tests/unit/test_dropout.py shows
+that these masks are good.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ def test_the_same_training(layout):
         (f"{OPTIONS['recompute']} {OPTIONS['distributed optimizer, overlap']}", "TP3+TP3"),
     ],
 )
-def test_options_that_must_make_no_difference(option, layout):
+def test_options_make_no_difference(option, layout):
     assert worst(run(degraded(DROPOUT, layout, more=option)), run(uniform(DROPOUT))) <= FLOAT64
 
 
-def test_micro_batches_of_two_samples_draw_what_each_sample_draws_alone():
+def test_micro_batches_of_two_samples_draw_the_masks_of_single_samples():
     eight = f"--global-batch-size 8 {PER_TOKEN}"
     outcomes = run(degraded(DROPOUT, "TP4+TP3", more=f"{eight} --micro-batch-size 2"))
     assert worst(outcomes, run(uniform(DROPOUT, more=eight))) <= FLOAT64
@@ -63,7 +63,7 @@ def test_pipelined_micro_batches_keep_their_samples_while_others_are_under_way()
 
 
 def test_something_is_dropped():
-    """Or all of this would be true of nothing."""
+    """Without dropout all of this would hold trivially."""
     assert worst(run(uniform(DROPOUT)), run(uniform(BASE))) > 1e-2
 
 

@@ -1,4 +1,4 @@
-"""A script that says in one line of its own that it wants the plugin, under the real `ntp run`."""
+"""A script that enables the plugin in one line of its own, under the real `ntp run`."""
 
 import os
 import signal
@@ -40,23 +40,23 @@ def test_a_rank_dies_and_the_job_comes_to_its_end(script, tmp_path):
     job.wait_for(r"iteration +3/")
     pids = {one.slot: one.event.pid for one in Follower(events).news() if isinstance(one.event, Began)}
     os.kill(pids["r1.s0.t0"], signal.SIGKILL)
-    code, said = job.end()
-    assert code == 0, said
-    assert "slot 1 is lost: its process ended with code -9" in said
-    assert "iteration       40/" in said
+    code, output = job.end()
+    assert code == 0, output
+    assert "slot 1 is lost: its process ended with code -9" in output
+    assert "iteration       40/" in output
 
 
-def test_what_is_refused_is_said_in_one_line(script, tmp_path):
-    code, said = run(script, tmp_path, "--hidden-dropout=0.1").end()
-    assert code == 2, said
-    assert "ntp: with --ntp-enable under `ntp run`" in said
-    assert "Traceback" not in said, said[-2000:]
+def test_a_refusal_is_one_line(script, tmp_path):
+    code, output = run(script, tmp_path, "--hidden-dropout=0.1").end()
+    assert code == 2, output
+    assert "ntp: with --ntp-enable under `ntp run`" in output
+    assert "Traceback" not in output, output[-2000:]
 
 
-def test_an_error_of_the_scripts_own_is_told_as_ever(tmp_path):
+def test_an_error_of_the_script_keeps_its_own_traceback(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("from ntp_plugin.megatron import enable\nenable()\n1 / 0\n")
     job = Command([sys.executable, str(path)], tmp_path / "log", NTP_CPU="1", PYTHONWARNINGS="ignore")
-    code, said = job.end()
+    code, output = job.end()
     assert code == 1
-    assert "ZeroDivisionError" in said
+    assert "ZeroDivisionError" in output

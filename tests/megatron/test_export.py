@@ -1,6 +1,6 @@
-"""`ntp copies export`: what is in memory becomes an ordinary checkpoint, of a run that lives, and of one that is dead.
+"""`ntp copies export` writes the copies of a living or a dead run as a stock checkpoint.
 
-The reference is Megatron without us, which saves after the same step.
+The reference is stock Megatron, which saves after the same step.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tests.ranks.command import NTP, Command
 from tests.ranks.machines import machines
 
 STEPS, ENOUGH = 2000, 25
-"""More than are taken while somebody exports; and so many where a job is to end."""
+"""More steps than an export takes; and the length of a job that must end."""
 ITERATIONS = f"--train-iters {STEPS} --lr-decay-iters {STEPS}"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --dist-ckpt-optim-fully-reshardable"
 FLOAT64 = BOUNDS["float64"]
@@ -36,7 +36,7 @@ def command(words, log):
 
 
 def export(run, to, log):
-    """By the command that the run was started by."""
+    """Export with the command of the run."""
     return command([*NTP, "copies", "export", str(run), "--to", str(to), "--", *StartedBy.read(run).words], log)
 
 
@@ -45,16 +45,16 @@ def saved_step(folder):
 
 
 def without_us(folder, job_of, more):
-    """Ordinary Megatron, started by torchrun; what it said."""
+    """Run stock Megatron, started by torchrun; return its output."""
     job = job_of(enabled=False, more=f"{ITERATIONS} {more}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
-    code, said = command([*launcher, *training(job, folder)], folder / f"without us, {job.processes}")
-    assert code == 0, said[-4000:]
-    return said
+    code, output = command([*launcher, *training(job, folder)], folder / f"without us, {job.processes}")
+    assert code == 0, output[-4000:]
+    return output
 
 
 def run_of(events):
-    """That tells there; others may run on this machine as well, and remove what the dead have left."""
+    """The run that writes its events there; other runs on this machine may remove what dead ones left."""
     for run in copies_left():
         with contextlib.suppress(ConfigError):
             if f"--ntp-events={events}" in StartedBy.read(run).words:
@@ -62,8 +62,8 @@ def run_of(events):
     raise AssertionError(f"no run tells to {events}")
 
 
-def put_by(run, folder):
-    """What it has left, where no other run removes it."""
+def set_aside(run, folder):
+    """Move the copies of a run to where no other run removes them."""
     kept = folder / run.name
     shutil.copytree(run, kept)
     shutil.rmtree(run)
@@ -71,7 +71,7 @@ def put_by(run, folder):
 
 
 def killed(folder, job_of, more, *, step, meanwhile=lambda _: None):
-    """What a job leaves whose power is cut after that step."""
+    """The copies of a job whose power is cut after that step."""
     events = folder / "events"
     job = job_of(enabled=True, more=f"{ITERATIONS} {more} --ntp-events={events}")
     with machines(1, folder) as hosts:
@@ -81,24 +81,24 @@ def killed(folder, job_of, more, *, step, meanwhile=lambda _: None):
         run = run_of(events)
         meanwhile(run)
         hosts.kill(1)
-    return put_by(run, folder)
+    return set_aside(run, folder)
 
 
-def sharded(**said):
-    return Job(model=MODELS[BASE], tp=2, dp=2, **said)
+def sharded(**options):
+    return Job(model=MODELS[BASE], tp=2, dp=2, **options)
 
 
-def alone(**said):
-    return Job(model=MODELS[BASE], tp=2, **said)
+def alone(**options):
+    return Job(model=MODELS[BASE], tp=2, **options)
 
 
-def wide(**said):
-    return Job(model=MODELS[BASE], tp=4, **said)
+def wide(**options):
+    return Job(model=MODELS[BASE], tp=4, **options)
 
 
 @pytest.fixture(scope="module")
 def dead(tmp_path_factory):
-    """What a run has left, and what it has told."""
+    """The copies of a dead run, and its events."""
     folder = tmp_path_factory.mktemp("dead")
     return killed(folder, sharded, SHARDED, step=8), folder / "events"
 
@@ -108,7 +108,8 @@ def all_in(folder):
 
 
 def assert_same_state(saved, folder, more=SHARDED):
-    """As that of a job that nobody has disturbed; it saves once more, one step later, when it ends."""
+    """Assert that the saved state is that of an undisturbed job; that job saves once more, one step later, when it
+    ends."""
     step = saved_step(saved)
     intervals = f"--save-interval {step} --exit-interval {step + 1}"
     without_us(folder, sharded, f"{more} --save {folder}/undisturbed {intervals}")
@@ -121,96 +122,96 @@ def assert_same_state(saved, folder, more=SHARDED):
     assert largest_difference(mine, later) > FLOAT64
 
 
-def test_of_a_run_that_lives(tmp_path):
-    """It goes on meanwhile, and so far that nothing is left of the version that was exported."""
+def test_a_living_run_is_exported(tmp_path):
+    """The run continues during the export, until none of its copies has the exported version."""
     folder = tmp_path / "saved"
 
     def export_it(run):
-        code, said = export(run, folder, tmp_path / "log")
-        assert code == 0, said[-4000:]
-        assert "belongs to a running job" in said
+        code, output = export(run, folder, tmp_path / "log")
+        assert code == 0, output[-4000:]
+        assert "belongs to a running job" in output
 
     killed(tmp_path, sharded, SHARDED, step=3, meanwhile=export_it)
     assert_same_state(folder, tmp_path)
-    told = [one.event for one in Follower(tmp_path / "events").news()]
-    (event,) = (event for event in told if isinstance(event, Exported))
+    recorded = [one.event for one in Follower(tmp_path / "events").news()]
+    (event,) = (event for event in recorded if isinstance(event, Exported))
     assert (event.step, event.folder, event.failed) == (saved_step(folder), str(folder), "")
-    assert max(event.step for event in told if isinstance(event, Committed)) > event.step + 2
-    assert not [event for event in told if isinstance(event, Recovered | CopyTrouble)]
+    assert max(event.step for event in recorded if isinstance(event, Committed)) > event.step + 2
+    assert not [event for event in recorded if isinstance(event, Recovered | CopyTrouble)]
     assert not list(Path("/dev/shm").glob("ntp-excerpt-*"))
 
 
-def test_of_a_run_that_is_dead(dead, tmp_path):
-    """And nothing of it is changed by that."""
+def test_a_dead_run_is_exported(dead, tmp_path):
+    """The export changes nothing of the run."""
     left, _ = dead
     before = all_in(left)
-    code, said = export(left, tmp_path / "saved", tmp_path / "log")
-    assert code == 0, said[-4000:]
+    code, output = export(left, tmp_path / "saved", tmp_path / "log")
+    assert code == 0, output[-4000:]
     assert_same_state(tmp_path / "saved", tmp_path)
     assert all_in(left) == before
     assert command([*NTP, "copies", "verify", str(left)], tmp_path / "verified")[0] == 0
 
 
-def test_a_disk_that_is_full(dead, tmp_path):
+def test_an_export_to_a_full_disk_leaves_nothing(dead, tmp_path):
     """One line, nothing left behind, and the copies as they were."""
     left, events = dead
     before = all_in(left)
     with disk(tmp_path / "small", "1m") as small:
-        code, said = export(left, small, tmp_path / "log")
-        assert code == 1, said[-4000:]
-        assert "cannot be written to" in said
-        assert "which is full" in said
-        assert said.count("\nntp: ") == 1, said[-4000:]
-        assert "Traceback" not in said.rpartition("resumed from the copies")[2], said[-4000:]
+        code, output = export(left, small, tmp_path / "log")
+        assert code == 1, output[-4000:]
+        assert "cannot be written to" in output
+        assert "which is full" in output
+        assert output.count("\nntp: ") == 1, output[-4000:]
+        assert "Traceback" not in output.rpartition("resumed from the copies")[2], output[-4000:]
         assert not list(small.iterdir())
     assert all_in(left) == before
     failed = [one.event for one in Follower(events).news() if isinstance(one.event, Exported) and one.event.failed]
     assert [event.folder for event in failed] == [str(small)]
 
 
-def test_it_can_be_resumed_afterwards(dead, tmp_path):
+def test_a_run_can_be_resumed_after_an_export(dead, tmp_path):
     left, _ = dead
     run, events = Path("/dev/shm") / left.name, tmp_path / "events"
     shutil.copytree(left, run)
     job = sharded(enabled=True, more=f"{ITERATIONS} {SHARDED} --ntp-events={events} --exit-interval {ENOUGH}")
     flags = ["--standalone", "--nproc-per-node", "4", "--ntp-resume", str(run)]
-    code, said = command([*NTP, "run", *flags, *training(job, tmp_path)], tmp_path / "log")
-    assert code == 0, said[-4000:]
+    code, output = command([*NTP, "run", *flags, *training(job, tmp_path)], tmp_path / "log")
+    assert code == 0, output[-4000:]
     steps = {one.event.step for one in Follower(events).news() if isinstance(one.event, Committed)}
     assert max(steps) == ENOUGH
     assert min(steps) > 1
     assert not run.exists()
 
 
-def test_of_a_run_of_two_hosts_on_one_of_them(tmp_path):
-    """Far copies make it whole there; without them it is refused. In the format that Megatron takes by itself."""
+def test_a_run_of_two_hosts_is_exported_on_one_of_them(tmp_path):
+    """Far copies complete the state there; without them the export is refused. In Megatron's default format."""
     with machines(2, tmp_path) as hosts:
         (agent, events), (_, of_second) = (test_hosts.start(hosts, at, tmp_path) for at in (1, 2))
         wait_for_step(8, events, agent)
         runs = [run_of(of_second), run_of(events)]
         hosts.kill(1)
         hosts.kill(2)
-    left, _ = (put_by(run, tmp_path) for run in runs)
-    code, said = export(left, tmp_path / "saved", tmp_path / "log")
-    assert code == 0, said[-4000:]
+    left, _ = (set_aside(run, tmp_path) for run in runs)
+    code, output = export(left, tmp_path / "saved", tmp_path / "log")
+    assert code == 0, output[-4000:]
     assert_same_state(tmp_path / "saved", tmp_path, test_hosts.MORE)
     for far in left.glob("host-1/far-*"):
         far.unlink()
-    code, said = export(left, tmp_path / "none", tmp_path / "log")
-    assert code == 2, said
-    assert "the parts of slots 0, 1 are not on this host" in said
+    code, output = export(left, tmp_path / "none", tmp_path / "log")
+    assert code == 2, output
+    assert "the parts of slots 0, 1 are not on this host" in output
 
 
-def losses(said):
+def losses(output):
     """Megatron's own log: iteration -> loss."""
-    return {int(step): float(loss) for step, loss in re.findall(r"iteration +(\d+)/.* lm loss: (\S+)", said)}
+    return {int(step): float(loss) for step, loss in re.findall(r"iteration +(\d+)/.* lm loss: (\S+)", output)}
 
 
-def test_an_ordinary_job_goes_on_from_it(tmp_path):
-    """One replica, of which everything was copied; it is loaded in another layout."""
+def test_a_stock_job_resumes_from_an_export(tmp_path):
+    """One replica, all of whose state was copied; its checkpoint is loaded in another layout."""
     left = killed(tmp_path, alone, "", step=5)
-    code, said = export(left, tmp_path / "saved", tmp_path / "log")
-    assert code == 0, said[-4000:]
+    code, output = export(left, tmp_path / "saved", tmp_path / "log")
+    assert code == 0, output[-4000:]
     step = saved_step(tmp_path / "saved")
     end = step + 10
     whole = losses(without_us(tmp_path, alone, f"--exit-interval {end}"))

@@ -1,4 +1,4 @@
-"""Generators are told and put back, Megatron's own as well; in a process of its own, which Megatron may change."""
+"""States of generators are stored and restored, Megatron's own as well; in a process that Megatron may change."""
 
 import os
 import subprocess
@@ -23,9 +23,9 @@ def draw():
     return own, torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
 
 draw()
-told = json.loads(json.dumps(generators.states(), default=bytes.hex))  # as a manifest has it
+stored = json.loads(json.dumps(generators.states(), default=bytes.hex))  # as a manifest has it
 first, second = draw(), draw()
-generators.put_back(told)
+generators.put_back(stored)
 assert draw() == first != second
 assert draw() == second
 assert generators.names() == ["drawn model-parallel-rng"]
@@ -33,7 +33,7 @@ assert generators.names() == ["drawn model-parallel-rng"]
 
 
 @pytest.mark.short
-def test_what_is_drawn_is_drawn_again():
+def test_restored_generators_draw_the_same_numbers():
     environment = {**os.environ, "NTP_CPU": "1", "TORCHDYNAMO_DISABLE": "1"}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, check=False

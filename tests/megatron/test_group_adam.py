@@ -1,6 +1,6 @@
-"""An Adam that counts its steps once for a group, as TransformerEngine's and apex's do, where ranks are lost.
+"""Ranks are lost with an Adam that counts its steps per group, as TransformerEngine's and apex's do.
 
-The reference is torch's Adam in one whole replica that computes the whole batch.
+The reference is torch's Adam in one full-width replica that computes the whole batch.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def job(more=OVERLAP, **options):
     )
 
 
-def test_it_trains_as_torchs():
+def test_group_adam_trains_as_torchs_adam():
     worst = largest_differences(run(uniform(BASE, group_adam=True)), run(uniform(BASE)))
     assert max(worst.values()) <= BOUNDS["float64"], worst
 
@@ -41,20 +41,20 @@ def test_steps_are_taken_again():
 
 
 @pytest.mark.parametrize("more", ["", OVERLAP])
-def test_a_rank_comes_back(more):
+def test_a_rank_rejoins(more):
     lived, _ = live(job(more), faults=[kill(1, during="backward", step=5)], back={1: 12})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
 
 
-def test_a_replica_stands_idle_for_some_steps():
-    """What its survivors have not counted meanwhile they are told."""
+def test_a_replica_is_idle_for_some_steps():
+    """Its survivors get the counts of the steps that they missed."""
     lived, _ = live(job("--ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=5)], back={1: 10})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
 
 
-def test_one_replica_alone_in_half_precision():
+def test_a_single_replica_in_half_precision():
     """All is from copies; what is stepped are other tensors than the parameters."""
     lived, _ = live(job("--bf16", dtype="float32", tp=4, dp=1), faults=[kill(2, during="backward", step=5)])
     worst = largest_differences(as_if_always_there(lived), run(uniform(BASE, **BF16)))
@@ -75,8 +75,8 @@ SAVED = f"{OVERLAP} --dist-ckpt-optim-fully-reshardable"
     ],
     ids=str,
 )
-def test_what_one_layout_saves_another_goes_on_from(layouts, tmp_path):
-    """None: nobody lost, and Megatron without us."""
+def test_a_checkpoint_of_one_layout_resumes_in_another(layouts, tmp_path):
+    """None: no loss, and stock Megatron."""
     first, second = (
         degraded(BASE, layout, more=SAVED, group_adam=True) if layout else job(SAVED, tp=4, enabled=False)
         for layout in layouts

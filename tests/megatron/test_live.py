@@ -1,6 +1,6 @@
-"""Ranks of a Megatron job die, and the job goes on as if it had not happened.
+"""Ranks of a Megatron job die, and the job continues as if nothing had happened.
 
-The reference is Megatron without us: one whole replica that computes the whole batch.
+The reference is stock Megatron: one full-width replica that computes the whole batch.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ from ntp_plugin.testing.faults import kill
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 KINDS = pytest.mark.parametrize("kind", ["", OVERLAP], ids=["plain", "sharded"])
-"""What a lost rank held comes from the live state of others, or from copies: `test_copies.py` is of the latter."""
+"""The state of a lost rank comes from live state of others, or from copies: `test_copies.py` tests the latter."""
 IN_A_STEP = ["step", "forward", "backward", "reduce", "reduced", "vote", "apply", "applied", "between"]
 PIPELINE = {"tp": 2, "pp": 2, "dp": 2}
 IN_A_RECOVERY = ["report", "plan", "regroup", "resume", "moved", "built", "made", "resumed"]
@@ -37,7 +37,7 @@ def assert_same_training(lived, reference=None):
 
 
 def assert_every_sample_once(rows, batch=6):
-    """Of each step's last attempt: the samples that were drawn are the step's, each once."""
+    """The last attempt of each step drew the samples of the step, each once."""
     for step in range(1, STEPS + 1):
         drawn = [row[2:] for row in rows if row[:2] == ["drawn", step]]
         newest = max(epoch for epoch, _ in drawn)
@@ -49,7 +49,7 @@ def widths(lived):
     return {slot: one.width for slot, one in lived.items()}
 
 
-def test_nobody_is_lost():
+def test_a_job_without_losses_trains_as_the_reference():
     lived, rows = live(job())
     assert len(lived) == 4
     assert_same_training(lived)
@@ -67,7 +67,7 @@ def test_a_rank_dies(fault_point):
     assert_every_sample_once(rows)
 
 
-def test_the_learning_rate_of_a_rank_that_has_scheduled_is_not_set_back_by_one_that_has_not():
+def test_a_rank_ahead_keeps_its_learning_rate():
     """After the vote slot 0 waits for its lost neighbour, before the schedule; the other replica has come past that."""
     lived, _ = live(job(), faults=[kill(1, during="apply", step=5)])
     assert_same_training(lived)
@@ -76,7 +76,7 @@ def test_the_learning_rate_of_a_rank_that_has_scheduled_is_not_set_back_by_one_t
 @pytest.mark.parametrize("fault_point", IN_A_STEP)
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_any_slot_may_be_the_one(slot, fault_point):
-    """The first of a TP group is the one that reads samples; rank 0 prints, and the last rank tells the loss."""
+    """The first of a TP group reads samples; rank 0 prints, and the last rank reports the loss."""
     lived, rows = live(job(), faults=[kill(slot, during=fault_point, step=5)])
     assert sorted(lived) == [other for other in range(4) if other != slot]
     assert_same_training(lived)
@@ -100,7 +100,7 @@ def test_another_dies_in_the_recovery(fault_point):
 
 
 @KINDS
-def test_a_replica_gets_narrower_until_it_is_gone(kind):
+def test_a_replica_shrinks_until_it_is_lost(kind):
     faults = [kill(3, during="backward", step=4), kill(2, during="forward", step=8)]
     lived, rows = live(job(more=kind), faults=faults)
     assert widths(lived) == {0: 2, 1: 2}
@@ -108,8 +108,8 @@ def test_a_replica_gets_narrower_until_it_is_gone(kind):
     assert_every_sample_once(rows)
 
 
-def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
-    """Its survivor is a member that trains nothing, here the first of all; then the replica is whole again."""
+def test_a_replica_that_is_too_narrow_is_idle_until_a_rank_rejoins():
+    """Its survivor is a member that trains nothing, here the first of all; then the replica has full width again."""
     lived, rows = live(job(more="--ntp-min-tp-width 2"), faults=[kill(1, during="backward", step=5)], back={1: 10})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
@@ -118,8 +118,8 @@ def test_a_replica_that_is_too_narrow_stands_idle_until_one_is_back():
 
 @KINDS
 @pytest.mark.parametrize("second", [8, 12])
-def test_who_comes_back_stands_idle_until_its_replica_is_wide_enough(second, kind):
-    """The whole replica is gone, and its slots come back one after the other, at once or steps apart."""
+def test_a_joining_rank_is_idle_until_its_replica_is_wide_enough(second, kind):
+    """All slots of a replica are lost, and rejoin one after the other, at once or steps apart."""
     faults = [kill(slot, during="backward", step=5) for slot in (0, 1)]
     lived, rows = live(job(more=f"{kind} --ntp-min-tp-width 2"), faults=faults, back={0: 8, 1: second})
     assert widths(lived) == dict.fromkeys(range(4), 2)
@@ -128,7 +128,7 @@ def test_who_comes_back_stands_idle_until_its_replica_is_wide_enough(second, kin
 
 
 @KINDS
-def test_a_replica_that_has_lost_a_stage_stands_idle(kind):
+def test_a_replica_that_lost_a_stage_is_idle(kind):
     reference = run(uniform(BASE, tp=2, pp=2))
     lived, _ = live(job(**PIPELINE, more=kind), faults=[kill(slot, during="forward", step=5) for slot in (0, 1)])
     trained = {slot: one for slot, one in lived.items() if slot not in (4, 5)}
@@ -136,20 +136,20 @@ def test_a_replica_that_has_lost_a_stage_stands_idle(kind):
 
 
 @KINDS
-def test_a_whole_replica_dies_at_once(kind):
+def test_all_slots_of_a_replica_die_at_once(kind):
     lived, rows = live(job(more=kind), faults=[kill(slot, during="backward", step=5) for slot in (0, 1)])
     assert widths(lived) == {2: 2, 3: 2}
     assert_same_training(lived)
     assert_every_sample_once(rows)
 
 
-def test_what_nobody_else_holds_ends_the_job():
-    """Both holders of the same units are gone: the error names them, and what to do."""
+def test_losing_the_only_holder_of_state_ends_the_job():
+    """Both holders of the same units are lost: the error names the units, and a way out."""
     with pytest.raises(StateLost, match="restart from"):
         live(job(), faults=[kill(slot, during="backward", step=5) for slot in (1, 3)])
 
 
-def test_a_restart_ends_the_job_where_it_is_better_by_what_the_user_says(tmp_path):
+def test_a_restart_ends_the_job_when_the_users_costs_favor_it(tmp_path):
     """Half of a replica is half of its speed for days, and a restart takes a minute."""
     more = f"--ntp-actions-restart-s 60 --ntp-events={tmp_path}/events"
     with pytest.raises(RestartIsBetter, match=r"a restart is better .*reduce tp: 0\.\d+.*restart: 0\.99.*restart from"):
@@ -158,7 +158,7 @@ def test_a_restart_ends_the_job_where_it_is_better_by_what_the_user_says(tmp_pat
     assert (chosen.action, chosen.lost) == ("restart", ["r1.s0.t1"])
 
 
-def test_a_replica_that_may_not_be_narrower_stands_idle():
+def test_a_replica_that_may_not_shrink_is_idle():
     lived, rows = live(job(more="--ntp-actions-forbid reduce-tp"), faults=[kill(3, during="backward", step=5)])
     assert widths(lived) == {0: 2, 1: 2, 2: 1}
     assert lived[2].seen.share == (0, 0)
@@ -166,7 +166,7 @@ def test_a_replica_that_may_not_be_narrower_stands_idle():
     assert_every_sample_once(rows)
 
 
-def test_no_replica_is_left_that_is_whole():
+def test_no_full_width_replica_is_left():
     faults = [kill(1, during="backward", step=5), kill(2, during="backward", step=8)]
     with pytest.raises(BelowMinimum, match="or leave --ntp-actions-forbid out"):
         live(job(more="--ntp-actions-forbid reduce-tp"), faults=faults)
@@ -180,7 +180,7 @@ def test_no_replica_is_left_that_may_train(tmp_path):
 
 
 @pytest.mark.short
-def test_a_rank_comes_back():
+def test_a_rank_rejoins():
     lived, rows = live(job(), faults=[kill(3, during="backward", step=5)], back={3: 10})
     assert widths(lived) == dict.fromkeys(range(4), 2)
     assert_same_training(lived)
@@ -189,7 +189,7 @@ def test_a_rank_comes_back():
 
 
 @pytest.mark.short
-def test_who_has_come_back_lives_through_the_next_loss_and_return():
+def test_a_rejoined_rank_survives_the_next_loss_and_return():
     """Its training began in the middle of the others': what Megatron sets up at the beginning, it has to have too."""
     faults = [kill(3, during="backward", step=4), kill(0, during="backward", step=10)]
     lived, rows = live(job(), faults=faults, back={3: 7, 0: 13})
@@ -211,8 +211,8 @@ def test_who_has_come_back_lives_through_the_next_loss_and_return():
         for fault_point in ("moved", "made", "resumed", "arriving", "arrived")
     ],
 )
-def test_a_loss_while_what_an_optimizer_keeps_comes_to_who_has_come_back(slot, fault_point):
-    """It has weights, and trains, and is lost; or one that sends to it, or another. Who is left comes to the same."""
+def test_a_loss_while_optimizer_state_is_sent_to_a_rejoined_rank(slot, fault_point):
+    """The rejoined rank has weights, trains, and is lost; or a sender to it, or another. The results are the same."""
     size = 2 if slot < 4 else 3
     faults = [kill(3, during="backward", step=5), kill(slot, during=fault_point, epoch=2)]
     lived, rows = live(job(dp=size), faults=faults, back={3: 10})
@@ -221,8 +221,8 @@ def test_a_loss_while_what_an_optimizer_keeps_comes_to_who_has_come_back(slot, f
     assert_every_sample_once(rows)
 
 
-def test_what_an_optimizer_keeps_comes_in_bf16_and_over_stages():
-    """With masters in float32, of which most of what arrives is."""
+def test_optimizer_state_is_sent_in_bf16_and_over_stages():
+    """Masters in float32 are most of the state that arrives."""
     options = PIPELINE | BF16
     lived, _ = live(job(**options), faults=[kill(5, during="backward", step=5)], back={5: 10})
     reference = run(uniform(BASE, tp=2, pp=2, **BF16))
@@ -231,7 +231,7 @@ def test_what_an_optimizer_keeps_comes_in_bf16_and_over_stages():
     assert all(worst[what] <= bound for what, bound in bounds.items()), worst
 
 
-def test_what_arrives_wrong_behind_the_weights_is_noticed_by_its_digest():
+def test_wrong_optimizer_state_is_detected_by_its_digest():
     spoil = "what_an_optimizer_keeps_arrives_doubled"
     with pytest.raises(StateLost, match=r"\(exp_avg\) is not the same wherever it is held"):
         live(job(spoil=spoil), faults=[kill(3, during="backward", step=5)], back={3: 10})
@@ -255,15 +255,15 @@ def test_a_stage_is_degraded(slot, model, fault_point):
 
 @pytest.mark.parametrize("fault_point", [*IN_A_STEP, "exchange"])
 def test_the_stage_in_the_middle_is_degraded(fault_point):
-    """Of twelve ranks the one whose neighbours on both sides wait for it."""
+    """The rank, one of twelve, for which neighbours on both sides wait."""
     pipeline = {"tp": 2, "pp": 3, "chunks": 1}
     lived, _ = live(job(dp=2, **pipeline), faults=[kill(7, during=fault_point, step=5)])
     assert len(lived) == 11
     assert_same_training(lived, run(uniform(BASE, **pipeline)))
 
 
-def test_a_stage_of_a_hybrid_model_is_degraded_and_whole_again():
-    """Attention and MLP layers, of which no stage has both in the same number."""
+def test_a_stage_of_a_hybrid_model_is_degraded_and_restored():
+    """Attention and MLP layers; no stage has as many of both."""
     model = {"model": MODELS[HYBRID].replace("*--*", "*-|-*"), "tp": 2, "pp": 2}
     lived, _ = live(job(dp=2, **model), faults=[kill(5, during="backward", step=5)], back={5: 10})
     assert widths(lived) == dict.fromkeys(range(8), 2)
@@ -271,7 +271,7 @@ def test_a_stage_of_a_hybrid_model_is_degraded_and_whole_again():
 
 
 @KINDS
-def test_a_rank_comes_back_into_its_stage(kind):
+def test_a_rank_rejoins_its_stage(kind):
     lived, _ = live(job(**PIPELINE, more=kind), faults=[kill(6, during="backward", step=5)], back={6: 10})
     assert widths(lived) == dict.fromkeys(range(8), 2)
     assert_same_training(lived, run(uniform(BASE, tp=2, pp=2)))
@@ -307,7 +307,7 @@ def test_with(more, kind):
 
 @pytest.mark.parametrize("fault_point", ["forward", "vote", "applied"])
 def test_in_an_evaluation(fault_point):
-    """Each fifth section is one; it is done again as a whole, and its samples are read again."""
+    """Each fifth section is an evaluation; it is repeated completely, and its samples are read again."""
     more = "--eval-interval 4 --eval-iters 2"
     whole = run(uniform(BASE, more=more))
     lived, _ = live(job(more=more), faults=[kill(3, during=fault_point, step=5)])
@@ -322,8 +322,8 @@ def test_in_an_evaluation(fault_point):
     [pytest.param("save", 6, marks=pytest.mark.short), ("written", 6), ("vote", 6), ("applied", 6), ("forward", 7)],
 )
 def test_in_a_checkpoint(fault_point, section, kind, tmp_path):
-    """After five steps the sixth section saves, and the last too; both checkpoints are those of a whole job. What a
-    sharded optimizer has in them is cut as its ranks are, and is read in `test_checkpoints.py`."""
+    """After five steps the sixth section saves, and the last too; both checkpoints equal those of a nominal job. Their
+    sharded optimizer state is cut as the ranks are, and is read in `test_checkpoints.py`."""
     more = f"{kind} --save {{}} --save-interval 5 --dist-ckpt-format torch_dist"
     whole = uniform(BASE, tp=2, more=more.format(tmp_path / "whole"))
     lived, _ = live(job(more=more.format(tmp_path / "mine")), faults=[kill(3, during=fault_point, step=section)])
@@ -339,7 +339,7 @@ def weights_in(folder, step, kind):
 
 
 @pytest.mark.short
-def test_who_has_first_saved_with_some_saves_with_all(tmp_path):
+def test_a_job_saves_with_some_ranks_and_later_with_all(tmp_path):
     """Megatron keeps by which groups it shares the writing out; of two whose groups differ each waits for the other."""
     more = "--save {} --save-interval 2 --dist-ckpt-format torch_dist"
     whole = uniform(BASE, more=more.format(tmp_path / "whole"))
@@ -354,7 +354,7 @@ def test_who_has_first_saved_with_some_saves_with_all(tmp_path):
 
 @KINDS
 @pytest.mark.parametrize("slot", [1, 2])
-def test_a_checkpoint_while_a_replica_stands_idle(slot, kind, tmp_path):
+def test_a_checkpoint_is_saved_while_a_replica_is_idle(slot, kind, tmp_path):
     """The idle slot is the first of all ranks, or the last; it does not write, and stops when the others do."""
     more = f"{kind} --save {{}} --save-interval 5 --exit-interval 10 --exit-duration-in-mins 60"
     whole = uniform(BASE, more=more.format(tmp_path / "whole"))
@@ -379,18 +379,18 @@ def test_two_ranks_of_eight_are_left(kind):
     assert_every_sample_once(rows)
 
 
-def test_replicas_that_do_not_begin_alike_are_refused():
+def test_replicas_with_different_initial_state_are_refused():
     with pytest.raises(Refused, match=r"do not begin alike: .*weight.* slots 0, 1 \w+.*Way out: have all of them"):
         live(job(spoil="replicas_begin_apart"))
 
 
 @pytest.mark.short
-def test_units_that_are_put_in_the_wrong_place_are_noticed_by_their_digest():
+def test_misplaced_units_are_detected_by_their_digest():
     with pytest.raises(StateLost, match=r"is not the same wherever it is held"):
         live(job(spoil="dealt_units_swapped"), faults=[kill(3, during="backward", step=5)])
 
 
-def told(path, kind):
+def events_of(path, kind):
     return [one.event for one in Follower(path).news() if isinstance(one.event, kind)]
 
 
@@ -402,21 +402,21 @@ def told(path, kind):
         ("what_an_optimizer_keeps_arrives_doubled_and_is_not_compared", {3: 10}),
     ],
 )
-def test_the_comparison_notices(spoil, back):
+def test_the_comparison_detects_planted_faults(spoil, back):
     lived, _ = live(job(spoil=spoil), faults=[kill(3, during="backward", step=5)], back=back)
     worst = largest_differences(as_if_always_there(lived), run(uniform(BASE)))
     assert worst["weights"] > 1e-6, worst
 
 
 @pytest.mark.parametrize(("by", "right"), [("", True), ("_by_megatron", False)], ids=["ours", "Megatron's"])
-def test_what_is_left_of_a_broken_step_is_collected_in_another(by, right):
+def test_remains_of_an_interrupted_step_are_collected_in_another(by, right):
     spoil = f"what_is_left_of_a_step_is_collected_in_another{by}"
     lived, _ = live(job(**PIPELINE, more=OVERLAP, spoil=spoil), faults=[kill(6, during="backward", step=5)])
     worst = largest_differences(as_if_always_there(lived), run(uniform(BASE, tp=2, pp=2)))
     assert (max(worst.values()) <= BOUNDS["float64"]) == right, worst
 
 
-def test_is_bit_for_bit_a_run_that_was_planned_so():
+def test_a_degraded_run_equals_a_planned_one_bit_for_bit():
     """A loss before anything is applied: then every step is one of the degraded layout."""
     planned = run(degraded(BASE, {"tp": 2, "dp": 2, "lost": ("r1.s0.t1",)}))
     lived, _ = live(job(), faults=[kill(3, during="step", step=1)])
@@ -431,8 +431,8 @@ def test_tokens_of_a_file(tmp_path):
     text = tmp_path / "text"
     text.write_text("".join(f"{number} {number**2} {number**3}\n" for number in range(1, 200)))
     command = [sys.executable, RECIPES / "tokenize_text.py", text, tmp_path / "tokens"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert f"{text.stat().st_size:,} tokens" in told
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert f"{text.stat().st_size:,} tokens" in output
     more = f"--data-path {tmp_path / 'tokens'} --split 90,5,5"
     whole = run(uniform(BASE, more=more))
     lived, _ = live(job(more=more), faults=[kill(3, during="backward", step=5)], back={3: 10})
@@ -442,7 +442,7 @@ def test_tokens_of_a_file(tmp_path):
 
 @KINDS
 @pytest.mark.parametrize(("fault_point", "section"), [("vote", 6), ("applied", 6), ("forward", 7), ("save", 10)])
-def test_where_all_are_asked_after_each_step_whether_to_go_on(fault_point, section, kind, tmp_path):
+def test_ranks_agree_after_each_step_whether_to_continue(fault_point, section, kind, tmp_path):
     """Each second section asks; the tenth, after five steps, saves before it does."""
     more = f"{kind} --exit-duration-in-mins 60 --exit-signal-handler --save {tmp_path} --save-interval 5"
     lived, _ = live(job(more=more), faults=[kill(3, during=fault_point, step=section)])
@@ -469,7 +469,7 @@ def test_bf16(back):
 
 
 @pytest.mark.short
-def test_of_the_stages_of_a_replica_one_tells_which_samples_it_drew(tmp_path):
+def test_one_stage_of_a_replica_records_its_samples(tmp_path):
     path = tmp_path / "events"
     live(job(tp=1, pp=2, more=f"--ntp-events={path}"), faults=[kill(3, during="backward", step=5)])
     steps = [one.event for one in Follower(path).news() if isinstance(one.event, Committed)]
@@ -478,21 +478,21 @@ def test_of_the_stages_of_a_replica_one_tells_which_samples_it_drew(tmp_path):
         assert samples == list(range((step - 1) * 6, step * 6)), step
 
 
-def test_what_happens_is_told(tmp_path):
+def test_events_are_recorded(tmp_path):
     """With `--ntp-events`: steps with loss and samples, the recovery, the end."""
     path = tmp_path / "events"
     live(job(more=f"--ntp-events={path}"), faults=[kill(3, during="backward", step=5)])
-    told = Follower(path).news()
-    steps = [one.event for one in told if isinstance(one.event, Committed)]
+    recorded = Follower(path).news()
+    steps = [one.event for one in recorded if isinstance(one.event, Committed)]
     for step in range(1, STEPS + 1):
         mine = [event for event in steps if event.step == step]
         assert sorted(sample for event in mine for sample in event.samples) == list(range((step - 1) * 6, step * 6))
         assert len({event.losses["lm loss"] for event in mine}) == 1
         assert {event.epoch for event in mine} == {int(step >= 5)}
-    recovered = [one for one in told if isinstance(one.event, Recovered)]
+    recovered = [one for one in recorded if isinstance(one.event, Recovered)]
     assert sorted(one.slot for one in recovered) == ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0"]
     assert {(*one.event.lost, *map(tuple, one.event.widths)) for one in recovered} == {("r1.s0.t1", (2,), (1,))}
     assert {sum(one.event.micro_batches) for one in recovered} == {6}
-    assert [one.event.action for one in told if isinstance(one.event, Chosen)] == ["reduce tp"]
-    assert sum(isinstance(one.event, Began) for one in told) == 4
-    assert sum(isinstance(one.event, Ended) for one in told) == 3
+    assert [one.event.action for one in recorded if isinstance(one.event, Chosen)] == ["reduce tp"]
+    assert sum(isinstance(one.event, Began) for one in recorded) == 4
+    assert sum(isinstance(one.event, Ended) for one in recorded) == 3

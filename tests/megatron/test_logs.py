@@ -1,4 +1,4 @@
-"""Megatron's own TensorBoard hears of a recovery, read back from its file of events."""
+"""Megatron's own TensorBoard shows a recovery; the test reads its event file."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from ntp_plugin.testing.faults import kill
 pytest.importorskip("tensorboard", reason="without it Megatron writes no TensorBoard")
 
 
-def told_in(folder):
-    """Name -> step and value of each time that it was told, in order."""
+def values_in(folder):
+    """Name -> step and value of each entry, in order."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -24,8 +24,8 @@ def told_in(folder):
 def test_a_recovery_is_in_megatrons_own_tensorboard(tmp_path):
     more = f"--ntp-events {tmp_path / 'events'} --tensorboard-dir {tmp_path / 'board'}"
     live(Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=more), faults=[kill(1, during="backward", step=5)])
-    told = told_in(tmp_path / "board")
-    ours = {name: values for name, values in told.items() if name.startswith("ntp/")}
+    logged = values_in(tmp_path / "board")
+    ours = {name: values for name, values in logged.items() if name.startswith("ntp/")}
     writer = [one.event for one in Follower(tmp_path / "events").news() if one.slot == "r1.s0.t1"]
     (recovered,) = [event for event in writer if isinstance(event, Recovered)]
     assert ours.pop("ntp/recovery_s") == [(5, pytest.approx(recovered.seconds, rel=1e-6))]
@@ -35,5 +35,5 @@ def test_a_recovery_is_in_megatrons_own_tensorboard(tmp_path):
         "ntp/width/r0": [(5, 1.0)],
         "ntp/width/r1": [(5, 2.0)],
     }
-    steps = [step for step, _ in told["lm loss"]]
+    steps = [step for step, _ in logged["lm loss"]]
     assert steps == sorted(set(steps)), "Megatron's own are told once for each step, the one that was taken again too"

@@ -9,7 +9,7 @@ WITHIN = 0.05
 
 
 def differences(layout, feature=BASE, more=""):
-    """What is planned for the fullest slot of each group, over what its fullest rank holds, less 1."""
+    """The plan for the fullest slot of each group, relative to the bytes of its fullest rank, less 1."""
     outcomes = list(run(degraded(feature, layout, more=more, dtype="float32")).values())
     found = {}
     for replica in {seen.replica for seen in outcomes}:

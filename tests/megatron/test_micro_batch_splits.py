@@ -1,6 +1,6 @@
-"""A degraded replica whose memory is short runs smaller micro-batches, more of them; or it does not train at all.
+"""A degraded replica with too little memory runs more and smaller micro-batches, or does not train at all.
 
-Bytes are those of `planning/memory_fit.py`, here of a tiny model: what they are worth is seen in `test_memory.py`.
+Bytes are those of `planning/memory_fit.py`, here of a tiny model; `test_memory.py` tests their accuracy.
 """
 
 import pytest
@@ -11,9 +11,9 @@ from benchmarks.parity.layouts import (
     BASE,
     DROPOUT,
     FOURS,
+    IN_SPLITS,
     LAST_DEGRADED,
     MODELS,
-    PIECES,
     TIGHT,
     degraded,
     reference,
@@ -26,7 +26,7 @@ from ntp_plugin.testing.faults import kill
 from tests.megatron.test_live import assert_every_sample_once
 
 SAMPLES = 24
-ROOM_FOR_TP1_IN_PIECES = "--ntp-gpu-memory-gb 0.0032"
+ROOM_FOR_TP1_IN_SPLITS = "--ntp-gpu-memory-gb 0.0032"
 ROOM_FOR_WHOLE_REPLICAS = "--ntp-gpu-memory-gb 0.002"
 
 
@@ -47,7 +47,7 @@ def assert_same_training(outcomes, expected):
     ],
 )
 def test_samples_of_a_step_are_the_same_in_smaller_micro_batches(layout, expected):
-    worst = compared(f"{FOURS}; {PIECES}", layout)
+    worst = compared(f"{FOURS}; {IN_SPLITS}", layout)
     assert max(worst.values()) <= BOUNDS["float64"], worst
     assert shares(run(degraded(FOURS, layout, more=TIGHT))) == expected
 
@@ -65,7 +65,7 @@ def test_masks_are_those_of_the_samples_and_not_of_the_micro_batches():
     assert_same_training(outcomes, run(uniform(FOURS, more=dropouts)))
 
 
-def test_a_loss_that_is_a_mean_is_not_taken_over_pieces():
+def test_a_mean_loss_is_not_split():
     mean = MODELS[FOURS].replace("--calculate-per-token-loss", "")
     refused = r"stage 0 at TP width 3 does not fit into 0\.0012 GB per GPU: as is 0\.00126 GB.*Way out"
     with pytest.raises(Refused, match=refused):
@@ -79,17 +79,19 @@ def job(more):
     return Job(model=MODELS[FOURS], tp=2, dp=2, enabled=True, more=more)
 
 
-def test_a_rank_dies_and_what_is_left_of_its_replica_runs_smaller_ones(tmp_path):
-    more = f"{ROOM_FOR_TP1_IN_PIECES} --ntp-events={tmp_path}/events"
+def test_a_degraded_replica_runs_smaller_micro_batches(tmp_path):
+    more = f"{ROOM_FOR_TP1_IN_SPLITS} --ntp-events={tmp_path}/events"
     lived, rows = live(job(more), faults=[kill(3, during="backward", step=5)])
     assert shares({slot: one.seen for slot, one in lived.items()}) == {0: (4, 4), 1: (4, 2)}
     assert_same_training(as_if_always_there(lived), run(uniform(FOURS)))
     assert_every_sample_once(rows, SAMPLES)
-    told = [one.event.micro_batches for one in Follower(tmp_path / "events").news() if isinstance(one.event, Recovered)]
-    assert told == [[4, 2]] * 3, "of the nominal size, so that shares can be compared"
+    micro_batches = [
+        one.event.micro_batches for one in Follower(tmp_path / "events").news() if isinstance(one.event, Recovered)
+    ]
+    assert micro_batches == [[4, 2]] * 3, "of the nominal size, so that shares can be compared"
 
 
-def test_a_rank_dies_and_what_is_left_of_its_replica_does_not_fit():
+def test_a_degraded_replica_that_does_not_fit_is_dropped():
     lived, rows = live(job(ROOM_FOR_WHOLE_REPLICAS), faults=[kill(3, during="backward", step=5)])
     training = {slot: one for slot, one in lived.items() if slot != 2}
     assert shares({slot: one.seen for slot, one in training.items()}) == {0: (6, 4)}
@@ -97,6 +99,6 @@ def test_a_rank_dies_and_what_is_left_of_its_replica_does_not_fit():
     assert_every_sample_once(rows, SAMPLES)
 
 
-def test_a_limit_that_whole_replicas_do_not_keep_is_refused_before_training():
+def test_a_memory_limit_below_nominal_replicas_is_refused_before_training():
     with pytest.raises(Refused, match=r"stage 0 at TP width 2 does not fit into 0\.001 GB per GPU: as is"):
         live(job("--ntp-gpu-memory-gb 0.001"))

@@ -1,4 +1,4 @@
-"""Models, and features together, on degraded replicas: each against the uniform run."""
+"""Models, and combinations of features, on degraded replicas: each against the uniform run."""
 
 import pytest
 

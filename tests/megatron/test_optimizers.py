@@ -1,4 +1,4 @@
-"""Optimizers on degraded replicas: whole, and sharded over lanes."""
+"""Optimizers on degraded replicas: complete, and sharded over lanes."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_float64(feature, layout):
 
 @pytest.mark.short
 @pytest.mark.parametrize("option", ["", OPTIONS["distributed optimizer"]])
-def test_an_optimizer_that_nobody_knows_is_refused_by_its_name(option):
-    """Megatron takes what it finds: here a subclass stands where torch's own is."""
+def test_an_unknown_optimizer_is_refused_by_its_name(option):
+    """Megatron takes what it finds: here a subclass replaces torch's own."""
     with pytest.raises(Refused, match=r"optimizer .*Preconditioned is not known to be element-wise.*Way out: use SGD"):
         run(degraded(BASE, "TP2+TP1", more=option, spoil="optimizer_replaced"))

@@ -1,4 +1,4 @@
-"""`--overlap-param-gather` on degraded replicas: parameters are on their way while the forward begins."""
+"""`--overlap-param-gather` on degraded replicas: the forward begins while parameters are gathered."""
 
 import pytest
 
@@ -12,7 +12,7 @@ BOUND = BOUNDS["float64"]
 
 
 @pytest.mark.parametrize("layout", [pytest.param("TP4+TP3", marks=pytest.mark.short), "TP3+TP3"])
-def test_gathers_are_under_way_while_the_forward_goes_on(layout):
+def test_gathers_overlap_the_forward_pass(layout):
     outcomes = run(degraded(BASE, layout, more=GATHER))
     worst = largest_differences(outcomes, run(uniform(BASE)))
     assert max(worst.values()) <= BOUND, worst
@@ -20,14 +20,14 @@ def test_gathers_are_under_way_while_the_forward_goes_on(layout):
         assert seen.gathered_ahead >= 3 * (STEPS - 1), "several buckets, from the second step on"
 
 
-def test_without_the_flag_nothing_is_under_way():
+def test_without_the_flag_no_gather_overlaps():
     """A negative control of what is counted."""
     outcomes = run(degraded(BASE, "TP4+TP3", more=OPTIONS["distributed optimizer, overlap"]))
     assert {seen.gathered_ahead for seen in outcomes.values()} == {0}
 
 
 def test_evaluation_sees_the_parameters_of_its_step():
-    """It has no hooks to wait with: Megatron has all parameters in place before it."""
+    """Evaluation has no hooks to wait with: Megatron gathers all parameters before it."""
     outcomes = run(degraded(BASE, "TP4+TP3", more=f"{GATHER} {EVALUATED}"))
     reference = run(uniform(BASE, more=EVALUATED))
     worst = largest_differences(outcomes, reference)
@@ -51,6 +51,6 @@ def test_bf16_within_four_times_its_noise_floor():
     assert all(worst[key] <= bounds[key] for key in worst), (worst, bounds)
 
 
-def test_the_comparison_notices_a_forward_that_does_not_wait():
+def test_the_comparison_detects_a_forward_that_does_not_wait():
     outcomes = run(degraded(BASE, "TP4+TP3", more=GATHER, spoil="parameters_not_awaited"))
     assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > BOUND

@@ -1,6 +1,6 @@
-"""Replicas of different width train on Megatron as one run on whole replicas does, with the same samples.
+"""Replicas of different width train on Megatron as full-width replicas do, with the same samples.
 
-The reference is Megatron without us: one replica of TP 4 that computes the whole batch.
+The reference is stock Megatron: one replica of TP 4 that computes the whole batch.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ def assert_same_training(outcomes, reference, bound):
 
 
 def assert_one_mind(outcomes, reference):
-    """What is logged is the same on all ranks, and the schedule follows the global batch."""
+    """All ranks log the same, and the schedule follows the global batch."""
     expected = reference[0]
     (losses,) = {tuple(seen.losses) for seen in outcomes.values()}
     (norms,) = {tuple(seen.norms) for seen in outcomes.values()}
@@ -64,7 +64,7 @@ def test_float32_with_biases_no_more_than_four_times_the_noise_floor():
         ("recompute", "TP2+TP1"),
     ],
 )
-def test_options_that_must_make_no_difference(option, layout):
+def test_options_make_no_difference(option, layout):
     outcomes = run(degraded(BASE, layout, more=OPTIONS[option]))
     assert_same_training(outcomes, run(uniform(BASE)), FLOAT64)
     for seen in outcomes.values():
@@ -112,12 +112,12 @@ def test_a_planned_degraded_run_is_the_same_bits_when_repeated():
 
 
 @pytest.mark.parametrize("wrong", CONTROLS)
-def test_the_comparison_notices(wrong):
+def test_the_comparison_detects_planted_faults(wrong):
     assert noticed(wrong)
 
 
 @pytest.mark.short
-def test_a_healthy_layout_is_megatrons_own_path():
+def test_a_nominal_layout_runs_stock_megatron():
     """The same bits and the same collectives, with the plugin on and off."""
     off = run(Job(model=MODELS[BASE], tp=2, dp=2))
     on = run(Job(model=MODELS[BASE], tp=2, dp=2, enabled=True))

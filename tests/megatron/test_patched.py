@@ -1,4 +1,4 @@
-"""A Megatron that has our patches is told what is wanted instead of being changed, and trains to the same bits."""
+"""A Megatron with our patches takes settings instead of hooks, and trains to the same bits."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Looking(Play):
-    """As `run` does it, and then looks at what was replaced and who was told."""
+    """Play as `run` does, and then check what was replaced and which settings were given."""
 
     def __call__(self, rank):
         seen = super().__call__(rank)
@@ -29,7 +29,7 @@ class Looking(Play):
         from megatron.training import training  # noqa: PLC0415
         from megatron.training.datasets import data_samplers  # noqa: PLC0415
 
-        told = [
+        replaced = [
             parallel_state._RANK_LISTS,
             clip_grads._AGREE_ON_NORM,
             utils._VOCAB_RANGE,
@@ -47,11 +47,11 @@ class Looking(Play):
                 )
             ),
         ]
-        return seen, all(value is not None for value in told) and all(untouched)
+        return seen, all(value is not None for value in replaced) and all(untouched)
 
 
 def play_to(file):
-    """What is run with the patched sources first in the path."""
+    """Run the job with the patched sources first in the path."""
     have_megatron_imported()
     with Ranks(JOB.processes, Looking(JOB)) as ranks:
         Path(file).write_bytes(pickle.dumps(ranks.wait()))
@@ -61,13 +61,13 @@ def play_to(file):
 def test_patches_take_the_place_of_hooks_with_the_same_bits(tmp_path):
     shutil.copytree(installed() / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     for patch in ALL:
-        fits, said = apply(tmp_path, patch)
-        assert fits, said
+        fits, output = apply(tmp_path, patch)
+        assert fits, output
     outcomes = tmp_path / "outcomes"
     code = f"from tests.megatron.test_patched import play_to; play_to({str(outcomes)!r})"
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, cwd=REPOSITORY, check=True)
-    told = pickle.loads(outcomes.read_bytes())
-    assert all(instead for _, instead in told.values()), "each patch is used, and its hooks are out"
-    seen = {rank: seen for rank, (seen, _) in told.items()}
+    results = pickle.loads(outcomes.read_bytes())
+    assert all(instead for _, instead in results.values()), "each patch is used, and its hooks are out"
+    seen = {rank: seen for rank, (seen, _) in results.items()}
     assert max(largest_differences(seen, run(JOB)).values()) == 0.0

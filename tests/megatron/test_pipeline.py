@@ -1,6 +1,6 @@
-"""Replicas in pipeline stages, of which some stages are degraded, train as one whole replica in as many stages does.
+"""Replicas in pipeline stages, some of them degraded, train as one full-width replica in as many stages does.
 
-The reference is Megatron without us: one replica that computes the whole batch.
+The reference is stock Megatron: one replica that computes the whole batch.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BOUNDS, compared
-from benchmarks.parity.job import STEPS, largest_differences, run, told
+from benchmarks.parity.job import STEPS, largest_differences, run, with_losses
 from benchmarks.parity.layouts import (
     BASE,
     BOTH_REPLICAS_DEGRADED,
@@ -38,8 +38,8 @@ def test_float64(layout):
 
 
 def assert_one_mind(outcomes, expected):
-    """What is logged is the same on all ranks of the last stage, and the schedule follows the global batch."""
-    (losses,) = {tuple(seen.losses) for seen in told(outcomes)}
+    """All ranks of the last stage log the same, and the schedule follows the global batch."""
+    (losses,) = {tuple(seen.losses) for seen in with_losses(outcomes)}
     (norms,) = {tuple(seen.norms) for seen in outcomes.values()}
     assert len(losses) == len(norms) == STEPS
     assert losses[-1] < 0.9 * losses[0], "something is learnt"
@@ -64,12 +64,12 @@ def test_float32(layout):
         pytest.param("distributed optimizer, overlap", INTERLEAVED, marks=pytest.mark.short),
     ],
 )
-def test_options_that_must_make_no_difference(option, layout):
+def test_options_make_no_difference(option, layout):
     worst = compared(option, layout)
     assert max(worst.values()) <= FLOAT64, worst
     outcomes = run(degraded(BASE, layout, more=OPTIONS[option]))
     most = max(seen.overlapped for seen in outcomes.values())
-    assert (most >= 2 * (STEPS - 1)) == ("overlap" in option), "several buckets, while the backward goes on"
+    assert (most >= 2 * (STEPS - 1)) == ("overlap" in option), "several buckets, during the backward"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_features(feature, layout):
         (OLD, FIRST_DEGRADED, ""),
     ],
 )
-def test_an_embedding_that_is_in_the_first_and_the_last_stage(feature, layout, more):
+def test_a_tied_embedding_in_the_first_and_the_last_stage(feature, layout, more):
     worst = largest_differences(run(degraded(feature, layout, more=more)), run(reference(feature, layout)))
     assert max(worst.values()) <= FLOAT64, worst
 

@@ -1,4 +1,4 @@
-"""A live job that is watched: one run in wandb whoever dies, struck from another terminal, and looked at."""
+"""A live job is watched: one run in wandb whichever rank dies, faults from another terminal, and its status."""
 
 import json
 
@@ -40,7 +40,7 @@ def _name(item):
 
 
 @pytest.mark.short
-def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_back(tmp_path, capsys):
+def test_wandb_has_one_run_although_its_writer_is_killed_and_rejoins(tmp_path, capsys):
     running = job(tmp_path, steps=60)
     record = tmp_path / "run"
     running.wait_for(r"iteration +4/")
@@ -50,14 +50,14 @@ def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_bac
     assert main(["status", str(record), "--json"]) == 0
     seen = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (seen["tp"], seen["replicas"]) == (2, 2)
-    code, said = running.end()
-    assert code == 0, said
+    code, output = running.end()
+    assert code == 0, output
 
     history = History.of(Follower(record).news())
     (injected,) = history.injected
     assert (injected.event.whom, injected.event.fault_point) == (OWNER, "backward")
-    back = [said for said in history.began if said.slot == OWNER and said.event.joiner]
-    assert back, "the owner of the run has come back in time"
+    back = [output for output in history.began if output.slot == OWNER and output.event.joiner]
+    assert back, "the owner of the run has rejoined in time"
     assert sorted(history.commits) == list(range(1, 61))
 
     (ours,) = record.glob("wandb/offline-run-*/run-*.wandb")
@@ -68,17 +68,17 @@ def test_one_run_in_wandb_though_the_rank_that_writes_it_is_killed_and_comes_bac
     steps = [line["ntp/step"] for line in lines if "ntp/step_s" in line]
     assert steps == list(range(1, 61)), "each step once, and in order"
     assert sum("ntp/recovery_s" in line for line in lines) == 2
-    told_there = [line for path in theirs for line in numbers(path)[1] if "ntp/epoch" in line]
-    assert told_there, "Megatron's own run hears of the recovery in which its writer came back"
+    written_there = [line for path in theirs for line in numbers(path)[1] if "ntp/epoch" in line]
+    assert written_there, "Megatron's own run hears of the recovery in which its writer came back"
 
 
-def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
+def test_a_signal_is_recorded_and_goes_to_workers_only(tmp_path, capsys):
     running = job(tmp_path, steps=30)
     record = tmp_path / "run"
     running.wait_for(r"iteration +2/")
     assert main(["chaos", "attach", str(record), "--what", "sigkill", "--slot", "r0.s0.t0"]) == 0
-    code, said = running.end()
-    assert code == 0, said
+    code, output = running.end()
+    assert code == 0, output
     began = [one.event for one in Follower(record).news() if isinstance(one.event, Began) and one.slot == "r0.s0.t0"]
     assert f"pid {began[0].pid}" in capsys.readouterr().out
     (injected,) = History.of(Follower(record).news()).injected
@@ -87,15 +87,15 @@ def test_a_signal_is_in_the_record_and_goes_to_workers_alone(tmp_path, capsys):
     assert "no worker of ntp run" in capsys.readouterr().err
 
 
-def test_a_recipe_strikes_a_job_that_runs(tmp_path):
-    """Its steps are counted from then on, and the job goes on to its end."""
+def test_a_recipe_injects_faults_into_a_running_job(tmp_path):
+    """Its steps count from then on, and the job continues to its end."""
     running = job(tmp_path, steps=60)
     running.wait_for(r"iteration +20/")
     recipe = "recipes/chaos/kill-in-backward.toml"
     out = tmp_path / "out"
     assert main(["chaos", "attach", str(tmp_path / "run"), recipe, "--out", str(out)]) == 0
-    code, said = running.end()
-    assert code == 0, said
+    code, output = running.end()
+    assert code == 0, output
     (fault,) = json.loads((out / "verdict.json").read_text())["strikes"]
     assert (fault["what"], fault["moment"], fault["problem"]) == ("kill", "backward", "")
     assert fault["step"] > 20

@@ -1,4 +1,4 @@
-"""What is no tensor stands where it would without a loss: random numbers, and how far the data were read."""
+"""State that is no tensor is where it would be without a loss: random numbers, and the position in the data."""
 
 import pytest
 
@@ -12,8 +12,8 @@ from tests.megatron.test_live import SHARDED, assert_every_sample_once, assert_s
 @pytest.mark.parametrize("kind", ["", SHARDED], ids=["plain", "sharded"])
 @pytest.mark.parametrize("model", [None, DROPOUT], ids=["no dropout", "exact dropout"])
 def test_generators_and_the_cursor_of_the_data_after_a_recovery_and_a_return(model, kind):
-    """Of those who stayed, and of who came back: each slot has the generators of an undisturbed run, and all have
-    consumed what that has."""
+    """Each slot, surviving or rejoined, has the generators of an undisturbed run, and all have consumed the same
+    samples."""
     trained = job(more=kind, **({} if model is None else {"model": MODELS[model]}))
     calm, _ = live(trained)
     lived, rows = live(trained, faults=[kill(3, during="backward", step=5)], back={3: 10})

@@ -1,4 +1,4 @@
-"""Gradients by way of core slots, on Megatron: the training of one uniform run, as by the lanes of owner tuples."""
+"""Gradients by way of core slots, on Megatron, train as one uniform run, and as by the lanes of owner tuples."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def test_biases_and_tied_embeddings():
         ("distributed optimizer, overlap", "TP4+TP4+TP3"),
     ],
 )
-def test_options_that_must_make_no_difference(option, layout):
+def test_options_make_no_difference(option, layout):
     outcomes = routed(layout, more=OPTIONS[option])
     assert_same_training(outcomes)
     for seen in outcomes.values():
@@ -68,7 +68,7 @@ def test_the_same_bits_when_repeated():
 
 
 def test_auto_takes_the_cheaper_by_the_plan():
-    """Of a model as small as this only collectives count: three lanes cost as much as a lane and the ways to it."""
+    """In a model this small only the number of collectives counts: three lanes cost as much as one by way of cores."""
     four_lanes = dataclasses.replace(degraded(BASE, "TP4+TP3", route="auto"), lost=("r1.s0.t0,r1.s0.t1,r1.s0.t3",))
     assert not any(core_exchanges(routed("TP4+TP3", "auto")))
     assert any(core_exchanges(run(four_lanes)))
@@ -76,6 +76,6 @@ def test_auto_takes_the_cheaper_by_the_plan():
 
 
 @pytest.mark.short
-def test_units_that_go_to_the_wrong_core_are_noticed():
+def test_units_sent_to_the_wrong_core_are_detected():
     with pytest.raises(StateLost, match="is not the same in all replicas"):
         routed("TP4+TP2", spoil="units_to_the_wrong_core")

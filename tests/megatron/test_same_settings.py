@@ -1,4 +1,4 @@
-"""Ranks of a Megatron job that would train otherwise than the others: refused, with the names of what differs."""
+"""A Megatron rank with other settings than the others is refused, with the names of the differences."""
 
 import dataclasses
 import os
@@ -22,7 +22,7 @@ LONG_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Deviating(Play):
-    """One process that is started otherwise: with other words, variables, or another version of the plugin."""
+    """One process with other settings: other arguments, variables, or another version of the plugin."""
 
     who: str = ""
     """Its incarnation."""
@@ -56,7 +56,7 @@ WAYS = [
 
 @pytest.mark.short
 @pytest.mark.parametrize(("way", "named"), WAYS)
-def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(way, named):
+def test_a_joining_process_with_other_settings_is_refused_and_the_job_continues(way, named):
     have_megatron_imported()
     play = Deviating(job(), who="3/1", **way)
     with Ranks(4, play, faults=[kill(3, during="backward", step=5)], fault_points=FAULT_POINTS) as ranks:
@@ -70,7 +70,7 @@ def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(
 
 
 @pytest.mark.parametrize(("way", "named"), WAYS)
-def test_founders_that_train_otherwise_end_the_job_before_its_first_step(way, named):
+def test_founders_with_other_settings_end_the_job_before_its_first_step(way, named):
     have_megatron_imported()
     match = rf"rank 2 \(here\) and rank 0 \(there\): {named}"
     with Ranks(4, Deviating(job(), who="2/0", **way), fault_points=FAULT_POINTS) as ranks:

@@ -1,4 +1,4 @@
-"""Sequence parallelism on replicas of any width: the same training as one uniform run, where no row is lost or doubled.
+"""Sequence parallelism on replicas of any width trains as one uniform run, with no row lost or doubled.
 
 The sequence has 16 rows, which 3 slots cannot share evenly; 4, 2 and 1 can. The reference of the options is Megatron
 without sequence parallelism; that of the models has it.
@@ -39,11 +39,11 @@ def test_float32():
         (f"{SEQUENCE}, recompute modules", "TP4+TP3"),
     ],
 )
-def test_with_what_else_a_model_or_a_job_has(feature, layout):
+def test_sequence_parallelism_with_other_features(feature, layout):
     assert max(compared(feature, layout).values()) <= BOUNDS["float64"]
 
 
-def test_sums_are_over_several_buckets_while_the_backward_goes_on():
+def test_bucket_sums_overlap_the_backward_pass():
     outcomes = run(degraded(BASE, "TP3+TP3", more=OPTIONS[f"{SEQUENCE}, distributed optimizer, overlap"]))
     assert all(seen.overlapped > 3 for seen in outcomes.values())
 
@@ -57,7 +57,7 @@ def test_megatron_itself_trains_the_same_with_it():
 
 
 def cut_and_whole(rank):
-    """For sequences of many lengths: how far what is computed in slots is from what is computed whole; rows stored."""
+    """For sequences of many lengths: the difference between slots and the full computation; rows stored."""
     from ntp_plugin.megatron import cpu_emulation  # noqa: PLC0415  (only ranks know Megatron)
 
     cpu_emulation.install(cpu_emulation.FLOAT64)
@@ -73,19 +73,19 @@ def cut_and_whole(rank):
         (mappings, "_gather_along_first_dim", sequence.gather),
         (mappings, "_reduce_scatter_along_first_dim", sequence.reduce_scatter),
         (layers, "linear_with_grad_accumulation_and_async_allreduce", sequence.column_linear),
-    ):  # as `hooks.py` has them, and then told another length each time
+    ):  # as `hooks.py` has them, with another length each time
         setattr(module, name, make(getattr(module, name)))
-    told = {}
+    found = {}
     for length in LENGTHS:
         sequence._rows = SequenceRows(length=length, width=WIDTH)
-        told[length] = one_length(length, rank.slot)
+        found[length] = one_length(length, rank.slot)
     sequence._with_pads = lambda whole: torch.cat([whole, torch.ones_like(whole[: sequence._rows.pads])])
     spoilt, _ = one_length(length, rank.slot)
-    return told, spoilt
+    return found, spoilt
 
 
 def one_length(length, place):
-    """What stands for a norm and a bias, a column-parallel layer, a row-parallel one, and a loss of either kind."""
+    """Models of a norm and a bias, a column-parallel layer, a row-parallel one, and a loss of either kind."""
     from megatron.core.tensor_parallel import layers, mappings  # noqa: PLC0415
 
     torch.manual_seed(length)
@@ -123,7 +123,7 @@ def one_length(length, place):
 
 @pytest.mark.short
 @pytest.mark.parametrize("where", ["split", "gather", "reduce_scatter"])
-def test_a_batch_of_another_length_is_refused_where_it_comes(where):
+def test_a_batch_of_another_length_is_refused(where):
     """Rather than cut wrongly; Megatron's own function is not called."""
     cut = getattr(UnevenSequence(SequenceRows(length=16, width=3)), where)(pytest.fail)
     with pytest.raises(Refused, match=r"a tensor of 12 rows where those of --seq-length make \d+.*Way out: ."):

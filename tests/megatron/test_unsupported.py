@@ -33,13 +33,13 @@ print(json.dumps({"missing": watched.missing, "unknown": unknown, "applies": app
 
 
 @pytest.mark.short
-def test_every_refusal_looks_at_an_argument_that_megatron_has():
+def test_every_refusal_checks_an_argument_of_megatron():
     environment = {**os.environ, "NTP_CPU": "1", "TORCHDYNAMO_DISABLE": "1"}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    told = json.loads(run.stdout)
-    assert told["missing"] == told["unknown"] == []
+    found = json.loads(run.stdout)
+    assert found["missing"] == found["unknown"] == []
     defaults = ["--transformer-impl", "--use-cpu-initialization"]
-    assert sorted(told["applies"]) == sorted(defaults), "what Megatron does unless it is told otherwise"
+    assert sorted(found["applies"]) == sorted(defaults), "Megatron's defaults"

@@ -1,4 +1,4 @@
-"""What is left of a step that was broken off says nothing in a later one; in a process that Megatron may change."""
+"""Remains of an interrupted step log nothing in a later one; in a process that Megatron may change."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ assert group.is_last_microbatch
 
 
 @pytest.mark.short
-def test_a_schedule_that_was_broken_off_says_nothing_later():
+def test_an_interrupted_schedule_logs_nothing_later():
     done = subprocess.run(
         [sys.executable, "-c", PROBE], env=os.environ | {"NTP_CPU": "1"}, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""`ntp ...` as somebody types it."""
+"""`ntp ...` as a user types it."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
 
 
 def wait_until(look, why_not, timeout_s=PATIENCE_S):
-    """What it finds, once it finds something."""
+    """Return the first result of `look` that is not empty."""
     deadline = time.monotonic() + timeout_s
     while not (found := look()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {why_not()}"
@@ -30,12 +30,12 @@ def wait_until(look, why_not, timeout_s=PATIENCE_S):
 def descendants(pid):
     """This process and all that it has started, as far as they have not ended."""
     with contextlib.suppress(OSError):  # it ends meanwhile
-        children = [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in told_children(task)]
+        children = [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in children_of(task)]
         return [pid, *(found for child in children for found in descendants(child))]
     return [pid]
 
 
-def told_children(task):
+def children_of(task):
     return (task / "children").read_text().split()
 
 
@@ -45,7 +45,7 @@ def descendants_of(pid):
 
 
 def assert_all_end(pidfds, timeout_s=300.0):
-    """Of processes, by pid."""
+    """Assert that these processes, by pid, end."""
     for pid, pidfd in pidfds.items():
         assert select.select([pidfd], [], [], timeout_s)[0], f"runs on: {Path(f'/proc/{pid}/cmdline').read_bytes()}"
         os.close(pidfd)
@@ -65,7 +65,7 @@ class Command:
         self.started.append(self)
 
     @property
-    def said(self):
+    def output(self):
         return self.log.read_text(errors="replace")
 
     def go_on(self):
@@ -75,19 +75,19 @@ class Command:
     def wait_for(self, pattern):
         def look():
             is_over = self.process.poll() is not None  # before it is read: its last word counts
-            found = re.search(pattern, self.said)
-            assert found or not is_over, self.said
+            found = re.search(pattern, self.output)
+            assert found or not is_over, self.output
             return found
 
-        return wait_until(look, lambda: f"{pattern} in {self.said}")
+        return wait_until(look, lambda: f"{pattern} in {self.output}")
 
     def end(self):
-        """(exit code, what it said)"""
+        """(exit code, output)"""
         try:
             code = self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {PATIENCE_S} s: {self.said}") from None
-        return code, self.said
+            raise AssertionError(f"still running after {PATIENCE_S} s: {self.output}") from None
+        return code, self.output
 
     def stop(self):
         """Kill it with all that it has started. A test that fails leaves it running, and whatever is left running
@@ -99,8 +99,8 @@ class Command:
             self.process.wait()
 
 
-def last_line(said):
+def last_line(output):
     """(loss, weights, members) of the last line of a plain recipe."""
-    found = re.search(r"loss (\S+), weights (\S+), members (\(.*\))", said)
-    assert found, said
+    found = re.search(r"loss (\S+), weights (\S+), members (\(.*\))", output)
+    assert found, output
     return float(found[1]), float(found[2]), found[3]

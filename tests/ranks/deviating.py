@@ -1,4 +1,4 @@
-"""A recipe of which one process is started otherwise than the others: DEVIANT names its slot and how.
+"""A recipe in which one process starts with other settings than the others: DEVIANT names its slot and the difference.
 
 DEVIANT is SLOT:joining or SLOT:founding, then words for the script, VARIABLE=VALUE pairs, or version=V.
 """

@@ -1,6 +1,6 @@
-"""Machines for tests of several hosts, and what runs on them.
+"""Machines for tests of several hosts, and the commands that run on them.
 
-Where namespaces cannot be made, machines are addresses of the loopback device: these can be lost, but not cut off.
+Without namespaces a machine is an address of the loopback device: it can be lost, but not disconnected.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ class Hosts:
         self._machines.__enter__()
         return self
 
-    def __exit__(self, *told):
-        self._machines.__exit__(*told)
+    def __exit__(self, *exception):
+        self._machines.__exit__(*exception)
         for command in self._commands:
             command.process.wait()
 
@@ -64,13 +64,13 @@ class Addresses:
         return f"127.0.77.{at}"
 
     def prefix(self, at):
-        """It is known by its environment."""
+        """The words before a command on a machine, whose processes are identified by their environment."""
         return ["env", f"NTP_TEST_MACHINE={os.getpid()}.{at}"]
 
     def pids(self, at):
-        said = f"NTP_TEST_MACHINE={os.getpid()}.{at}".encode()
+        mark = f"NTP_TEST_MACHINE={os.getpid()}.{at}".encode()
         return [
-            int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and said in _environment(path)
+            int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and mark in _environment(path)
         ]
 
     def kill(self, at):

@@ -1,7 +1,7 @@
-"""A recipe whose pauses between steps are over once a file is there: what a test waits for has happened by then.
+"""A recipe that pauses between steps until a file exists: the event that a test waits for has happened by then.
 
-The pauses become longer, so that a busy machine has ten minutes for that, and an idle one is not slow to react.
-RECIPE and GO_ON, the file, are in the environment; `Command` has the latter.
+The pauses become longer, so that a busy machine has ten minutes for that, and an idle one is not slow to react. RECIPE
+and GO_ON, the file, are in the environment; `Command` sets the latter.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A small job on the plain adapter that tests play: a float64 MLP on numbered samples, some of whose ranks die."""
+"""A small job on the plain adapter for tests: a float64 MLP on numbered samples, some of whose ranks die."""
 
 import dataclasses
 import time
@@ -52,7 +52,7 @@ def loss_of(model):
 
 
 def play(rank, steps=STEPS, hold_at=()):
-    """Train; `rank.reached` is told of every moment at which a test may strike.
+    """Train; `rank.reached` is called at every fault point.
 
     After each step in `hold_at` the ranks wait until all slots are members again: joining ranks surely get in there.
     """
@@ -105,14 +105,14 @@ def record_samples(job, groups, rank, is_replica_leader=lambda: True):
 
 
 def fault(job, driver, rank):
-    """Tell the rank of moments inside a step, and inside the recovery that leads to an epoch."""
+    """Report fault points inside a step, and inside the recovery that leads to an epoch."""
     for name, fault_point in (
         ("_accumulate", "backward"),
         ("_reduce", "reduce"),
         ("_vote", "vote"),
         ("_apply", "apply"),
     ):
-        setattr(job, name, _told(getattr(job, name), fault_point, rank, lambda: {"step": job.applied + 1}))
+        setattr(job, name, _reporting(getattr(job, name), fault_point, rank, lambda: {"step": job.applied + 1}))
     recovery = (
         (driver, "_report", "report"),
         (job, "plan", "plan"),
@@ -122,22 +122,22 @@ def fault(job, driver, rank):
     )
     for owner, name, fault_point in recovery:
         epoch = lambda: {"epoch": driver._agreement.member.view.epoch}  # noqa: E731
-        setattr(owner, name, _told(getattr(owner, name), fault_point, rank, epoch))
-    dist.group.WORLD.register_post_hook(_HOOK, lambda started: _tell_of_collective(started, rank, job))
+        setattr(owner, name, _reporting(getattr(owner, name), fault_point, rank, epoch))
+    dist.group.WORLD.register_post_hook(_HOOK, lambda started: _report_collective(started, rank, job))
 
 
-def _tell_of_collective(started, rank, job):
-    """The operation is on its way, and nobody has waited for it yet."""
+def _report_collective(started, rank, job):
+    """The operation has started, and no thread waits for it yet."""
     if started.name.name == "ALLREDUCE":
         rank.reached("all_reduce", job.applied + 1)
 
 
-def _told(function, fault_point, rank, number):
-    def told(*args):
+def _reporting(function, fault_point, rank, number):
+    def reporting(*args):
         at = number()
         rank.reached(fault_point, **at)
         result = function(*args)
         rank.reached(f"after {fault_point}", **at)
         return result
 
-    return told
+    return reporting

@@ -1,4 +1,4 @@
-"""What ranks do for `test_routes.py`: one reduction after another, by both routes, of gradients that are known."""
+"""The ranks of `test_routes.py`: one reduction after another, by both routes, of known gradients."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ RATE = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What a slot has in the end: route -> tensor -> values, and where they stand in the whole."""
+    """Results of a slot: route -> tensor -> values, and their places in the full tensor."""
 
     replica: int
     index: dict

@@ -1,10 +1,10 @@
-"""A recipe that hangs in a handler of a signal, as a script's own may: what a test does to a job from outside.
+"""A recipe that hangs in a signal handler, as a script's own may: how a test disturbs a job from outside.
 
-    SIGUSR1   the main thread hangs as soon as it is in a wait for others, which polls until then
+    SIGUSR1   the main thread hangs as soon as it waits for others, and polls until then
     SIGUSR2   it hangs where it is
 
-The slots that QUICK names do not pause between steps, so that they nearly always wait for the others. A process that
-joins never comes to its script where HUNG is set. RECIPE and GO_ON are those of `paused.py`.
+The slots in QUICK do not pause between steps, so that they nearly always wait for the others. If HUNG is set, a joining
+process never reaches its script. RECIPE and GO_ON are those of `paused.py`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A small job on the tensor-parallel trainer that tests play: a float64 MLP, two replicas, some of whose slots die."""
+"""A small job on the tensor-parallel trainer for tests: a float64 MLP, two replicas, some of whose slots die."""
 
 import dataclasses
 import time
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
-    """Train; `rank.reached` is told of every moment at which a test may strike.
+    """Train; `rank.reached` is called at every fault point.
 
     After each step in `hold_at` the ranks wait until all slots are members again: joining ranks surely get in there.
     """
@@ -83,45 +83,45 @@ def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
 
 
 def damage_tensors(job, rank):
-    """Tell the rank of moments inside the first re-layout: its k-th tensor is built, compared, or switched to."""
+    """Report fault points inside the first resharding: its k-th tensor is built, compared, or switched to."""
     state, count, switched = job.state, 0, 0
     build, switch = state.build, state._switch
 
-    def told_build(*args):
+    def reporting_build(*args):
         nonlocal count
         count += 1
         rank.reached("build", count)
         build(*args)
 
-    def told_switch(*args):
+    def reporting_switch(*args):
         nonlocal switched
         switched += 1
         rank.reached("switch", switched)
         switch(*args)
         rank.reached("after switch", switched)
 
-    state.build, state._switch = told_build, told_switch
+    state.build, state._switch = reporting_build, reporting_switch
 
 
 def damage_lanes(groups, rank):
-    """Tell the rank of the moments before and after its first lane of an epoch is connected."""
+    """Report fault points before and after the first lane of an epoch is connected."""
     make, edit = groups.make_lanes, GlooBackend.edit
     connected = 0
 
-    def told_make(*args, **options):
+    def reporting_make(*args, **options):
         nonlocal connected
         rank.reached("make lanes", epoch=groups.epoch)
         connected = 0
         return make(*args, **options)
 
-    def told_edit(backend, *args):
+    def reporting_edit(backend, *args):
         nonlocal connected
         edit(backend, *args)
         connected += 1
         if connected == 1 and backend in [lane.gloo for lane in groups._lanes]:
             rank.reached("first lane", epoch=groups.epoch)
 
-    groups.make_lanes, GlooBackend.edit = told_make, told_edit
+    groups.make_lanes, GlooBackend.edit = reporting_make, reporting_edit
 
 
 def tensors_of(job):

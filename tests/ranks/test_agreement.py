@@ -1,4 +1,4 @@
-"""Agreement on a real TCPStore: members in threads, dying in every phase, joining, and wrongly suspected."""
+"""Agreement on a real TCPStore: members in threads that die in every phase, join, and are wrongly suspected."""
 
 import itertools
 import time
@@ -22,7 +22,7 @@ PATIENCE_S = 20.0
 
 
 class Dead(BaseException):
-    """What ends a thread that plays a killed process."""
+    """Ends a thread that plays a killed process."""
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +34,13 @@ def connections():
 
 
 class Stage:
-    """Members of one run: who is dead (as a detector sees it), and a fresh corner of the store."""
+    """Members of one run: the dead ones (as a detector sees them), and a fresh prefix of the store."""
 
     def __init__(self, connections, slots, fan=FAN):
         self.connections, self.run, self.fan = connections, next(RUNS), fan
         self.dead: set[int] = set()
         self.expected: tuple[int, ...] | None = None
-        """Members go on until these are in; None: until they have agreed once."""
+        """Members continue until these have joined; None: until they have agreed once."""
         self.first = View(
             epoch=0, member_ids=tuple(MemberId(slot=slot, incarnation=f"first{slot}") for slot in range(slots))
         )
@@ -107,7 +107,7 @@ def test_survivors_agree_whichever_members_die_in_whichever_phases(connections, 
     assert len({results[slot].decision for slot in survivors}) == 1
 
 
-def test_a_joiner_takes_a_dead_slot_and_stands_where_the_others_stand(connections):
+def test_a_joiner_takes_a_dead_slot_and_resumes_from_the_common_step(connections):
     stage = Stage(connections, 3)
     stage.dead.add(1)
     shrunk = stage.all_play({0: {}, 2: {}})
@@ -147,15 +147,15 @@ def test_different_plans_stop_everybody(connections):
     assert "different plans: slot 1 another plan; all others the plan" in str(results[0])
 
 
-def test_joining_ranks_alone_say_that_no_state_is_left(connections):
+def test_joining_ranks_alone_report_that_no_state_is_left(connections):
     stage = Stage(connections, 1)
     results = stage.all_play({0: {"joins": True, "applied": 0}})
     assert isinstance(results[0], StateLost)
 
 
 @pytest.mark.parametrize("fan", [2, FAN])
-def test_members_that_nobody_suspects_are_evicted_at_the_time_limit(connections, caplog, fan):
-    """They neither report nor die, and no detector finds them: the others go on without them."""
+def test_unsuspected_members_are_evicted_at_the_time_limit(connections, caplog, fan):
+    """They neither report nor die, and no detector finds them: the others continue without them."""
     stage = Stage(connections, 6, fan)
     stage.dead.add(5)
     stage.expected = (0, 2, 3)
@@ -190,7 +190,7 @@ def test_the_job_is_over_for_all_at_once(two_members):
 
 
 def test_a_loss_and_the_end_of_the_job_are_never_both(two_members):
-    """Whichever view came first is the next: nobody leaves while another needs its report."""
+    """The first view is the next one: no member leaves while another needs its report."""
     stage, stores, members = two_members
     stores[2].create(view_key(1), without(stage.first, [1]).encode())
     stores[2].create("done/0/1", "done")

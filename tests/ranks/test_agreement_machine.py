@@ -1,8 +1,8 @@
-"""Agreement on a real TCPStore, one step of one member at a time: hypothesis drives, and invariants look after each.
+"""Agreement on a real TCPStore, one step of one member at a time: hypothesis drives, invariants are checked after each.
 
-What `tests/unit` explores exhaustively is not repeated: there a step is atomic, here a member looks at the store over
-its own connection, and what it writes may come later, after anything that others do. So does a frozen member: when it
-thaws, it writes what it had made up its mind to write before.
+This does not repeat the exhaustive search of `tests/unit`: there a step is atomic, here a member reads the store over
+its own connection, and its writes may arrive later, after anything that others do. So do those of a frozen member: when
+it thaws, it writes what it had prepared.
 """
 
 import itertools
@@ -39,7 +39,7 @@ ANYBODY = st.integers(0, MOST_PROCESSES - 1)
 
 @pytest.fixture(scope="module")
 def connections():
-    """One for each process, one for the supervisor, one for whoever checks."""
+    """A connection for each process, one for the supervisor, one for the checker."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     clients = [
         dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=60)) for _ in range(MOST_PROCESSES + 2)
@@ -177,11 +177,11 @@ class AgreementMachine(RuleBasedStateMachine):
         view, agreed, plan = process.member.view, process.plan, process.plan.decision
         if self.agreed.setdefault(view.epoch, agreed) != agreed:
             raise Violation(f"epoch {view.epoch} knows {self.agreed[view.epoch]} and {agreed}")
-        told = {self.checker.read(protocol.entries_of(view).own_key(slot)) for slot in view.slots}
-        if told != {repr(plan)}:
-            raise Violation(f"the members of epoch {view.epoch} made different plans: {told}")
+        plans = {self.checker.read(protocol.entries_of(view).own_key(slot)) for slot in view.slots}
+        if plans != {repr(plan)}:
+            raise Violation(f"the members of epoch {view.epoch} made different plans: {plans}")
         if not process.joiner and not process.applied <= plan.step <= process.applied + process.prepared:
-            raise Violation(f"slot {process.member_id.slot} is at {process.applied} and cannot stand on {plan.step}")
+            raise Violation(f"slot {process.member_id.slot} is at {process.applied} and cannot resume from {plan.step}")
         survivors = [p for p in self.processes if p.alive and not p.joiner and p.member_id in view.member_ids]
         if any(p.applied > plan.step for p in survivors):
             raise Violation(f"epoch {view.epoch} goes back to step {plan.step}, and a survivor has applied more")
@@ -249,7 +249,7 @@ class AgreementMachine(RuleBasedStateMachine):
 
     @rule(index=ANYBODY)
     def publish(self, index):
-        """A supervisor tells of a loss: of a dead or a frozen process, or of one that it is wrong about."""
+        """A supervisor reports a loss: of a dead or a frozen process, or a false one."""
         if sum(process.acts for process in self.processes) > 2 or not self.pick(index).acts:
             self.publish_lost(self.pick(index).member_id)
 
@@ -267,7 +267,7 @@ class AgreementMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.processes) < MOST_PROCESSES)
     @rule(index=ANYBODY, raced=st.none() | ANYBODY)
     def join(self, index, raced):
-        """A new process for a slot whose old one is dead, or out; somebody else's loss may come in between."""
+        """A new process joins for a slot whose old one is dead, or evicted; another loss may come in between."""
         old = self.pick(index)
         rivals = [p for p in self.processes if p.member_id.slot == old.member_id.slot and p is not old]
         if any(p.alive and p.member_id in self.newest().member_ids for p in (old, *rivals)):
@@ -367,7 +367,7 @@ def test_no_run_on_the_real_store_breaks_the_agreement(connections, monkeypatch)
 
 
 def overwrite(_sound):
-    """Whoever comes last wins."""
+    """The last writer wins."""
 
     def broken(store, key, value):
         store._store.set(key, store._signed(key, value))
@@ -377,7 +377,7 @@ def overwrite(_sound):
 
 
 def end_alone(sound):
-    """Who is done takes all others for done."""
+    """A finished member takes all others for finished."""
 
     def broken(member, read, fan):
         over, write = sound(member, read, fan)

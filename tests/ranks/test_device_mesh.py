@@ -1,4 +1,4 @@
-"""Device meshes through a loss and a return: a one-dimensional one, and a grid of two by two and what is cut of it."""
+"""Device meshes through a loss and a return: a one-dimensional one, and a two by two one with its slices."""
 
 import time
 
@@ -21,7 +21,7 @@ def look(meshes):
 
 
 def look_at(mesh):
-    def told(ask):
+    def answer_of(ask):
         try:
             answer = ask()
         except Refused:
@@ -34,9 +34,9 @@ def look_at(mesh):
         dist.all_reduce(total, group=mesh.get_group(dimension))
         sums.append(int(total))
     return {
-        "mesh": told(lambda: mesh.mesh),
-        "shape": told(lambda: mesh.shape),
-        "coordinate": told(lambda: list(mesh.get_coordinate())),
+        "mesh": answer_of(lambda: mesh.mesh),
+        "shape": answer_of(lambda: mesh.shape),
+        "coordinate": answer_of(lambda: list(mesh.get_coordinate())),
         "size": mesh.size(),
         "sizes": [mesh.size(dimension) for dimension in range(mesh.ndim)],
         "group sizes": [group.size() for group in mesh.get_all_groups()],
@@ -48,7 +48,7 @@ def look_at(mesh):
 
 
 def play(rank):
-    """Look at all meshes as they are made, without the lost one, and when all are back."""
+    """Inspect all meshes when they are made, after a loss, and after the return."""
     global SLOT  # noqa: PLW0603
     SLOT = rank.slot
     elastic = ElasticRank(rank.place)
@@ -81,7 +81,7 @@ def play(rank):
 
 @pytest.fixture(scope="module")
 def looks():
-    """Slot 2 dies and comes back."""
+    """Slot 2 dies and rejoins."""
     with Ranks(SIZE, play) as ranks:
         ranks.wait_for_rows(SIZE, "ready")
         ranks.kill(2)
@@ -90,7 +90,7 @@ def looks():
         return ranks.wait()
 
 
-def test_a_line_is_as_long_as_it_has_members(looks):
+def test_a_one_dimensional_mesh_has_as_many_ranks_as_members(looks):
     for slot, rank in ((0, 0), (1, 1), (3, 2)):
         line = looks[slot][1]["line"]
         assert line["mesh"] == [0, 1, 2]
@@ -99,20 +99,20 @@ def test_a_line_is_as_long_as_it_has_members(looks):
         assert line["sums"] == [4]
 
 
-def test_an_uneven_grid_says_what_it_can_and_refuses_the_rest(looks):
-    told = {slot: looks[slot][1]["grid"] for slot in (0, 1, 3)}
-    for grid in told.values():
+def test_an_uneven_mesh_answers_some_queries_and_refuses_the_rest(looks):
+    grids = {slot: looks[slot][1]["grid"] for slot in (0, 1, 3)}
+    for grid in grids.values():
         assert [grid[name] for name in ("mesh", "shape", "coordinate")] == ["refused"] * 3
         assert grid["size"] == 3
         assert grid["sizes"] == grid["group sizes"]
-    assert [told[slot]["sizes"] for slot in (0, 1, 3)] == [[1, 2], [2, 2], [2, 1]]
-    assert [told[slot]["local ranks"] for slot in (0, 1, 3)] == [[0, 0], [0, 1], [1, 0]]
-    assert [told[slot]["sums"] for slot in (0, 1, 3)] == [[0, 1], [4, 1], [4, 3]]
+    assert [grids[slot]["sizes"] for slot in (0, 1, 3)] == [[1, 2], [2, 2], [2, 1]]
+    assert [grids[slot]["local ranks"] for slot in (0, 1, 3)] == [[0, 0], [0, 1], [1, 0]]
+    assert [grids[slot]["sums"] for slot in (0, 1, 3)] == [[0, 1], [4, 1], [4, 3]]
 
 
 @pytest.mark.parametrize("prefix", ["", "late "])
 def test_slices_of_it_are_lines(looks, prefix):
-    """Those that were cut before the loss, and those that are cut after it."""
+    """Slices taken before the loss, and slices taken after it."""
     tp = [looks[slot][1][f"{prefix}tp"] for slot in (0, 1, 3)]
     dp = [looks[slot][1][f"{prefix}dp"] for slot in (0, 1, 3)]
     assert [mesh["mesh"] for mesh in tp] == [[0, 1], [0, 1], [2]]
@@ -127,7 +127,7 @@ def test_a_mesh_made_of_a_group_follows_it(looks):
     assert [looks[slot][1]["of group"]["mesh"] for slot in (0, 1, 3)] == [[0, 1], [0, 1], [2]]
 
 
-def test_all_are_as_at_first_when_it_is_back(looks):
+def test_meshes_are_restored_when_a_rank_rejoins(looks):
     for slot in (0, 1, 3):
         assert looks[slot][2] == looks[slot][0]
     assert looks[2][-1]["grid"]["mesh"] == [[0, 1], [2, 3]]

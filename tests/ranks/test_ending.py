@@ -1,4 +1,4 @@
-"""How `ntp run` ends where its workers are slow to do so, as they are on a busy machine."""
+"""How `ntp run` ends if its workers are slow to end, as on a busy machine."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ runpy.run_path({str(RECIPES / "train_tp.py")!r}, run_name="__main__")
 
 
 def test_survivors_that_lost_state_and_are_slow_to_exit_give_the_job_their_code(tmp_path):
-    """Slots 1 and 3 hold the same features of their replicas; without them 0 and 2 cannot go on."""
+    """Slots 1 and 3 hold the same features of their replicas; without them 0 and 2 cannot continue."""
     script = tmp_path / "slow.py"
     script.write_text(ENDS_SLOWLY)
     flags = ["--standalone", "--nproc-per-node=4", "--ntp-thresholds", "silent_s=5,hung_s=5"]
@@ -24,6 +24,6 @@ def test_survivors_that_lost_state_and_are_slow_to_exit_give_the_job_their_code(
     running.wait_for("slot 0: step 1,")
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    code, said = running.end()
-    assert said.count("held by no living slot") == 2, said
-    assert code == 4, said
+    code, output = running.end()
+    assert output.count("held by no living slot") == 2, output
+    assert code == 4, output

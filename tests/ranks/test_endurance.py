@@ -29,16 +29,16 @@ def train_for_ever(rank):
     job = DataParallel(model, optimizer, loss_of(model), groups=groups, ranks=size, per_rank=1, joiner=rank.joining)
     driver = elastic.drive(job)
     elastic.start()
-    told = -1
+    written_epoch = -1
     while True:
         driver.carry_through(job.step)
-        if groups.epoch != told and len(job.members) == size:
-            told = groups.epoch
-            rank.write([["whole", rank.slot, told, *held(groups)]])
+        if groups.epoch != written_epoch and len(job.members) == size:
+            written_epoch = groups.epoch
+            rank.write([["whole", rank.slot, written_epoch, *held(groups)]])
 
 
 def test_deaths_and_returns_leave_nothing_behind():
-    """Slot 0 lives through them all: its threads and descriptors stay as they are, and its memory nearly so."""
+    """Slot 0 survives them all: its threads and descriptors stay the same, and its memory nearly so."""
     with Ranks(3, train_for_ever) as ranks:
         ranks.wait_for_rows(3, "whole")
         for cycle in range(CYCLES):
@@ -83,7 +83,7 @@ def reduce_large_tensors(rank):
     return grown
 
 
-def test_what_was_summed_is_let_go_of():
+def test_summed_tensors_are_freed():
     """Forty times 8 MB, and none of it is in anybody's hands any more."""
     with Ranks(2, reduce_large_tensors) as ranks:
         for grown in ranks.wait().values():

@@ -1,4 +1,4 @@
-"""Tensors of all sizes from rank to rank in one message, and what of a message can be used where it lies."""
+"""Tensors of all sizes from rank to rank in one message, and which parts of a message are used in place."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def play(rank):
     return [torch.equal(parcel.tensor, one) for parcel, one in zip(arriving, wanted, strict=True) if one.numel()]
 
 
-def test_each_gets_what_was_sent_to_it():
+def test_each_rank_receives_the_tensors_sent_to_it():
     with Ranks(SIZE, play) as ranks:
         outcomes = ranks.wait()
     for right in outcomes.values():

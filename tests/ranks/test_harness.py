@@ -1,4 +1,4 @@
-"""The harness itself: what is planned strikes or is refused, and nothing is left behind unnoticed."""
+"""The harness itself: a planned fault is injected or refused, and nothing is left behind undetected."""
 
 import contextlib
 import os
@@ -50,12 +50,12 @@ def have_ranks_play():
     ],
     ids=str,
 )
-def test_a_fault_that_cannot_strike_is_refused(fault, message):
+def test_a_fault_that_cannot_be_injected_is_refused(fault, message):
     with pytest.raises(ConfigError, match=message):
         Ranks(2, play_nothing, faults=[fault], fault_points=FAULT_POINTS)
 
 
-def test_a_fault_that_never_struck_is_told():
+def test_a_fault_that_was_never_injected_is_reported():
     fault = kill(1, during="between", step=2)
     with pytest.raises(AssertionError, match="planned, and never struck: slot 1 during 'between' of step 2"):  # noqa: SIM117
         with Ranks(2, play_nothing, faults=[fault]) as ranks:
@@ -67,7 +67,7 @@ def test_a_fault_that_may_miss_may_miss():
         ranks.wait()
 
 
-def test_a_process_that_a_rank_leaves_behind_is_told_and_ended():
+def test_a_process_that_a_rank_leaves_behind_is_reported_and_killed():
     with pytest.raises(AssertionError, match="left behind: a process that rank process"):  # noqa: SIM117
         with Ranks(1, play_and_forget_a_process) as ranks:
             ranks.wait()
@@ -106,7 +106,7 @@ def a_folder():
         (a_folder, "folder .*ntp-ranks-"),
     ],
 )
-def test_what_is_left_behind_here_is_told(planted, message):
+def test_processes_left_behind_by_this_one_are_reported(planted, message):
     kept = contextlib.ExitStack()
     with kept, pytest.raises(AssertionError, match=f"left behind: {message}"), Ranks(1, play_nothing) as ranks:
         kept.enter_context(planted())
@@ -114,7 +114,7 @@ def test_what_is_left_behind_here_is_told(planted, message):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
-def test_ranks_end_with_who_started_them_however_that_ends(how, tmp_path):
+def test_ranks_end_with_their_parent(how, tmp_path):
     words = (sys.executable, "-c", f"from {__name__} import {have_ranks_play.__name__} as play; play()")
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}) as test:
         ranks = [os.pidfd_open(int(process)) for process in test.stdout.readline().split()]

@@ -1,6 +1,6 @@
-"""Jobs on several machines: one is lost, is cut off and comes back, or takes the store with it.
+"""Jobs on several machines: one is lost, is disconnected and returns, or takes the store with it.
 
-A job trains slowly until what a test waits for has happened, and then without pauses.
+A job trains slowly until the event that a test waits for has happened, and then without pauses.
 """
 
 import functools
@@ -16,7 +16,7 @@ PORT = 29400
 LIMITS = "host_s=10,store_s=30,hung_s=20"
 """A host on a machine with 60 busy processes beats once in a second or two."""
 STEPS = 160
-"""Ten minutes with pauses (`paused.py`): a machine comes in within that."""
+"""Ten minutes with pauses (`paused.py`): a machine joins within that time."""
 
 
 class Job:
@@ -50,12 +50,12 @@ class Job:
         agent.wait_for(r"slot \d+ is pid (.|\n)*slot \d+ is pid")
 
     def wait_until_somebody_says(self, what):
-        """Any of its machines: the first that finds something tells it, and no other."""
-        wait_until(lambda: what in self.said, lambda: f"{what} in {self.said}")
+        """Wait for the output of any of its machines: only the first to detect something reports it."""
+        wait_until(lambda: what in self.output, lambda: f"{what} in {self.output}")
 
     @property
-    def said(self):
-        return "".join(agent.said for agent in self.agents.values())
+    def output(self):
+        return "".join(agent.output for agent in self.agents.values())
 
     def go_on(self):
         """To the end, without pauses."""
@@ -67,9 +67,9 @@ class Job:
 def undisturbed(folder, ranks, steps):
     flags = ["run", "--standalone", f"--nproc-per-node={ranks}", str(RECIPES / "train.py")]
     calm = Command([*NTP, *flags], folder / f"calm{ranks}", STEPS=str(steps), PAUSE_S="0")
-    code, said = calm.end()
-    assert code == 0, said
-    return last_line(said)[:2]
+    code, output = calm.end()
+    assert code == 0, output
+    return last_line(output)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("hosts")
 
 
-def assert_undisturbed(said, folder, ranks, steps):
-    assert last_line(said)[:2] == pytest.approx(undisturbed(folder, ranks, steps), rel=1e-10)
+def assert_undisturbed(output, folder, ranks, steps):
+    assert last_line(output)[:2] == pytest.approx(undisturbed(folder, ranks, steps), rel=1e-10)
 
 
 ENDS_LATE = """
@@ -97,11 +97,11 @@ def test_workers_of_one_machine_end_later_than_those_where_the_store_is(tmp_path
     with machines(2, tmp_path) as hosts:
         job = Job(hosts, 2, steps=5, pause_s=0, script=script)
         for at in (1, 2):
-            code, said = job.agents[at].end()
-            assert code == 0, (at, said)
+            code, output = job.agents[at].end()
+            assert code == 0, (at, output)
 
 
-def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
+def test_a_spare_machine_replaces_a_lost_one(tmp_path, folder):
     with machines(3, tmp_path) as hosts:
         job = Job(hosts, 2)
         job.wait_until_it_trains()
@@ -114,34 +114,34 @@ def test_a_machine_is_lost_and_a_spare_one_takes_its_place(tmp_path, folder):
         spare.wait_for(f"this machine takes the place of host {1 - first_host}")
         job.wait_until_in(spare)
         job.go_on()
-        code, said = spare.end()
-        assert code == 0, said
-        code, said_first = first.end()
-        assert code == 0, said_first
-        assert_undisturbed(said + said_first, folder, 4, STEPS)
-        assert last_line(said + said_first)[2] == "(0, 1, 2, 3)"
+        code, output = spare.end()
+        assert code == 0, output
+        code, output_of_first = first.end()
+        assert code == 0, output_of_first
+        assert_undisturbed(output + output_of_first, folder, 4, STEPS)
+        assert last_line(output + output_of_first)[2] == "(0, 1, 2, 3)"
 
 
 @with_cuts
-def test_a_machine_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_path, folder):
+def test_a_disconnected_machine_ends_its_workers_and_the_others_continue(tmp_path, folder):
     with machines(2, tmp_path) as hosts:
         job = Job(hosts, 2)
         job.wait_until_it_trains()
         hosts.cut(1, 2)
-        code, said = job.agents[2].end()
-        assert code == 6, said
-        assert "this host is cut off, or the store's host is lost" in said
+        code, output = job.agents[2].end()
+        assert code == 6, output
+        assert "this host is cut off, or the store's host is lost" in output
         assert not hosts.pids(2)
         hosts.heal(1, 2)
         job.go_on()
-        code, said = job.agents[1].end()
-        assert code == 0, said
-        assert_undisturbed(said, folder, 4, STEPS)
+        code, output = job.agents[1].end()
+        assert code == 0, output
+        assert_undisturbed(output, folder, 4, STEPS)
 
 
 @with_cuts
-def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
-    """The others have gone on; who was cut off finds that out, and does not train on beside them."""
+def test_ranks_cut_off_for_a_short_time_are_evicted(tmp_path, folder):
+    """The others have continued; the disconnected ranks detect that, and do not train on beside them."""
     with machines(2, tmp_path) as hosts:
         job = Job(hosts, 2)
         job.wait_until_it_trains()
@@ -150,27 +150,27 @@ def test_a_cut_that_heals_soon_leaves_the_late_ones_behind(tmp_path, folder):
         hosts.heal(1, 2)
         job.agents[2].wait_for("the others went on without it")  # a worker or its supervisor finds it first
         job.go_on()
-        code, said = job.agents[1].end()
-        assert code == 0, said
-        assert_undisturbed(said, folder, 4, STEPS)
+        code, output = job.agents[1].end()
+        assert code == 0, output
+        assert_undisturbed(output, folder, 4, STEPS)
         assert job.agents[2].end()[0] == 0, "its job was done, by the others"
 
 
-def test_the_stores_machine_is_lost_and_the_others_end_clearly(tmp_path):
+def test_losing_the_machine_of_the_store_ends_the_job_with_an_error(tmp_path):
     with machines(2, tmp_path) as hosts:
         job = Job(hosts, 2, steps=10000)
         job.wait_until_it_trains()
         hosts.kill(1)
-        code, said = job.agents[2].end()
-        assert code == 6, said
-        assert "the job's store" in said
-        assert "restart" in said
-        assert "Traceback" not in said
+        code, output = job.agents[2].end()
+        assert code == 6, output
+        assert "the job's store" in output
+        assert "restart" in output
+        assert "Traceback" not in output
         assert not hosts.pids(2)
 
 
 @with_cuts
-def test_with_a_store_outside_the_larger_part_of_a_cut_network_goes_on(tmp_path, folder):
+def test_with_an_outside_store_the_majority_side_of_a_network_split_continues(tmp_path, folder):
     with machines(4, tmp_path) as hosts:
         store = hosts.run(4, "store", "--host", hosts.address(4), "--port", str(PORT), name="store")
         store.wait_for("ntp store: ")
@@ -180,10 +180,10 @@ def test_with_a_store_outside_the_larger_part_of_a_cut_network_goes_on(tmp_path,
         hosts.cut(1, 3)
         job.wait_until_somebody_says("its host is cut off from others")
         job.go_on()
-        code, said = job.agents[2].end()
-        assert code == 0, said
-        code, said_third = job.agents[3].end()
-        assert code == 0, said_third
-        assert_undisturbed(said + said_third, folder, 6, STEPS)
+        code, output = job.agents[2].end()
+        assert code == 0, output
+        code, output_of_third = job.agents[3].end()
+        assert code == 0, output_of_third
+        assert_undisturbed(output + output_of_third, folder, 6, STEPS)
         assert job.agents[1].end()[0] == 0, "its job was done, by the others"
-        assert "slot" in job.agents[1].said
+        assert "slot" in job.agents[1].output

@@ -1,4 +1,4 @@
-"""Ranks in operations that do not match: nobody is to blame, and it is told of."""
+"""Ranks in operations that do not match: no rank is blamed, and the hang is reported."""
 
 import time
 
@@ -38,7 +38,7 @@ def play_together(rank):
     return longest
 
 
-def test_all_wait_for_each_other():
+def test_ranks_that_all_wait_for_each_other_are_hung():
     with Ranks(2, play_against_each_other, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         while not ranks.hung:
             time.sleep(0.01)
@@ -47,7 +47,7 @@ def test_all_wait_for_each_other():
         assert ranks.hung == [2]
 
 
-def test_all_wait_and_go_on():
+def test_ranks_that_all_wait_and_then_continue_are_not_hung():
     with Ranks(2, play_together, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         longest = max(ranks.wait().values())
-        assert not ranks.hung or longest > HUNG_S, "nobody waited for so long"
+        assert not ranks.hung or longest > HUNG_S, "no rank waited for so long"

@@ -1,4 +1,4 @@
-"""Joiners: groups that are made after they came, and joining ranks that cannot come in and must not stop the others."""
+"""Joining ranks: groups made after they joined, and joiners that cannot connect and must not stop the others."""
 
 import functools
 import time
@@ -67,14 +67,14 @@ def make_another_group_than_a_joiner(rank):
         rank.reached("first", 1)
         return elastic.groups.epoch
 
-    while driver.carry_through(reduce) < 3:  # one loses slot 1, it comes in with two, and is left out with three
+    while driver.carry_through(reduce) < 3:  # epoch 1 loses slot 1, it joins in epoch 2, and is excluded in epoch 3
         pass
     driver.finish()
     elastic.leave()
     return elastic.groups.members
 
 
-def test_a_joiner_that_made_other_groups_is_left_out_and_the_others_go_on():
+def test_a_joiner_with_other_groups_is_excluded_and_the_others_continue():
     faults = [kill(1, during="first", step=1)]
     with Ranks(3, make_another_group_than_a_joiner, faults=faults) as ranks:
         ranks.wait_for_death(1)
@@ -104,7 +104,7 @@ def never_meet_as_a_joiner(rank):
     return elastic.groups.members
 
 
-def test_a_joiner_that_never_connects_is_left_out_and_the_others_go_on():
+def test_a_joiner_that_never_connects_is_excluded_and_the_others_continue():
     with Ranks(3, never_meet_as_a_joiner, faults=[kill(1, during="first", step=1)]) as ranks:
         ranks.wait_for_death(1)
         ranks.start_again(1)
@@ -145,8 +145,8 @@ def hang_while_a_joiner_prepares(rank, *, beats):
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_a_joiner_that_prepares_itself_is_neither_hung_nor_a_sign_that_somebody_moves(beats):
-    """Not while it imports, before its first beat, nor while it builds its model: nobody waits for it."""
+def test_a_joiner_in_preparation_is_neither_hung_nor_progress(beats):
+    """This holds while it imports, before its first heartbeat, and while it builds its model: no rank waits for it."""
     play = functools.partial(hang_while_a_joiner_prepares, beats=beats)
     faults = [kill(2, during="first", step=1), hang(1, during="prepares", step=2)]
     with Ranks(3, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:

@@ -1,4 +1,4 @@
-"""`ntp run` beside the copies that a dead run of another job has left in this host's memory."""
+"""`ntp run` beside copies that a dead run of another job has left in this host's memory."""
 
 import shutil
 
@@ -16,9 +16,9 @@ def test_a_run_leaves_the_copies_of_another_job_that_has_just_died(tmp_path):
     try:
         (tmp_path / "train.py").write_text("print('trained')")
         words = [*NTP, "run", "--standalone", "--nproc-per-node", "1", str(tmp_path / "train.py")]
-        code, said = Command(words, tmp_path / "log").end()
-        assert (code, "trained" in said) == (0, True), said
-        assert dead_run(run.path).size, said
-        assert f"removing {run.path}" not in said
+        code, output = Command(words, tmp_path / "log").end()
+        assert (code, "trained" in output) == (0, True), output
+        assert dead_run(run.path).size, output
+        assert f"removing {run.path}" not in output
     finally:
         shutil.rmtree(run.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A group with both backends, made and not yet connected: as far as NCCL goes without a GPU."""
+"""A group with both backends, made and not yet connected: as far as NCCL works without a GPU."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch
 
 
 def play(rank, environment):
-    """What a joining rank does before it is regrouped: it makes its groups, and offers."""
+    """The steps of a joining rank before it is regrouped: it makes its groups, and publishes its handles."""
     os.environ.update(environment)
     groups = ElasticGroups(0, joining=True)
     groups.attach()
@@ -26,7 +26,7 @@ def play(rank, environment):
     world = dist.group.WORLD
     nccl = world._get_backend(torch.device("cuda"))
     (group,) = groups._groups
-    told = {
+    found = {
         "class": type(nccl).__name__,
         "editable": nccl.options.enable_reconfigure,
         "device": str(nccl.bound_device_id),
@@ -39,7 +39,7 @@ def play(rank, environment):
     work = dist.all_reduce(total, async_op=True)
     seen = id(work) in groups._waits._works
     work.wait()
-    return told | {"total": total.tolist(), "seen": seen}
+    return found | {"total": total.tolist(), "seen": seen}
 
 
 def played(environment):
@@ -48,20 +48,20 @@ def played(environment):
 
 
 def test_it_is_made_to_be_edited():
-    told = played({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"})
-    assert (told["class"], told["editable"], told["handling"]) == ("ProcessGroupNCCL2", True, "0")
-    assert told["reach"]["nccl"].startswith("nccl2:0:-1:")
+    found = played({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"})
+    assert (found["class"], found["editable"], found["handling"]) == ("ProcessGroupNCCL2", True, "0")
+    assert found["reach"]["nccl"].startswith("nccl2:0:-1:")
 
 
 def test_its_device_is_bound_to_the_backend_but_not_to_the_world():
     """With a device of the world torch would split later groups off it, which takes ranks that may be lost."""
-    told = played({})
-    assert (told["device"], told["device of the world"]) == ("cuda:3", None)
+    found = played({})
+    assert (found["device"], found["device of the world"]) == ("cuda:3", None)
 
 
-def test_gloo_beside_it_is_edited_and_its_works_are_seen():
-    told = played({})
-    assert (told["total"], told["seen"]) == ([1.0, 1.0], True)
+def test_gloo_is_edited_beside_nccl_and_its_works_are_seen():
+    found = played({})
+    assert (found["total"], found["seen"]) == ([1.0, 1.0], True)
 
 
 def test_the_older_class_is_refused():

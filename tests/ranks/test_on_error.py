@@ -1,4 +1,4 @@
-"""An exception of the script's own, in a real `ntp run`: it is no lost rank, unless somebody asks for that."""
+"""An exception of the script's own, in a real `ntp run`, is no lost rank, unless the user asks for that."""
 
 import re
 
@@ -51,27 +51,29 @@ def trains(*, at_step_three, before="", steps="8", waits_for="/"):
 
 @pytest.mark.parametrize("how", [(), ("--ntp-fork",)], ids=["started", "forked"])
 def test_an_error_of_one_rank_ends_the_job_with_its_traceback_and_a_code_of_its_own(tmp_path, how):
-    code, said = run(tmp_path, trains(at_step_three="fail"), *how, "--ntp-respawn=3")
-    assert code == 9, said
-    assert re.search(r"ntp run: slot 1 \(pid \d+\) failed:\nTraceback (.|\n)*in fail\n(.|\n)*the script is wrong", said)
-    assert re.search(r"ntp run: slot 1 ended by an error of its own script: ValueError: the script is wrong \(", said)
-    assert "is lost" not in said
-    assert "ends at step" not in said
+    code, output = run(tmp_path, trains(at_step_three="fail"), *how, "--ntp-respawn=3")
+    assert code == 9, output
+    assert re.search(
+        r"ntp run: slot 1 \(pid \d+\) failed:\nTraceback (.|\n)*in fail\n(.|\n)*the script is wrong", output
+    )
+    assert re.search(r"ntp run: slot 1 ended by an error of its own script: ValueError: the script is wrong \(", output)
+    assert "is lost" not in output
+    assert "ends at step" not in output
 
 
-def test_who_asks_for_it_has_the_others_go_on(tmp_path):
-    code, said = run(tmp_path, trains(at_step_three="fail"), "--ntp-on-error=evict")
-    assert code == 0, said
-    assert "slot 1 failed, and is taken for lost: ValueError: the script is wrong (" in said
-    assert "ends at step 8 with members (0, 2)" in said
+def test_evict_on_error_lets_the_others_continue(tmp_path):
+    code, output = run(tmp_path, trains(at_step_three="fail"), "--ntp-on-error=evict")
+    assert code == 0, output
+    assert "slot 1 failed, and is taken for lost: ValueError: the script is wrong (" in output
+    assert "ends at step 8 with members (0, 2)" in output
 
 
-def test_one_that_comes_again_on_the_replacement_ends_the_job(tmp_path):
+def test_an_error_repeated_on_the_replacement_ends_the_job(tmp_path):
     body = trains(at_step_three="fail", steps="float('inf')")
-    code, said = run(tmp_path, body, "--ntp-on-error=retry", "--ntp-respawn=3")
-    assert code == 9, said
-    assert said.count("starts anew") == 1
-    assert "slot 1 ended by an error of its own script, which another process had before: ValueError" in said
+    code, output = run(tmp_path, body, "--ntp-on-error=retry", "--ntp-respawn=3")
+    assert code == 9, output
+    assert output.count("starts anew") == 1
+    assert "slot 1 ended by an error of its own script, which another process had before: ValueError" in output
 
 
 def test_a_replacement_that_fails_before_it_joins_does_not_end_the_job(tmp_path):
@@ -79,15 +81,15 @@ def test_a_replacement_that_fails_before_it_joins_does_not_end_the_job(tmp_path)
     has_failed = str(tmp_path / "failed")
     before = f"if not is_founder:\n    open({has_failed!r}, 'w')\n    fail()\n"
     body = trains(at_step_three="kill", before=before, waits_for=has_failed)
-    code, said = run(tmp_path, body, "--ntp-respawn=1")
-    assert code == 0, said
-    assert "slot 1 failed, and is taken for lost: ValueError: the script is wrong (" in said
-    assert "ends at step 8 with members (0, 2)" in said
+    code, output = run(tmp_path, body, "--ntp-respawn=1")
+    assert code == 0, output
+    assert "slot 1 failed, and is taken for lost: ValueError: the script is wrong (" in output
+    assert "ends at step 8 with members (0, 2)" in output
 
 
 @pytest.mark.parametrize("ends", ["sys.exit(3)", "sys.exit('no data')"])
 def test_an_exit_with_a_code_is_an_error_of_the_script(tmp_path, ends):
-    """Also of one that knows nothing of us."""
-    code, said = run(tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\ntime.sleep(3600)")
-    assert code == 9, said
-    assert re.search(r"slot 1 ended by an error of its own script: SystemExit: exited with (3|no data) \(", said)
+    """The script need not know the plugin."""
+    code, output = run(tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\ntime.sleep(3600)")
+    assert code == 9, output
+    assert re.search(r"slot 1 ended by an error of its own script: SystemExit: exited with (3|no data) \(", output)

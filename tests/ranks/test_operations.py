@@ -1,5 +1,5 @@
-"""Every operation that torch.distributed has is seen, as torch's own hooks tell; and nothing of a group that nobody
-asked for."""
+"""The plugin sees every operation of torch.distributed, as torch's own hooks do, and nothing of groups that it does not
+watch."""
 
 import functools
 
@@ -70,8 +70,8 @@ def all_there_is():
 
 
 def count_both_ways(rank, missed=""):
-    """Call -> how many operations torch's hook has told, how many we saw, and of how many works that are the same."""
-    seen, told = [], []
+    """Call -> the operations that torch's hook reported, those that we saw, and how many works are the same."""
+    seen, hooked = [], []
     operations.methods = lambda: [name for name in methods() if name != missed]
     watching = Operations()
     watching.attach()
@@ -79,41 +79,41 @@ def count_both_ways(rank, missed=""):
     dist.init_process_group("gloo", store=store, rank=rank.slot, world_size=SIZE)
     beside = dist.new_group([0, 1])
     watching.observe(dist.group.WORLD, lambda name, work, given: seen.append((name, work, kind_of_device(given))))
-    dist.group.WORLD.register_post_hook(HOOK, lambda operation: told.append(operation.work))
+    dist.group.WORLD.register_post_hook(HOOK, lambda operation: hooked.append(operation.work))
     found = {}
     for call, work in all_there_is().items():
-        seen.clear(), told.clear()
+        seen.clear(), hooked.clear()
         work()
         dist.all_reduce(torch.ones(1), group=beside)
-        same = [mine is theirs for (_, mine, _), theirs in zip(seen, told, strict=False)]
-        found[call] = len(told), len(seen), sum(same), sorted({(name, device) for name, _, device in seen})
+        same = [mine is theirs for (_, mine, _), theirs in zip(seen, hooked, strict=False)]
+        found[call] = len(hooked), len(seen), sum(same), sorted({(name, device) for name, _, device in seen})
     watching.detach()
     dist.all_reduce(torch.ones(1))
-    found["after it"] = len(told) - found["recv from anybody"][0], len(seen) - found["recv from anybody"][1]
+    found["after it"] = len(hooked) - found["recv from anybody"][0], len(seen) - found["recv from anybody"][1]
     dist.destroy_process_group()
     return found
 
 
-def test_all_are_seen_that_torch_tells_of():
+def test_every_operation_of_torchs_hook_is_seen():
     by_name = set()
     with Ranks(SIZE, count_both_ways) as ranks:
         for found in ranks.wait().values():
             assert found.pop("after it") == (1, 0)
-            for call, (told, seen, same, names) in found.items():
-                assert told == seen == same > 0, call
+            for call, (hooked, seen, same, names) in found.items():
+                assert hooked == seen == same > 0, call
                 assert all(name in methods() for name, _ in names), call
                 assert {device for _, device in names} == ({None} if call == "barrier" else {"cpu"}), call
                 by_name.update(name for name, _ in names)
     assert by_name >= POINT_TO_POINT
 
 
-def test_one_that_is_not_replaced_would_be_missed():
+def test_a_method_that_is_not_replaced_is_missed():
     """The comparison above can fail."""
     with Ranks(SIZE, functools.partial(count_both_ways, missed="broadcast")) as ranks:
-        told, seen, _, _ = ranks.wait()[0]["broadcast"]
-    assert (told, seen) == (1, 0)
+        hooked, seen, _, _ = ranks.wait()[0]["broadcast"]
+    assert (hooked, seen) == (1, 0)
 
 
-def test_the_signatures_that_methods_are_read_from_are_there():
+def test_method_signatures_are_available():
     assert {"allreduce", "broadcast", "barrier", *POINT_TO_POINT} <= {*methods()}
     assert "reconfigure" not in methods()

@@ -1,4 +1,4 @@
-"""Faults from outside: signals to the processes of `ntp run` at any instant, and not through fault points of ours."""
+"""Faults from outside: signals to the processes of `ntp run` at any instant, without fault points."""
 
 import os
 import re
@@ -14,19 +14,19 @@ SIGNALLED = Path(__file__).with_name("signalled.py")
 
 
 def job(folder, *flags, hung_s=3, **environment):
-    """Three slots that train slowly until they may go on."""
+    """Three slots that train slowly until they may continue."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", f"--ntp-thresholds=hung_s={hung_s}", *flags]
-    told = {"RECIPE": str(RECIPES / "train.py"), "STEPS": "60", "PAUSE_S": "1"} | environment
-    return Command([*words, str(SIGNALLED)], folder / "log", **told)
+    variables = {"RECIPE": str(RECIPES / "train.py"), "STEPS": "60", "PAUSE_S": "1"} | environment
+    return Command([*words, str(SIGNALLED)], folder / "log", **variables)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     running = job(tmp_path_factory.mktemp("undisturbed"))
     running.go_on()
-    code, said = running.end()
-    assert code == 0, said
-    return last_line(said)
+    code, output = running.end()
+    assert code == 0, output
+    return last_line(output)
 
 
 def pids_of(running):
@@ -34,11 +34,11 @@ def pids_of(running):
 
 
 def holds(running, undisturbed, members):
-    code, said = running.end()
-    assert code == 0, said
+    code, output = running.end()
+    assert code == 0, output
     loss, weights, _ = undisturbed
-    assert last_line(said) == (pytest.approx(loss, rel=1e-10), pytest.approx(weights, rel=1e-10), members)
-    return said
+    assert last_line(output) == (pytest.approx(loss, rel=1e-10), pytest.approx(weights, rel=1e-10), members)
+    return output
 
 
 def test_a_rank_that_hangs_within_a_wait_is_found(tmp_path, undisturbed):
@@ -46,7 +46,7 @@ def test_a_rank_that_hangs_within_a_wait_is_found(tmp_path, undisturbed):
     os.kill(pids_of(running)[1], signal.SIGUSR1)
     running.wait_for("slot 1 hangs")
     reason = running.wait_for(r"slot 1 is lost: it has neither moved nor polled for (\S+) s while 2 others wait")
-    assert float(reason[1]) >= 3, "more than that, told to a tenth"
+    assert float(reason[1]) >= 3, "more than that, rounded to a tenth"
     running.go_on()
     holds(running, undisturbed, "(0, 2)")
 
@@ -78,8 +78,8 @@ def test_a_job_that_is_over_does_not_wait_for_a_process_that_never_joined(tmp_pa
     joining = int(running.wait_for(r"slot 1 starts anew \(pid (\d+)\)")[1])
     running.wait_for("slot 1 hangs")
     running.go_on()
-    said = holds(running, undisturbed, "(0, 2)")
-    assert f"slot 1 (pid {joining}) is ended: the job is over, and it had not joined" in said
+    output = holds(running, undisturbed, "(0, 2)")
+    assert f"slot 1 (pid {joining}) is ended: the job is over, and it had not joined" in output
     assert not Path(f"/proc/{joining}").exists()
 
 
@@ -87,7 +87,7 @@ STOPPED_S = 5.0
 """Longer than the others wait for a loss to be published, which takes a supervisor that runs."""
 
 
-def test_while_the_supervisor_is_stopped_nobody_takes_a_loss_for_an_error(tmp_path, undisturbed):
+def test_a_loss_is_no_error_while_the_supervisor_is_stopped(tmp_path, undisturbed):
     running = job(tmp_path)
     pids = pids_of(running)
     running.process.send_signal(signal.SIGSTOP)
@@ -96,8 +96,8 @@ def test_while_the_supervisor_is_stopped_nobody_takes_a_loss_for_an_error(tmp_pa
     running.process.send_signal(signal.SIGCONT)
     running.wait_for("slot 1 is lost")
     running.go_on()
-    said = holds(running, undisturbed, "(0, 2)")
-    assert re.findall(r"slot (\d) is lost", said) == ["1"]
+    output = holds(running, undisturbed, "(0, 2)")
+    assert re.findall(r"slot (\d) is lost", output) == ["1"]
 
 
 def test_a_supervisor_that_was_stopped_for_long_does_not_take_its_store_for_lost(tmp_path, undisturbed):

@@ -1,4 +1,4 @@
-"""Replicas of an ordinary PyTorch loop are compared: a bit that flips or a number that is lost is found and named."""
+"""Replicas of an ordinary PyTorch loop are compared: a flipped bit or a lost number is found and named."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ STEPS, LONG_S = 60, 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spoilt:
-    """A job in which one weight of slot 1 is spoilt between two steps."""
+    """A job in which one weight of slot 1 is corrupted between two steps."""
 
     after: int
     how: str
@@ -26,20 +26,20 @@ class Spoilt:
     keys: tuple[tuple[str, object], ...] = ()
 
     def __call__(self, rank):
-        """Its exit code, what it said, and the losses, weights and members that it ended with."""
+        """Its exit code, output, losses, weights and last members."""
         os.environ |= rank.environment()
         torch.manual_seed(0)
-        said, losses, job = io.StringIO(), [], None
+        output, losses, job = io.StringIO(), [], None
         try:
-            with contextlib.redirect_stderr(said), self._begun() as job:
+            with contextlib.redirect_stderr(output), self._begun() as job:
                 while job.steps_done < STEPS:
                     if job.steps_done == self.after and rank.slot == 1:
                         self._spoil(next(iter(job._trainer.model.parameters())).data.view(-1))
                     losses.append(job.step())
         except SystemExit as end:
-            return end.code, said.getvalue(), losses, None, None
+            return end.code, output.getvalue(), losses, None, None
         weights = [parameter.detach().clone() for parameter in job._trainer.model.parameters()]
-        return 0, said.getvalue(), losses, weights, job.members
+        return 0, output.getvalue(), losses, weights, job.members
 
     def _begun(self):
         keys = dict(self.keys)
@@ -71,48 +71,48 @@ def played(spoilt, ranks, but=()):
 @pytest.mark.parametrize(("tp", "ranks"), [(1, 3), (2, 4)])
 @pytest.mark.parametrize("after", [5, STEPS - 1])
 def test_a_flipped_bit_in_a_job_of_60_steps_is_found(tp, ranks, after):
-    """Also one that flips before the last step: replicas are compared before the job ends."""
+    """The same holds before the last step: replicas are compared before the job ends."""
     outcomes = played(Spoilt(after=after, how="flip", tp=tp), ranks)
-    for code, said, *_ in outcomes.values():
-        assert code == 7, said
+    for code, output, *_ in outcomes.values():
+        assert code == 7, output
         named = "weight (weight) in r1.s0.t0 is not what the other"
         if tp == 2:
             named = (
                 "weight of TP slot 1 (weight) differs between 2 replicas after step 60, in one of r0.s0.t1, r1.s0.t1"
             )
-        assert named in said
+        assert named in output
 
 
-def test_where_the_user_wants_no_comparison_there_is_none():
+def test_comparison_can_be_switched_off():
     outcomes = played(Spoilt(after=5, how="flip", keys=(("watch_steps", 0),)), 2)
     assert [code for code, *_ in outcomes.values()] == [0, 0]
 
 
 @pytest.mark.parametrize(("tp", "ranks", "slot"), [(1, 2, "r1.s0.t0"), (2, 4, "r0.s0.t1")])
-def test_a_weight_that_is_not_finite_is_named_also_of_two_replicas(tp, ranks, slot):
+def test_a_weight_that_is_not_finite_is_named_with_two_replicas(tp, ranks, slot):
     """Before it has come to the others by the gradients."""
     outcomes = played(Spoilt(after=30, how="nan", tp=tp), ranks)
-    for code, said, *_ in outcomes.values():
-        assert code == 7, said
-        assert f"in {slot} is not finite after step 30, and in other replicas it is" in said
+    for code, output, *_ in outcomes.values():
+        assert code == 7, output
+        assert f"in {slot} is not finite after step 30, and in other replicas it is" in output
 
 
-def test_the_others_go_on_where_the_job_is_to_heal():
+def test_the_other_replicas_continue_when_the_job_heals():
     calm = played(Spoilt(after=-1, how=""), 2)
     outcomes = played(Spoilt(after=30, how="nan", keys=(("on_sdc", "heal"),)), 2)
-    code, said, *_ = outcomes[1]
-    assert code == 7 and "is not finite after step 30" in said
-    code, said, losses, weights, members = outcomes[0]
-    assert (code, members) == (0, (0,)), said
+    code, output, *_ = outcomes[1]
+    assert code == 7 and "is not finite after step 30" in output
+    code, output, losses, weights, members = outcomes[0]
+    assert (code, members) == (0, (0,)), output
     torch.testing.assert_close(losses, calm[0][2], rtol=1e-10, atol=0.0)
     torch.testing.assert_close(weights, calm[0][3], rtol=1e-10, atol=0.0)
 
 
-def test_a_script_that_diverges_by_itself_goes_on():
-    """All replicas hold the same: it is nobody's fault but the script's."""
+def test_a_script_that_diverges_by_itself_continues():
+    """All replicas are equal: the fault is the script's."""
     outcomes = played(Diverging(after=30, how="nan"), 2)
-    for code, said, losses, *_ in outcomes.values():
-        assert code == 0, said
+    for code, output, losses, *_ in outcomes.values():
+        assert code == 0, output
         assert len(losses) == STEPS and losses[-1] != losses[-1]
 
 

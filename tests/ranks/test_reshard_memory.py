@@ -58,12 +58,12 @@ def play(rank, least):
     return seen[-1]
 
 
-def watch(seen, plans, state, *rest, **said):
-    """Let go of gradients, and look at the highest mark of the resident memory."""
+def watch(seen, plans, state, *rest, **options):
+    """Free the gradients, and read the peak of the resident memory."""
     for parameter in state.parameters.values():
         parameter.grad = None
     Path("/proc/self/clear_refs").write_text("5")
-    relayout(plans, state, *rest, **said)
+    relayout(plans, state, *rest, **options)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     highest, now = (int(status[key].split()[0]) << 10 for key in ("VmHWM", "VmRSS"))
     seen.append(highest - now)

@@ -1,4 +1,4 @@
-"""Keys of the job's store that somebody else deletes or overwrites: they are written again, and a line names them."""
+"""Keys of the job's store that another process deletes or overwrites are written again, and a log line names them."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.ranks.command import NTP, PAUSED, RECIPES, Command, last_line
 from tests.ranks.test_store_token import CORNER, connection, store
 
 ENOUGH = 2000
-"""Looks of somebody who waits: some seconds' worth."""
+"""Polls of a waiting member: some seconds."""
 
 
 class Process:
@@ -44,7 +44,7 @@ def process(server):
 
 
 @pytest.fixture
-def stranger(server):
+def outsider(server):
     return PrefixStore(CORNER, connection(server))
 
 
@@ -56,9 +56,9 @@ def views_of(process, epochs):
     return view
 
 
-def test_a_key_that_was_deleted_is_there_again_when_it_is_read(process, stranger):
+def test_a_deleted_key_is_restored_when_it_is_read(process, outsider):
     process.keys.create("view/1", "its value")
-    stranger.delete_key("view/1")
+    outsider.delete_key("view/1")
     assert process.keys.read("view/1") == "its value"
     ((key, what),) = process.reported
     assert key == "view/1"
@@ -66,14 +66,14 @@ def test_a_key_that_was_deleted_is_there_again_when_it_is_read(process, stranger
 
 
 @pytest.mark.parametrize("how", ["deleted", "overwritten"])
-def test_who_waits_for_the_next_view_writes_all_views_again_that_it_knows(process, stranger, server, how):
-    """A supervisor does; its ranks are told of the newest epoch in shared memory, and look for it in the store."""
+def test_a_waiting_member_rewrites_all_views_that_it_knows(process, outsider, server, how):
+    """A supervisor does; its ranks learn the newest epoch from shared memory, and read it in the store."""
     newest = views_of(process, 3)
     for epoch in (1, 2, 3):
         if how == "deleted":
-            assert stranger.delete_key(view_key(epoch))
+            assert outsider.delete_key(view_key(epoch))
         else:
-            stranger.set(view_key(epoch), "a stranger's")
+            outsider.set(view_key(epoch), "a stranger's")
     rank = Agreement.founding(store(server), first_view(4), first_view(4).member_ids[0])
     assert not rank.newer_view_exists()
     process.wait(view_key(4))
@@ -82,17 +82,17 @@ def test_who_waits_for_the_next_view_writes_all_views_again_that_it_knows(proces
     assert {key for key, _ in process.reported} == {"view/1", "view/2", "view/3"}
 
 
-def test_what_is_deleted_again_and_again_is_reported_once(process, stranger):
+def test_a_key_deleted_repeatedly_is_reported_once(process, outsider):
     process.keys.create("view/1", "its value")
     for _ in range(20):
-        stranger.delete_key("view/1")
+        outsider.delete_key("view/1")
         assert process.keys.read("view/1") == "its value"
     assert len(process.reported) == 1
 
 
-def test_another_signed_value_for_a_known_key_ends_the_process(process, stranger, server):
+def test_another_signed_value_for_a_known_key_ends_the_process(process, outsider, server):
     process.keys.create("view/1", "its value")
-    stranger.delete_key("view/1")
+    outsider.delete_key("view/1")
     store(server).create("view/1", "of one who did not know it")
     with pytest.raises(StoreLost, match="key view/1 of the job's store was deleted and created anew with"):
         process.keys.read("view/1")
@@ -100,7 +100,7 @@ def test_another_signed_value_for_a_known_key_ends_the_process(process, stranger
         process.keys.create("view/1", "its value")
 
 
-def test_who_comes_first_still_decides_and_others_know_its_value(process, server):
+def test_the_first_writer_decides_and_others_read_its_value(process, server):
     other = Process(server)
     assert other.keys.create("view/1", "first") == "first"
     assert process.keys.create("view/1", "second") == "first"
@@ -123,7 +123,7 @@ def test_only_the_newest_epochs_and_all_views_are_remembered(process):
     }
 
 
-def test_a_store_is_asked_an_eighth_more_by_who_waits(server):
+def test_a_waiting_member_sends_an_eighth_more_requests(server):
     class Counted:
         asked = 0
 
@@ -142,25 +142,25 @@ def test_a_store_is_asked_an_eighth_more_by_who_waits(server):
     assert counted.asked == 900
 
 
-def test_survivors_come_through_a_loss_although_a_stranger_deletes_the_view(tmp_path):
-    """The supervisor writes it again, and says so; nothing said so before."""
+def test_survivors_recover_although_another_process_deletes_the_view(tmp_path):
+    """The supervisor writes the view again, and logs it; nothing logged it before."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", f"--ntp-run-dir={tmp_path / 'run'}", str(PAUSED)]
     job = Command(words, tmp_path / "log", STEPS="400", PAUSE_S="0.1", RECIPE=str(RECIPES / "train.py"))
     pids = [int(job.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(3)]
     with open(f"/proc/{pids[0]}/environ") as file:  # noqa: PTH123
-        told = dict(pair.split("=", 1) for pair in file.read().split("\0") if "=" in pair)
+        variables = dict(pair.split("=", 1) for pair in file.read().split("\0") if "=" in pair)
     theirs = PrefixStore(
-        f"ntp/{told['TORCHELASTIC_RUN_ID']}", TCPStore("127.0.0.1", int(told["MASTER_PORT"]), None, False)
+        f"ntp/{variables['TORCHELASTIC_RUN_ID']}", TCPStore("127.0.0.1", int(variables["MASTER_PORT"]), None, False)
     )
     os.kill(pids[2], signal.SIGKILL)
     deadline = time.monotonic() + 300
     while not theirs.delete_key("view/1"):  # at once when it is there: the ranks shall not have read it
-        assert time.monotonic() < deadline, job.said
+        assert time.monotonic() < deadline, job.output
     job.go_on()
-    code, said = job.end()
-    assert code == 0, said
-    assert last_line(said)[2] == "(0, 1)"
-    assert "key view/1 of the job's store was deleted or overwritten, and was written again" in said
+    code, output = job.end()
+    assert code == 0, output
+    assert last_line(output)[2] == "(0, 1)"
+    assert "key view/1 of the job's store was deleted or overwritten, and was written again" in output
     assert {
         one.event.key
         for path in (tmp_path / "run").rglob("events*")

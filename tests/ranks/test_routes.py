@@ -1,4 +1,4 @@
-"""Both routes on real ranks: every slot ends with the sums of what it holds, with the same bits in all replicas."""
+"""Both routes on real ranks: every slot ends with the sums of its state, with the same bits in all replicas."""
 
 import dataclasses
 import functools
@@ -23,18 +23,18 @@ NAMES = [f"TP{tp} x {dp} without {LOSSES[tp, dp][number]}" for (tp, dp), number 
 
 @functools.cache
 def outcomes(shape, spoil=None):
-    """What the living slots have after each loss."""
+    """Results of the living slots after each loss."""
     tp, dp = shape
     play = functools.partial(reduce_by_all_routes, tp=tp, dp=dp, losses=LOSSES[shape], spoil=spoil)
     with Ranks(tp * dp, play) as ranks:
-        told = ranks.wait()
-    return [[routed for routed in slots if routed is not None] for slots in zip(*told.values(), strict=True)]
+        of_slots = ranks.wait()
+    return [[routed for routed in slots if routed is not None] for slots in zip(*of_slots.values(), strict=True)]
 
 
-def put_together(told, route, tensors):
-    """Replica -> tensor -> the whole of what its slots have, every place filled once."""
+def put_together(routed_slots, route, tensors):
+    """Replica -> tensor -> the full tensor of its slots, every place filled once."""
     found = {}
-    for routed in told:
+    for routed in routed_slots:
         for tensor in tensors:
             values = found.setdefault(routed.replica, {}).setdefault(tensor.name, np.full(tensor.shape, np.nan))
             places = [slice(None)] * values.ndim
@@ -44,10 +44,10 @@ def put_together(told, route, tensors):
     return found
 
 
-def worst_difference(told, route, shape):
+def worst_difference(routed_slots, route, shape):
     """To the sums over the replicas, or to the weights that they make."""
     tensors, worst = cut_tensors(small_nominal(*shape)), 0.0
-    for replica in put_together(told, route, tensors).values():
+    for replica in put_together(routed_slots, route, tensors).values():
         for tensor in tensors:
             expected = sum(whole(tensor, 1 + other).numpy() for other in range(shape[1]))
             if route == "sharded":
@@ -59,20 +59,20 @@ def worst_difference(told, route, shape):
 
 @pytest.mark.parametrize(("shape", "number"), CASES, ids=NAMES)
 def test_every_route_ends_in_the_same_sums(shape, number):
-    told = outcomes(shape)[number]
+    routed_slots = outcomes(shape)[number]
     for route in ("direct", "via_core", "sharded"):
-        assert worst_difference(told, route, shape) <= BOUND, route
+        assert worst_difference(routed_slots, route, shape) <= BOUND, route
 
 
 @pytest.mark.parametrize(("shape", "number"), CASES, ids=NAMES)
-def test_all_replicas_have_the_same_bits_and_so_has_a_repeated_run(shape, number):
-    told = outcomes(shape)[number]
+def test_all_replicas_and_a_repeated_run_have_the_same_bits(shape, number):
+    routed_slots = outcomes(shape)[number]
     for route in ("direct", "via_core", "sharded"):
-        first, *others = put_together(told, route, cut_tensors(small_nominal(*shape))).values()
+        first, *others = put_together(routed_slots, route, cut_tensors(small_nominal(*shape))).values()
         for other in others:
             for name, values in first.items():
                 assert values.tobytes() == other[name].tobytes(), (route, name)
-    for routed in told:
+    for routed in routed_slots:
         for name, values in routed.values["via_core"].items():
             assert values.tobytes() == routed.values["repeated"][name].tobytes()
 
@@ -84,20 +84,20 @@ def to_the_wrong_core(core_slices, slot):
         return core_slices
     one, other = lent[:2]
     out = [list(slices) for slices in core_slices.out]
-    at = {piece.name: number for number, piece in enumerate(out[other])}
-    for number, piece in enumerate(out[one]):
-        reference = at.get(piece.name)
-        if reference is not None and size(out[other][reference]) == size(piece):
-            out[one][number], out[other][reference] = out[other][reference], piece
+    at = {part.name: number for number, part in enumerate(out[other])}
+    for number, part in enumerate(out[one]):
+        reference = at.get(part.name)
+        if reference is not None and size(out[other][reference]) == size(part):
+            out[one][number], out[other][reference] = out[other][reference], part
     return dataclasses.replace(core_slices, out=tuple(map(tuple, out)))
 
 
-def size(piece):
-    return sum(stop - start for start, stop in piece.ranges)
+def size(part):
+    return sum(stop - start for start, stop in part.ranges)
 
 
-def test_units_that_go_to_the_wrong_core_are_noticed():
+def test_units_sent_to_the_wrong_core_are_detected():
     spoilt = outcomes((4, 2), to_the_wrong_core)
-    differences = [worst_difference(told, "via_core", (4, 2)) for told in spoilt]
+    differences = [worst_difference(routed, "via_core", (4, 2)) for routed in spoilt]
     assert max(differences) > 1e-3, differences
-    assert max(worst_difference(told, "direct", (4, 2)) for told in spoilt) <= BOUND
+    assert max(worst_difference(routed, "direct", (4, 2)) for routed in spoilt) <= BOUND

@@ -1,4 +1,4 @@
-"""A process that would train otherwise than the others is refused, with the names of what differs."""
+"""A process with other settings than the others is refused, with the names of the differences."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def job(folder, deviant, *flags, recipe="train.py", **environment):
 
 
 @pytest.mark.parametrize(("way", "named"), WAYS)
-def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(tmp_path, way, named):
+def test_a_joining_process_with_other_settings_is_refused_and_the_job_continues(tmp_path, way, named):
     """Each process that is started in its place is refused too; there are no more of them than --ntp-respawn says."""
     running = job(tmp_path, f"1:joining {way}", "--nproc-per-node=3", "--ntp-respawn=2")
     os.kill(int(running.wait_for(r"slot 1 is pid (\d+)")[1]), signal.SIGKILL)
@@ -33,20 +33,20 @@ def test_a_joining_process_that_trains_otherwise_is_refused_and_the_job_goes_on(
         r"slot 1 is lost: its process ended with code 2(.|\n)*slot 1 is lost: its process ended with code 2"
     )
     running.go_on()
-    code, said = running.end()
-    assert code == 0, said
-    assert said.count("is not admitted, because its training would differ") == 2
-    assert named.replace("'", "") in said.replace("'", "")
-    assert said.count("slot 1 starts anew") == 2
-    assert last_line(said)[-1] == "(0, 2)"
+    code, output = running.end()
+    assert code == 0, output
+    assert output.count("is not admitted, because its training would differ") == 2
+    assert named.replace("'", "") in output.replace("'", "")
+    assert output.count("slot 1 starts anew") == 2
+    assert last_line(output)[-1] == "(0, 2)"
 
 
 @pytest.mark.parametrize("recipe", ["train.py", "train_tp.py"])
-def test_founders_that_train_otherwise_end_the_job_before_its_first_step(tmp_path, recipe):
+def test_founders_with_other_settings_end_the_job_before_its_first_step(tmp_path, recipe):
     running = job(tmp_path, "2:founding --seed=4 NVTE_X=1", "--nproc-per-node=4", recipe=recipe)
-    code, said = running.end()
-    assert code == 2, said
+    code, output = running.end()
+    assert code == 2, output
     for name in ("argument 1 (arguments) is --seed=4 here", "NVTE_X (environment) is 1 here and not set there"):
-        assert name in said.replace("'", "")
-    assert "rank 2 (here) and rank 0 (there)" in said
-    assert "step" not in said
+        assert name in output.replace("'", "")
+    assert "rank 2 (here) and rank 0 (there)" in output
+    assert "step" not in output

@@ -1,4 +1,4 @@
-"""What another user of the host (`nobody`) may do to a job that runs: nothing, or nothing that changes its result."""
+"""Another user of the host (`nobody`) cannot change the result of a running job."""
 
 import contextlib
 import os
@@ -69,28 +69,30 @@ def rings():
 
 
 def forges(run, port):
-    """It has the port and the name of the run, which it has not found out by itself."""
+    """It gets the port and the name of the run, which it has not found out by itself."""
     theirs = PrefixStore(f"ntp/{run}", TCPStore("127.0.0.1", port, None, False))
     theirs.set("view/1", View(epoch=1, member_ids=(), over=True).encode())
     theirs.set("done/0/0", "done")
     theirs.set("token", "another")
 
 
-def test_a_second_user_reads_forges_and_reaches_nothing_that_changes_a_job(tmp_path):
+def test_a_second_user_cannot_change_a_job(tmp_path):
     before = set(Path("/dev/shm").iterdir())
     words = [*NTP, "run", "--standalone", "--nproc-per-node=2", str(PAUSED)]
     job = Command(words, tmp_path / "log", STEPS="200", PAUSE_S="0.1", RECIPE=str(RECIPES / "train.py"))
     pids = [int(job.wait_for(rf"slot {slot} is pid (\d+)")[1]) for slot in range(2)]
-    told = dict(pair.split("=", 1) for pair in Path(f"/proc/{pids[0]}/environ").read_text().split("\0") if "=" in pair)
-    port = int(told["MASTER_PORT"])
+    variables = dict(
+        pair.split("=", 1) for pair in Path(f"/proc/{pids[0]}/environ").read_text().split("\0") if "=" in pair
+    )
+    port = int(variables["MASTER_PORT"])
     assert port in listening_ports()
     assert {*pids} <= {*children(job.process.pid)}
     folders = [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("ntp-")]
     as_nobody(lambda: reads_nothing_of([job.process.pid, *pids], folders))
-    as_nobody(lambda: forges(told["TORCHELASTIC_RUN_ID"], port))
+    as_nobody(lambda: forges(variables["TORCHELASTIC_RUN_ID"], port))
     as_nobody(rings)
     job.go_on()
-    code, said = job.end()
-    assert code == 0, said
-    assert "step 200:" in said, said
-    assert last_line(said)[2] == "(0, 1)"
+    code, output = job.end()
+    assert code == 0, output
+    assert "step 200:" in output, output
+    assert last_line(output)[2] == "(0, 1)"

@@ -1,4 +1,4 @@
-"""A rank that is lost before training has begun: the others wait for it in something that nothing interrupts."""
+"""A rank is lost before training has begun: the others wait for it in a call that nothing interrupts."""
 
 import os
 import signal
@@ -16,11 +16,11 @@ def worker(running, slot):
     return None
 
 
-def test_the_job_ends_at_once_and_says_why(tmp_path):
+def test_a_loss_before_the_start_ends_the_job_with_its_reason(tmp_path):
     words = [*NTP, "run", "--standalone", "--nproc-per-node=3", "--ntp-respawn=1", str(RECIPES / "train.py")]
     running = Command(words, tmp_path / "log")
-    os.kill(wait_until(lambda: worker(running, 1), lambda: running.said), signal.SIGKILL)
-    code, said = running.end()
-    assert code == 1, said
-    assert "slot 1 was lost before all others had begun to train, and these wait for it" in said
-    assert "starts anew" not in said
+    os.kill(wait_until(lambda: worker(running, 1), lambda: running.output), signal.SIGKILL)
+    code, output = running.end()
+    assert code == 1, output
+    assert "slot 1 was lost before all others had begun to train, and these wait for it" in output
+    assert "starts anew" not in output

@@ -1,8 +1,9 @@
-"""Whoever sends garbage to what a job listens at changes nothing; on one host it listens on loopback alone.
+"""Garbage sent to the ports of a job changes nothing; on one host the job listens on loopback only.
 
-What a client of torch's store says first is no password: a second write of a connection is read as commands whatever
-the first was. So most of the garbage here begins as a client does, and every command is tried with something wrong in
-it. A well-formed command of a stranger is obeyed, and `docs/operations.md` says so; so none here is for a key of ours.
+The first bytes of a client of torch's store are no password: a second write of a connection is read as commands
+whatever the first was. So most of the garbage here begins as a client does, and every command is tried with an error in
+it. A well-formed command of another process is obeyed, as `docs/operations.md` says; so no command here uses a key of
+the job.
 """
 
 import os
@@ -22,9 +23,9 @@ from tests.ranks.command import NTP, PAUSED, RECIPES, Command
 
 MESSAGES = 10_000
 OPENING = b"\0" + struct.pack("<I", 0x3C85F7CE)
-"""What a client says first: VALIDATE, and torch's number for it."""
+"""The first bytes of a client: VALIDATE, and torch's number for it."""
 MORE_MEMORY = 200_000_000
-"""Torch's store keeps 4 KB and more of each command that was never whole. What lengths say here is more than it has."""
+"""torch's store keeps 4 KB and more of each incomplete command. Lengths here exceed this."""
 
 
 def noise(dice, size):
@@ -33,10 +34,10 @@ def noise(dice, size):
 
 def random_bytes(dice):
     """Bytes at random, or as a client of the store might begin, with numbers that make no sense."""
-    said = noise(dice, 200)
+    sent = noise(dice, 200)
     return [
         dice.choice(
-            [said, bytes([dice.randrange(20)]) + said, b"\x01" + b"\xff" * 8 + said, b"\x3c\x85\xf7\xa5" + said]
+            [sent, bytes([dice.randrange(20)]) + sent, b"\x01" + b"\xff" * 8 + sent, b"\x3c\x85\xf7\xa5" + sent]
         )
     ]
 
@@ -53,7 +54,7 @@ def number(value):
 
 
 def strange_key(dice):
-    """Torch puts a slash before those of its clients, so that this one is nobody's."""
+    """torch puts a slash before the keys of its clients, so that no client uses this one."""
     return sized(b"strange %d " % dice.randrange(50) + noise(dice, 20))
 
 
@@ -77,7 +78,7 @@ BODIES = {
 """Opcode -> what belongs behind it; 7, 12 and 17 have nothing there, and from 19 on there are none."""
 
 
-def spoilt(dice, body):
+def malformed(dice, body):
     """With something wrong in it: a length, the end, any byte, or nothing."""
     kind, at = dice.randrange(6), dice.randrange(len(body) + 1)
     if kind == 0:
@@ -92,13 +93,13 @@ def spoilt(dice, body):
     return body + (noise(dice, 40) if kind == 4 else b"")
 
 
-def spoilt_commands(dice):
+def malformed_commands(dice):
     """One or more, behind the opening, or with a write before them that is none."""
-    said = [OPENING] if dice.randrange(10) else [noise(dice, 10) or b"?"]
+    sent = [OPENING] if dice.randrange(10) else [noise(dice, 10) or b"?"]
     for _ in range(dice.randrange(1, 4)):
         opcode = dice.choice([*range(20), dice.randrange(256)])
-        said.append(bytes([opcode]) + spoilt(dice, BODIES[opcode](dice) if opcode in BODIES else b""))
-    return said if dice.randrange(2) else [b"".join(said)]
+        sent.append(bytes([opcode]) + malformed(dice, BODIES[opcode](dice) if opcode in BODIES else b""))
+    return sent if dice.randrange(2) else [b"".join(sent)]
 
 
 # ---------------------------------------------------------------- and what it comes to
@@ -116,7 +117,7 @@ class Served:
         self.store.create("a key", "its value")
 
     def hear(self, writes):
-        """Whatever it says to that, nobody listens."""
+        """Discard the answer."""
         with socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE_S) as sender:
             sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
@@ -134,8 +135,8 @@ class Served:
         assert not self.store.present(["a key", "nobody's"])
 
 
-@pytest.mark.parametrize("garbage", [random_bytes, spoilt_commands])
-def test_ten_thousand_malformed_messages_leave_the_store_as_it_was(garbage):
+@pytest.mark.parametrize("garbage", [random_bytes, malformed_commands])
+def test_ten_thousand_malformed_messages_leave_the_store_unchanged(garbage):
     served, dice = Served(), random.Random(1)
     memory, open_ones = resident(), descriptors()
     for message in range(MESSAGES):
@@ -147,12 +148,13 @@ def test_ten_thousand_malformed_messages_leave_the_store_as_it_was(garbage):
     assert resident() - memory < MORE_MEMORY, "it takes as much as it is sent, whatever lengths say"
     until(lambda: descriptors() <= open_ones)
     obeyed = served.torchs.num_keys()
-    assert (obeyed > 1000) == (garbage is spoilt_commands), f"{obeyed} keys: what is well-formed in it comes that far"
+    assert (obeyed > 1000) == (garbage is malformed_commands), f"{obeyed} keys: well-formed commands come that far"
 
 
 @pytest.mark.parametrize("opening", [OPENING, b""])
-def test_a_well_formed_command_of_a_stranger_is_obeyed_and_not_believed(opening):
-    """So what is spoilt above is all that is wrong with it; and whoever reaches the store can change it."""
+def test_an_outsiders_well_formed_command_is_executed_and_its_value_ignored(opening):
+    """This shows that the malformed part above is the only error; and that any process that reaches the store can
+    change it."""
     served = Served()
     theirs = PrefixStore("a job", served.torchs)
     command = b"\x01" + sized(b"/a job/a key") + sized(b"another value")
@@ -186,8 +188,8 @@ def test_a_job_of_one_host_listens_on_loopback_alone(tmp_path):
     pids = [job.process.pid, *children(job.process.pid)]
     assert len(pids) == 4, "ntp run, two workers, and the process that ends what a killed ntp run leaves"
     addresses = {address for pid in pids for address in listened_at(pid)}
-    code, said = job.end()
-    assert code == 0, said
+    code, output = job.end()
+    assert code == 0, output
     assert addresses
     assert all(is_loopback(address) for address in addresses), addresses
 
@@ -213,8 +215,8 @@ def test_a_job_of_several_hosts_listens_on_the_addresses_of_these_alone(tmp_path
     for job in jobs:
         job.go_on()
     for job in jobs:
-        code, said = job.end()
-        assert code == 0, said
+        code, output = job.end()
+        assert code == 0, output
     assert addresses
     assert all(is_loopback(address) for address in addresses), addresses
 

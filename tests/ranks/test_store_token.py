@@ -1,4 +1,4 @@
-"""What is not signed by the job's token is nobody's: a stranger who reaches the store can say nothing in its name."""
+"""Values without the signature of the job's token are ignored: no other process can speak for the job."""
 
 import json
 import random
@@ -29,9 +29,9 @@ def store(server, *, corner=CORNER, token="its token"):
     return TorchStore(connection(server), corner=corner, token=token)
 
 
-def strangers_words(server):
-    """As somebody may write who knows all but the token; the last two are what the job has signed for another key,
-    and what another job of the same token has signed."""
+def unsigned_values(server):
+    """Values from a writer who knows all but the token; the last two are what the job has signed for another key, and
+    what another job of the same token has signed."""
     raw, value = PrefixStore(CORNER, connection(server)), View(epoch=1, member_ids=()).encode()
     store(server).create("view/2", value)
     store(server, corner="ntp/another").create("view/1", value)
@@ -40,9 +40,9 @@ def strangers_words(server):
     return [b"\xff\x00garbage", value.encode(), b"0" * 32 + value.encode(), signed_by_another, raw.get("view/2"), other]
 
 
-def test_what_a_stranger_writes_is_not_read_and_is_written_over(server):
+def test_unsigned_values_are_ignored_and_overwritten(server):
     raw, own = PrefixStore(CORNER, connection(server)), store(server)
-    for words in strangers_words(server):
+    for words in unsigned_values(server):
         key = "view/1"
         raw.set(key, words)
         assert own.read(key) is None
@@ -51,8 +51,8 @@ def test_what_a_stranger_writes_is_not_read_and_is_written_over(server):
         assert store(server).create(key, "too late") == store(server).read(key) == "ours"
 
 
-def test_ten_thousand_values_that_nobody_has_signed(server):
-    """Also such as differ from a signed one in a byte."""
+def test_ten_thousand_unsigned_values_are_ignored(server):
+    """Some differ from a signed value in one byte."""
     raw, own, dice = PrefixStore(CORNER, connection(server)), store(server), random.Random(1)
     own.create("signed", "its value")
     signed = raw.get("signed")
@@ -65,7 +65,7 @@ def test_ten_thousand_values_that_nobody_has_signed(server):
     assert own.read("signed") == "its value"
 
 
-def test_whoever_writes_over_a_strangers_words_at_once_agree(server):
+def test_concurrent_writers_over_unsigned_values_agree(server):
     for number in range(50):
         PrefixStore(CORNER, connection(server)).set(f"view/{number}", "a stranger's")
         stores = [store(server) for _ in range(4)]
@@ -81,19 +81,19 @@ def test_a_host_with_another_token_is_refused(server):
         store(server, token="another").refuse_strangers()
 
 
-def test_a_stranger_who_says_that_the_job_is_over_is_not_heard(tmp_path):
-    """It has all that a process of another user could have, and more: the port, and the name of the run."""
+def test_an_unsigned_end_of_the_job_is_ignored(tmp_path):
+    """The writer has all that a process of another user could have, and more: the port, and the name of the run."""
     words = [*NTP, "run", "--standalone", "--nproc-per-node=2", str(RECIPES / "train.py")]
     job = Command(words, tmp_path / "log", STEPS="40", PAUSE_S="0.1")
     job.wait_for(r"slot 1 is pid \d+")
     pid = int(job.wait_for(r"slot 0 is pid (\d+)").group(1))
-    told = dict(pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair)
-    stranger = TCPStore("127.0.0.1", int(told["MASTER_PORT"]), None, False)
-    corner = PrefixStore(f"ntp/{told['TORCHELASTIC_RUN_ID']}", stranger)
+    variables = dict(pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair)
+    stranger = TCPStore("127.0.0.1", int(variables["MASTER_PORT"]), None, False)
+    corner = PrefixStore(f"ntp/{variables['TORCHELASTIC_RUN_ID']}", stranger)
     corner.set("view/1", View(epoch=1, member_ids=(), over=True).encode())
     corner.set("done/0/0", "done")
     corner.set("word/units", json.dumps("a stranger's"))
-    code, said = job.end()
-    assert code == 0, said
-    assert "step 40:" in said, said
-    assert last_line(said)[2] == "(0, 1)"
+    code, output = job.end()
+    assert code == 0, output
+    assert "step 40:" in output, output
+    assert last_line(output)[2] == "(0, 1)"

@@ -1,4 +1,4 @@
-"""`ntp run` is killed by SIGKILL: nothing that it has started outlives it."""
+"""`ntp run` is killed by SIGKILL: none of its processes outlives it."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.ranks.command import NTP, RECIPES, Command, assert_all_end, descendan
 
 BOUND = [sys.executable, "-I", "-S", bound.__file__]
 WITHIN_S = 300.0
-"""Far above what it takes: only a process that goes on is to be found by it."""
+"""Far above the usual time: it only finds a process that does not end."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run(tmp_path):
 
 
 def kill_with_all(running):
-    """SIGKILL for the supervisor; whoever descends from it ends."""
+    """SIGKILL the supervisor; all its descendants must end."""
     pidfds = descendants_of(running.process.pid)
     running.process.kill()
     assert_all_end(pidfds)
@@ -55,7 +55,7 @@ def test_workers_end_with_their_supervisor(run, flags):
 
 
 @pytest.mark.parametrize("how", ["started", "forked", "by a shell"])
-def test_so_do_the_processes_that_workers_have_started(run, tmp_path, how):
+def test_processes_started_by_workers_end_as_well(run, tmp_path, how):
     """In sessions of their own, too."""
     (tmp_path / "train.py").write_text(WITH_CHILDREN)
     words, flags = [str(tmp_path / "train.py")], ["--ntp-fork"] if how == "forked" else []
@@ -63,11 +63,11 @@ def test_so_do_the_processes_that_workers_have_started(run, tmp_path, how):
         (tmp_path / "train.sh").write_text(f"#!/bin/sh\n{sys.executable} {words[0]}\nexit\n")
         flags, words = ["--no-python"], ["sh", str(tmp_path / "train.sh")]
     running = run("--nproc-per-node=2", *flags, *words)
-    wait_until(lambda: running.said.count("is ready") == 2, lambda: running.said, WITHIN_S)
+    wait_until(lambda: running.output.count("is ready") == 2, lambda: running.output, WITHIN_S)
     kill_with_all(running)
 
 
-def test_who_is_stopped_ends_too(run):
+def test_a_stopped_worker_ends_with_its_supervisor(run):
     running = run("--nproc-per-node=2", str(RECIPES / "train_tp.py"), STEPS="1000000", PAUSE_S="0.05")
     pid = int(running.wait_for(r"slot 1 is pid (\d+)")[1])
     running.wait_for("slot 0: step 1,")
@@ -75,8 +75,8 @@ def test_who_is_stopped_ends_too(run):
     kill_with_all(running)
 
 
-def test_a_supervisor_that_died_before_the_kernel_was_asked_is_noticed(tmp_path):
-    """Whoever starts a process and dies at once leaves one whose parent is another."""
+def test_a_supervisor_that_died_before_prctl_is_detected(tmp_path):
+    """A parent that dies right after it starts a process leaves one with another parent."""
     done = subprocess.run(
         [*BOUND, str(os.getppid()), "touch", str(tmp_path / "started")], capture_output=True, text=True, check=False
     )
@@ -85,17 +85,17 @@ def test_a_supervisor_that_died_before_the_kernel_was_asked_is_noticed(tmp_path)
     assert not (tmp_path / "started").exists()
 
 
-def test_a_program_is_started_as_if_it_were_started_alone(tmp_path):
+def test_a_bound_program_starts_with_default_signals(tmp_path):
     """With the signals that Python ignores; and one that is not there is named."""
-    said = subprocess.check_output(bound.bound(["grep", "SigIgn", "/proc/self/status"]), text=True)
-    assert int(said.split()[1], 16) >> (signal.SIGPIPE - 1) & 1 == 0
-    assert int(said.split()[1], 16) >> (signal.SIGXFSZ - 1) & 1 == 0
+    output = subprocess.check_output(bound.bound(["grep", "SigIgn", "/proc/self/status"]), text=True)
+    assert int(output.split()[1], 16) >> (signal.SIGPIPE - 1) & 1 == 0
+    assert int(output.split()[1], 16) >> (signal.SIGXFSZ - 1) & 1 == 0
     done = subprocess.run(bound.bound([tmp_path / "no"]), capture_output=True, text=True, check=False)
     assert done.returncode == 127
     assert done.stderr == f"ntp run: {tmp_path / 'no'} cannot be started: No such file or directory\n"
 
 
-def test_only_a_supervisor_that_was_killed_is_cleared_up_after(tmp_path, monkeypatch):
+def test_only_a_killed_supervisor_is_cleaned_up_after(tmp_path, monkeypatch):
     monkeypatch.setenv("NTP_HEARTBEATS", str(tmp_path))
     sleeps = [sys.executable, "-c", "import time; time.sleep(3600)"]
     left = subprocess.Popen(sleeps, start_new_session=True)

@@ -1,4 +1,4 @@
-"""Slots of a tensor-parallel job are killed; their replica goes on narrower and the job computes what it would have."""
+"""Slots of a tensor-parallel job are killed; their replica continues narrower, with the same results."""
 
 import functools
 
@@ -23,7 +23,7 @@ def reference_run(ranks, tp):
 
 
 def assert_same_training(outcomes, ranks=4, tp=2):
-    """Losses and all state agree with the twin up to the changed order of sums; equal units are equal bit for bit."""
+    """Losses and state agree with the reference run up to the order of sums; equal units are equal bit for bit."""
     expected = {unit: values for outcome in reference_run(ranks, tp).values() for unit, values in outcome.units.items()}
     reference, seen = reference_run(ranks, tp)[0], {}
     for outcome in outcomes.values():
@@ -36,7 +36,7 @@ def assert_same_training(outcomes, ranks=4, tp=2):
 
 
 def assert_every_sample_once(outcomes, rows, replicas=2):
-    """What was reduced in the attempts that were applied is the whole global batch of every step, nothing twice."""
+    """The applied attempts reduced the full global batch of every step, nothing twice."""
     attempts = {}
     for outcome in outcomes.values():
         for step, epoch in outcome.attempts.items():
@@ -46,7 +46,7 @@ def assert_every_sample_once(outcomes, rows, replicas=2):
         assert used == list(range(PER_REPLICA * replicas))
 
 
-def assert_each_replica_is_whole(outcomes, tp=2):
+def assert_each_replica_is_complete(outcomes, tp=2):
     """The members of every replica hold each hidden unit once, and their tensors have the shapes of what they hold."""
     for replica in {slot // tp for slot in outcomes}:
         holdings = [outcome.holdings["row.weight"] for slot, outcome in outcomes.items() if slot // tp == replica]
@@ -64,19 +64,19 @@ def lose(*faults, ranks=4, tp=2, **options):
     assert {outcome.members for outcome in outcomes.values()} == {tuple(sorted(outcomes))}
     assert_same_training(outcomes, ranks, tp)
     assert_every_sample_once(outcomes, running.rows, ranks // tp)
-    assert_each_replica_is_whole(outcomes, tp)
+    assert_each_replica_is_complete(outcomes, tp)
     return outcomes
 
 
 @pytest.mark.parametrize(("fault_point", "victim"), list(zip(IN_A_STEP, [0, 1, 2, 3, 3, 2, 1, 0], strict=True)))
-def test_a_lost_slot_changes_nothing_but_who_computes(fault_point, victim):
+def test_a_lost_slot_changes_only_the_shares(fault_point, victim):
     outcomes = lose(kill(victim, during=fault_point, step=5))
     assert outcomes.keys() == set(range(4)) - {victim}
 
 
 @pytest.mark.parametrize("phase", [*IN_A_RECOVERY, "make lanes", "first lane"])
 def test_a_second_death_in_every_phase_of_the_recovery(phase):
-    """Slot 2 is of the other replica and holds the units that slot 1 had not; the two replicas go on one slot wide."""
+    """Slot 2 of the other replica holds the units that slot 1 had not; the two replicas continue one slot wide."""
     outcomes = lose(kill(1, during="reduce", step=5), kill(2, during=phase, epoch=1))
     assert outcomes.keys() == {0, 3}
 
@@ -93,7 +93,7 @@ def test_a_second_loss_in_the_same_replica_drops_it():
     assert outcomes.keys() == {2, 3}
 
 
-def test_a_whole_replica_at_once():
+def test_all_slots_of_a_replica_are_lost_at_once():
     outcomes = lose(kill(2, during="reduce", step=4), kill(3, during="reduce", step=4))
     assert outcomes.keys() == {0, 1}
 
@@ -106,8 +106,8 @@ def test_four_wide_two_slots_of_one_replica_and_a_third_of_the_other():
 
 
 @pytest.mark.parametrize("slots", [(1,), (2, 3), (0, 3)])
-def test_who_comes_back_gets_exactly_its_own_again(slots):
-    """One slot, a whole replica, and one of each replica."""
+def test_a_rejoining_slot_gets_exactly_its_own_state(slots):
+    """One slot, all slots of a replica, and one of each replica."""
     faults = [kill(slot, during="vote", step=3) for slot in slots]
     with Ranks(4, functools.partial(play, hold_at=(6,)), faults=faults) as ranks:
         for slot in slots:
@@ -123,7 +123,7 @@ def test_who_comes_back_gets_exactly_its_own_again(slots):
         assert outcome.shapes == reference_run(4, 2)[slot].shapes
 
 
-def test_a_narrow_replica_stands_idle_until_its_slot_comes_back():
+def test_a_narrow_replica_is_idle_until_its_slot_rejoins():
     fault = kill(3, during="vote", step=3)
     with Ranks(4, functools.partial(play, hold_at=(8,), min_width=2), faults=[fault]) as ranks:
         ranks.wait_for_death(3)
@@ -134,17 +134,19 @@ def test_a_narrow_replica_stands_idle_until_its_slot_comes_back():
 
 
 def test_the_last_holder_of_a_unit_is_lost():
-    """Slots 1 and 3 hold the same units; 3 dies before it has handed over those of 1, and nobody has them."""
+    """Slots 1 and 3 hold the same units; 3 dies before it has sent those of 1, and no slot has them."""
     faults = [kill(1, during="reduce", step=5), kill(3, during="resume", epoch=1)]
-    said = r"state of r0\.s0\.t1 is held by no living slot.*units 6 to \d+ of hidden \(column\.weight.*last checkpoint"
-    with pytest.raises(StateLost, match=said), Ranks(4, play, faults=faults) as ranks:
+    message = (
+        r"state of r0\.s0\.t1 is held by no living slot.*units 6 to \d+ of hidden \(column\.weight.*last checkpoint"
+    )
+    with pytest.raises(StateLost, match=message), Ranks(4, play, faults=faults) as ranks:
         ranks.wait()
 
 
 # ---------------------------------------------------------------- negative controls: the suite can fail
 
 
-def test_the_twin_notices_a_lane_with_a_wrong_scale():
+def test_the_reference_run_detects_a_lane_with_a_wrong_scale():
     with Ranks(4, play_wrong_scale) as ranks:
         outcomes = ranks.wait()
     with pytest.raises(AssertionError):
@@ -160,9 +162,9 @@ def play_wrong_scale(rank):
 
 def test_swapped_units_are_found_before_anybody_trains_on_them():
     """Slot 0 puts the units that it is sent into each other's places."""
-    said = r"column\.weight \(weight\) is not the same wherever it is held.*after in slots 0 .*after in slots 2, 3"
+    message = r"column\.weight \(weight\) is not the same wherever it is held.*after in slots 0 .*after in slots 2, 3"
     faults = [kill(1, during="reduce", step=5)]
-    with pytest.raises(StateLost, match=said), Ranks(4, play_swapped, faults=faults) as ranks:
+    with pytest.raises(StateLost, match=message), Ranks(4, play_swapped, faults=faults) as ranks:
         ranks.wait()
 
 

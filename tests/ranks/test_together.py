@@ -1,4 +1,4 @@
-"""Slots that can do something only together: without one of them the others are left out, or go through it alone."""
+"""Slots that must run a section together: without one of them the others are excluded, or run it alone."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class Coming(InPairs):
 
 
 def go_on_in_pairs(rank):
-    """Until both of the second pair have come back."""
+    """Train until both of the second pair have rejoined."""
     elastic = ElasticRank(rank.place)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if rank.joining:
@@ -61,7 +61,7 @@ def go_on_in_pairs(rank):
     return seen
 
 
-def test_who_has_lost_the_other_is_left_out_and_both_come_back():
+def test_a_rank_that_lost_its_partner_is_excluded_and_both_rejoin():
     faults = [kill(3, during="first", step=1)]
     with Ranks(4, go_on_in_pairs, faults=faults) as ranks:
         ranks.wait_for_death(3)
@@ -77,7 +77,7 @@ def test_who_has_lost_the_other_is_left_out_and_both_come_back():
 
 
 def collectives(group):
-    """What each gives."""
+    """The results of each collective."""
     mine = torch.arange(4.0) + 1
     summed, received = mine.clone(), mine.clone()
     gathered, parts = torch.zeros(8), [torch.zeros(4), torch.zeros(4)]
@@ -93,7 +93,7 @@ def collectives(group):
 
 
 def go_alone(rank):
-    """As slots 0 and 1, of which one does so while the other is elsewhere."""
+    """Slots 0 and 1 run alone, one of them while the other is elsewhere."""
     elastic = ElasticRank(rank.place)
     group = dist.new_group([0, 1])
     driver = elastic.drive(Stateless())
@@ -107,10 +107,10 @@ def go_alone(rank):
                 found.append([dist.get_rank(group), dist.get_world_size(group), dist.get_world_size()])
         if rank.slot < 2:
             found.append(collectives(group))
-        told = torch.ones(1)
-        dist.all_reduce(told)
+        one = torch.ones(1)
+        dist.all_reduce(one)
         rank.reached("first", 1)
-        return [*found, told.item()]
+        return [*found, one.item()]
 
     outcomes = [driver.carry_through(step)]
     while elastic.groups.epoch == 0:
@@ -120,8 +120,8 @@ def go_alone(rank):
     return outcomes[0]
 
 
-def test_who_goes_alone_waits_for_nobody_and_is_together_again_behind_it():
-    """Also in groups that were edited."""
+def test_a_subset_runs_alone_without_waiting_and_rejoins_after_it():
+    """This holds in edited groups as well."""
     with Ranks(3, go_alone, faults=[kill(2, during="first", step=1)]) as ranks:
         ranks.wait_for_death(2)
         outcomes = ranks.wait(but=[2])
@@ -151,7 +151,7 @@ def end_in_half_a_pair(rank):
     return elastic.groups.members
 
 
-def test_who_is_left_out_is_told_so():
+def test_an_excluded_rank_gets_an_error():
     with Ranks(4, end_in_half_a_pair, faults=[kill(0, during="first", step=1)]) as ranks:
         ranks.wait_for_death(0)
         outcomes = ranks.wait(but=[0, 1])

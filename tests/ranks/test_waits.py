@@ -1,5 +1,5 @@
-"""A wait on any operation is left when a break-out comes, also where gloo has lost the operation; and an operation that
-was waited for keeps nothing alive, and has no backend replaced."""
+"""A wait on any operation is interrupted, also if gloo has lost the operation; a finished operation keeps
+nothing alive, and replaces no backend."""
 
 import functools
 import threading
@@ -38,9 +38,9 @@ def attached(rank):
     return groups
 
 
-def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
-    """Whether the backend has the operation still, after the break-out; the connections stay whole, as if gloo had lost
-    the operation."""
+def wait_for_an_absent_rank(rank, name, spoilt=frozenset()):
+    """Return whether the backend still has the operation after the interrupt; the connections stay open, as if gloo had
+    lost the operation."""
     process_groups.WAIT_WHOLE -= spoilt
     groups, store = attached(rank), c10d._get_default_store()
     dist.barrier()
@@ -53,7 +53,7 @@ def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
     def break_out():
         time.sleep(0.3)
         groups.break_out(1)
-        rank.write([["broken out"]])
+        rank.write([["interrupted"]])
 
     threading.Thread(target=break_out).start()
     with pytest.raises(PeerLost):
@@ -63,35 +63,35 @@ def wait_for_who_never_comes(rank, name, spoilt=frozenset()):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_it_is_left_when_the_membership_changes(name):
-    with Ranks(SIZE, functools.partial(wait_for_who_never_comes, name=name)) as ranks:
+def test_a_wait_is_interrupted_when_the_membership_changes(name):
+    with Ranks(SIZE, functools.partial(wait_for_an_absent_rank, name=name)) as ranks:
         busy = ranks.wait()[0]
     assert busy, "the backend has it still, and is to be replaced"
 
 
-def test_a_reduce_scatter_that_was_waited_for_in_slices_would_not_be():
-    """As it was once: its work knows no time limit."""
-    play = functools.partial(wait_for_who_never_comes, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
+def test_a_reduce_scatter_waited_for_in_slices_is_not_interrupted():
+    """The earlier behaviour: its work has no time limit."""
+    play = functools.partial(wait_for_an_absent_rank, name="reduce_scatter_tensor", spoilt={"reduce_scatter_single"})
     with pytest.raises(TimeoutError, match="slot 0 did not finish within 2"), Ranks(SIZE, play) as ranks:
-        ranks.wait_for_rows(1, "broken out")
+        ranks.wait_for_rows(1, "interrupted")
         ranks.wait(2)
 
 
-def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
-    """The longest that each of its slices was to take, in seconds: after it comes a look for a break-out."""
+def wait_until_polled_often(rank, longest_s=None):
+    """The time limit of each slice of the wait, in seconds: after each slice the wait checks for an interrupt."""
     if longest_s is not None:
         waits._LONGEST_S = longest_s
     groups, store = attached(rank), c10d._get_default_store()
     dist.barrier()
     slices, wait = [], groups._waits._original
 
-    def wait_and_tell(work, *limit):
+    def recording_wait(work, *limit):
         slices.extend(each.total_seconds() for each in limit)
         if len(slices) == LOOKS:
             store.set("looked often", b"")
         return wait(work, *limit)
 
-    groups._waits._original = wait_and_tell
+    groups._waits._original = recording_wait
     if rank.slot:
         store.wait(["looked often"])
     dist.all_reduce(torch.ones(4))
@@ -99,9 +99,9 @@ def wait_for_who_comes_when_it_was_looked_often(rank, longest_s=None):
 
 
 @pytest.mark.parametrize(("longest_s", "seldom"), [(None, True), (0.02, False)])
-def test_a_long_wait_looks_seldom(longest_s, seldom):
+def test_a_long_wait_polls_rarely(longest_s, seldom):
     """A slice that runs out costs time of a processor; the second row is as it was once."""
-    play = functools.partial(wait_for_who_comes_when_it_was_looked_often, longest_s=longest_s)
+    play = functools.partial(wait_until_polled_often, longest_s=longest_s)
     with Ranks(SIZE, play) as ranks:
         slices = ranks.wait()[0]
     assert len(slices) >= LOOKS
@@ -120,7 +120,7 @@ def do_it_often(rank, name):
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in POINT_TO_POINT])
-def test_one_that_was_waited_for_keeps_nothing(name):
+def test_a_finished_work_keeps_no_references(name):
     with Ranks(SIZE, functools.partial(do_it_often, name=name)) as ranks:
         for busy, kept in ranks.wait().values():
             assert (busy, kept) == (False, 0)
@@ -136,7 +136,7 @@ def start_and_never_wait(rank):
     return kept, len(groups._waits._works)
 
 
-def test_one_that_nobody_waits_for_is_let_go_when_it_is_over():
+def test_an_unawaited_work_is_freed_when_it_is_done():
     with Ranks(SIZE, start_and_never_wait) as ranks:
         for before, after in ranks.wait().values():
             assert before > 0

@@ -26,7 +26,7 @@ PAPER = {
 
 
 def scenario(base=SMALL, **changed):
-    told = dict(base)
+    keys = dict(base)
     for name, value in changed.items():
-        told[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
-    return Scenario(asked=schema.read(Simulation, told, where=""))
+        keys[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
+    return Scenario(asked=schema.read(Simulation, keys, where=""))

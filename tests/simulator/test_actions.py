@@ -1,4 +1,4 @@
-"""The chooser: what each row says, and which one is taken."""
+"""The chooser: the content of each row, and the chosen one."""
 
 import dataclasses
 import math
@@ -54,7 +54,7 @@ def row(choice, action):
     return next(row for row in choice.table if row.action == action)
 
 
-def test_the_score_is_throughput_for_what_is_left_of_the_horizon():
+def test_the_score_is_throughput_over_the_rest_of_the_horizon():
     choice = choose(situation(), ActionPolicy())
     assert choice.action == REDUCE_TP
     assert choice.horizon_s == 5 * DAY_S
@@ -71,13 +71,13 @@ def test_the_horizon_ends_with_the_next_failure_of_the_replicas_concerned():
     assert math.isinf(horizon_s(situation(repair_s=math.inf, failures_per_gpu_s=0.0)))
 
 
-def test_a_spare_pays_where_what_it_saves_is_worth_the_pause():
+def test_a_spare_pays_off_if_it_saves_more_than_the_pause():
     ready = situation(spare_s=0.0)
     assert choose(ready, ActionPolicy()).action == SWAP_SPARE  # 3 % of five days are hours
     assert choose(dataclasses.replace(ready, repair_s=1000.0), ActionPolicy()).action == REDUCE_TP  # 3 % of 1000 s
 
 
-def test_nobody_stands_still_for_a_spare_that_can_be_swapped_in_later():
+def test_no_action_waits_for_a_spare_that_can_be_swapped_in_later():
     comes = situation(spare_s=600.0)
     choice = choose(comes, ActionPolicy())
     assert choice.action == REDUCE_TP
@@ -90,7 +90,7 @@ def test_nobody_stands_still_for_a_spare_that_can_be_swapped_in_later():
     assert "max_wait is 599 s" in row(choose(comes, impatient), WAIT_FOR_SPARE).reason
 
 
-def test_what_does_not_fit_is_not_chosen_and_says_so():
+def test_an_action_that_does_not_fit_is_rejected_with_its_reason():
     forecasts = FORECASTS | {REDUCE_TP: dataclasses.replace(FORECASTS[REDUCE_TP], too_large="81 GB of 80")}
     choice = choose(situation(forecasts=forecasts), ActionPolicy())
     assert choice.action == DROP_REPLICA
@@ -111,13 +111,13 @@ def test_the_last_replica_is_not_dropped():
     assert row(choice, DROP_REPLICA).reason == "no replica would be left"
 
 
-def test_hysteresis_keeps_what_is_in_force():
+def test_hysteresis_keeps_the_present_action():
     ready = situation(spare_s=0.0)
     assert choose(ready, ActionPolicy(hysteresis=0.05), current=REDUCE_TP).action == REDUCE_TP
     assert choose(ready, ActionPolicy(hysteresis=0.01), current=REDUCE_TP).action == SWAP_SPARE
 
 
-def test_a_smaller_batch_is_worth_more_a_sample_where_it_may_change():
+def test_a_sample_of_a_smaller_batch_is_worth_more_if_the_batch_may_change():
     policy = ActionPolicy(batch=1000.0, noise_scale=1000.0)
     assert efficiency(0.5, policy) == pytest.approx(2000 / 1500)
     assert efficiency(0.5, ActionPolicy()) == 1
@@ -126,12 +126,12 @@ def test_a_smaller_batch_is_worth_more_a_sample_where_it_may_change():
     assert choose(half, policy).action == DROP_REPLICA  # 0.83 x 1.33 is more than 0.97 x 1.02
 
 
-def test_with_nothing_possible_every_reason_is_told():
+def test_without_a_possible_action_every_reason_is_reported():
     with pytest.raises(Refused, match=r"loss of 1 slots \(reduce tp: forbidden; .*wait for a spare: no spare comes"):
         choose(situation(), ActionPolicy(forbid=(REDUCE_TP, DROP_REPLICA, RESTART)))
 
 
-def test_keys_that_mean_nothing_are_refused():
+def test_keys_without_effect_are_refused():
     with pytest.raises(ConfigError, match="'reduce' is no action"):
         ActionPolicy(forbid=("reduce",))
     with pytest.raises(ConfigError, match="or neither"):

@@ -27,8 +27,8 @@ assert not heavy, f"imported {heavy}"
 
 def run(capsys, *words):
     code = main(["simulate", *words])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 def test_the_simulator_imports_no_torch():
@@ -39,7 +39,7 @@ def test_the_simulator_imports_no_torch():
     assert "imported" in spoilt.stderr
 
 
-def test_a_run_is_tables_and_its_seed_shows_it_again(capsys):
+def test_a_run_prints_tables_and_is_reproducible_by_seed(capsys):
     code, once, err = run(capsys, *FLAGS, "--seed", "3")
     assert (code, err) == (0, "")
     for word in ("dp-drop", "ntp-pw", "chooser", "goodput", "failed GPUs", "128 GPUs"):
@@ -75,16 +75,16 @@ def test_every_recipe_runs(capsys, recipe):
 def test_a_trace_names_its_assumption(capsys, tmp_path):
     path = tmp_path / "outages.csv"
     path.write_text("domain,start,end\nnode1,1,2\nnode2,2,4\n")
-    told = [*FLAGS, "--trace", str(path), "--trace-domains", "8"]
-    code, _, err = run(capsys, *told)
+    flags = [*FLAGS, "--trace", str(path), "--trace-domains", "8"]
+    code, _, err = run(capsys, *flags)
     assert code == 2 and "say with trace_gpus how many GPUs each outage takes" in err
-    code, out, _ = run(capsys, *told, "--trace-gpus", "4")
+    code, out, _ = run(capsys, *flags, "--trace-gpus", "4")
     assert code == 0
     assert "takes 4 GPUs of a domain" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--policies", "hope"], "'hope' is no policy"),
         (["--machine", "v100"], "machine = 'v100' is not known"),
@@ -100,14 +100,14 @@ def test_a_trace_names_its_assumption(capsys, tmp_path):
         (["--layers", "1"], "do not fill pp = 2 stages"),
     ],
 )
-def test_what_is_wrong_is_one_line(capsys, words, said):
+def test_an_error_is_one_line(capsys, words, message):
     code, _, err = run(capsys, *FLAGS, *words)
     assert code == 2
     assert err.startswith("ntp: ") and err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
-def test_a_search_says_what_it_found_and_how_to_see_it_again(capsys):
+def test_a_search_reports_its_findings_and_how_to_reproduce_them(capsys):
     code, out, _ = run(capsys, "--search", "50")
     assert code == 0 and "50 schedules" in out and "no law is broken" in out
     code, out, _ = run(capsys, "--search", "2000", "--planted", "stale-epoch")
@@ -118,7 +118,7 @@ def test_a_search_says_what_it_found_and_how_to_see_it_again(capsys):
     assert run(capsys, "--replay", words[1])[0] == 0
 
 
-def test_a_law_that_is_broken_live_fails_the_search(capsys, monkeypatch):
+def test_a_violated_invariant_fails_the_search(capsys, monkeypatch):
     def broken(seed, planted=None):
         if seed == 7:
             raise Violation("somebody waits for ever")

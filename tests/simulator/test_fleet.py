@@ -26,7 +26,7 @@ def test_only_how_many_slots_are_lost_matters_to_the_pace():
             assert fullest == pytest.approx(first, rel=0.02)  # one unit of one family more or less
 
 
-def test_a_step_is_its_parts():
+def test_a_step_time_is_the_sum_of_its_parts():
     """Compute, collectives, pipeline, exposed reduction and optimizer, counted from the data sheet by hand."""
     fleet = scenario().fleet
     model, machine = fleet.model, fleet.model.machine
@@ -39,13 +39,13 @@ def test_a_step_is_its_parts():
     assert [model.stage_ns(stage, 0) / 1e9 for stage in (0, 1)] == pytest.approx(stages, rel=1e-6)
     hand_over = 2 * (tokens * h * 2 / 8 / 50e9 + 20e-6)
     assert fleet.nominal_ns / 1e9 == pytest.approx(sum(stages) + hand_over + 15 * max(stages), rel=1e-6)
-    elements = layers * 12 * h * h / 8 + 2 * layers * h + 32768 * h / 8 + h  # and the norms, whole on every slot
+    elements = layers * 12 * h * h / 8 + 2 * layers * h + 32768 * h / 8 + h  # and the norms, replicated on every slot
     exposed = 0.1 * 2 * 7 / 8 * elements * 4 / (machine.nic_gb_per_s * 1e9)
     optimizer = elements * (4 + 2 * 12 + 2) / 3350e9
     assert model.tail_ns(0, 8) / 1e9 == pytest.approx(exposed + optimizer, rel=1e-6)
 
 
-def test_the_reduction_sends_what_the_plan_says_its_busiest_rank_sends():
+def test_the_modelled_reduction_sends_as_much_as_the_busiest_rank_of_the_plan():
     asked = scenario()
     fleet, topology = asked.fleet, asked.topology
     surviving = SurvivingReplicas(topology=topology, lost=frozenset({Slot(replica=3, stage=1, tp=2)}), min_tp_width=1)
@@ -73,7 +73,7 @@ def test_uneven_stages_in_a_1f1b_pipeline():
         assert pace.most_within(left[-1][-1] - 1, len(times)) == count - 1
 
 
-def test_uneven_depths_cost_what_the_deepest_stage_costs():
+def test_uneven_depths_cost_as_much_as_the_deepest_stage():
     even = scenario(PAPER, model={"layers": 96}).fleet
     uneven = scenario(PAPER).fleet
     assert uneven.model.depths == (13, 13, 13, 13, 12, 12, 12, 12)
@@ -122,7 +122,7 @@ def test_below_the_minimum_width_a_replica_is_dropped():
     assert fleet.replicas({3: 1})[1] == 0
 
 
-def test_power_helps_the_degraded_alone():
+def test_power_boosts_degraded_replicas_only():
     fleet = scenario().fleet
     assert fleet.pace((1, 0), boosted=True).ns < fleet.pace((1, 0)).ns
     assert fleet.pace((0, 0), boosted=True) == fleet.pace((0, 0))

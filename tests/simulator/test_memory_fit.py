@@ -1,4 +1,4 @@
-"""The memory guard: activations by the published formula, the ladder, and nothing that fits less on some rank."""
+"""The memory guard: activations by the published formula, the ladder, and no rung that fits worse on some rank."""
 
 import dataclasses
 
@@ -36,8 +36,8 @@ TRAINING = Training(
 )
 
 
-def tried(limit, pattern=(1,), training=TRAINING, **told):
-    return fit(training, 0, 4, pattern, limit=limit, replicas=3, packing=True, **told)
+def tried(limit, pattern=(1,), training=TRAINING, **options):
+    return fit(training, 0, 4, pattern, limit=limit, replicas=3, packing=True, **options)
 
 
 def test_activations_are_those_of_the_published_formula():
@@ -59,7 +59,7 @@ def test_the_degraded_group_holds_more():
     assert 1.33 < degraded / activation_bytes(TRAINING, 0, 4, ()) < 1.5
 
 
-def test_the_ladder_goes_as_far_as_it_must():
+def test_the_ladder_stops_at_the_first_rung_that_fits():
     rungs = tried(0)
     names = list(dict.fromkeys(rung.name for rung in rungs))
     assert names == [AS_IS, SMALLER, RECOMPUTE, OFFLOAD, NARROWER]
@@ -72,7 +72,7 @@ def test_the_ladder_goes_as_far_as_it_must():
     assert (rungs[1].pieces, rungs[2].pieces) == (2, 4)
 
 
-def test_each_rung_keeps_what_the_ones_before_have_brought():
+def test_each_rung_keeps_the_savings_of_the_ones_before():
     before_narrower = [rung.bytes for rung in tried(0) if rung.name != NARROWER]
     assert before_narrower == sorted(before_narrower, reverse=True)
     offloaded = next(rung for rung in tried(0) if rung.name == OFFLOAD)
@@ -86,7 +86,7 @@ def test_fewer_slots_never_hold_less_by_our_units():
     assert [rung.name for rung in tried(0, min_tp_width=3)].count(NARROWER) == 0
 
 
-def test_every_affected_group_is_looked_at_before_anything_is_done():
+def test_every_affected_group_is_checked_before_any_change():
     surviving = SurvivingReplicas(topology=TOPOLOGY, lost=frozenset({Slot(replica=1, stage=1, tp=2)}), min_tp_width=1)
     roomy = fit_groups(TRAINING, surviving, limit=80e9)
     assert set(roomy) == {(0, ()), (1, ()), (1, (2,))}
@@ -108,7 +108,7 @@ def test_a_dropped_replica_leaves_fewer_to_share_the_optimizer():
 
 
 @given(st.sampled_from([2, 4]), st.sets(st.integers(0, 3), min_size=1, max_size=3), st.integers(0, 1))
-def test_it_is_the_width_that_counts_and_not_which_slots_are_lost(micro_batch, lost, stage):
+def test_memory_depends_on_the_width_and_not_on_which_slots_are_lost(micro_batch, lost, stage):
     """So a width can be judged before anybody knows who will be lost."""
     training = dataclasses.replace(TRAINING, batch=Batch(micro_batch=micro_batch))
     some, last = tuple(sorted(lost)), tuple(range(4 - len(lost), 4))
@@ -118,9 +118,9 @@ def test_it_is_the_width_that_counts_and_not_which_slots_are_lost(micro_batch, l
 
 def test_the_narrowest_replica_that_fits():
     sizes = {width: tried(0, tuple(range(width, 4)))[0].bytes for width in (1, 2, 3)}
-    told = {"limit": sizes[2], "rungs": (AS_IS,)}
-    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, **told) == 2
-    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=3, **told) == 3
+    options = {"limit": sizes[2], "rungs": (AS_IS,)}
+    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, **options) == 2
+    assert narrowest(TRAINING, TOPOLOGY, min_tp_width=3, **options) == 3
     assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, limit=0, rungs=(AS_IS,)) == 4
     assert narrowest(TRAINING, TOPOLOGY, min_tp_width=1, limit=sizes[1], rungs=(AS_IS,)) == 1
 
@@ -134,9 +134,9 @@ def test_activations_without_sequence_parallelism_and_in_float32():
     assert activation_bytes(double, 1, 4, ()) == 12 * ((2 * 8 + 2) * rows + 48 * rows // 4)
 
 
-def test_a_guard_that_looks_at_whole_groups_alone_is_noticed(monkeypatch):
+def test_a_guard_that_checks_only_full_groups_is_detected(monkeypatch):
     """A negative control: the test above fails where degraded patterns are left out."""
     monkeypatch.setattr(SurvivingReplicas, "patterns_of_stage", lambda *_: {})
     with pytest.raises(AssertionError):
-        test_every_affected_group_is_looked_at_before_anything_is_done()
+        test_every_affected_group_is_checked_before_any_change()
     assert memory_fit.fit_groups is fit_groups

@@ -11,7 +11,7 @@ from ntp_plugin.simulator.protocol.schedule import draw
 from ntp_plugin.simulator.protocol.search import replay, search
 
 CI_SEEDS = 2_000
-"""A slice; `make show-simulator` looks at 20,000 and more."""
+"""A slice; `make show-simulator` searches 20,000 and more."""
 
 
 def test_no_schedule_breaks_the_protocol():
@@ -22,7 +22,7 @@ def test_no_schedule_breaks_the_protocol():
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_bug_is_found_and_its_seed_shows_it_again(planted):
+def test_a_planted_bug_is_found_and_reproduced_by_its_seed(planted):
     found = search(range(CI_SEEDS), planted).found
     assert found is not None
     assert found.replay == f"ntp simulate --replay {found.seed} --planted {planted}"
@@ -31,16 +31,16 @@ def test_a_planted_bug_is_found_and_its_seed_shows_it_again(planted):
     assert str(law.value) == found.law
 
 
-def test_what_is_searched_is_the_live_code():
+def test_the_search_runs_the_live_code():
     assert (LIVE.advance, LIVE.finish, LIVE.decide) == (protocol.advance, protocol.finish, protocol.decide)
     assert (LIVE.gone, LIVE.judge) == (failure_detector.gone, failure_detector.judge)
 
 
-def test_a_seed_is_a_run():
+def test_a_seed_determines_a_run():
     assert [replay(seed) for seed in range(60)] == [replay(seed) for seed in range(60)]
 
 
-def test_every_kind_of_fault_befalls_somebody_in_the_slice():
+def test_every_kind_of_fault_occurs_in_the_searched_seeds():
     kinds = set()
 
     class Noting(VirtualJob):

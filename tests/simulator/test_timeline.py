@@ -1,4 +1,4 @@
-"""Runs: what is booked as work and as pause, policy by policy; and counting spares."""
+"""Runs: the work and the pauses of each policy; and counting spares."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_a_cold_spare_comes_later_and_waiting_for_it_is_a_pause():
     assert cold.paused_s < 80 < waited.paused_s
 
 
-def test_a_restart_does_again_what_came_after_the_last_checkpoint():
+def test_a_restart_repeats_the_steps_after_the_last_checkpoint():
     done = course("restart", [fault(1, 2)], standstills={"checkpoint_s": 50_000.0})
     assert done.paused_s == pytest.approx(900 + DAY_S % 50_000)
     both = course("restart", [fault(1, 2), fault(5, 6, domain=4)])
@@ -66,7 +66,7 @@ def test_a_restart_does_again_what_came_after_the_last_checkpoint():
     assert both.goodput < (1 + 19 * rate) / 20 + 1e-3  # the first is back only when the second restarts the job
 
 
-def test_two_faults_of_one_gpu_are_one_loss_and_it_is_back_after_both():
+def test_two_faults_of_one_gpu_are_one_loss_until_both_are_repaired():
     done = course("dp-drop", [fault(1, 5), fault(2, 9)])
     assert done.actions == {"drop replica": 1}
     alone = course("dp-drop", [fault(1, 9)])
@@ -82,7 +82,7 @@ def test_work_is_linear_in_the_faults():
         assert done.events == len(faults) + ends
 
 
-def test_all_policies_see_the_same_faults_and_a_seed_is_a_run():
+def test_all_policies_see_the_same_faults_and_a_seed_determines_a_run():
     one, again, other = (list(simulate(scenario(seed=seed)))[-1] for seed in (4, 4, 5))
     assert one == again
     assert one.courses != other.courses
@@ -101,7 +101,7 @@ def test_the_chooser_may_be_forbidden_something():
     assert asked.setting(()).allowed == ActionPolicy()
 
 
-def test_poisson_faults_have_the_rate_the_shares_and_the_blast_that_were_asked_for():
+def test_poisson_faults_have_the_configured_rate_shares_and_blast():
     from random import Random  # noqa: PLC0415
 
     rates = Rates(per_gpu_day=0.01, blast_gpus=4)
@@ -126,7 +126,7 @@ def test_the_papers_case():
     assert whole[0].mean == pytest.approx((1 - 0.004) ** 32, abs=0.01)
 
 
-def test_spares_that_keep_a_batch_whole():
+def test_spares_keep_the_global_batch():
     asked = scenario(PAPER, even=True)
     many = [fault(1, 9, domain=number) for number in range(20)]
     needed = {

@@ -1,4 +1,4 @@
-"""Traces and machines from files: what is read, and which line is wrong."""
+"""Traces and machines from files: the contents, and the wrong line."""
 
 import json
 from random import Random
@@ -24,24 +24,24 @@ def test_csv_json_and_events_say_the_same(tmp_path):
     objects = tmp_path / "trace.json"
     objects.write_text(json.dumps([dict(zip(("domain", "start", "end"), row, strict=True)) for row in ROWS]))
     events = tmp_path / "events.json"
-    told = [(name, start, "fault_start") for name, start, _ in ROWS] + [
+    rows = [(name, start, "fault_start") for name, start, _ in ROWS] + [
         (name, end, "fault_end") for name, _, end in ROWS
     ]
     events.write_text(
-        json.dumps([{"node_id": n, "event_time": at, "event_type": kind} for n, at, kind in told], indent=1)
+        json.dumps([{"node_id": n, "event_time": at, "event_type": kind} for n, at, kind in rows], indent=1)
     )
     assert days(read_trace(table)) == days(read_trace(objects)) == days(read_trace(events)) == EXPECTED
 
 
 def test_a_fault_that_never_ends_lasts_to_the_last_event(tmp_path):
     path = tmp_path / "events.json"
-    told = [("a", 1, "fault_start"), ("b", 2, "fault_start"), ("b", 7, "fault_end")]
-    path.write_text(json.dumps([{"node_id": n, "event_time": at, "event_type": kind} for n, at, kind in told]))
+    rows = [("a", 1, "fault_start"), ("b", 2, "fault_start"), ("b", 7, "fault_end")]
+    path.write_text(json.dumps([{"node_id": n, "event_time": at, "event_type": kind} for n, at, kind in rows]))
     assert days(read_trace(path)) == [("a", 1, 7), ("b", 2, 7)]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("t.csv", "domain,start,end\na,1,2\nb,3,2\n", "line 3: end = 2 is not after start = 3"),
         ("t.csv", "domain,start,end\na,1,2\nb,soon,2\n", "line 3: start = 'soon' is not a number of days"),
@@ -65,32 +65,32 @@ def test_a_fault_that_never_ends_lasts_to_the_last_event(tmp_path):
         ("t.json", '[{"node_id": "a", "event_time": 1, "event_type": "oops"}]', "line 1: event_type = 'oops'"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path, name, text, said):
+def test_a_wrong_line_is_named(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         read_trace(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_one_line(tmp_path):
+def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "none.csv")
 
 
-def test_our_domains_live_what_the_watched_ones_lived():
+def test_scaled_domains_see_the_faults_of_the_trace():
     outages = [Outage(domain=f"n{number}", start_s=number * 10.0, end_s=number * 10.0 + 5) for number in range(4)]
-    told = {"watched": 6, "domain_gpus": 8, "gpus_per_fault": 2, "horizon_s": 1000.0}
-    same = replay_outages(Random(1), outages, domains=6, **told)
+    options = {"watched": 6, "domain_gpus": 8, "gpus_per_fault": 2, "horizon_s": 1000.0}
+    same = replay_outages(Random(1), outages, domains=6, **options)
     assert [(one.start_s, one.end_s) for one in same] == [(one.start_s, one.end_s) for one in outages]
     assert len({one.domain for one in same}) == 4
     assert all(len(one.gpus) == 2 and one.gpus.stop <= 8 and one.expected_s == 5 for one in same)
-    twice = replay_outages(Random(1), outages, domains=12, **told)
+    twice = replay_outages(Random(1), outages, domains=12, **options)
     assert len(twice) == 8
     assert sorted({one.start_s for one in twice}) != sorted({one.start_s for one in same})
-    assert replay_outages(Random(1), outages, domains=12, **told) == twice
-    assert len(replay_outages(Random(1), outages, domains=6, **(told | {"horizon_s": 15.0}))) == 2
+    assert replay_outages(Random(1), outages, domains=12, **options) == twice
+    assert len(replay_outages(Random(1), outages, domains=6, **(options | {"horizon_s": 15.0}))) == 2
 
 
 # ---------------------------------------------------------------- machines
@@ -114,7 +114,7 @@ def test_a_constant_without_a_source_is_refused(tmp_path):
     assert read_machine(str(path)) == read_machine("h100-nvl8")
 
 
-def test_a_machine_that_is_not_known_or_not_whole_is_one_line():
+def test_an_unknown_or_incomplete_machine_is_one_line():
     with pytest.raises(ConfigError, match=r"machine = 'v100' is not known. Way out: choose from a100-nvl8, b200"):
         read_machine("v100")
     with pytest.raises(ConfigError, match="domain_gpus has no source"):

@@ -8,15 +8,15 @@ PHASES = {"agree": 0.1, "regroup": 0.1, "move": 0.2}
 
 
 def weighed(slots, slot):
-    """Of a replica that has cut eight values in parts, one after the other, and another three alike."""
+    """Weights of a replica with eight values cut into parts, one after the other, and three replicated ones."""
     sharing = [other for other in slots if other.startswith(slot.split(".")[0])]
     mine = [value for value in range(8) if sharing[value % len(sharing)] == slot]
     cut = [float(value) if value in mine else 0.0 for value in range(8)]
     return Weighed(cut=cut, cut_values=len(mine), alike=[1.0, 2.0, 3.0], alike_values=3)
 
 
-def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=(), weights=weighed):
-    """A run in which a step takes a second, and a recovery 0.4 s, after 0.1 s in which nobody noticed."""
+def run_events(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=(), weights=weighed):
+    """A run in which a step takes a second, and a recovery 0.4 s, after 0.1 s without detection."""
     slots, epoch, found = [f"r{replica}.s0.t{slot}" for replica in range(2) for slot in range(2)], 0, []
 
     def tell(at, slot, event):
@@ -64,4 +64,4 @@ def told(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, a
 
 
 def history(**changes):
-    return History.of(told(**changes))
+    return History.of(run_events(**changes))

@@ -1,4 +1,4 @@
-"""The bytes of a copy as they lie in shared memory, for tests that look at all of them, or change some."""
+"""The bytes of a copy in shared memory, for tests that read all of them, or change some."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ def bytes_of(store, place):
 
 
 def mapped(store, place):
-    """What is changed here is changed in the copy."""
+    """Changes of this mapping change the copy."""
     return torch.from_numpy(np.memmap(store.folder / str(place), dtype=np.uint8, mode="r+"))
 
 

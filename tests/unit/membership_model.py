@@ -1,11 +1,11 @@
-"""Every interleaving of a few members, explored: the real `advance` and `decide` on a store of a dict.
+"""Explore every interleaving of a few members: the real `advance` and `decide` on a store of a dict.
 
 One transition is one atomic step of one member, or one event: a death, a suspicion (of a dead slot, or a false one), a
 process that joins a free slot. Training is modelled as far as agreement depends on it: a member contributes its
 gradients for step s, holds the reduced ones once all members of its view have contributed (`prepared`: it enters the
 vote), and applies once all members of its view have entered the vote. What a member has sent into a collective stays
-sent when it leaves; what a dead member sent before it died counts too. Who has taken the last step says that it is
-done, and leaves when all of its view have said so.
+sent when it leaves; what a dead member sent before it died counts too. A member that has taken the last step reports
+that it is done, and leaves when all of its view have reported it.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class State:
     store: frozenset = frozenset()
     sent: frozenset = frozenset()
     """("gradients" | "vote", epoch, step, slot) for everything that went into a collective."""
-    stood: frozenset = frozenset()
+    resumed: frozenset = frozenset()
     """(epoch, step) for every decision that was acted on."""
     kills: int
     doubts: int
@@ -117,7 +117,7 @@ def transitions(state, last_step):
         if process.member.phase is Phase.RUNNING and process.applied == last_step:
             yield from finishing_steps(state, store, index, process)
             if next_view_is_the_end(process.member, store):
-                continue  # it hears of that by finishing alone
+                continue  # it learns of that by finishing alone
         yield from agreement_steps(state, store, index, process, dead_or_replaced)
         yield from training_steps(state, index, process, last_step)
     if state.joins:
@@ -143,14 +143,14 @@ def agreement_steps(state, store, index, process, dead):
         process.member.member_id.slot,
         [s for s in process.member.view.member_ids if s != process.member.member_id],
     )
-    gone = frozenset(member_id.slot for member_id in others if member_id in dead)
+    lost_slots = frozenset(member_id.slot for member_id in others if member_id in dead)
     doubts = [(f"step{slot}", frozenset(), 0)]
-    doubts += [(f"notice{slot}", gone, 0)] if gone else []
+    doubts += [(f"notice{slot}", lost_slots, 0)] if lost_slots else []
     if state.doubts:
         doubts += [
             (f"doubt{slot}-{member_id.slot}", frozenset({member_id.slot}), 1)
             for member_id in others
-            if member_id.slot not in gone
+            if member_id.slot not in lost_slots
         ]
     for name, lost, price in doubts:
         member, write = protocol.advance(
@@ -166,7 +166,7 @@ def agreement_steps(state, store, index, process, dead):
 
 
 def enter(state, store, index, process):
-    """A member plans when it has gathered the reports, and stands on the decided step when it comes back to RUNNING."""
+    """A member plans when it has gathered the reports, and resumes from the decided step when it is RUNNING again."""
     if process.member.phase is Phase.PLANNING:
         try:
             plan = protocol.decide(protocol.read_reports(process.member.view, store.get, state.fan))
@@ -177,16 +177,16 @@ def enter(state, store, index, process):
         return replace(state, index, dataclasses.replace(process, plan=plan))
     if process.member.phase is Phase.RUNNING:
         check_plan(store, process)
-        state = dataclasses.replace(state, stood=state.stood | {(process.member.view.epoch, process.plan.step)})
+        state = dataclasses.replace(state, resumed=state.resumed | {(process.member.view.epoch, process.plan.step)})
         process = dataclasses.replace(process, applied=process.plan.step, prepared=False, joiner=False, plan=None)
     return replace(state, index, process)
 
 
 def check_plan(store, process):
     view, plan = process.member.view, process.plan
-    if None in said(protocol.reports_of(view), store) or len(said(protocol.entries_of(view), store)) > 1:
+    if None in own_values(protocol.reports_of(view), store) or len(own_values(protocol.entries_of(view), store)) > 1:
         raise Violation(f"the members of epoch {view.epoch} made different plans, or have not all made theirs")
-    reports = [Report.decode(text) for text in said(protocol.reports_of(view), store)]
+    reports = [Report.decode(text) for text in own_values(protocol.reports_of(view), store)]
     newest = max(report.applied for report in reports if not report.joiner)
     if plan.step < newest:
         raise Violation(f"step {newest} was applied, and epoch {view.epoch} goes back to {plan.step}")
@@ -194,11 +194,11 @@ def check_plan(store, process):
         raise Violation(f"the vote on step {plan.step} is told wrongly")
     reachable = process.applied + process.prepared
     if not process.joiner and not process.applied - process.kept <= plan.step <= reachable:
-        raise Violation(f"slot {process.member.member_id.slot} cannot stand on step {plan.step}")
+        raise Violation(f"slot {process.member.member_id.slot} cannot resume from step {plan.step}")
 
 
-def said(by_all, store):
-    """What members wrote themselves, however it is put together; None where somebody has not."""
+def own_values(by_all, store):
+    """The values that members wrote themselves, however they are combined; None if one has not."""
     return {store.get(by_all.own_key(slot)) for slot in by_all.slots}
 
 
@@ -256,9 +256,9 @@ def replace(state, index, process, **changed):
 
 
 def check(state):
-    epochs = [epoch for epoch, _ in state.stood]
+    epochs = [epoch for epoch, _ in state.resumed]
     if len(epochs) != len(set(epochs)):
-        raise Violation(f"one epoch stood on two steps: {sorted(state.stood)}")
+        raise Violation(f"one epoch resumed from two steps: {sorted(state.resumed)}")
     running = [p for p in state.processes if p.alive and p.member.phase is Phase.RUNNING]
     for process in running:
         together = [p.applied for p in running if p.member.view == process.member.view]

@@ -1,4 +1,4 @@
-"""A job for tests of what injects faults from outside: a supervisor that starts ranks anew, and ranks that print steps.
+"""A job for tests of faults from outside: a supervisor that restarts ranks, and ranks that print steps.
 
 python outside_job.py --ntp-run-dir=FOLDER PLANT     PLANT is what goes wrong in the folder run-1, or nothing
 """
@@ -28,7 +28,7 @@ def supervise(folder, plant):
 
 def train(folder, plant):
     counted = Path(folder, "step")
-    step = int(counted.read_text()) if counted.exists() else 0  # who is started anew goes on where the others are
+    step = int(counted.read_text()) if counted.exists() else 0  # a restarted rank continues at the step of the others
     while step < STEPS:
         step += 1
         loss = 1 / step

@@ -1,7 +1,7 @@
-"""What must hold of planning, each as one function that raises `AssertionError` where it does not.
+"""Properties of planning, each a function that raises `AssertionError` if it does not hold.
 
-Functions of the planning rooms are called through their modules, so that `test_mutations.py` can break one on purpose
-and see these checks notice. Brute force works unit by unit; planning works by runs of units.
+Functions of the planning packages are called through their modules, so that `test_mutations.py` can break one and see
+these checks fail. Brute force works unit by unit; planning works by runs of units.
 """
 
 import itertools
@@ -65,7 +65,7 @@ def survivors_keep_a_prefix(family, tp, pattern):
 
 
 def rows_are_held_once_in_order(rows):
-    """What the slots store, put together, is the sequence and then its pads, and no more of these than needed."""
+    """The slots together store the sequence and then its pads, and no more pads than needed."""
     held = [list(range(*rows.held(place))) for place in range(rows.width)]
     assert [row for part in held for row in part] == list(range(rows.length))
     assert all(len(part) <= rows.stored for part in held)
@@ -195,7 +195,7 @@ def _held_by(units, tp, pattern, slot):
 
 
 def _places(tensor, units):
-    """Of a part with these units: the number of each of its elements in the whole."""
+    """The number in the full tensor of each element of a part with these units."""
     whole = torch.arange(float(tensor.elements)).view(tensor.shape)
     return whole.index_select(tensor.dim, torch.tensor(each(tensor.local_index(units)), dtype=torch.long))
 
@@ -273,7 +273,7 @@ def parities_protect(topology_, policy, lost_nodes):
         assert len({domain(other) for other in group.members}) == len(group.members) <= policy.sharers
         assert group.parity_host not in lost_nodes
         assert group.parity_host // size not in {domain(other) for other in group.members}
-        assert set(group.members) <= set(before.members), "nobody changes groups"
+        assert set(group.members) <= set(before.members), "no slot changes groups"
         left = {other for other in before.members if other in living}
         outside = domains - {domain(other) for other in left}
         if outside:
@@ -294,7 +294,7 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
     try:
         moves = transfers.plan_transfers(change)
     except transfers.StateLost:
-        assert _some_optimizer_shard_is_gone(before, after, copies, empty), "state is called lost only where it is"
+        assert _some_optimizer_shard_is_lost(before, after, copies, empty), "state is called lost only where it is"
         return
     start, goal = _world(nominal, before), _world(nominal, after, without_blocks=before.dropped)
     start |= {slot: set() for slot in empty}
@@ -308,20 +308,20 @@ def transfers_turn_one_layout_into_the_next(nominal, lost_before, lost, copies=N
         else:
             assert move.of in lost - lost_before, "copies serve for slots that are lost now"
             assert nominal.topology.node_of(move.source) in _hosts_that_give(copies, move.of, after)
-        pieces = _pieces(move)
-        assert len(pieces) == len(set(pieces)), "nothing stands twice in a transfer"
-        for piece in pieces:
-            assert piece not in received[move.target], "nothing moves twice"
-            assert piece not in start[move.target], "nothing moves to where it is"
-            assert piece in start[move.of or move.source], "a source gives what it held"
-            received[move.target].add(piece)
+        parts = _slices_of(move)
+        assert len(parts) == len(set(parts)), "nothing is twice in a transfer"
+        for part in parts:
+            assert part not in received[move.target], "nothing moves twice"
+            assert part not in start[move.target], "nothing moves to where it is"
+            assert part in start[move.of or move.source], "a source gives what it held"
+            received[move.target].add(part)
     for slot, wanted in goal.items():
         assert wanted <= start[slot] | received[slot], "every slot ends with all of its new layout"
         assert received[slot] <= wanted, "and is sent nothing else"
 
 
-def _some_optimizer_shard_is_gone(before, after, copies, empty):
-    """A slot whose replica trained and goes on is newly lost, and no host with its shard in memory lives."""
+def _some_optimizer_shard_is_lost(before, after, copies, empty):
+    """A slot whose replica trained and continues is newly lost, and no host with its shard in memory is alive."""
     return any(
         copies is None or _hosts_that_give(copies, slot, after) <= set(after.lost_nodes)
         for slot in (after.lost | empty) - before.lost
@@ -330,7 +330,7 @@ def _some_optimizer_shard_is_gone(before, after, copies, empty):
 
 
 def _hosts_that_give(copies, slot, after):
-    """A slot's shard: those that have a copy, or a parity whose other members' hosts live."""
+    """Hosts of a slot's shard: with a copy, or with a parity whose other members' hosts are alive."""
     home = after.topology.node_of(slot)
     if isinstance(copies, copy_placement.Placement):
         return {home, *copies.holders(home)}
@@ -339,7 +339,7 @@ def _hosts_that_give(copies, slot, after):
     return {home} if group is None or others & set(after.lost_nodes) else {home, group.parity_host}
 
 
-def _pieces(move):
+def _slices_of(move):
     what = {"state": "weights"}.get(move.what, move.what)
     if move.family == transfers.REPLICATED:
         return [(what, move.family, 0)]
@@ -347,7 +347,7 @@ def _pieces(move):
 
 
 def _world(nominal, surviving, without_blocks=frozenset()):
-    """Slot -> what it holds; a replica that comes back gets its optimizer blocks by block deals, not by transfers."""
+    """Slot -> its state; a rejoining replica gets its optimizer blocks by block deals, not by transfers."""
     world = defaultdict(set)
     sharded = nominal.state.distributed_optimizer
     for replica in surviving.replicas:

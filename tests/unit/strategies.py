@@ -67,7 +67,7 @@ def jobs(draw, **policy):
 
 @st.composite
 def losses(draw, nominal: Nominal, keep: frozenset[int] = frozenset()):
-    """Slots lost anywhere, up to whole replicas; the replicas in `keep`, and one in any case, lose none."""
+    """Slots lost anywhere, up to all of a replica; the replicas in `keep`, and one in any case, lose none."""
     topology = nominal.topology
     spared = keep or {draw(st.integers(0, topology.dp - 1))}
     slots = st.builds(
@@ -87,7 +87,7 @@ def losses(draw, nominal: Nominal, keep: frozenset[int] = frozenset()):
 
 @st.composite
 def situations(draw):
-    """(nominal, lost before, lost after): some slots may come back, and one replica stays whole throughout."""
+    """(nominal, lost before, lost after): some slots may rejoin, and one replica keeps full width throughout."""
     nominal = Nominal.of(draw(jobs()))
     safe = frozenset({draw(st.integers(0, nominal.topology.dp - 1))})
     return nominal, draw(losses(nominal, safe)), draw(losses(nominal, safe))
@@ -95,7 +95,7 @@ def situations(draw):
 
 @st.composite
 def situations_with_joiners(draw):
-    """The same without copies, and with slots that stand afterwards but hold nothing."""
+    """The same without copies, and with slots that are present afterwards but hold nothing."""
     nominal = Nominal.of(draw(jobs()))
     safe = frozenset({draw(st.integers(0, nominal.topology.dp - 1))})
     lost_before, lost, empty = (draw(losses(nominal, safe)) for _ in range(3))

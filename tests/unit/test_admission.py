@@ -1,4 +1,4 @@
-"""Who asks to be let in is let in, and who has died meanwhile holds nobody up twice."""
+"""A joining rank that asks is admitted, and one that died meanwhile delays nobody twice."""
 
 import itertools
 import threading
@@ -27,13 +27,13 @@ def asking(store):
     return joiner
 
 
-def door_of(store, epoch, newer_view_exists):
-    """Of a member that looks whenever it is asked."""
+def control_of(store, epoch, newer_view_exists):
+    """Admission of a member that polls whenever it is asked."""
     return AdmissionControl(store, epoch, newer_view_exists, now=itertools.count().__next__)
 
 
-def wait_until_asked(door):
-    while not door.somebody_asks():
+def wait_until_asked(admission_control):
+    while not admission_control.somebody_asks():
         pass
 
 
@@ -42,65 +42,65 @@ def let_in(joiner):
     return not joiner.is_alive()
 
 
-def test_who_asks_is_let_in_when_the_door_is_opened():
+def test_a_joining_rank_is_admitted_when_members_open_admission():
     store = Keys()
-    door = door_of(store, lambda: 0, lambda: True)
-    assert not door.somebody_asks()
+    admission_control = control_of(store, lambda: 0, lambda: True)
+    assert not admission_control.somebody_asks()
     joiner = asking(store)
-    wait_until_asked(door)
-    assert joiner.is_alive(), "it waits for the door"
-    assert door.open(mine=True)
+    wait_until_asked(admission_control)
+    assert joiner.is_alive(), "it waits for admission"
+    assert admission_control.open(mine=True)
     assert let_in(joiner)
 
 
-def test_members_open_for_one_who_has_died_once():
+def test_members_open_once_for_a_rank_that_died():
     store = Keys()
     store.create("asked/0/0", "")
-    door, other = door_of(store, lambda: 0, lambda: False), door_of(store, lambda: 0, lambda: False)
-    assert door.somebody_asks()
-    assert not door.open(mine=True), "nobody came"
+    admission_control, other = control_of(store, lambda: 0, lambda: False), control_of(store, lambda: 0, lambda: False)
+    assert admission_control.somebody_asks()
+    assert not admission_control.open(mine=True), "no rank asked"
     assert not other.open(mine=False)
-    assert not door.somebody_asks()
+    assert not admission_control.somebody_asks()
     joiner = asking(store)
     wait_until_asked(other)
-    assert joiner.is_alive(), "the door that was opened for the other is shut"
+    assert joiner.is_alive(), "admission that was opened for the other is closed"
     other.open(mine=True)
     assert let_in(joiner)
 
 
-def test_members_with_short_steps_do_not_look_in_each():
+def test_members_with_short_steps_do_not_poll_in_each():
     store, now = Keys(), 0.0
-    door = AdmissionControl(store, lambda: 0, lambda: True, now=lambda: now)
-    assert not door.somebody_asks()
+    admission_control = AdmissionControl(store, lambda: 0, lambda: True, now=lambda: now)
+    assert not admission_control.somebody_asks()
     store.create("asked/0/0", "")
     now = 0.2
-    assert not door.somebody_asks(), "it has just looked"
+    assert not admission_control.somebody_asks(), "it has just looked"
     now = 0.3
-    assert door.somebody_asks()
+    assert admission_control.somebody_asks()
 
 
-def test_who_waits_asks_again_in_the_next_epoch():
+def test_a_waiting_rank_asks_again_in_the_next_epoch():
     store, epoch = Keys(), 0
-    door = door_of(store, lambda: epoch, lambda: True)
+    admission_control = control_of(store, lambda: epoch, lambda: True)
     joiner = asking(store)
-    wait_until_asked(door)
+    wait_until_asked(admission_control)
     following = without(FIRST, [1])
     store.create(view_key(1), following.encode())
     epoch = 1
-    wait_until_asked(door)
+    wait_until_asked(admission_control)
     assert joiner.is_alive()
-    door.open(mine=True)
+    admission_control.open(mine=True)
     assert let_in(joiner)
 
 
-def test_who_comes_too_late_does_not_wait():
+def test_a_late_joining_rank_does_not_wait():
     store = Keys()
     store.create(view_key(1), the_end(FIRST).encode())
     assert let_in(asking(store)), "joining says that the job is over"
 
 
-def test_who_asks_for_a_job_that_all_have_left_ends():
-    """The view is empty, and not the end of a job that is done: nobody will ever open."""
+def test_a_joining_rank_ends_when_the_job_is_over():
+    """The view is empty, which is not the end of a finished job: admission will never open."""
     store, view = Keys(), FIRST
     for slot in range(3):
         view = without(view, [slot])
@@ -131,24 +131,24 @@ def put(store, view):
     return view
 
 
-def test_nobody_asks_before_all_of_a_replica_have_come():
+def test_a_joining_rank_asks_only_when_its_replica_is_complete():
     store = Keys()
     view = put(store, without(FOUR, [2, 3]))
-    door = door_of(store, lambda: view.epoch, lambda: True)
+    admission_control = control_of(store, lambda: view.epoch, lambda: True)
     first = asking_together(store, 2, 3)
     while "come/1/2" not in store:
         pass
     first.join(0.05)
-    assert first.is_alive() and not door.somebody_asks()
+    assert first.is_alive() and not admission_control.somebody_asks()
     second = asking_together(store, 3, 2)
-    wait_until_asked(door)
-    door.open(mine=True)
+    wait_until_asked(admission_control)
+    admission_control.open(mine=True)
     assert let_in(first) and let_in(second)
     assert newest_view(store.read, FOUR).slots == (0, 1, 2, 3)
 
 
-def test_nobody_asks_beside_one_who_is_about_to_leave():
-    """The others have lost this slot, and have not yet gone on without its replica."""
+def test_a_joining_rank_does_not_ask_beside_one_about_to_leave():
+    """The others have lost this slot, and have not yet continued without its replica."""
     store = Keys()
     degraded = put(store, without(FOUR, [3]))
     store.create("come/1/2", "")
@@ -157,14 +157,14 @@ def test_nobody_asks_beside_one_who_is_about_to_leave():
     assert joiner.is_alive() and "asked/1/0" not in store
     put(store, without(degraded, [2]))
     other = asking_together(store, 2, 3)
-    door = door_of(store, lambda: 2, lambda: True)
-    wait_until_asked(door)
-    door.open(mine=True)
+    admission_control = control_of(store, lambda: 2, lambda: True)
+    wait_until_asked(admission_control)
+    admission_control.open(mine=True)
     assert let_in(joiner) and let_in(other)
 
 
-def test_who_comes_second_does_not_ask_again():
-    """The members stand in the recovery with the first one, and nobody would open."""
+def test_a_second_joining_rank_does_not_ask_again():
+    """The members are in the recovery with the first one, and none would open admission."""
     store = Keys()
     view = put(store, with_joiners(put(store, without(FOUR, [2, 3])), [MemberId(slot=2, incarnation="2/1")]))
     assert view.joiners == (2,)
@@ -172,22 +172,22 @@ def test_who_comes_second_does_not_ask_again():
     assert "asked/2/0" not in store
 
 
-def test_who_trains_by_other_settings_is_not_let_in_whatever_it_believes():
-    """It asks under the digest of its own settings, and members look for theirs."""
+def test_a_rank_with_other_settings_is_never_admitted():
+    """It asks under the digest of its own settings, and members poll for theirs."""
     store = Keys()
-    door = door_of(store, lambda: 0, lambda: True)
-    door.settings = "ours"
+    admission_control = control_of(store, lambda: 0, lambda: True)
+    admission_control.settings = "ours"
     for settings in ("", "others"):
         args = {"slot": 1, "settings": settings}
         threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), kwargs=args, daemon=True).start()
     while sum(key.startswith("asked/") for key in store) < 2:
         pass
-    assert not any(door.somebody_asks() for _ in range(10))
+    assert not any(admission_control.somebody_asks() for _ in range(10))
     joiner = threading.Thread(
         target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 2, "settings": "ours"}, daemon=True
     )
     joiner.start()
-    wait_until_asked(door)
-    assert door.open(mine=True)
+    wait_until_asked(admission_control)
+    assert admission_control.open(mine=True)
     assert let_in(joiner)
-    store.create(view_key(1), the_end(FIRST).encode())  # for those who still ask
+    store.create(view_key(1), the_end(FIRST).encode())  # for ranks that still ask

@@ -14,7 +14,7 @@ HEALTHY = 1000
 
 @st.composite
 def batches(draw, max_replicas=4, max_each=4):
-    """(paces of the replicas that go on, the nominal batch): few enough for brute force."""
+    """(paces of the surviving replicas, the nominal batch): few enough for brute force."""
     replicas = draw(st.integers(1, max_replicas))
     nominal = NominalBatch(
         replicas=replicas,
@@ -38,7 +38,7 @@ def test_strict_is_exact_disjoint_complete_and_never_worse_than_any_integer_spli
 
 
 @given(batches(8, 40), st.floats(0, 0.5))
-def test_trim_leaves_out_at_most_epsilon_and_is_never_slower_than_strict(batch, epsilon):
+def test_trim_drops_at_most_epsilon_and_is_never_slower_than_strict(batch, epsilon):
     paces, nominal = batch
     strict = split_batch(paces, nominal, BatchPolicy())
     trimmed = split_batch(paces, nominal, BatchPolicy(mode="trim", epsilon=epsilon))
@@ -88,7 +88,7 @@ def split_nominal(nominal):
     ("per_replica", "mode", "steps", "left_out"),
     [(16, "strict", 17, 0), (64, "strict", 65, 0), (16, "trim", 16, 2), (16, "shrink", 16, 2)],
 )
-def test_tp8_to_7_in_one_of_64_replicas_costs_what_arithmetic_says(per_replica, mode, steps, left_out):
+def test_tp8_to_7_in_one_of_64_replicas_costs_the_computed_share(per_replica, mode, steps, left_out):
     """Strict loses 1/17 = 5.9 % at 16 micro-batches and 1/65 = 1.5 % at 64; leaving 2 of 1,024 out loses no time."""
     paces = dict.fromkeys(range(64), ReplicaPace(ns=7000)) | {5: ReplicaPace(ns=8000)}
     nominal = NominalBatch(replicas=64, per_replica=per_replica, micro_batch=1, stages=1, healthy_ns=7000)
@@ -103,15 +103,15 @@ def test_a_replica_may_be_so_slow_that_it_gets_nothing():
     assert [share.count for share in split_batch(paces, nominal, BatchPolicy()).shares] == [4, 0]
 
 
-def test_pieces_that_do_not_divide_a_micro_batch_are_refused():
+def test_splits_that_do_not_divide_a_micro_batch_are_refused():
     nominal = NominalBatch(replicas=1, per_replica=2, micro_batch=4, stages=1, healthy_ns=1000)
     with pytest.raises(Refused, match="replica 0 cannot run a micro-batch of 4 samples in 3 equal splits"):
         split_batch({0: ReplicaPace(ns=1, pieces=3)}, nominal, BatchPolicy())
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 6), min_size=1))
-def test_one_for_each_deals_no_more_than_it_must(counts):
-    """Every number once, nobody without, and only who has most gives."""
+def test_one_micro_batch_for_each_replica_deals_no_more_than_needed(counts):
+    """Every micro-batch once, no replica without, and only the one with most gives."""
     assume(sum(counts.values()) >= len(counts))
     numbers = iter(range(100))
     shares = {replica: [next(numbers) for _ in range(count)] for replica, count in counts.items()}

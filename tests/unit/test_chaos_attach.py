@@ -1,4 +1,4 @@
-"""A signal from another terminal: told before it is sent, and only by who can read the token of the run's orders."""
+"""A signal from another terminal: recorded before it is sent, and only if the sender can read the token of the run."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def runs(process):
 
 @pytest.fixture
 def processes():
-    """A worker by its words, and a stranger."""
+    """A worker by its command line, and an unrelated process."""
     found = {"worker": answering("ntp_plugin.launch"), "stranger": answering()}
     yield found
     for process in found.values():
@@ -73,39 +73,44 @@ def attach(run, what, *more, slot=SLOT):
     return main(["chaos", "attach", str(run), "--what", what, "--slot", slot, *more])
 
 
-def test_a_signal_is_told_as_a_campaign_tells_it(tmp_path, processes):
+def test_a_signal_is_recorded_as_in_a_campaign(tmp_path, processes):
     run = recorded(tmp_path, processes["worker"].pid)
     assert attach(run, "sigkill") == 0
     assert processes["worker"].wait(PATIENCE_S) == -9
-    (said,) = injected(run)
-    assert (said.slot, said.event.what, said.event.whom, said.event.step) == ("campaign", "sigkill", SLOT, 6)
+    (recorded_fault,) = injected(run)
+    assert (recorded_fault.slot, recorded_fault.event.what, recorded_fault.event.whom, recorded_fault.event.step) == (
+        "campaign",
+        "sigkill",
+        SLOT,
+        6,
+    )
     (outcome,) = look_over(History.of(Follower(run).news()), None, bound=0.0).outcomes
-    assert (outcome.what, outcome.slot) == ("sigkill", SLOT), "ntp report has it among the strikes"
+    assert (outcome.what, outcome.slot) == ("sigkill", SLOT), "ntp report has it among the faults"
 
 
 def test_a_pause_is_over_when_the_command_is(tmp_path, processes):
     run = recorded(tmp_path, processes["worker"].pid)
     assert attach(run, "pause", "--seconds", "0.05") == 0
     assert runs(processes["worker"])
-    assert [said.event.what for said in injected(run)] == ["pause"]
+    assert [fault.event.what for fault in injected(run)] == ["pause"]
 
 
 @pytest.mark.parametrize("orders", [None, b"", b"garbage\n"])
 @pytest.mark.parametrize("what", ["sigkill", "sigstop", "pause"])
-def test_without_the_token_no_signal_is_sent_or_told(what, orders, tmp_path, processes, capsys):
+def test_without_the_token_no_signal_is_sent_or_recorded(what, orders, tmp_path, processes, capsys):
     run = recorded(tmp_path, processes["worker"].pid)
     orders_file(run).unlink()
     if orders is not None:
         orders_file(run).write_bytes(orders)
     assert attach(run, what) == 2
-    said = capsys.readouterr().err
-    assert "--ntp-chaos" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "--ntp-chaos" in output
+    assert output.count("\n") == 1
     assert runs(processes["worker"])
     assert injected(run) == []
 
 
-def test_to_a_stranger_nothing_is_sent_or_told(tmp_path, processes, capsys):
+def test_nothing_is_sent_to_an_unrelated_process_or_recorded(tmp_path, processes, capsys):
     run = recorded(tmp_path, processes["stranger"].pid)
     assert attach(run, "sigkill") == 2
     assert "no worker of ntp run" in capsys.readouterr().err
@@ -115,7 +120,7 @@ def test_to_a_stranger_nothing_is_sent_or_told(tmp_path, processes, capsys):
 
 @contextlib.contextmanager
 def training(run, monkeypatch, first=6):
-    """The slot goes on, step by step, and does what is ordered."""
+    """The slot continues, step by step, and obeys orders."""
     monkeypatch.setenv("NTP_EVENTS", str(events_file(run)))
     victim, over = Victim(Pending(orders_file(run))), threading.Event()
     victim.is_here(SLOT, tuple)
@@ -158,7 +163,7 @@ seconds = 0.05
 """
 
 
-def test_a_recipe_strikes_a_job_that_runs_by_steps_from_now_on(tmp_path, processes, monkeypatch):
+def test_a_recipe_counts_steps_of_a_running_job_from_now_on(tmp_path, processes, monkeypatch):
     run = recorded(tmp_path / "run", processes["worker"].pid)
     with training(run, monkeypatch):
         code, verdict = attach_recipe(run, tmp_path, TWO)
@@ -169,12 +174,12 @@ def test_a_recipe_strikes_a_job_that_runs_by_steps_from_now_on(tmp_path, process
     assert slow["step"] >= 5 + 4, "not at once, though the job is past step 4"
     assert (paused["what"], paused["problem"]) == ("pause", "")
     assert runs(processes["worker"]), "the job is not ended"
-    assert once_more["strikes"][0]["step"] > slow["step"], "a second time it strikes as well"
+    assert once_more["strikes"][0]["step"] > slow["step"], "it is injected a second time as well"
     assert (tmp_path / "out/report.html").exists()
 
 
-def test_a_recipe_whose_fault_point_never_comes_is_given_up_and_said(tmp_path, processes, monkeypatch):
-    """And does not strike later, when nobody looks on."""
+def test_a_recipe_whose_fault_point_is_never_reached_is_given_up_and_reported(tmp_path, processes, monkeypatch):
+    """It is not injected later, after the command has ended."""
     run = recorded(tmp_path / "run", processes["worker"].pid)
     with training(run, monkeypatch):
         fault = '[[fault]]\nwhat = "slow"\nslot = "r0.s0.t1"\nduring = "save"\n'
@@ -189,8 +194,8 @@ TO_COME = "[[fault]]\nwhat = 'slow'\nslot = 'r0.s0.t1'\nduring = 'save'\n"
 
 
 @pytest.mark.parametrize("by_recipe", [False, True])
-def test_who_is_ended_while_a_rank_is_paused_wakes_it_first(by_recipe, tmp_path, processes):
-    """And takes back what was still to come."""
+def test_a_command_ended_during_a_pause_resumes_the_rank_first(by_recipe, tmp_path, processes):
+    """It withdraws the faults that were still to come."""
     run, worker = recorded(tmp_path / "run", processes["worker"].pid), processes["worker"]
     (tmp_path / "recipe.toml").write_text(PAUSED + TO_COME)
     words = [tmp_path / "recipe.toml", "--out", tmp_path / "out"] if by_recipe else PAUSED_BY_HAND
@@ -205,8 +210,8 @@ def test_who_is_ended_while_a_rank_is_paused_wakes_it_first(by_recipe, tmp_path,
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def asked_beside(request, monkeypatch):
-    """This process is asked to end right after it has stopped somebody, or right before it wakes him. Whoever runs the
-    tests may ignore that signal, as under nohup."""
+    """This process gets a signal right after it has stopped a rank, or right before it resumes it. A test runner may
+    ignore that signal, as under nohup."""
     before = signal.signal(request.param, signal.SIG_DFL)
 
     def prepare(beside):
@@ -227,7 +232,7 @@ def asked_beside(request, monkeypatch):
 
 @pytest.mark.parametrize("by_recipe", [False, True])
 @pytest.mark.parametrize("beside", [signal.SIGSTOP, signal.SIGCONT])
-def test_it_is_woken_whenever_the_command_is_ended(beside, by_recipe, tmp_path, processes, asked_beside):
+def test_the_rank_resumes_whenever_the_command_is_ended(beside, by_recipe, tmp_path, processes, asked_beside):
     seconds = "600.0" if beside == signal.SIGSTOP else "0.05"
     run, worker = recorded(tmp_path / "run", processes["worker"].pid), processes["worker"]
     (tmp_path / "recipe.toml").write_text(PAUSED.replace("600.0", seconds) + TO_COME)
@@ -240,17 +245,17 @@ def test_it_is_woken_whenever_the_command_is_ended(beside, by_recipe, tmp_path, 
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
 
 
-def test_what_is_ignored_ends_nothing(tmp_path, processes):
-    """As under nohup."""
+def test_an_ignored_signal_does_not_end_the_command(tmp_path, processes):
+    """The signal is ignored, as under nohup."""
     run = recorded(tmp_path, processes["worker"].pid)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with ending_in_waits() as wait:
             signal.raise_signal(signal.SIGHUP)
-            said = inject_now(run, OrderedFault(name="1", what="pause", slot=SLOT, seconds=0.05), wait=wait)
+            output = inject_now(run, OrderedFault(name="1", what="pause", slot=SLOT, seconds=0.05), wait=wait)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert said.startswith("done: pause")
+    assert output.startswith("done: pause")
     assert runs(processes["worker"])
 
 
@@ -268,9 +273,9 @@ def is_stopped(pid):
         ("what = 'kill'\nslot = 'r7.s0.t0'\n", "there is no slot r7.s0.t0"),
     ],
 )
-def test_a_recipe_that_this_job_cannot_be_struck_with_is_refused(fault, message, tmp_path, processes, capsys):
+def test_a_recipe_that_does_not_fit_the_job_is_refused(fault, message, tmp_path, processes, capsys):
     run = recorded(tmp_path / "run", processes["worker"].pid)
     assert attach_recipe(run, tmp_path, "[[fault]]\n" + fault)[0] == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Orders to break something: obeyed once, by whom they are for, and by nobody when they are not orders of this run."""
+"""Orders of faults: obeyed once, by their addressee, and by nobody if they are not orders of this run."""
 
 import json
 import random
@@ -20,7 +20,7 @@ def orders(tmp_path):
     return Orders.new(tmp_path / "orders.jsonl")
 
 
-def test_a_strike_is_taken_by_its_slot_at_its_fault_point_and_once(orders):
+def test_a_slot_takes_its_fault_once_at_its_fault_point(orders):
     pending = Pending(orders.path)
     orders.give(KILL)
     assert pending.take("r0.s0.t0", "backward", 5, None) == []
@@ -30,18 +30,18 @@ def test_a_strike_is_taken_by_its_slot_at_its_fault_point_and_once(orders):
     assert pending.take("r0.s0.t1", "backward", 5, None) == []
 
 
-def test_an_order_that_comes_too_late_for_its_step_is_for_the_next(orders):
+def test_a_late_order_applies_to_the_next_step(orders):
     orders.give(KILL)
     assert Pending(orders.path).take("r0.s0.t1", "backward", 6, None) == [KILL]
 
 
-def test_who_takes_the_place_of_a_slot_is_not_struck_by_the_same_order(orders):
+def test_a_replacement_does_not_take_the_same_fault(orders):
     orders.give(ANYWHERE)
     assert Pending(orders.path).take("r0.s0.t1", "forward", 5, None) == [ANYWHERE]
     assert Pending(orders.path).take("r0.s0.t1", "forward", 9, None) == []
 
 
-def test_an_order_is_taken_back_unless_it_has_struck(orders):
+def test_an_order_can_be_withdrawn_until_it_is_injected(orders):
     orders.give(KILL)
     orders.give(ANYWHERE)
     assert orders.take_back(KILL)
@@ -60,25 +60,25 @@ def test_an_order_is_taken_back_unless_it_has_struck(orders):
         (FROM_OUTSIDE, ("vote", 3, None), False),
     ],
 )
-def test_without_a_fault_point_it_is_the_next_one(orders, fault, there, injected):
+def test_an_order_without_a_fault_point_applies_to_the_next_one(orders, fault, there, injected):
     orders.give(fault)
     assert bool(Pending(orders.path).take("r0.s0.t1", *there)) == injected
 
 
-def test_the_file_is_its_owners_alone_and_never_overwritten(orders):
+def test_the_orders_file_is_private_and_never_overwritten(orders):
     assert stat.S_IMODE(orders.path.stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
         Orders.new(orders.path)
 
 
-def test_who_attaches_gives_orders_that_are_obeyed(tmp_path):
+def test_orders_of_an_attached_command_are_obeyed(tmp_path):
     worker_words(tmp_path)
     Orders.of_a_running_job(orders_file(tmp_path)).give(KILL)
     assert Pending(orders_file(tmp_path)).take("r0.s0.t1", "backward", 5, None) == [KILL]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"garbage\n", b'{"token": "a", "more": 1}\n', b"\xff\n"])
-def test_a_file_that_holds_no_orders_is_refused_in_words(tmp_path, content):
+def test_a_file_without_orders_is_refused_with_a_reason(tmp_path, content):
     path = tmp_path / "orders.jsonl"
     if content is not None:
         path.write_bytes(content)
@@ -96,7 +96,7 @@ def test_an_order_without_the_token_is_not_obeyed(orders):
     assert pending.refused == 6
 
 
-def spoilt(line, dice):
+def malformed(line, dice):
     """An order with something wrong with it: bytes changed, cut, doubled, or another value in one of its fields."""
     kind = dice.randrange(5)
     if kind == 0:
@@ -106,14 +106,14 @@ def spoilt(line, dice):
     if kind == 2:
         at = dice.randrange(len(line))
         return line[:at] + bytes([dice.choice([0, 9, 34, 44, 123, 125, 200, 255])]) + line[at + 1 :]
-    said = json.loads(line)
-    name = dice.choice([name for name in said if name != "token"]) if kind == 3 else "token"
-    said[name] = dice.choice([[], {}, -1, 1e400, "r0.s0.t1\x00", "killl", True, "9" * 5000, 10**30])
-    return json.dumps(said).encode()
+    entry = json.loads(line)
+    name = dice.choice([name for name in entry if name != "token"]) if kind == 3 else "token"
+    entry[name] = dice.choice([[], {}, -1, 1e400, "r0.s0.t1\x00", "killl", True, "9" * 5000, 10**30])
+    return json.dumps(entry).encode()
 
 
 def test_ten_thousand_malformed_orders_break_nothing(orders):
-    """What is taken at the end is the one order that was given, and whatever a changed byte has left well-formed."""
+    """Only the given order is taken at the end, and orders that a changed byte has left well-formed."""
     dice, pending = random.Random(1), Pending(orders.path)
     orders.give(KILL)
     whole = orders.path.read_bytes().splitlines()[1]
@@ -121,9 +121,9 @@ def test_ten_thousand_malformed_orders_break_nothing(orders):
     for _ in range(100):
         with orders.path.open("ab") as file:
             for _ in range(100):
-                file.write(spoilt(whole, dice) + b"\n")
+                file.write(malformed(whole, dice) + b"\n")
         injected += pending.take("r0.s0.t1", "vote", 1, None)
-    assert injected == [], "no order was for this moment"
+    assert injected == [], "no order was for this fault point"
     assert pending.refused > 9_000
     taken = pending.take("r0.s0.t1", "backward", 5, None)
     assert KILL in taken

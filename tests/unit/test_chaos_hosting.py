@@ -1,4 +1,4 @@
-"""What is struck is the host of the slot and no other, and it is not asked how the job ended."""
+"""A fault hits the host of its slot and no other, and the host is not asked how the job ended."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from ntp_plugin.chaos.hosting import SeveralMachines
 from ntp_plugin.testing.machines import Machines, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there are machines")
-ENDS_WHEN_TOLD = "import sys; print('here', flush=True); sys.exit(int(input()))"
+ENDS_ON_INPUT = "import sys; print('here', flush=True); sys.exit(int(input()))"
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def machines():
 @pytest.fixture
 def processes(machines):
     def start(at):
-        words = [*machines.prefix(at), sys.executable, "-c", ENDS_WHEN_TOLD]
+        words = [*machines.prefix(at), sys.executable, "-c", ENDS_ON_INPUT]
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     started = {at: start(at) for at in machines.numbers}
@@ -55,7 +55,7 @@ def fault(what, seconds=0.0):
     return OrderedFault(name="1", what=what, slot="r0.s0.t0", seconds=seconds)
 
 
-def test_a_host_is_killed_and_the_others_say_how_the_job_ended(running, machines, processes):
+def test_a_host_is_killed_and_the_others_report_the_end_of_the_job(running, machines, processes):
     assert running.way_to(fault("node"), pid_on(machines, 2))() is None
     assert processes[2].wait() == -9
     assert machines.pids(2) == []
@@ -65,15 +65,15 @@ def test_a_host_is_killed_and_the_others_say_how_the_job_ended(running, machines
     assert running.code == 3
 
 
-def test_who_is_cut_off_is_not_waited_for(running, machines, processes):
+def test_a_disconnected_host_is_not_waited_for(running, machines, processes):
     running.way_to(fault("cut"), pid_on(machines, 1))()
     end(processes[2], 0)
     assert running.is_over
     assert running.code == 0
-    assert machines.pids(1), "nobody has ended it but itself"
+    assert machines.pids(1), "it was not killed"
 
 
-def test_a_blink_is_undone_and_its_host_is_asked_like_any(running, machines, processes):
+def test_a_short_disconnection_is_undone_and_its_host_counts(running, machines, processes):
     undo = running.way_to(fault("blink", 0.1), pid_on(machines, 1))()
     undo()
     end(processes[2], 0)
@@ -82,7 +82,7 @@ def test_a_blink_is_undone_and_its_host_is_asked_like_any(running, machines, pro
     assert running.code == 5
 
 
-def test_the_store_is_none_of_the_hosts(running, processes):
+def test_the_store_is_on_no_host(running, processes):
     running.way_to(fault("store"), None)()
     assert processes[3].wait() == -9
     assert not running.is_over

@@ -1,4 +1,4 @@
-"""The report on a campaign: whole, by itself, and right in a browser."""
+"""The report on a campaign: complete, self-contained, and right in a browser."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from ntp_plugin.chaos.page import PageContent, write_page
 from ntp_plugin.chaos.verdict import End, Expected, judge, look_over
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Teller
-from tests.unit.chaos_runs import VICTIM, history, told
+from tests.unit.chaos_runs import VICTIM, history, run_events
 
 FAULT = OrderedFault(name="1", what="kill", slot=VICTIM, during="backward", step=3)
 FINE = Expected(bound=1e-12)
@@ -24,7 +24,7 @@ FINE = Expected(bound=1e-12)
 def report(tmp_path):
     record = tmp_path / "broken"
     record.mkdir()
-    for one in told(killed_in=3, back_in=5):
+    for one in run_events(killed_in=3, back_in=5):
         Teller(record / "events.jsonl", one.slot).tell(one.event)
     run = history(killed_in=3, back_in=5)
     found = judge(RequestedFaults(faults=(FAULT,)), run, history(), End(code=0), FINE)
@@ -50,7 +50,7 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(report, tmp_path):
         ElementTree.fromstring("<svg" + svg.split("</svg>")[0] + "</svg>")
 
 
-def test_its_pictures_are_one_sheet_as_well(report, tmp_path):
+def test_its_charts_are_also_one_image(report, tmp_path):
     page = write_page(report, tmp_path)
     header = page.with_name("report.png").read_bytes()[:24]
     assert header.startswith(b"\x89PNG")
@@ -58,7 +58,7 @@ def test_its_pictures_are_one_sheet_as_well(report, tmp_path):
     assert 1000 < width < height, "one below the other"
 
 
-def test_the_page_says_what_is_wrong(report, tmp_path):
+def test_the_page_lists_what_is_wrong(report, tmp_path):
     broken = judge(RequestedFaults(faults=(FAULT,)), history(killed_in=3, loss=5.1), history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=broken), tmp_path).read_text()
     assert "Something is not as it should be" in page
@@ -66,7 +66,7 @@ def test_the_page_says_what_is_wrong(report, tmp_path):
     assert "✗ no" not in write_page(report, tmp_path).read_text()
 
 
-def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
+def test_a_fault_never_injected_is_on_the_page_and_in_the_json(report, tmp_path):
     left = Unordered(fault=OrderedFault(name="2", what="sigkill", slot="any"), why="the job was over")
     asked = RequestedFaults(faults=(FAULT,), unordered=(left,), drawn=("1",), to_be_drawn=12)
     found = judge(asked, report.run, history(), End(code=0), FINE)
@@ -74,11 +74,11 @@ def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
     assert "1 of 2 strikes struck" in page
     assert "it never struck: the job was over" in page
     assert "1 of 12 were drawn" in page
-    told_to_a_machine = json.loads((tmp_path / "verdict.json").read_text())
-    assert told_to_a_machine["holds"] is False
-    assert told_to_a_machine["samples"] == {"drawn": 24, "twice": 0, "missing": 0, "others": 0, "steps": []}
-    assert told_to_a_machine["drawn"] == {"of": 12, "drawn": 1, "injected": 1}
-    assert [(fault["name"], fault["injected_at"] > 0) for fault in told_to_a_machine["strikes"]] == [
+    verdict_json = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict_json["holds"] is False
+    assert verdict_json["samples"] == {"drawn": 24, "twice": 0, "missing": 0, "others": 0, "steps": []}
+    assert verdict_json["drawn"] == {"of": 12, "drawn": 1, "injected": 1}
+    assert [(fault["name"], fault["injected_at"] > 0) for fault in verdict_json["strikes"]] == [
         ("1", True),
         ("2", False),
     ]
@@ -115,7 +115,7 @@ def test_the_page_looks_right_in_a_browser(report, tmp_path):
 def test_a_report_is_made_from_the_record_alone(report, tmp_path, capsys):
     reference = tmp_path / "reference"
     reference.mkdir()
-    for one in told():
+    for one in run_events():
         Teller(reference / "events.jsonl", one.slot).tell(one.event)
     assert main(["report", str(report.record), "--reference", str(reference)]) == 0
     assert "report.html" in capsys.readouterr().out

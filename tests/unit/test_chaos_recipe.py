@@ -1,4 +1,4 @@
-"""What a recipe says, and what is refused of it in one line."""
+"""The contents of a recipe, and its refusals in one line."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def written(folder, text, name="some.toml"):
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_each_recipe_says_what_it_breaks_and_how_to_run_it(path):
+def test_each_recipe_documents_its_faults_and_its_command(path):
     recipe = read_recipe(path)
     head = path.read_text().split("\n\n")[0]
     assert f"ntp chaos recipes/chaos/{path.name}" in head
@@ -33,7 +33,7 @@ def test_each_recipe_says_what_it_breaks_and_how_to_run_it(path):
                 read_recipe(path, job=job)
 
 
-def test_a_job_is_like_another_but_for_what_it_says_itself(tmp_path):
+def test_a_job_inherits_from_another_except_for_its_own_keys(tmp_path):
     written(tmp_path, '[job]\nrun = ["a.py"]\nspares = 3\nenvironment = ["A=1"]\n', "base.toml")
     path = written(tmp_path, '[job]\nlike = "base.toml"\nspares = 1\n' + FAULT)
     assert (read_recipe(path).job.run, read_recipe(path).job.spares) == (("a.py",), 1)
@@ -43,13 +43,13 @@ def test_a_job_is_like_another_but_for_what_it_says_itself(tmp_path):
     assert read_recipe(path, run=("c.py",)).job.run == ("c.py",)
 
 
-def test_outages_of_a_trace_strike_when_they_were(tmp_path):
+def test_outages_of_a_trace_are_injected_at_their_times(tmp_path):
     (tmp_path / "trace.csv").write_text("domain,start,end\nb,3,4\na,1.5,2\na,9,10\n")
     path = written(tmp_path, JOB + "[trace]\nfile = 'trace.csv'\nseconds_per_day = 2.0\nfrom_day = 1.0\ncount = 2\n")
     assert [(fault.what, fault.at_s) for fault in read_recipe(path).faults] == [("sigkill", 1.0), ("sigkill", 4.0)]
 
 
-def test_faults_and_outages_may_miss_where_a_recipe_says_so(tmp_path):
+def test_faults_and_outages_may_miss_when_a_recipe_allows_it(tmp_path):
     (tmp_path / "trace.csv").write_text("domain,start,end\nb,3,4\n")
     path = written(
         tmp_path, JOB + FAULT + "may_miss = true\n" + FAULT + "[trace]\nfile = 'trace.csv'\nmay_miss = true\n"
@@ -57,7 +57,7 @@ def test_faults_and_outages_may_miss_where_a_recipe_says_so(tmp_path):
     assert [fault.may_miss for fault in read_recipe(path).faults] == [True, False, True]
 
 
-def test_kinds_are_drawn_with_their_fault_points_where_pairs_are_said(tmp_path):
+def test_kinds_are_drawn_with_fault_points_when_pairs_are_given(tmp_path):
     path = written(tmp_path, JOB + "[random]\ncount = 3\npairs = ['kill at vote', 'hang at resume', 'sigkill']\n")
     assert read_recipe(path).random.deck() == [("kill", "vote"), ("hang", "resume"), ("sigkill", "")]
 
@@ -106,9 +106,9 @@ def test_a_wrong_recipe_is_one_line_and_code_2(text, message, tmp_path, capsys):
     with pytest.raises(ConfigError):
         read_recipe(path)
     assert main(["chaos", str(path), "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""Which strike comes next: never one that the job could not survive, and the same ones from the same seed."""
+"""Which fault comes next: never one that the job could not survive, and the same ones from the same seed."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ def recipe(*faults, **drawn):
 
 
 @given(st.integers(2, 4), st.integers(1, 4), st.data())
-def test_what_may_be_struck_leaves_every_unit_with_a_holder(replicas, tp, data):
+def test_possible_victims_leave_every_unit_with_a_holder(replicas, tp, data):
     names = sorted(job(replicas, tp).slots)
     lost = data.draw(st.lists(st.sampled_from(names), unique=True))
     for injected in survivable(job(replicas, tp, lost=lost)):
@@ -37,14 +37,14 @@ def test_what_may_be_struck_leaves_every_unit_with_a_holder(replicas, tp, data):
 
 
 def test_one_replica_keeps_all_of_its_stages():
-    """What is left of the other one would hold all, and could train nothing."""
+    """The rest of the other replica would hold all state, and could train nothing."""
     assert len(survivable(job(tp=1, stages=2))) == 4
     assert survivable(job(tp=1, stages=2, lost=("r0.s0.t0",))) == ["r0.s1.t0"]
     assert survivable(job(replicas=3, tp=1, stages=2, lost=("r0.s0.t0", "r1.s1.t0"))) == ["r0.s1.t0", "r1.s0.t0"]
 
 
-def test_who_is_said_to_be_back_is_struck_when_its_process_is_known():
-    """It holds its part already, so that another holder of it may be struck."""
+def test_a_returned_slot_takes_a_fault_once_its_process_is_known():
+    """It holds its part already, so that another holder of it may be lost."""
     back = job()
     back.slots["r0.s0.t1"] = SlotState.BACK
     del back.pids["r0.s0.t1"]
@@ -58,7 +58,7 @@ def test_a_fault_with_a_slot_and_a_fault_point_is_ordered_before_the_job_starts(
     assert schedule.next(job(step=8), seconds=1.0) == []
 
 
-def test_a_strike_that_was_drawn_and_missed_does_not_come_later_beside_the_next(tmp_path):
+def test_a_missed_drawn_fault_is_not_injected_beside_the_next(tmp_path):
     drawn = recipe(count=2, seed=1, what=("kill",), during=("save",), every_steps=0, seconds=0.1)
     injector, history = FaultInjector(tmp_path, FaultSchedule(drawn)), History()
     for step in range(40):
@@ -79,13 +79,13 @@ WAITING = (
 )
 
 
-def test_what_still_waits_in_the_end_is_known_with_its_reason(tmp_path):
+def test_pending_faults_are_reported_with_their_reason(tmp_path):
     injector = FaultInjector(tmp_path, FaultSchedule(recipe(*WAITING)))
     over = job(step=5, lost=("r0.s0.t0", "r0.s0.t1"))
     over.heard_at = 3.0
     injector.inject(over, History(), running=None)
     asked = injector.asked(over)
-    assert [fault.name for fault in asked.faults] == ["4"], "a slot and a moment are ordered at once"
+    assert [fault.name for fault in asked.faults] == ["4"], "a fault with a slot and a fault point is ordered at once"
     assert [(left.fault.name, left.fault.slot, left.fault.may_miss, left.why) for left in asked.unordered] == [
         ("1", "any", False, "it was for 9 s after training began, and the job was over after 3.0 s, in step 5"),
         ("2", "any", True, "it was for step 80, and the job was over after 3.0 s, in step 5"),
@@ -93,20 +93,20 @@ def test_what_still_waits_in_the_end_is_known_with_its_reason(tmp_path):
     ]
 
 
-def test_a_job_that_never_began_is_the_reason_why_nothing_struck():
+def test_a_job_that_never_began_explains_missing_faults():
     (left,) = FaultSchedule(recipe(FaultSpec(what="sigkill"))).asked(JobState(), seconds=0.0, ordered=[]).unordered
     assert left.why == "training never began"
 
 
-def test_so_many_were_drawn_of_those_that_were_to_be():
+def test_the_number_of_drawn_faults_is_reported():
     found, schedule = drawn(1, steps=14)
     asked = schedule.asked(job(step=14), seconds=14.0, ordered=found)
     assert (asked.drawn, asked.to_be_drawn) == (tuple(fault.name for fault in found), 6)
     assert 0 < len(asked.drawn) < 6
 
 
-def test_a_fault_of_the_recipe_that_may_miss_is_not_taken_back(tmp_path):
-    """It strikes at the first moment of its name, however late; only what was drawn makes room for the next."""
+def test_a_fault_that_may_miss_is_not_withdrawn(tmp_path):
+    """It is injected at the first fault point of its name, however late; only drawn ones are given up for the next."""
     late = FaultSpec(what="kill", during="save", may_miss=True)
     injector = FaultInjector(tmp_path, FaultSchedule(recipe(late)))
     for step in range(40):
@@ -143,11 +143,11 @@ def test_a_fault_on_any_slot_waits_while_every_loss_would_end_the_job():
     first, second = schedule.next(job(), seconds=3.0)
     assert first.slot.split(".", 1)[1] != second.slot.split(".", 1)[1], "the third would take the last holder"
     injected = (first.slot, second.slot)
-    assert schedule.next(job(), seconds=3.1, pending=injected) == [], "which nobody has told of yet"
+    assert schedule.next(job(), seconds=3.1, pending=injected) == [], "its injection is not reported yet"
     assert len(schedule.next(job(), seconds=9.0)) == 1
 
 
-def test_one_replica_alone_is_struck_while_somebody_is_left_of_it():
+def test_a_single_replica_takes_faults_while_it_has_a_slot():
     assert survivable(job(replicas=1, tp=3)) == ["r0.s0.t0", "r0.s0.t1", "r0.s0.t2"]
     assert survivable(job(replicas=1, tp=3, lost=("r0.s0.t0", "r0.s0.t2"))) == []
 
@@ -171,10 +171,10 @@ def test_so_many_are_drawn_and_not_more_and_each_in_a_step_to_come():
     assert [fault.step for fault in found] == sorted({fault.step for fault in found})
 
 
-def test_the_next_one_waits_for_the_one_before_and_for_who_comes_back():
+def test_the_next_fault_waits_for_the_last_recovery_and_return():
     assert drawn(1, pending=("r0.s0.t1",))[0] == []
     whole, degraded = drawn(1, steps=14)[0], drawn(1, steps=14, lost=("r0.s0.t1",))[0]
-    assert len(whole) > len(degraded) == 1, "with somebody lost it waits for ten steps first"
+    assert len(whole) > len(degraded) == 1, "after a loss it waits for ten steps first"
 
 
 def test_a_fault_in_a_recovery_comes_with_a_loss_that_both_can_be_survived():
@@ -182,7 +182,7 @@ def test_a_fault_in_a_recovery_comes_with_a_loss_that_both_can_be_survived():
     assert len(found) == 12
     for before, fault in zip(found[::2], found[1::2], strict=True):
         assert (before.what, fault.during, fault.epoch) == ("kill", "resume", 1)
-        assert before.slot.split(".", 1)[1] != fault.slot.split(".", 1)[1], "two holders of the same are not struck"
+        assert before.slot.split(".", 1)[1] != fault.slot.split(".", 1)[1], "two holders of the same are not lost"
 
 
 def test_every_kind_comes_at_every_fault_point_before_one_comes_again():
@@ -192,7 +192,7 @@ def test_every_kind_comes_at_every_fault_point_before_one_comes_again():
     assert pairs[:12] != pairs[12:]
 
 
-def test_what_has_missed_its_fault_point_gets_another_turn():
+def test_a_fault_that_missed_its_fault_point_is_retried():
     schedule = FaultSchedule(recipe(count=4, seed=1, what=("kill",), during=("vote", "save"), every_steps=0))
     found, missed = [], set()
     for step in range(40):
@@ -205,12 +205,12 @@ def test_what_has_missed_its_fault_point_gets_another_turn():
     assert len(asked.drawn) == 4, "one that missed is not counted, and another one has its turn"
 
 
-def test_where_only_one_may_be_lost_no_fault_waits_for_a_recovery():
+def test_no_fault_waits_for_a_recovery_when_one_loss_is_the_limit():
     found, _ = drawn(4, count=3, tp=1, replicas=2, what=("kill",), during=("resume", "vote"))
     assert [fault.during for fault in found] == ["vote"] * 3
     assert drawn(4, tp=1, what=("kill",), during=("resume",))[0] == []
 
 
-def test_seconds_go_to_the_strike():
+def test_seconds_are_passed_to_the_fault():
     spec = FaultSpec(what="slow", slot="r0.s0.t1", during="forward", at_step=8, seconds=0.1)
     assert dataclasses.asdict(FaultSchedule(recipe(spec)).at_start()[0])["seconds"] == 0.1

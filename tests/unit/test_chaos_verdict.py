@@ -1,4 +1,4 @@
-"""What is said of two runs: it must be able to say no."""
+"""The verdict on two runs: it must be able to fail."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from ntp_plugin.chaos.faults import OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.verdict import End, Expected, judge
 from ntp_plugin.telemetry import Began, Committed, Ended, FaultInjected, RankLost, RecordedEvent, Restored
-from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, told, weighed
+from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, run_events, weighed
 
 FAULT = OrderedFault(name="1", what="kill", slot=VICTIM, during="backward", step=3)
 FINE = Expected(bound=1e-12)
@@ -29,7 +29,7 @@ def broken_checks(found):
     return [check.what for check in found.checks if not check.holds]
 
 
-def test_a_run_that_goes_on_as_its_reference_is_fine():
+def test_a_run_equal_to_its_reference_passes():
     found = verdict(history(killed_in=3, back_in=5), expected=dataclasses.replace(FINE, returns=1))
     assert found.holds, found
     (outcome,) = found.outcomes
@@ -42,10 +42,10 @@ def test_a_run_that_goes_on_as_its_reference_is_fine():
 @pytest.mark.parametrize(
     ("hangs", "problem"), [((), ""), (("r1.s0.t0",), "the others did not go on"), (("r0.s0.t0",), "")]
 )
-def test_what_strikes_in_the_last_step_is_come_through_when_the_others_end(hangs, problem):
-    said = FaultInjected(fault="2", what="clock", whom="r0.s0.t0", fault_point="regroup", step=0)
-    events = [one for one in told(killed_in=STEPS) if not (isinstance(one.event, Ended) and one.slot in hangs)]
-    run = History.of([*events, RecordedEvent(at=STEPS - 0.5, slot="r0.s0.t0", event=said)])
+def test_a_fault_in_the_last_step_is_survived_when_the_others_end(hangs, problem):
+    injected_fault = FaultInjected(fault="2", what="clock", whom="r0.s0.t0", fault_point="regroup", step=0)
+    events = [one for one in run_events(killed_in=STEPS) if not (isinstance(one.event, Ended) and one.slot in hangs)]
+    run = History.of([*events, RecordedEvent(at=STEPS - 0.5, slot="r0.s0.t0", event=injected_fault)])
     fault = OrderedFault(name="2", what="clock", slot="r0.s0.t0", during="regroup", epoch=1)
     (outcome,) = verdict(run, faults=(fault,)).outcomes
     assert outcome.problem == problem
@@ -62,14 +62,14 @@ def test_what_strikes_in_the_last_step_is_come_through_when_the_others_end(hangs
         ({"steps": STEPS - 1}, "every step"),
     ],
 )
-def test_a_run_that_is_not_its_reference_is_told(run, what):
+def test_a_run_that_differs_from_its_reference_is_reported(run, what):
     found = verdict(history(killed_in=3, **run))
     assert not found.holds
     assert [check for check in broken_checks(found) if what in check], found.checks
 
 
 @pytest.mark.parametrize(
-    ("samples", "counts", "said"),
+    ("samples", "counts", "message"),
     [
         (lambda _, own: own, (24, 0, 0, 0), "24 in 6 steps"),
         (lambda step, own: own[step % 2 :], (21, 0, 3, 0), "3 missing, 0 other ones, in steps [1, 3, 5]"),
@@ -77,15 +77,15 @@ def test_a_run_that_is_not_its_reference_is_told(run, what):
         (lambda step, own: [*own, 900 + step], (30, 0, 0, 6), "6 other ones, in steps [1, 2, 3, 4, 5] and others"),
     ],
 )
-def test_samples_that_are_not_right_are_counted(samples, counts, said):
+def test_samples_that_are_not_right_are_counted(samples, counts, message):
     found = verdict(history(samples=samples), faults=())
     assert dataclasses.astuple(found.samples)[:4] == counts
     (check,) = [check for check in found.checks if "samples" in check.what]
-    assert said in check.found
+    assert message in check.found
     assert check.holds == (counts[1:] == (0, 0, 0))
 
 
-def spoilt(what, slot, by):
+def altered(what, slot, by):
     """All as it should be but for one number."""
 
     def weights(slots, own):
@@ -102,31 +102,33 @@ def test_weights_are_compared_however_they_are_cut(killed_in, back_in, replica_d
     found = verdict(history(killed_in=killed_in, back_in=back_in), faults=() if killed_in is None else (FAULT,))
     (check,) = [check for check in found.checks if "weights" in check.what]
     assert check.holds
-    assert f"of {replica_digests};" in check.found, "of each replica what is cut, and what each of its slots has whole"
+    assert f"of {replica_digests};" in check.found, (
+        "the cut state of each replica, and the replicated state of each slot"
+    )
 
 
 @pytest.mark.parametrize("what", ["cut", "alike"])
 @pytest.mark.parametrize("slot", ["r0.s0.t0", "r1.s0.t1"])
-def test_weights_that_are_not_the_twins_are_told(what, slot):
-    fine = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-12)))
+def test_weights_that_differ_from_the_reference_are_reported(what, slot):
+    fine = verdict(history(killed_in=3, weights=altered(what, slot, 1e-12)))
     assert fine.holds, fine.checks
-    found = verdict(history(killed_in=3, weights=spoilt(what, slot, 1e-9)))
+    found = verdict(history(killed_in=3, weights=altered(what, slot, 1e-9)))
     assert broken_checks(found) == ["weights agree with the reference run's"]
     assert f"replica {slot[1]}" in found.checks[-1].found
 
 
-def test_a_bound_for_the_weights_alone_leaves_that_of_the_losses():
-    drifted, wider = spoilt("cut", "r0.s0.t0", 1e-9), dataclasses.replace(FINE, weights_bound=1e-8)
+def test_a_bound_for_the_weights_keeps_that_of_the_losses():
+    drifted, wider = altered("cut", "r0.s0.t0", 1e-9), dataclasses.replace(FINE, weights_bound=1e-8)
     assert verdict(history(killed_in=3, weights=drifted), expected=wider).holds
     off = verdict(history(killed_in=3, loss=5.0 + 1e-9, weights=drifted), expected=wider)
     assert broken_checks(off) == ["losses agree with the reference run's"]
 
 
-def test_a_replica_of_which_a_slot_has_not_told_is_not_compared():
+def test_a_replica_with_a_silent_slot_is_not_compared():
     def silent(*silent_slots):
         return history(killed_in=3, weights=lambda slots, own: None if own in silent_slots else weighed(slots, own))
 
-    assert verdict(silent("r1.s0.t0")).holds, "the other replica has told"
+    assert verdict(silent("r1.s0.t0")).holds, "the other replica has reported"
     nobody = verdict(silent("r0.s0.t0", "r1.s0.t0"))
     assert broken_checks(nobody) == ["weights agree with the reference run's"]
     assert "none told all" in nobody.checks[-1].found
@@ -138,8 +140,8 @@ def test_a_reference_that_was_never_weighed_is_compared_by_its_losses():
     assert not [check for check in found.checks if "weights" in check.what]
 
 
-def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():
-    """The victim draws half of the samples of its replica, and dies when the step is over and not told of."""
+def test_unreported_samples_of_a_dead_rank_are_not_missed_and_others_are():
+    """The victim draws half of the samples of its replica, and dies after the step and before its report."""
 
     def halved(run):
         for one in run:
@@ -150,31 +152,31 @@ def test_samples_of_who_died_before_telling_are_not_missed_and_others_are():
     def own(step, samples):
         return samples[:2] if step == 2 else samples
 
-    run = History.of(halved(told(killed_in=3, samples=own)))
+    run = History.of(halved(run_events(killed_in=3, samples=own)))
     assert verdict(run).holds
     more = History.of(
-        halved(told(killed_in=3, samples=lambda step, drawn: own(step, drawn)[: 1 if step == 2 else None]))
+        halved(run_events(killed_in=3, samples=lambda step, drawn: own(step, drawn)[: 1 if step == 2 else None]))
     )
     assert not verdict(more).holds, "three are missing, and the share of its replica were two"
-    told_all = history(killed_in=3, samples=own)
-    assert broken_checks(verdict(told_all)) == ["the samples are the reference run's, each once"]
+    complete = history(killed_in=3, samples=own)
+    assert broken_checks(verdict(complete)) == ["the samples are the reference run's, each once"]
 
 
-def test_what_a_step_that_was_taken_again_had_drawn_before_counts_no_more():
+def test_samples_of_an_attempt_that_was_repeated_do_not_count():
     run = history(killed_in=3, again=(2,))
     assert run.taken_again == {2}
     assert verdict(run).holds
     assert verdict(run).efficiency == pytest.approx(6 / 8)
 
 
-def test_a_strike_that_never_struck_is_told():
+def test_a_fault_never_injected_is_reported():
     found = verdict(history(), faults=[FAULT])
     assert "never struck" in found.outcomes[0].problem
     assert not found.holds
 
 
 @pytest.mark.parametrize(("may_miss", "problem"), [(False, "it never struck: the job was over"), (True, "")])
-def test_what_still_waited_in_the_end_is_told_and_fails_unless_it_may_miss(may_miss, problem):
+def test_a_pending_fault_is_reported_and_fails_unless_it_may_miss(may_miss, problem):
     left = Unordered(
         fault=OrderedFault(name="2", what="sigkill", slot="any", may_miss=may_miss), why="the job was over"
     )
@@ -194,50 +196,50 @@ def test_what_still_waited_in_the_end_is_told_and_fails_unless_it_may_miss(may_m
     ],
 )
 def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
-    told_of = verdict(history(killed_in=3), drawn=drawn, to_be_drawn=12)
-    (check,) = [check for check in told_of.checks if check.what == "faults were drawn"]
-    assert (check.found, check.holds, told_of.holds) == (found, holds, holds)
+    judged = verdict(history(killed_in=3), drawn=drawn, to_be_drawn=12)
+    (check,) = [check for check in judged.checks if check.what == "faults were drawn"]
+    assert (check.found, check.holds, judged.holds) == (found, holds, holds)
 
 
-def test_a_signal_to_a_slot_that_nobody_had_is_told_as_that():
+def test_a_signal_to_an_empty_slot_is_reported():
     found = verdict(history(killed_in=3), faults=[OrderedFault(name="2", what="sigkill", slot=VICTIM)])
     assert found.outcomes[0].problem == "it never struck: nobody had the slot then"
 
 
-def test_who_was_on_a_host_that_is_lost_is_known_by_its_number():
+def test_ranks_of_a_lost_host_are_known_by_number():
     """Another host's supervisor notices, and knows no process of it."""
-    run = [one for one in told(killed_in=3) if not isinstance(one.event, RankLost)]
+    run = [one for one in run_events(killed_in=3) if not isinstance(one.event, RankLost)]
     began = next(one.event for one in run if isinstance(one.event, Began) and one.slot == VICTIM)
     injected = next(one.at for one in run if isinstance(one.event, FaultInjected))
     for number, seconds in ((began.number, 0.25), (began.number + 1, None)):
-        gone = RecordedEvent(
+        lost = RecordedEvent(
             at=injected + 0.25, slot="host0", event=RankLost(number=number, pid=0, kind="host", reason="no beat")
         )
-        (outcome,) = verdict(History.of([*run, gone])).outcomes
+        (outcome,) = verdict(History.of([*run, lost])).outcomes
         assert outcome.detected_s == (None if seconds is None else pytest.approx(seconds))
 
 
-def test_a_strike_at_a_slot_that_the_job_has_not_is_told_as_that():
+def test_a_fault_for_an_unknown_slot_is_reported():
     found = verdict(history(), faults=[dataclasses.replace(FAULT, slot="r7.s0.t0")])
     assert "no such slot, but r0.s0.t0, r0.s0.t1" in found.outcomes[0].problem
 
 
 @pytest.mark.parametrize(("killed_in", "holds"), [(None, True), (3, False)])
-def test_who_is_only_slow_must_not_be_taken_for_lost(killed_in, holds):
+def test_a_slow_rank_must_not_be_reported_lost(killed_in, holds):
     injected = FaultInjected(fault="1", what="slow", whom=VICTIM, fault_point="forward", step=2)
-    run = [one for one in told(killed_in=killed_in) if not isinstance(one.event, FaultInjected)]
+    run = [one for one in run_events(killed_in=killed_in) if not isinstance(one.event, FaultInjected)]
     slow = History.of([*run, RecordedEvent(at=1.1, slot=VICTIM, event=injected)])
     found = verdict(slow, faults=[dataclasses.replace(FAULT, what="slow", during="forward", step=2)])
     assert found.holds == holds
     assert broken_checks(found) == ([] if holds else ["nobody was taken for lost"])
 
 
-def test_a_strike_that_was_drawn_may_miss():
+def test_a_drawn_fault_may_miss():
     assert verdict(history(), faults=[dataclasses.replace(FAULT, may_miss=True)]).holds
 
 
-def test_a_run_that_hangs_after_a_strike_is_told():
-    hung = [one for one in told(killed_in=3) if one.at < 2.5]
+def test_a_run_that_hangs_after_a_fault_is_reported():
+    hung = [one for one in run_events(killed_in=3) if one.at < 2.5]
     found = verdict(History.of(hung), end=End(code=-15, hung=True))
     assert found.outcomes[0].problem == "the others did not go on"
     assert "the job ended with code 0" in broken_checks(found)
@@ -250,21 +252,21 @@ def test_a_job_that_is_to_stop_must_stop_as_expected(code, holds):
     assert found.holds == holds
 
 
-def test_workers_that_outlive_their_job_are_told():
+def test_workers_that_outlive_their_job_are_reported():
     assert broken_checks(verdict(history(killed_in=3), end=End(code=0, left=(17,)))) == ["no worker was left behind"]
 
 
-def test_nobody_came_back_and_somebody_should_have():
+def test_a_missing_return_is_reported():
     found = verdict(history(killed_in=3), expected=dataclasses.replace(FINE, returns=1))
     assert broken_checks(found) == ["1 came back"]
 
 
-def test_a_run_without_samples_or_steps_is_not_fine():
+def test_a_run_without_samples_or_steps_fails():
     found = judge(RequestedFaults(), History(), None, End(code=0), FINE)
     assert not found.holds
 
 
-def test_who_was_there_when():
+def test_the_history_knows_the_members_at_each_time():
     run = history(killed_in=3, back_in=5)
     assert presence(run, "r0.s0.t0", 6.0)[-1][1] == 6.0
     assert presence(run, VICTIM, 6.0) == [(0.0, pytest.approx(2.6)), (pytest.approx(4.5), 6.0)]
@@ -277,12 +279,12 @@ def restored(at, again):
 
 @pytest.mark.parametrize(("before", "behind"), [((), ()), ((2,), ()), ((), (7,)), ((2,), (7,))])
 def test_steps_again_are_those_of_its_own_recovery(before, behind):
-    """Not of what was before the strike, nor of what a later one has cost."""
+    """Steps before the fault, and steps that a later fault cost, do not count."""
     others = [*(restored(2.0, again) for again in before), *(restored(4.5, again) for again in behind)]
-    run = [*told(killed_in=3, back_in=5), restored(2.5, 1), *others]
+    run = [*run_events(killed_in=3, back_in=5), restored(2.5, 1), *others]
     assert verdict(History.of(run)).outcomes[0].steps_again == 1
 
 
-def test_who_is_never_recovered_from_has_no_steps_again():
-    hung = [one for one in told(killed_in=3) if one.at < 2.5]
+def test_a_loss_without_recovery_repeats_no_steps():
+    hung = [one for one in run_events(killed_in=3) if one.at < 2.5]
     assert verdict(History.of([*hung, restored(2.4, 1)]), end=End(code=1)).outcomes[0].steps_again == 0

@@ -1,6 +1,6 @@
-"""What a process does to itself when it is ordered to: it says so first, and then that is what happens to it.
+"""A process that is ordered to harm itself records the order first, and then does what it was ordered to.
 
-Each harm that ends or holds its process is done in one of its own, without a framework.
+Each fault that ends or holds its process runs in a process of its own, without a framework.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ STEP = 5
 
 
 class RecordingVictim:
-    """A victim in this process, and the record that it tells to."""
+    """A victim in this process, and its record."""
 
     def __init__(self, folder, monkeypatch):
         self.folder, self.orders = folder, Orders.new(folder / "orders.jsonl")
@@ -46,11 +46,11 @@ class RecordingVictim:
         self.victim.reached("vote", STEP)
 
     @property
-    def told(self):
+    def recorded(self):
         return [one.event for one in Follower(events_file(self.folder)).news()]
 
     def in_a_process(self, what, seconds=0.0):
-        """One that comes to the moment, and writes a line behind it."""
+        """A process that reaches the fault point, and writes a line after it."""
 
         def run():
             self.inject(what, seconds)
@@ -70,7 +70,7 @@ def here(tmp_path, monkeypatch):
     return RecordingVictim(tmp_path, monkeypatch)
 
 
-def said_first(what):
+def recorded_first(what):
     return [FaultInjected(fault="1", what=what, whom=SLOT, fault_point="vote", step=STEP)]
 
 
@@ -85,26 +85,26 @@ HOLDS = ("stop", "hang", "lock")
 STAYS = ("slow", "disk", "clock", "weight", "copy")
 
 
-def test_every_kind_is_tried_here():
+def test_every_kind_of_fault_is_tested():
     assert {*ENDS, *HOLDS, *STAYS} == set(BY_ITS_OWN_HAND)
 
 
 @pytest.mark.parametrize(("what", "code"), ENDS.items())
-def test_a_process_ends_as_it_was_ordered_to_and_has_said_so(here, capfd, what, code):
+def test_a_process_records_the_order_and_ends(here, capfd, what, code):
     process = here.in_a_process(what)
     process.join(PATIENCE_S)
     assert process.exitcode == code
-    assert here.told == said_first(what)
+    assert here.recorded == recorded_first(what)
     assert not here.goes_on
-    said = {"exception": "strike 1: an error that nobody expects", "memory": "MemoryError"}.get(what, "")
-    assert said in capfd.readouterr().err
+    message = {"exception": "strike 1: an error that nobody expects", "memory": "MemoryError"}.get(what, "")
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("what", HOLDS)
-def test_a_process_stands_still_as_it_was_ordered_to_and_has_said_so(here, what):
+def test_a_process_records_the_order_and_hangs(here, what):
     process = here.in_a_process(what)
     try:
-        until(lambda: here.told == said_first(what))
+        until(lambda: here.recorded == recorded_first(what))
         until(lambda: state_of(process.pid) == ("T" if what == "stop" else "S"))
         process.join(0.3)
         assert process.exitcode is None
@@ -115,9 +115,9 @@ def test_a_process_stands_still_as_it_was_ordered_to_and_has_said_so(here, what)
 
 
 @pytest.mark.parametrize(("what", "heartbeats_go_on"), [("hang", True), ("lock", False)])
-def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here, what, heartbeats_go_on):
-    """What is told by a thread of its own, as beats are."""
-    heartbeat = here.folder / "heart"
+def test_a_hung_process_sends_heartbeats_unless_it_holds_the_lock(here, what, heartbeats_go_on):
+    """A thread of its own writes, as heartbeats are written."""
+    heartbeat = here.folder / "heartbeat"
 
     def run():
         import threading  # noqa: PLC0415
@@ -134,7 +134,7 @@ def test_a_heart_beats_on_in_one_that_hangs_and_not_where_the_lock_is_held(here,
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     try:
-        until(lambda: here.told == said_first(what))
+        until(lambda: here.recorded == recorded_first(what))
         until(lambda: state_of(process.pid) == "S")
         until(lambda: heartbeats_within(heartbeat, 0.5) == heartbeats_go_on)
     finally:
@@ -153,7 +153,7 @@ def state_of(pid):
         return file.read().rpartition(") ")[2][0]
 
 
-def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_waits_for(here, monkeypatch):
+def test_a_slow_factor_applies_to_computing_and_not_to_waiting(here, monkeypatch):
     slept = []
     here.inject("slow", 0.0, factor=5.0)
     monkeypatch.setattr(worker.time, "sleep", slept.append)
@@ -168,18 +168,18 @@ def test_who_is_slow_by_a_factor_is_so_in_what_it_computes_and_not_in_what_it_wa
     assert computed >= 4 * 0.1
 
 
-def test_who_is_slow_is_slow_in_each_step_from_then_on_and_at_that_fault_point_alone(here, monkeypatch):
+def test_a_slow_rank_is_slow_in_each_later_step_at_one_fault_point(here, monkeypatch):
     slept = []
     here.inject("slow", 0.2)
     monkeypatch.setattr(worker.time, "sleep", slept.append)
     for fault_point, times in [("vote", 1), ("forward", 1), ("vote", 2)]:
         here.victim.reached(fault_point, STEP + 1)
         assert slept == [0.2] * times
-    assert here.told == said_first("slow")
+    assert here.recorded == recorded_first("slow")
 
 
 class Later(threading.Timer):
-    """It begins to count when a test lets it."""
+    """A timer that starts when a test lets it."""
 
     waiting: ClassVar = []
 
@@ -203,7 +203,7 @@ def test_nothing_can_be_written_for_so_long_and_then_it_can(here, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert here.told == said_first("disk")
+    assert here.recorded == recorded_first("disk")
 
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
@@ -219,13 +219,13 @@ def test_the_clock_jumps_and_the_record_keeps_its_order(here, monkeypatch, secon
 
 def weight(name, values):
     size = values.numel()
-    piece = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    return Weight(piece=piece, values=values, is_cut=False)
+    tensor_slice = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
+    return Weight(piece=tensor_slice, values=values, is_cut=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [0.75, -3.0, 0.0])
-def test_one_number_of_one_weight_is_another(here, dtype, value):
+def test_a_weight_fault_changes_one_number(here, dtype, value):
     before = [torch.full((50,), value, dtype=dtype) for _ in range(3)]
     here.weights = [weight(str(number), values.clone().requires_grad_()) for number, values in enumerate(before)]
     here.inject("weight")
@@ -233,11 +233,11 @@ def test_one_number_of_one_weight_is_another(here, dtype, value):
     changed = after != torch.cat(before)
     assert int(changed.sum()) == 1
     assert float(after[changed]) == (2 * value or 1.0)
-    assert here.told == said_first("weight")
+    assert here.recorded == recorded_first("weight")
 
 
 @pytest.mark.parametrize("value", [0.75, -3.0])
-def test_it_is_one_bit_of_the_exponent_where_that_is_even(here, value):
+def test_a_weight_fault_flips_one_exponent_bit(here, value):
     """Doubling adds one to it: 126 of 0.75 is even; 128 of -3."""
     values = torch.full((50,), value)
     here.weights = [weight("a", values.clone())]
@@ -246,7 +246,7 @@ def test_it_is_one_bit_of_the_exponent_where_that_is_even(here, value):
     assert [one for one in bits.tolist() if one] == [1 << 23]
 
 
-def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monkeypatch):
+def test_a_copy_fault_changes_only_the_newest_own_copy(here, monkeypatch):
     store = Store(here.folder / "copies" / "host")
     monkeypatch.setenv("NTP_COPIES", str(here.folder / "copies"))
     monkeypatch.setenv("RANK", "3")
@@ -261,13 +261,13 @@ def test_the_newest_copy_of_its_own_state_is_another_and_no_other_is(here, monke
     assert changed == {older: 0, newest: -(-len(before[newest]) // 256), other: 0}
     assert wrong_in(store, newest)[0] == "a (weight)"
     assert wrong_in(store, older) == wrong_in(store, other) == []
-    assert here.told == said_first("copy")
+    assert here.recorded == recorded_first("copy")
     store.close()
 
 
-def test_a_process_without_copies_or_in_another_slot_is_not_struck(here, monkeypatch):
+def test_a_process_without_copies_or_in_another_slot_takes_no_fault(here, monkeypatch):
     monkeypatch.delenv("NTP_COPIES", raising=False)
     here.inject("copy")
     here.orders.give(OrderedFault(name="2", what="kill", slot="r9.s0.t0", during="vote", step=STEP))
     here.victim.reached("vote", STEP)
-    assert here.told == said_first("copy")
+    assert here.recorded == recorded_first("copy")

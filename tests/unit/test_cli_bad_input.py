@@ -261,7 +261,7 @@ def test_a_number_in_the_environment_is_checked_as_well(capsys, monkeypatch):
     assert "--nproc-per-node=0" in refused(capsys, ["run", "ok.py"])
 
 
-def test_a_folder_for_logs_is_made_when_all_else_is_right(tmp_path):
+def test_a_log_folder_is_created_only_for_valid_input(tmp_path):
     with pytest.raises(ConfigError, match="there is no script"):
         torchrun_flags.parse(["--log-dir=logs", "nothere.py"])
     assert not Path("logs").exists()

@@ -25,18 +25,18 @@ def folder(tmp_path, monkeypatch):
     run = RunFolder(COPIES, tmp_path)
     store = Store(run.path / "host-0")
     replicator = Replicator(store, run="ntp/job", secret="", slot=3, trouble=pytest.fail)
-    piece = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
-    part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
+    tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+    part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
     replicator.begin(Snapshot(version=Version(step=7, epoch=2), holders=(3, 5), parts=[part], extras={}))
     replicator.close()
     yield run, store
     run.leave() if run.path.exists() else None
 
 
-def test_list_tells_which_versions_are_here(folder, capsys):
+def test_list_shows_the_versions_on_this_host(folder, capsys):
     assert main(["copies", "list"]) == 0
-    told = capsys.readouterr().out
-    assert all(word in told for word in ("ntp/job", "host-0", "7", "1 of 2", "(alive)"))
+    output = capsys.readouterr().out
+    assert all(word in output for word in ("ntp/job", "host-0", "7", "1 of 2", "(alive)"))
 
 
 def test_verify_finds_a_changed_byte(folder, capsys):
@@ -45,19 +45,19 @@ def test_verify_finds_a_changed_byte(folder, capsys):
     (place, _), *_ = folder[1].found()
     mapped(folder[1], place)[5] ^= 1
     assert main(["copies", "verify", str(folder[0].path)]) == 1
-    told = capsys.readouterr().out
-    assert "1 WRONG" in told
-    assert "host-0, near-3-e2-0: w (main) damaged" in told
+    output = capsys.readouterr().out
+    assert "1 WRONG" in output
+    assert "host-0, near-3-e2-0: w (main) damaged" in output
 
 
-def test_verify_finds_what_is_cut_short(folder, capsys):
+def test_verify_finds_a_truncated_copy(folder, capsys):
     (place, _), *_ = folder[1].found()
     os.truncate(folder[1].folder / str(place), 10)
     assert main(["copies", "verify"]) == 1
     assert "near-3-e2-0: incomplete" in capsys.readouterr().out
 
 
-def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):
+def test_clean_keeps_copies_of_a_living_run(folder, capsys):
     run, _ = folder
     assert main(["copies", "clean"]) == 0
     assert run.path.exists()
@@ -68,7 +68,7 @@ def test_clean_leaves_those_of_a_run_that_lives(folder, capsys):
     assert not run.path.exists()
 
 
-def test_what_is_no_folder_of_ours(tmp_path, folder, capsys):
+def test_a_foreign_folder_is_refused(tmp_path, folder, capsys):
     assert main(["copies", "clean", str(tmp_path / "none")]) == 2
     (tmp_path / "other").mkdir(mode=0o700)
     assert main(["copies", "clean", str(tmp_path / "other")]) == 2
@@ -86,9 +86,9 @@ def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
         batches = [(batch, memory[batch.begin : batch.end]) for batch in manifest.layout.batches]
         parities.take(place, (3, 5), manifest, batches)
     assert main(["copies", "list"]) == 0
-    told = capsys.readouterr().out
-    assert "1 of 2" in told, "a parity is no part"
-    assert "3+5" in told
+    output = capsys.readouterr().out
+    assert "1 of 2" in output, "a parity is no part"
+    assert "3+5" in output
     assert main(["copies", "verify"]) == 0
     capsys.readouterr()
     mapped(store, place)[9] ^= 2
@@ -96,7 +96,7 @@ def test_a_parity_is_listed_with_its_members_and_verified(folder, capsys):
     assert "host-0, parity-3-e2-0: parity (xor) damaged" in capsys.readouterr().out
 
 
-def test_a_run_that_begins_or_ends_meanwhile_is_passed_over(folder, tmp_path, capsys):
+def test_a_run_that_begins_or_ends_meanwhile_is_skipped(folder, tmp_path, capsys):
     """One has made its folder, and not its lock yet; one has removed its lock, and not its copies yet."""
     (tmp_path / f"{COPIES}begins").mkdir(mode=0o700)
     ends = tmp_path / f"{COPIES}ends"
@@ -104,14 +104,14 @@ def test_a_run_that_begins_or_ends_meanwhile_is_passed_over(folder, tmp_path, ca
     (ends / "owner").unlink()
     for what in ("list", "verify"):
         assert main(["copies", what]) == 0
-        told = capsys.readouterr().out
-        assert str(folder[0].path) in told
-        assert str(ends) not in told
+        output = capsys.readouterr().out
+        assert str(folder[0].path) in output
+        assert str(ends) not in output
     assert main(["copies", "list", str(ends)]) == 2
     assert "is no folder of a run" in capsys.readouterr().err
 
 
-def test_a_run_that_is_removed_while_it_is_read_is_passed_over(folder, tmp_path, monkeypatch, capsys):
+def test_a_run_removed_while_it_is_read_is_skipped(folder, tmp_path, monkeypatch, capsys):
 
     def removed(path):
         shutil.rmtree(path, ignore_errors=True)
@@ -123,7 +123,7 @@ def test_a_run_that_is_removed_while_it_is_read_is_passed_over(folder, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_only_reads_makes_no_folder(tmp_path):
-    """One that a run has just removed would be there again, without a lock, and for ever."""
+def test_reading_creates_no_folder(tmp_path):
+    """A folder that a run has just removed would reappear, without a lock, and for ever."""
     assert list(Store(tmp_path / "run/host-0", makes=False).found()) == []
     assert list(tmp_path.iterdir()) == []

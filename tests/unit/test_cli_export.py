@@ -1,4 +1,4 @@
-"""What `ntp copies export` refuses, each in one line."""
+"""The refusals of `ntp copies export`, each in one line."""
 
 import json
 import os
@@ -23,15 +23,15 @@ COMMAND = ("--", "python", "train.py")
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """Leaves what a dead run would have left."""
+    """Create the copies of a dead run."""
     monkeypatch.setattr("ntp_plugin.cli.export.shared_memory", lambda: tmp_path)
 
     def leave(*, framework="megatron", here=(3,), holders=(3,), recorded=True, name="host-0"):
         run = RunFolder(COPIES, tmp_path)
-        piece = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+        tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
         for slot in here:
             replicator = Replicator(Store(run.path / name), run="ntp/job", secret="", slot=slot, trouble=pytest.fail)
-            part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
+            part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
             extras = {"framework": framework} if framework else {}
             version = Version(step=7, epoch=2)
             replicator.begin(Snapshot(version=version, holders=holders, parts=[part], extras=extras))
@@ -47,22 +47,22 @@ def left(tmp_path, monkeypatch):
 
 def export(capsys, *words):
     code = main(["copies", "export", *map(str, words)])
-    said = capsys.readouterr()
-    assert said.err.count("\n") <= 1, said.err
-    return code, said.err or said.out
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") <= 1, captured.err
+    return code, captured.err or captured.out
 
 
-def test_what_would_be_done_is_told(left, tmp_path, capsys):
+def test_a_dry_run_prints_what_it_would_do(left, tmp_path, capsys):
     folder = left()
     script = ("train.py", "--flag", "two words")
-    code, told = export(capsys, "latest", "--to", tmp_path / "out", "--dry-run", "--", *script)
+    code, output = export(capsys, "latest", "--to", tmp_path / "out", "--dry-run", "--", *script)
     assert code == 0
-    assert f"step 7 as laid out in epoch 2 of {folder} would be written to {tmp_path}/out by 2 processes" in told
-    assert f"{sys.executable} -u train.py --flag 'two words'" in told
+    assert f"step 7 as laid out in epoch 2 of {folder} would be written to {tmp_path}/out by 2 processes" in output
+    assert f"{sys.executable} -u train.py --flag 'two words'" in output
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_is_for_its_owner_only_and_comes_back(left):
+def test_the_stored_command_is_private_and_round_trips(left):
     folder = left()
     (file,) = folder.glob("*.json")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -70,15 +70,15 @@ def test_the_command_is_for_its_owner_only_and_comes_back(left):
     assert set(json.loads(file.read_text())) == {"words", "folder", "workers", "hosts"}, "no environment"
 
 
-def test_a_command_that_stands_in_a_file_is_shown_and_not_executed(left, tmp_path, capsys):
-    """Whoever can write a file that this command reads shall not run anything by that."""
+def test_a_stored_command_is_shown_and_not_executed(left, tmp_path, capsys):
+    """A file that this command reads must not make it run anything."""
     folder, to = left(), tmp_path / "out"
     words = ("sh", "-c", f"touch {tmp_path}/executed", "--title", "\x1b]0;owned\x07")
     StartedBy(words=words, folder=tmp_path, workers=2, hosts=1).write(folder)
-    code, told = export(capsys, "latest", "--to", to)
+    code, output = export(capsys, "latest", "--to", to)
     assert code == 2
-    assert f"cd {tmp_path} && ntp copies export latest --to {to} -- sh -c 'touch {tmp_path}/executed'" in told
-    assert "\x1b" not in told
+    assert f"cd {tmp_path} && ntp copies export latest --to {to} -- sh -c 'touch {tmp_path}/executed'" in output
+    assert "\x1b" not in output
     assert {path.name for path in tmp_path.iterdir()} == {folder.name}
 
 
@@ -93,11 +93,11 @@ def test_a_command_that_stands_in_a_file_is_shown_and_not_executed(left, tmp_pat
 )
 def test_the_command_of_a_worker(left, given, words, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    code, told = export(capsys, "latest", "--to", f"{left()}.out", "--dry-run", "--", *given)
-    assert (code, told.splitlines()[-1]) == (0, words)
+    code, output = export(capsys, "latest", "--to", f"{left()}.out", "--dry-run", "--", *given)
+    assert (code, output.splitlines()[-1]) == (0, words)
 
 
-def test_where_it_cannot_go(left, tmp_path, capsys):
+def test_invalid_targets_are_refused(left, tmp_path, capsys):
     folder = left()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/something").write_text("")
@@ -109,8 +109,8 @@ def test_where_it_cannot_go(left, tmp_path, capsys):
         (folder / "inside", "is inside the run's folder of copies"),
         (folder, "is inside the run's folder of copies"),
     ):
-        code, told = export(capsys, folder, "--to", to, *COMMAND)
-        assert (code, why in told) == (2, True), (to, told)
+        code, output = export(capsys, folder, "--to", to, *COMMAND)
+        assert (code, why in output) == (2, True), (to, output)
     assert {path.name for path in tmp_path.iterdir()} == {"full", folder.name}
 
 
@@ -125,17 +125,17 @@ def test_where_it_cannot_go(left, tmp_path, capsys):
     ],
 )
 def test_copies_that_cannot_be_exported(left, made, why, tmp_path, capsys):
-    code, told = export(capsys, left(**made), "--to", tmp_path / "out", *COMMAND)
-    assert (code, why in told) == (2, True), told
+    code, output = export(capsys, left(**made), "--to", tmp_path / "out", *COMMAND)
+    assert (code, why in output) == (2, True), output
     assert not (tmp_path / "out").exists()
 
 
 def test_copies_of_another_host_than_the_first(left, tmp_path, capsys):
-    code, told = export(capsys, left(name="host-3"), "--to", tmp_path / "out", "--dry-run", *COMMAND)
-    assert code == 0, told
+    code, output = export(capsys, left(name="host-3"), "--to", tmp_path / "out", "--dry-run", *COMMAND)
+    assert code == 0, output
 
 
-def test_words_that_make_no_sense(left, tmp_path, capsys):
+def test_invalid_arguments_are_refused(left, tmp_path, capsys):
     folder, to = left(), tmp_path / "out"
     for words, why in (
         ((tmp_path / "none", "--to", to), f"no copies of a run there. Way out: name a folder of this host: {folder}"),
@@ -145,8 +145,8 @@ def test_words_that_make_no_sense(left, tmp_path, capsys):
         ((folder, "--to", to, "train.py"), "train.py is not a known word"),
         ((folder, "--to", to, "--form", "x"), "is not a known flag"),
     ):
-        code, told = export(capsys, *words, *([] if "--" in words else COMMAND))
-        assert (code, why in told) == (2, True), told
+        code, output = export(capsys, *words, *([] if "--" in words else COMMAND))
+        assert (code, why in output) == (2, True), output
 
 
 def test_a_script_that_cannot_start_leaves_nothing(left, tmp_path):
@@ -154,7 +154,7 @@ def test_a_script_that_cannot_start_leaves_nothing(left, tmp_path):
     folder = left()
     words = [*NTP, "copies", "export", str(folder), "--to", str(tmp_path / "out"), "--nproc-per-node", "1"]
     words += ["--", sys.executable, "-u", str(tmp_path / "train.py")]  # another Python ends with a code of its own
-    code, said = Command(words, tmp_path / "log").end()
-    assert (code, "no checkpoint was written" in said) == (1, True), said
+    code, output = Command(words, tmp_path / "log").end()
+    assert (code, "no checkpoint was written" in output) == (1, True), output
     assert not (tmp_path / "out").exists()
     assert any(folder.glob("*/*.json"))

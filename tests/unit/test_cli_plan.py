@@ -1,4 +1,4 @@
-"""`ntp plan` as somebody types it: the right numbers, and one clear line with exit code 2 for everything else."""
+"""`ntp plan` as a user types it: the right numbers, and one clear line with exit code 2 for everything else."""
 
 import dataclasses
 import json
@@ -58,12 +58,12 @@ def test_the_tables_answer_every_question(capsys):
 
 def test_json_holds_the_whole_plan(capsys):
     code, out, _ = run(capsys, [*LLAMA_70B, "--lose", "r3.s1.t5", "--json"])
-    told = json.loads(out)
+    record = json.loads(out)
     assert code == 0
-    assert told["plan"]["lost"] == ["r3.s1.t5"]
-    assert told["plan"]["routes"][1]["route"] == "direct"
-    assert sum(share["count"] for share in told["plan"]["batch"]["shares"]) == 512
-    assert len(told["digest"]) == 32
+    assert record["plan"]["lost"] == ["r3.s1.t5"]
+    assert record["plan"]["routes"][1]["route"] == "direct"
+    assert sum(share["count"] for share in record["plan"]["batch"]["shares"]) == 512
+    assert len(record["digest"]) == 32
 
 
 def test_the_order_of_losses_does_not_change_the_digest(capsys):
@@ -73,14 +73,14 @@ def test_the_order_of_losses_does_not_change_the_digest(capsys):
     assert len(digests) == 1
 
 
-def test_slots_come_back(capsys):
+def test_slots_rejoin(capsys):
     code, out, _ = run(capsys, [*SMALL, "--already", "r1.s0.t2,r2.s1.t0", "--back", "r1.s0.t2"])
     assert code == 0
     assert "3 -> 4" in out
     assert "1 slot: r2.s1.t0" in out
 
 
-def test_a_file_says_the_same_as_flags_and_flags_win(capsys, tmp_path):
+def test_a_file_equals_flags_and_flags_win(capsys, tmp_path):
     job = {
         "parallel": {"tp": 4, "pp": 2, "dp": 4, "gpus_per_node": 4},
         "model": {"heads": 8, "ffn": 256, "vocab": 1000, "layers": 4, "hidden": 64},
@@ -88,7 +88,7 @@ def test_a_file_says_the_same_as_flags_and_flags_win(capsys, tmp_path):
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     (tmp_path / "job.toml").write_text(SMALL_TOML)
-    told = [
+    digests = [
         json.loads(run(capsys, words)[1])["digest"]
         for words in (
             [*SMALL, "--lose", "r1.s0.t2", "--json"],
@@ -97,7 +97,7 @@ def test_a_file_says_the_same_as_flags_and_flags_win(capsys, tmp_path):
             ["plan", "--config", str(tmp_path / "job.toml"), "--lose", "r2.s1.t1", "--json"],
         )
     ]
-    assert told[0] == told[1] == told[2] != told[3]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
 
 
 BAD = {
@@ -196,13 +196,13 @@ def test_a_folder_is_not_a_file(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], ["plan"], ["plann"]])
-def test_a_bare_or_misspelled_command_says_what_is_missing(capsys, words):
+def test_a_bare_or_misspelled_command_names_what_is_missing(capsys, words):
     code, _, err = run(capsys, words)
     assert code == 2
     assert err.count("\n") == 1
 
 
-def test_the_installed_command_speaks_on_stderr_only_and_never_with_a_traceback():
+def test_the_installed_command_prints_errors_on_stderr_without_a_traceback():
     done = subprocess.run(
         [sys.executable, "-m", "ntp_plugin.cli.main", *SMALL, "--lose", "nonsense"],
         capture_output=True,
@@ -240,6 +240,6 @@ def test_the_function_makes_the_plan_that_the_command_prints(capsys, tmp_path):
         ({"nodes_per_rack": 2.5}, r"nodes_per_rack = 2\.5 must be a whole number"),
     ],
 )
-def test_the_function_checks_what_the_flags_check(changed, message):
+def test_the_function_checks_the_same_as_the_flags(changed, message):
     with pytest.raises(ConfigError, match=message):
         plan(job(**changed))

@@ -1,4 +1,4 @@
-"""`ntp status`: the view of a terminal, recorded; and that it ends where a job does, or nobody of it is left."""
+"""`ntp status`: the recorded view of a terminal; it ends with the job, or when no process of it is left."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ ENDED_LONG_AGO = 4_194_305
 
 @pytest.fixture
 def process():
-    """Who could be a worker."""
+    """A process that could be a worker."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as sleeping:
         yield sleeping
         sleeping.kill()
@@ -39,7 +39,7 @@ def tell(folder, *events, slot=SLOTS[0]):
             teller.tell(event)
 
 
-def tell_a_beginning(folder, *, pids, machine):
+def write_beginning(folder, *, pids, machine):
     for number, (slot, pid) in enumerate(zip(SLOTS, pids, strict=True)):
         tell(folder, dataclasses.replace(BEGAN, number=number, pid=pid, machine=machine), slot=slot)
 
@@ -48,11 +48,11 @@ def committed(step):
     return Committed(step=step, epoch=0, seconds=0.25, losses={"lm loss": 5.5 - step}, samples=[])
 
 
-def test_the_view_of_a_terminal_has_who_is_there_and_how_wide_and_how_far(tmp_path):
-    tell_a_beginning(tmp_path, pids=range(1, 5), machine="another machine")
-    gone = RankLost(number=1, pid=2, kind="ended", reason="its process ended with code -9")
+def test_the_terminal_view_has_members_widths_and_progress(tmp_path):
+    write_beginning(tmp_path, pids=range(1, 5), machine="another machine")
+    lost = RankLost(number=1, pid=2, kind="ended", reason="its process ended with code -9")
     went_on = Recovered(epoch=1, seconds=0.5, lost=["r0.s0.t1"], back=[], widths=[[1], [2]], micro_batches=[1, 3])
-    tell(tmp_path, committed(1), gone, went_on, committed(2), Ended())
+    tell(tmp_path, committed(1), lost, went_on, committed(2), Ended())
     console = Console(record=True, force_terminal=True, width=120, highlight=False)
     assert follow(tmp_path, Screen("the run", console)) == 0
     seen = console.export_text()
@@ -65,8 +65,8 @@ def test_the_view_of_a_terminal_has_who_is_there_and_how_wide_and_how_far(tmp_pa
     assert "the job goes on (lost: r0.s0.t1): after 0.50 s; widths 1, 2; micro-batches 1, 3" in seen
 
 
-def test_a_job_that_ends_while_one_looks_is_over(tmp_path, process, capsys):
-    tell_a_beginning(tmp_path, pids=[process.pid] * 4, machine=here())
+def test_status_ends_with_its_job(tmp_path, process, capsys):
+    write_beginning(tmp_path, pids=[process.pid] * 4, machine=here())
     ending = threading.Timer(1.0, tell, (tmp_path, committed(1), Ended()))
     ending.start()
     assert main(["status", str(tmp_path)]) == 0
@@ -74,33 +74,33 @@ def test_a_job_that_ends_while_one_looks_is_over(tmp_path, process, capsys):
     assert "the job is dead" not in capsys.readouterr().out
 
 
-def test_a_job_of_which_nobody_is_alive_is_one_line_and_code_1(tmp_path, capsys):
-    tell_a_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
+def test_a_job_without_living_processes_is_one_line_and_code_1(tmp_path, capsys):
+    write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
     tell(tmp_path, committed(7))
     assert main(["status", str(tmp_path)]) == 1
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "the job is dead" in line]
-    assert str(tmp_path) in said
-    assert "its last step is 7" in said
+    (message,) = [line for line in capsys.readouterr().out.splitlines() if "the job is dead" in line]
+    assert str(tmp_path) in message
+    assert "its last step is 7" in message
 
 
-def test_a_job_that_dies_while_one_looks_is_dead_once_its_last_process_is(tmp_path, process):
-    tell_a_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 3 + [process.pid], machine=here())
+def test_status_reports_a_dead_job_after_its_last_process(tmp_path, process):
+    write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 3 + [process.pid], machine=here())
     died = []
     threading.Timer(1.0, lambda: (died.append(True), process.kill())).start()
     assert main(["status", str(tmp_path)]) == 1
     assert died, "it was waited for"
 
 
-def test_a_process_that_was_lost_and_replaced_is_not_looked_for(tmp_path, process):
-    tell_a_beginning(tmp_path, pids=[process.pid] + [ENDED_LONG_AGO] * 3, machine=here())
+def test_a_replaced_process_is_not_polled(tmp_path, process):
+    write_beginning(tmp_path, pids=[process.pid] + [ENDED_LONG_AGO] * 3, machine=here())
     for number in range(4):
         tell(tmp_path, RankLost(number=number, pid=1, kind="ended", reason="code 1"))
-    assert main(["status", str(tmp_path)]) == 1, "nobody has a place any more"
+    assert main(["status", str(tmp_path)]) == 1, "no process has a slot any more"
 
 
 @pytest.mark.parametrize("elsewhere", [SLOTS, SLOTS[3:]])
-def test_a_job_some_of_which_is_on_another_machine_is_followed_on(tmp_path, elsewhere):
-    tell_a_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
+def test_a_job_with_processes_on_another_machine_is_followed(tmp_path, elsewhere):
+    write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
     for slot in elsewhere:
         tell(tmp_path, dataclasses.replace(BEGAN, number=SLOTS.index(slot), pid=ENDED_LONG_AGO), slot=slot)
     words = [sys.executable, "-m", "ntp_plugin.cli.main", "status", str(tmp_path)]
@@ -112,7 +112,7 @@ def test_a_job_some_of_which_is_on_another_machine_is_followed_on(tmp_path, else
         assert looking.wait(PATIENCE_S) == 0
 
 
-def test_a_process_that_nobody_has_waited_for_is_not_alive(process):
+def test_a_zombie_process_is_not_alive(process):
     assert is_alive(process.pid)
     process.send_signal(signal.SIGKILL)
     until(lambda: not is_alive(process.pid))

@@ -38,7 +38,7 @@ def test_the_wait_for_the_slowest_rank_is_no_cost_of_the_comparison():
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans(), st.lists(MEASURED, min_size=2, max_size=2))), BUDGETS)
 def test_ranks_compare_after_the_same_steps_whatever_a_loss_kept_one_of_them_from_hearing(parts, budget):
-    """In each epoch one rank may not hear how a comparison ended; a joining rank knows nothing before it joins."""
+    """In each epoch one rank may miss the result of a comparison; a joining rank knows nothing before it joins."""
     heard = missed = CompareSchedule(every=None)
     step = 0
     for epoch, (steps, is_missed, both) in enumerate(parts):

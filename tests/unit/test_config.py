@@ -35,8 +35,8 @@ FLAGS = (
 def from_flags(words, section=Policy, prefix="ntp-"):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     schema.add_flags(parser, section, prefix=prefix)
-    said = schema.flag_values(section, parser.parse_args(words.split()), prefix=prefix)
-    return schema.build(section, said, name=schema.dotted())
+    flags = schema.flag_values(section, parser.parse_args(words.split()), prefix=prefix)
+    return schema.build(section, flags, name=schema.dotted())
 
 
 def test_toml_json_and_flags_mean_the_same(tmp_path):
@@ -50,7 +50,7 @@ def test_toml_json_and_flags_mean_the_same(tmp_path):
     ]
     assert policies[0] == policies[1] == policies[2]
     assert policies[0].batch.epsilon == 0.02
-    assert policies[0].copies.far == "node", "what is not said has its default"
+    assert policies[0].copies.far == "node", "missing keys have their default"
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_a_bad_flag_is_refused_by_its_name(words, message):
     assert message in str(caught.value)
 
 
-def test_what_is_missing_is_named():
+def test_missing_parts_are_named():
     with pytest.raises(ConfigError, match=r"parallel\.tp is missing\. Way out: give it: tensor-parallel degree"):
         schema.read(Job, {}, where="")
 
 
 def test_flags_win_over_the_file_key_by_key():
-    said, written = {"min_tp_width": 2, "batch": {"mode": "carry"}}, {"min_tp_width": 4, "batch": {"epsilon": 0.1}}
-    policy = schema.build(Policy, said, written, name=schema.dotted())
+    flags, written = {"min_tp_width": 2, "batch": {"mode": "carry"}}, {"min_tp_width": 4, "batch": {"epsilon": 0.1}}
+    policy = schema.build(Policy, flags, written, name=schema.dotted())
     assert (policy.min_tp_width, policy.batch.mode, policy.batch.epsilon) == (2, "carry", 0.1)
 
 

@@ -31,7 +31,7 @@ def stores(tmp_path):
     return Store(tmp_path / "from"), Store(tmp_path / "into")
 
 
-def test_the_newest_of_which_all_parts_are_here_is_taken(stores):
+def test_the_newest_complete_version_is_taken(stores):
     store, into = stores
     for step in (4, 5):
         keep(store, step)
@@ -41,7 +41,7 @@ def test_the_newest_of_which_all_parts_are_here_is_taken(stores):
     assert not any(wrong_in(into, place) for place, _ in into.found())
 
 
-def test_what_others_keep_for_a_slot_is_as_good(stores):
+def test_copies_kept_by_others_are_as_good(stores):
     store, into = stores
     keep(store, 4, slots=(3,))
     keep(store, 4, kind=FAR)
@@ -49,7 +49,7 @@ def test_what_others_keep_for_a_slot_is_as_good(stores):
     assert [(place.kind, place.slot) for place, _ in into.found()] == [(FAR, 4), (NEAR, 3)]
 
 
-def test_what_is_missing_is_named(stores):
+def test_missing_parts_are_named(stores):
     store, into = stores
     with pytest.raises(Refused, match="has no copies"):
         excerpt.take(store, into)
@@ -75,8 +75,8 @@ def test_a_copy_that_is_being_overwritten_is_not_copied(stores):
     assert not list(slow.found())
 
 
-def test_whatever_is_taken_of_a_run_that_goes_on_is_whole(stores):
-    """Somebody writes three versions while one is taken, and what is taken has the digests that it was made with."""
+def test_an_excerpt_of_a_living_run_is_complete(stores):
+    """Another process writes three versions during an excerpt, whose digests must be those of its version."""
     store, into = stores
     keep(store, 0, size=1 << 16)
     over, steps, taken = threading.Event(), threading.Semaphore(3), []
@@ -106,7 +106,7 @@ def test_whatever_is_taken_of_a_run_that_goes_on_is_whole(stores):
         training.join()
 
 
-def test_half_of_what_is_free_is_left_to_the_run(tmp_path):
+def test_half_of_the_free_memory_is_left_to_the_run(tmp_path):
     store = Store(tmp_path / "from")
     keep(store, 4, size=1 << 16)  # half a megabyte
     with disk(tmp_path / "small", "900k") as folder, pytest.raises(NoRoom, match=r"0\.5 MB would be copied"):

@@ -1,6 +1,6 @@
 """Both ends of a connection for copies prove that they have the job's key before anything else is read or sent.
 
-A stranger costs a descriptor for some seconds, and no thread and no memory.
+A client without the key costs a descriptor for some seconds, and no thread and no memory.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import pytest
 from ntp_plugin.copies.wire import Peer, PeerTrouble
 from tests.patience import until
 from tests.unit.test_copies_store import some_values, written
-from tests.unit.test_copies_wire import CREDENTIALS, FAR_PLACE, SECRET, There, heard_until_the_end, no_pace
+from tests.unit.test_copies_wire import CREDENTIALS, FAR_PLACE, SECRET, There, no_pace, received_until_the_end
 
 STRANGERS, ANNOUNCING = 200, 40
 LONG_LINE = (1 << 26).to_bytes(8) + b"{" + b" " * 1000
-"""What a request of 64 MB would begin with."""
+"""The first bytes of a request of 64 MB."""
 MORE_MEMORY_KB = 30_000
 """Each took 64 MB before the secret was checked."""
 
@@ -33,7 +33,7 @@ def put_one(there):
     return there.peer().put(FAR_PLACE, manifest, memory, pace=no_pace)
 
 
-def test_strangers_who_announce_long_lines_take_no_memory_and_keep_nobody_out(tmp_path):
+def test_unauthenticated_clients_with_long_lines_take_no_memory_and_block_nobody(tmp_path):
     with closing(There(tmp_path)) as there, contextlib.ExitStack() as open_ones:
         assert put_one(there) == [], "memory that it needs in any case"
         memory, threads = resident_kb(), threading.active_count()
@@ -45,31 +45,31 @@ def test_strangers_who_announce_long_lines_take_no_memory_and_keep_nobody_out(tm
         assert resident_kb() - memory < MORE_MEMORY_KB
         assert threading.active_count() <= threads + 1, "the one of the peer that was served"
         until(lambda: not there.server.pending)
-        assert len(there.told) == 1, "the record is not filled by them"
+        assert len(there.reported) == 1, "the record is not filled by them"
 
 
-def test_silent_strangers_are_few_at_once_and_the_oldest_leaves_for_a_new_one(tmp_path):
+def test_silent_clients_are_limited_and_the_oldest_is_dropped_first(tmp_path):
     with closing(There(tmp_path)) as there, contextlib.ExitStack() as open_ones:
         silent = [
             open_ones.enter_context(socket.create_connection(there.server.address, timeout=20))
             for _ in range(STRANGERS)
         ]
-        assert len(heard_until_the_end(silent[0])) <= 40, "a challenge, and then the end"
+        assert len(received_until_the_end(silent[0])) <= 40, "a challenge, and then the end"
         assert there.server.pending <= 64
         assert put_one(there) == []
 
 
 @pytest.mark.parametrize("words", [[b""], [b"x"] * 63])
-def test_a_stranger_who_is_slow_is_left_in_time_however_it_spends_it(tmp_path, words):
+def test_a_slow_unauthenticated_client_is_dropped_in_time(tmp_path, words):
     with closing(There(tmp_path, handshake_s=0.3)) as there:
         with socket.create_connection(there.server.address, timeout=20) as slow:
             with contextlib.suppress(OSError):
                 for word in words:
                     slow.sendall(word)
             with contextlib.suppress(ConnectionError):
-                assert len(heard_until_the_end(slow)) <= 40
+                assert len(received_until_the_end(slow)) <= 40
         until(lambda: not there.server.pending)
-        assert there.told == [], "who says nothing wrong is not reported"
+        assert there.reported == [], "who says nothing wrong is not reported"
 
 
 class Between:
@@ -105,7 +105,7 @@ class Between:
 
 
 def tapped(there):
-    """What goes over the wire both ways while a copy is put."""
+    """The bytes in both directions while a copy is sent."""
     between = Between(there.server.address)
     with closing(between):
         peer = Peer(between.address, run="run", secret=SECRET, timeout_s=20.0)
@@ -122,7 +122,7 @@ def test_the_secret_is_not_on_the_wire(tmp_path):
         assert SECRET.encode() not in sent + answered
 
 
-def test_a_recorded_conversation_is_worth_nothing_in_another_connection(tmp_path):
+def test_a_replayed_conversation_is_rejected(tmp_path):
     with closing(There(tmp_path)) as there:
         sent, _ = tapped(there)
         there.store.forget_since(0)
@@ -130,12 +130,12 @@ def test_a_recorded_conversation_is_worth_nothing_in_another_connection(tmp_path
             with contextlib.suppress(ConnectionError):
                 replayed.sendall(sent)
             with contextlib.suppress(ConnectionError):
-                assert len(heard_until_the_end(replayed)) <= 40
-        until(lambda: there.told)
+                assert len(received_until_the_end(replayed)) <= 40
+        until(lambda: there.reported)
         assert list(there.store.found()) == []
 
 
-def test_who_took_the_port_of_a_dead_server_is_sent_no_state():
+def test_no_state_is_sent_to_an_impostor_on_the_port_of_a_dead_server():
     memory, manifest = written(some_values())
     received = bytearray()
 
@@ -145,7 +145,7 @@ def test_who_took_the_port_of_a_dead_server_is_sent_no_state():
             connection.sendall(b"ntp-cop1" + b"r" * 32)
             received.extend(connection.recv(64, socket.MSG_WAITALL))
             connection.sendall(b"?" * 32)
-            received.extend(heard_until_the_end(connection))
+            received.extend(received_until_the_end(connection))
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=impostor)
@@ -157,7 +157,7 @@ def test_who_took_the_port_of_a_dead_server_is_sent_no_state():
     assert len(received) == 64
 
 
-def test_a_proof_holds_for_one_side_one_run_and_one_connection_alone():
+def test_a_proof_holds_for_one_side_one_run_and_one_connection():
     proofs = {
         of.proof(side, servers, clients)
         for of in (CREDENTIALS, type(CREDENTIALS)(run="another", secret=SECRET))

@@ -1,4 +1,4 @@
-"""What nobody knows what becomes of is refused by its name."""
+"""State that the plugin does not know how to handle is refused by its name."""
 
 import pytest
 
@@ -8,11 +8,11 @@ from ntp_plugin.errors import Refused
 KNOWN = (Item(pattern="weight *", becomes=EXACT, why="it is stepped"),)
 
 
-def test_what_is_known():
+def test_known_state_passes():
     assert require_known(["weight a", "weight b.c"], KNOWN, strict=True) == []
 
 
-def test_what_is_not_known_is_refused_or_told():
+def test_unknown_state_is_refused_or_reported():
     with pytest.raises(Refused, match="what becomes of buffer x, and 1 more when"):
         require_known(["weight a", "buffer x", "buffer y"], KNOWN, strict=True)
     assert require_known(["weight a", "buffer x", "buffer y"], KNOWN, strict=False) == ["buffer x", "buffer y"]

@@ -1,4 +1,4 @@
-"""Parities on real stores and sockets: what any one member had comes out again, and nothing that is wrong is used."""
+"""Parities on real stores and sockets: any one member's copy can be rebuilt, and nothing wrong is used."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ PLACE = CopyKey(kind=PARITY, slot=0, epoch=2, number=0)
 
 
 def xor(*parts):
-    """Of bytes of several lengths, with zeros behind the shorter ones."""
+    """XOR of bytes of several lengths, padded with zeros."""
     whole = torch.zeros(max(map(len, parts)), dtype=torch.uint8)
     for part in parts:
         whole[: len(part)] ^= part
@@ -53,7 +53,7 @@ def taken_at_once(monkeypatch):
 
 
 def batches_of(memory, manifest):
-    """As they come, piece by piece."""
+    """Batches as they arrive, slice by slice."""
     return [
         (CopyBatch(first=number, until=number + 1, begin=begin, end=end), memory[begin:end])
         for number, held in enumerate(manifest.held)
@@ -75,7 +75,7 @@ def there(tmp_path):
 # ---------------------------------------------------------------- keeping
 
 
-def test_a_parity_is_there_when_all_members_are_in_and_not_before(there):
+def test_a_parity_is_available_only_when_all_members_are_folded(there):
     first, second = copies_of(1, 2)
     for peer, (memory, manifest) in zip((there.peer(), there.peer()), (second, first), strict=True):
         assert list(there.store.found()) == []
@@ -85,7 +85,7 @@ def test_a_parity_is_there_when_all_members_are_in_and_not_before(there):
     assert members_of(parity) == (first[1], second[1])
     assert is_parity_of(there.store, PLACE, first, second), "and the later one was longer"
     assert wrong_in(there.store, PLACE) == []
-    assert there.told == []
+    assert there.reported == []
     mapped(there.store, PLACE)[77] ^= 4
     assert wrong_in(there.store, PLACE) == ["parity (xor)"]
 
@@ -101,7 +101,7 @@ def break_off(after):
     return pace
 
 
-def send_in_pieces(there, copies, breaks):
+def send_in_parts(there, copies, breaks):
     """All members' copies, of the first again and again where it breaks off."""
     for number, (memory, manifest) in enumerate(copies):
         for after in breaks if number == 0 else ():
@@ -112,7 +112,7 @@ def send_in_pieces(there, copies, breaks):
 
 
 @pytest.mark.parametrize("at_once", [100, 1 << 20])
-def test_a_piece_without_values_is_taken_like_any_other(there, taken_at_once, at_once):
+def test_an_empty_slice_is_folded_like_any_other(there, taken_at_once, at_once):
     taken_at_once(at_once)
     copies = []
     for memory, manifest in copies_of(1, 2):
@@ -121,25 +121,25 @@ def test_a_piece_without_values_is_taken_like_any_other(there, taken_at_once, at
         more = layout.laid_out((nothing, first, nothing, *others, nothing))
         numbers = ({}, numbers[0], {}, *numbers[1:], {})
         copies.append((memory, dataclasses.replace(manifest, layout=more, numbers=numbers)))
-    send_in_pieces(there, copies, ())
+    send_in_parts(there, copies, ())
     assert is_parity_of(there.store, PLACE, *copies)
 
 
 @pytest.mark.parametrize("batch", [500, 1 << 20], ids=["one by one", "at once"])
 @pytest.mark.parametrize("breaks", [(0,), (3,), (23,), (23, 1, 20), (24, 24)])
-def test_what_is_sent_again_after_a_broken_connection_is_in_once(there, monkeypatch, taken_at_once, breaks, batch):
+def test_a_slice_sent_again_after_a_broken_connection_is_folded_once(there, monkeypatch, taken_at_once, breaks, batch):
     monkeypatch.setattr(wire, "CHUNK", 500)
     taken_at_once(batch)
     copies = copies_of(1, 2)
     first, second, _ = copies[0][1].held
     assert first.bytes_of(first.entries[0]) == 500 * 24, "it breaks off in the first piece, behind it, and in the end"
     assert second.entries[0].offset < copies[0][1].size <= 500 * 25
-    send_in_pieces(there, copies, breaks)
+    send_in_parts(there, copies, breaks)
     until(lambda: len(list(there.store.found())) == 1)
     assert is_parity_of(there.store, PLACE, *copies)
 
 
-def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch, taken_at_once):
+def test_folding_a_slice_twice_is_detected(there, monkeypatch, taken_at_once):
     """A negative control: pieces that are in are folded again, which takes them out."""
     sound = ParityStore._fold_once
 
@@ -151,11 +151,11 @@ def test_it_is_noticed_if_pieces_are_folded_twice(there, monkeypatch, taken_at_o
     monkeypatch.setattr(wire, "CHUNK", 500)
     taken_at_once(500)
     copies = copies_of(1, 2)
-    send_in_pieces(there, copies, [23])
+    send_in_parts(there, copies, [23])
     assert not is_parity_of(there.store, PLACE, *copies)
 
 
-def test_what_comes_again_though_it_had_arrived_changes_nothing(there):
+def test_a_slice_that_arrives_twice_changes_nothing(there):
     """The answer was lost."""
     copies = copies_of(1, 2)
     for memory, manifest in [*copies, *copies]:
@@ -163,14 +163,14 @@ def test_what_comes_again_though_it_had_arrived_changes_nothing(there):
     assert is_parity_of(there.store, PLACE, *copies)
 
 
-def test_a_piece_that_does_not_come_as_it_was_is_not_in(there):
+def test_a_slice_with_a_wrong_digest_is_not_folded(there):
     copies = copies_of(1, 2)
     memory, manifest = copies[0]
     flipped = memory.clone()
     flipped[manifest.held[1].entries[0].offset] ^= 8
     peer = there.peer()
     assert peer.put(PLACE, manifest, flipped, pace=no_pace, members=MEMBERS) == ["b (weight)"]
-    assert there.told == ["slot 0 sent b (weight) of step 5 as laid out in epoch 2 and it did not come as it was"]
+    assert there.reported == ["slot 0 sent b (weight) of step 5 as laid out in epoch 2 and it did not come as it was"]
     assert peer.put(PLACE, copies[1][1], copies[1][0], pace=no_pace, members=MEMBERS) == []
     assert list(there.store.found()) == [], "the first member is not in"
     assert peer.put(PLACE, manifest, memory, pace=no_pace, members=MEMBERS) == [], "over the same connection"
@@ -186,7 +186,7 @@ def test_an_older_version_of_one_member_is_refused_and_nothing_is_committed(ther
     assert list(there.store.found()) == []
 
 
-def test_a_newer_version_takes_the_place_of_one_that_was_never_whole(there):
+def test_a_newer_version_replaces_an_incomplete_one(there):
     lone = copies_of(1, 2, step=5)[0]
     assert there.peer().put(PLACE, lone[1], lone[0], pace=no_pace, members=MEMBERS) == []
     copies = copies_of(3, 4, step=6, sizes=(500, 900))
@@ -197,7 +197,7 @@ def test_a_newer_version_takes_the_place_of_one_that_was_never_whole(there):
 
 
 @pytest.mark.parametrize("other", [(0, 1, 2), (0, 2)])
-def test_members_that_name_others_are_refused(there, other):
+def test_members_with_another_member_list_are_refused(there, other):
     copies = copies_of(1, 2)
     there.peer().put(PLACE, copies[0][1], copies[0][0], pace=no_pace, members=MEMBERS)
     with pytest.raises(PeerTrouble, match="slot 1 shares a parity with"):
@@ -208,8 +208,8 @@ def test_members_that_name_others_are_refused(there, other):
     assert list(there.store.found()) == []
 
 
-def test_what_is_folded_into_a_version_that_is_over_does_not_come_into_the_next(tmp_path):
-    """A connection that was thought broken goes on while a newer version has begun."""
+def test_folding_into_a_closed_version_leaves_the_next_unchanged(tmp_path):
+    """A connection that seemed broken continues after a newer version has begun."""
     store, old, new = Store(tmp_path), copies_of(1, 2, step=5), copies_of(3, 4, step=6)
     parities = ParityStore(store)
 
@@ -229,8 +229,8 @@ def test_what_is_folded_into_a_version_that_is_over_does_not_come_into_the_next(
 # ---------------------------------------------------------------- in turns
 
 
-def test_two_versions_are_kept_by_turns_and_the_memory_is_the_gth_part(tmp_path, there):
-    """Of what far copies of three members would take."""
+def test_two_alternating_versions_are_kept_in_the_gth_part_of_the_memory(tmp_path, there):
+    """A parity takes a part of the room of far copies of three members."""
     with contextlib.ExitStack() as running:
         members = [running.enter_context(closing(Here(tmp_path / f"{slot}"))) for slot in range(3)]
         for slot, here in enumerate(members):

@@ -1,4 +1,4 @@
-"""What comes out of parities on real stores: any one member's copy, and nothing that is wrong."""
+"""Copies rebuilt from parities on real stores: any one member's, and nothing that is wrong."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ from tests.unit.test_copies_store import some_values, written
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.randoms())
-def test_machine_code_folds_what_torch_folds(sizes, dice):
+def test_machine_code_folds_as_torch_does(sizes, dice):
     """Some pieces of those that came."""
     if parity.machine() is None:
         pytest.skip("it was not built")
@@ -51,8 +51,8 @@ def test_machine_code_folds_what_torch_folds(sizes, dice):
     assert torch.equal(*parities)
 
 
-def test_what_would_lie_before_the_bytes_is_not_folded():
-    """A manifest may say anything, and machine code writes where it is told."""
+def test_negative_offsets_are_not_folded():
+    """A manifest may contain any offset, and machine code writes there."""
     _, manifest = written(some_values())
     held = manifest.held[0]
     entry = dataclasses.replace(held.entries[0], offset=-64)
@@ -88,7 +88,7 @@ def test_any_member_comes_out_of_the_parity_and_the_others(tmp_path_factory, siz
         assert store.manifest(place) is None, "nothing is left of it"
 
 
-def test_a_full_host_is_told_before_a_loss_and_has_room_after_it(tmp_path):
+def test_a_full_host_is_reported_before_a_loss_and_has_room_after_it(tmp_path):
     copies = copies_of(1, 2, sizes=(1000, 1000))
     size, other = copies[0][1].size, dataclasses.replace(PLACE, number=1)
     with closing(Store(tmp_path / "full", at_most=3 * size - 1)) as store:
@@ -134,7 +134,7 @@ def written_thirds(started):
 
 
 def without(processes, *lost):
-    """What those who are left are to have."""
+    """The layout of the survivors."""
     left = [process for process in processes if process.slot not in lost]
     return left, {process.slot: HALVES[number] for number, process in enumerate(left)}
 
@@ -159,7 +159,7 @@ def test_a_member_that_is_lost_with_its_host_comes_from_the_parity(written_third
     assert_sound(again)
 
 
-def test_nothing_is_put_together_where_all_copies_are_there(written_thirds):
+def test_nothing_is_rebuilt_when_all_copies_are_available(written_thirds):
     results = restore(written_thirds, {0: THIRDS[1], 1: THIRDS[2], 2: THIRDS[0]})
     assert_sound(results)
     assert all(done.rebuilt == () for done, _, _ in results)
@@ -174,7 +174,7 @@ def test_the_host_of_a_parity_takes_no_member_with_it(written_thirds):
     assert all(done.rebuilt == () for done, _, _ in results)
 
 
-def test_two_losses_in_one_group_are_no_version_and_said_to_be_lost(written_thirds):
+def test_two_losses_in_one_group_leave_no_version(written_thirds):
     left, _ = without(written_thirds, 0, 1)
     assert versions(left) == []
     ((_, _, found),) = restore(left, {2: []})
@@ -182,8 +182,8 @@ def test_two_losses_in_one_group_are_no_version_and_said_to_be_lost(written_thir
         found.kinds()
 
 
-def test_a_version_whose_parity_lacks_a_member_does_not_stand_and_the_one_before_does(written_thirds):
-    """The other member's part of it did not come through before the host was lost."""
+def test_a_version_with_an_incomplete_parity_is_unavailable_and_the_one_before_is_used(written_thirds):
+    """The other member's part did not arrive before the host was lost."""
     newest = Version(step=6, epoch=3)
     first, second, third = written_thirds
     first.copy(newest, THIRDS[0], (0, 1, 2), [third.server.address], MEMBERS)
@@ -205,9 +205,11 @@ def test_a_version_whose_parity_lacks_a_member_does_not_stand_and_the_one_before
         ([1], [0], False),
     ],
 )
-def test_a_version_stands_if_each_slot_is_there_or_in_a_parity_with_all_others_there(there, group, stands):
-    told = json.dumps([[5, 2, slot, [0, 1, 2]] for slot in there] + ([[5, 2, group, [0, 1, 2]]] if group else []))
-    assert (standable([told]) == [VERSION]) == stands
+def test_a_version_is_available_if_each_slot_has_a_copy_or_a_complete_parity(there, group, stands):
+    description = json.dumps(
+        [[5, 2, slot, [0, 1, 2]] for slot in there] + ([[5, 2, group, [0, 1, 2]]] if group else [])
+    )
+    assert (standable([description]) == [VERSION]) == stands
 
 
 # ---------------------------------------------------------------- what is wrong
@@ -231,19 +233,19 @@ def flipped(path, host):
 
 
 @pytest.mark.parametrize("damage", [flipped, stale, truncated])
-def test_a_parity_that_is_wrong_is_named_and_the_version_before_is_had(written_thirds, tmp_path, damage):
+def test_a_wrong_parity_is_named_and_the_version_before_is_restored(written_thirds, tmp_path, damage):
     damage(tmp_path, 2)
     left, layout = without(written_thirds, 0)
     results = restore(left, layout)
     for found in results:
         assert isinstance(found, StateLost)
         assert "not as they were written: parity-0-e2-0 on host 2" in found.what
-    assert any("parity-0-e2-0" in told for told in left[1].trouble)
+    assert any("parity-0-e2-0" in message for message in left[1].trouble)
     assert not any(place.kind == REBUILT for process in left for place, _ in process.store.found())
     assert_sound(restore(left, layout, version=OLDER), step=4)
 
 
-def test_a_survivors_copy_that_is_wrong_is_named_and_the_version_before_is_had(written_thirds, tmp_path):
+def test_a_survivors_wrong_copy_is_named_and_the_version_before_is_restored(written_thirds, tmp_path):
     corrupt(tmp_path, 1, copy_at(NEAR, 1), "row")
     left, layout = without(written_thirds, 0)
     for found in restore(left, layout):
@@ -252,8 +254,8 @@ def test_a_survivors_copy_that_is_wrong_is_named_and_the_version_before_is_had(w
     assert_sound(restore(left, layout, version=OLDER), step=4)
 
 
-def test_a_near_copy_that_is_wrong_is_put_together_anew(written_thirds, tmp_path):
-    """Nobody is lost, and the far copy that is asked next is a parity."""
+def test_a_wrong_near_copy_is_rebuilt(written_thirds, tmp_path):
+    """No slot is lost, and the next far copy is a parity."""
     corrupt(tmp_path, 1, copy_at(NEAR, 1), "row")
     results = restore(written_thirds, THIRDS)
     assert_sound(results)
@@ -262,7 +264,7 @@ def test_a_near_copy_that_is_wrong_is_put_together_anew(written_thirds, tmp_path
         assert done.rebuilt == ("rebuilt-1-e2-0 on host 2",)
 
 
-def test_a_host_without_room_for_what_is_rebuilt_says_so(written_thirds, tmp_path, monkeypatch):
+def test_a_host_without_room_for_a_rebuilt_copy_reports_it(written_thirds, tmp_path, monkeypatch):
     left, layout = without(written_thirds, 0)
 
     def full(self, place, size, sound=Store.open):
@@ -274,10 +276,10 @@ def test_a_host_without_room_for_what_is_rebuilt_says_so(written_thirds, tmp_pat
     (_, _, found), _ = restore(left, {slot: [] for slot in layout})
     with pytest.raises(StateLost, match=r"the copies of step 5 .* of 0 are gone"):
         found.kinds()
-    assert any("rebuilt-0-e2-0 would take" in told for told in left[1].trouble)
+    assert any("rebuilt-0-e2-0 would take" in message for message in left[1].trouble)
 
 
-def test_it_would_be_noticed_if_what_comes_out_were_not_verified(written_thirds, tmp_path, monkeypatch):
+def test_skipping_the_verification_of_a_rebuilt_copy_is_detected(written_thirds, tmp_path, monkeypatch):
     """A negative control: a wrong parity is believed; the comparison in the end finds it."""
     flipped(tmp_path, 2)
     monkeypatch.setattr("ntp_plugin.copies.restore.wrong", lambda *_: [])

@@ -1,4 +1,4 @@
-"""Copies beside the training: of the state as it was when they were begun, two by turns, whatever other hosts do."""
+"""Copies during training: of the state at their beginning, alternating between two, whatever other hosts do."""
 
 import dataclasses
 import shutil
@@ -33,18 +33,20 @@ def far(epoch, number):
 def some_parts(seed, rows=100):
     """A part of each of two tensors, with the dtypes that mixed precision has."""
     generator = torch.Generator().manual_seed(seed)
-    pieces = [
+    slices = [
         TensorSlice(tensor="a", shape=(rows, 40), dim=1, ranges=((30, 40), (0, 10)), start=0, stop=20 * rows),
         TensorSlice(tensor="b", shape=(70,), dim=0, ranges=((0, 70),), start=11, stop=50, whole="1"),
     ]
     dtypes = {"main": torch.float32, "moment": torch.bfloat16}
     return [
         Part(
-            piece=piece,
-            values={name: torch.randn(piece.size, generator=generator).to(dtype) for name, dtype in dtypes.items()},
+            piece=tensor_slice,
+            values={
+                name: torch.randn(tensor_slice.size, generator=generator).to(dtype) for name, dtype in dtypes.items()
+            },
             numbers={"step": seed},
         )
-        for piece in pieces
+        for tensor_slice in slices
     ]
 
 
@@ -62,7 +64,7 @@ def kept(parts):
 
 
 def shown(store, place):
-    """What a copy holds, part by part."""
+    """The contents of a copy, part by part."""
     manifest, memory = store.manifest(place), bytes_of(store, place)
     assert manifest is not None
     assert wrong_in(store, place) == []
@@ -78,7 +80,7 @@ def same(found, expected):
 
 
 class Here:
-    """A replicator, its store, and what it told."""
+    """A replicator, its store, and its reports."""
 
     def __init__(self, folder, *, at_most=None, **options):
         self.store, self.trouble, self.copied = Store(folder, at_most=at_most), [], []
@@ -92,8 +94,8 @@ class Here:
             **{"timeout_s": 20.0} | options,
         )
 
-    def copy(self, told):
-        self.replicator.begin(told)
+    def copy(self, snapshot):
+        self.replicator.begin(snapshot)
         until(lambda: self.replicator.through)
         return self.replicator.ok
 
@@ -121,7 +123,7 @@ def there(tmp_path):
         yield there
 
 
-def test_bytes_among_the_extras_are_told_as_digits(here):
+def test_bytes_among_the_extras_are_reported_as_digits(here):
     drawn = torch.get_rng_state().numpy().tobytes()
     assert here.copy(dataclasses.replace(snapshot(5), extras={"random": {"torch": drawn}}))
     ((_, manifest),) = here.store.found()
@@ -143,7 +145,7 @@ def test_a_snapshot_becomes_a_copy_on_the_own_host(here):
     assert here.trouble == []
 
 
-def test_what_is_changed_once_it_is_taken_does_not_change_the_copy(here, there):
+def test_a_snapshot_is_independent_of_later_changes(here, there):
     """A large one, so that a copy which is not there yet would show it."""
     parts = some_parts(5, rows=100_000)
     before = kept(parts)
@@ -160,7 +162,7 @@ def test_what_is_changed_once_it_is_taken_does_not_change_the_copy(here, there):
 
 
 def bytes_in(store, place):
-    """Of all values that a copy holds, in their order."""
+    """Bytes of all values of a copy, in their order."""
     memory = bytes_of(store, place)
     entries = [(held, entry) for held in store.manifest(place).held for entry in held.entries]
     return torch.cat([memory[entry.offset : entry.offset + held.bytes_of(entry)] for held, entry in entries])
@@ -169,7 +171,8 @@ def bytes_in(store, place):
 @pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("chunk", [500, 501, 4096, 40_000])
 def test_copies_of_many_chunks_are_the_state_byte_for_byte(here, there, monkeypatch, chunk):
-    """Near, far, and what is asked for of the far one; 501 is no whole number of elements, 40,000 half of a tensor."""
+    """Near, far, and requested parts of the far one; 501 is no multiple of the element size, 40,000 half of a
+    tensor."""
     for module in (replicator, wire):
         monkeypatch.setattr(module, "CHUNK", chunk)
     parts = some_parts(5, rows=1000)
@@ -188,7 +191,7 @@ def test_copies_of_many_chunks_are_the_state_byte_for_byte(here, there, monkeypa
     )
 
 
-def test_far_copies_arrive_at_all_who_keep_them(here, there, tmp_path):
+def test_far_copies_arrive_at_all_their_holders(here, there, tmp_path):
     with closing(There(tmp_path / "elsewhere")) as elsewhere:
         here.replicator.send_to([there.server.address, elsewhere.server.address])
         for step in (5, 6, 7):
@@ -205,7 +208,7 @@ def test_far_copies_arrive_at_all_who_keep_them(here, there, tmp_path):
         assert {version.step for _, version, _ in there.store.versions()} == {7, 8}
 
 
-def test_what_is_committed_is_not_touched_by_the_next_snapshot(here):
+def test_the_next_snapshot_leaves_the_committed_copy(here):
     seen = []
     for step in (5, 6, 7, 8):
         assert here.copy(snapshot(step))
@@ -216,11 +219,11 @@ def test_what_is_committed_is_not_touched_by_the_next_snapshot(here):
     before = path.read_bytes(), path.stat().st_mtime_ns
     for step in (9, 10):
         assert here.copy(snapshot(step))
-        assert here.store.manifest(near(2, 0)).version.step == step, "nobody has committed it: the same is used again"
+        assert here.store.manifest(near(2, 0)).version.step == step, "it was not committed: the same one is used again"
         assert (path.read_bytes(), path.stat().st_mtime_ns) == before
 
 
-def test_a_commit_in_a_newer_epoch_removes_what_older_ones_left(here):
+def test_a_commit_in_a_newer_epoch_removes_older_copies(here):
     for step, epoch in [(5, 2), (6, 2), (7, 4)]:
         assert here.copy(snapshot(step, epoch=epoch))
         if epoch == 2:
@@ -238,7 +241,7 @@ def test_a_commit_in_a_newer_epoch_removes_what_older_ones_left(here):
     assert {version.step for place, version, _ in here.store.versions() if place.kind == NEAR} == {7, 8}
 
 
-def test_the_first_commit_of_a_joiner_removes_what_older_epochs_left(here, tmp_path):
+def test_the_first_commit_of_a_joiner_removes_copies_of_older_epochs(here, tmp_path):
     with closing(Here(tmp_path / "here")) as dead:
         assert dead.copy(snapshot(5, epoch=2))
         dead.replicator.commit()
@@ -252,7 +255,7 @@ def closed_address():
         return closed.getsockname()
 
 
-def test_a_peer_that_is_not_there_is_told_and_the_next_snapshot_is_made(here, there):
+def test_a_missing_peer_is_reported_and_the_next_snapshot_is_made(here, there):
     here.replicator.send_to([closed_address(), there.server.address])
     for step in (5, 6):
         assert not here.copy(snapshot(step))
@@ -265,8 +268,8 @@ def test_a_peer_that_is_not_there_is_told_and_the_next_snapshot_is_made(here, th
     assert here.copy(snapshot(7)), "nothing is wrong any more"
 
 
-def test_a_peer_that_comes_back_is_sent_to_again(here, there, tmp_path):
-    """Its process ends the connection, and whoever comes next listens where it did."""
+def test_a_returning_peer_gets_copies_again(here, there, tmp_path):
+    """Its process closes the connection, and its successor listens at the same address."""
     with closing(There(tmp_path / "elsewhere")) as elsewhere:
         here.replicator.send_to([elsewhere.server.address])
         assert here.copy(snapshot(5))
@@ -276,25 +279,25 @@ def test_a_peer_that_comes_back_is_sent_to_again(here, there, tmp_path):
     assert here.copy(snapshot(7))
 
 
-def test_a_memory_without_room_is_told_and_the_next_snapshot_is_made(tmp_path):
+def test_a_full_memory_is_reported_and_the_next_snapshot_is_made(tmp_path):
     with closing(Here(tmp_path, at_most=20_000)) as here:
         assert not here.copy(snapshot(5, parts=some_parts(5, rows=1000)))
-        (told,) = here.trouble
-        assert "max_host_gb" in told
+        (message,) = here.trouble
+        assert "max_host_gb" in message
         assert list(here.store.found()) == []
         assert here.copy(snapshot(6))
 
 
-def test_a_peer_without_room_is_told(here, tmp_path):
+def test_a_full_peer_is_reported(here, tmp_path):
     with closing(There(tmp_path / "there", at_most=100)) as there:
         here.replicator.send_to([there.server.address])
         assert not here.copy(snapshot(5))
-        (told,) = here.trouble
-        assert "has no room" in told
+        (message,) = here.trouble
+        assert "has no room" in message
         assert here.store.manifest(near(2, 0)) is not None
 
 
-def test_whatever_is_wrong_with_the_memory_is_told_and_the_training_goes_on(tmp_path):
+def test_memory_errors_are_reported_and_training_continues(tmp_path):
     with closing(Here(tmp_path / "here")) as here:
         shutil.rmtree(here.store.folder)
         here.copy(snapshot(5))
@@ -313,7 +316,7 @@ def test_a_copy_goes_no_faster_than_it_may(tmp_path, there):
         assert copied.taken_s < copied.seconds
 
 
-def test_what_is_late_is_news_until_one_is_through_in_time():
+def test_a_late_copy_is_news_until_a_copy_is_in_time():
     lateness = Lateness(after_s=10)
     assert [lateness.is_news(seconds) for seconds in (3, 9.9, 10, 11, 50)] == [False, False, True, False, False]
     lateness.ended(60, ok=True)
@@ -324,21 +327,21 @@ def test_what_is_late_is_news_until_one_is_through_in_time():
     assert lateness.is_news(11)
 
 
-def test_a_copy_that_is_slow_is_told_once_and_again_after_one_that_is_not(tmp_path, there):
+def test_a_slow_copy_is_reported_once_until_a_copy_is_in_time(tmp_path, there):
     with closing(Here(tmp_path / "here", bytes_per_s=5e4, timeout_s=0.2)) as here:
         here.replicator.send_to([there.server.address])
         for step in (5, 6):
             assert here.copy(snapshot(step)), "it is made, whatever it takes"
-        (told,) = here.trouble
-        assert told.startswith("step 5 as laid out in epoch 2 is not copied after 0.2 s, by slot 3 to 127.0.0.1:")
+        (message,) = here.trouble
+        assert message.startswith("step 5 as laid out in epoch 2 is not copied after 0.2 s, by slot 3 to 127.0.0.1:")
         here.replicator.send_to([])
         assert here.copy(snapshot(7))
         here.replicator.send_to([there.server.address])
         assert here.copy(snapshot(8))
-        assert [told.split(" as ")[0] for told in here.trouble] == ["step 5", "step 8"]
+        assert [message.split(" as ")[0] for message in here.trouble] == ["step 5", "step 8"]
 
 
-def test_a_peer_that_is_frozen_is_told_before_it_is_given_up(tmp_path):
+def test_a_frozen_peer_is_reported_before_it_is_given_up(tmp_path):
     with deaf_server() as (_, address), closing(Here(tmp_path, timeout_s=0.3)) as here:
         here.replicator.send_to([address])
         assert not here.copy(snapshot(5, parts=some_parts(5, rows=200_000)))
@@ -347,7 +350,7 @@ def test_a_peer_that_is_frozen_is_told_before_it_is_given_up(tmp_path):
         assert "was not copied" in given_up
 
 
-def test_nobody_waits_for_a_copy_that_is_slow(tmp_path, there):
+def test_training_does_not_wait_for_a_slow_copy(tmp_path, there):
     """The first one is waited for, until it is late; a recovery, and who closes, ends it: at this pace it takes an
     hour."""
     with closing(Here(tmp_path / "here", bytes_per_s=10.0, timeout_s=0.2)) as here:
@@ -384,7 +387,7 @@ def test_a_recovery_does_not_wait_for_a_peer_that_is_frozen(tmp_path):
         assert here.copy(snapshot(6))
 
 
-def test_a_recovery_gives_up_what_is_not_yet_on_its_way_as_well(tmp_path):
+def test_a_recovery_also_drops_copies_that_are_not_sent_yet(tmp_path):
     """Two that keep the copy are frozen: the next snapshot waits for neither."""
     with (
         deaf_server() as (one, first),
@@ -412,7 +415,7 @@ def test_a_recovery_costs_no_far_copy_after_it(here, there):
 @pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("part", [0, -1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_becomes_no_copy_and_what_is_committed_stays(here, value, part):
+def test_state_that_is_not_finite_is_not_copied_and_the_committed_copy_stays(here, value, part):
     for step in (5, 6):
         assert here.copy(snapshot(step))
         here.replicator.commit()
@@ -435,8 +438,8 @@ def test_an_idle_replicator_holds_and_closes(tmp_path):
     assert not any(thread.is_alive() for thread in here.replicator._threads)
 
 
-def test_what_all_have_near_is_kept_while_far_copies_do_not_arrive(here):
-    """So that there is a whole version, and not an old one, while the next is taken."""
+def test_near_copies_are_kept_while_far_copies_do_not_arrive(here):
+    """This keeps a complete and recent version while the next is taken."""
     here.replicator.send_to([closed_address()])
     places = []
     for step in (5, 6, 7, 8):
@@ -450,7 +453,7 @@ def test_what_all_have_near_is_kept_while_far_copies_do_not_arrive(here):
     assert {manifest.version.step for _, manifest in here.store.found()} == {8, 9}
 
 
-def test_what_is_committed_is_not_given_up_for_what_is_kept(here, there):
+def test_the_committed_copy_is_not_replaced_by_a_kept_one(here, there):
     """A lost host needs it: its far copies are of no newer version."""
     here.replicator.send_to([there.server.address])
     here.copy(snapshot(5))

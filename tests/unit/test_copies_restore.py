@@ -1,4 +1,4 @@
-"""A version put together from copies, in another layout, by all members at once: each is a thread here."""
+"""All members at once, each a thread, restore a version from copies in another layout."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ SHAPES = {"column": (12, 5), "row": (4, 9), "flat": (41,), "norm": (6,)}
 DTYPES = {"main": torch.float32, "moment": torch.bfloat16}
 
 
-def piece(tensor, dim, *ranges, start=0, stop=None, whole=""):
+def slice_of(tensor, dim, *ranges, start=0, stop=None, whole=""):
     shape = SHAPES[tensor]
     rows = sum(last - first for first, last in ranges)
     size = rows * torch.Size(shape).numel() // shape[dim]
@@ -41,37 +41,37 @@ def piece(tensor, dim, *ranges, start=0, stop=None, whole=""):
 
 HALVES = {
     0: [
-        piece("column", 0, (0, 6)),
-        piece("row", 1, (0, 5)),
-        piece("flat", 0, (0, 41), stop=20),
-        piece("norm", 0, (0, 6), whole="0"),
+        slice_of("column", 0, (0, 6)),
+        slice_of("row", 1, (0, 5)),
+        slice_of("flat", 0, (0, 41), stop=20),
+        slice_of("norm", 0, (0, 6), whole="0"),
     ],
     1: [
-        piece("column", 0, (6, 12)),
-        piece("row", 1, (5, 9)),
-        piece("flat", 0, (0, 41), start=20),
-        piece("norm", 0, (0, 6), whole="1"),
+        slice_of("column", 0, (6, 12)),
+        slice_of("row", 1, (5, 9)),
+        slice_of("flat", 0, (0, 41), start=20),
+        slice_of("norm", 0, (0, 6), whole="1"),
     ],
 }
 THIRDS = {
     0: [
-        piece("column", 0, (9, 12), (2, 4)),
-        piece("row", 1, (8, 9)),
-        piece("flat", 0, (30, 41), (0, 30), stop=12),
-        piece("norm", 0, (0, 6), whole="0"),
+        slice_of("column", 0, (9, 12), (2, 4)),
+        slice_of("row", 1, (8, 9)),
+        slice_of("flat", 0, (30, 41), (0, 30), stop=12),
+        slice_of("norm", 0, (0, 6), whole="0"),
     ],
     1: [
-        piece("column", 0, (0, 1)),
-        piece("row", 1, (4, 6), (1, 3), (6, 8)),
-        piece("flat", 0, (30, 41), (0, 30), start=12, stop=13),
-        piece("norm", 0, (3, 6), (0, 3), whole="1"),
+        slice_of("column", 0, (0, 1)),
+        slice_of("row", 1, (4, 6), (1, 3), (6, 8)),
+        slice_of("flat", 0, (30, 41), (0, 30), start=12, stop=13),
+        slice_of("norm", 0, (3, 6), (0, 3), whole="1"),
     ],
     2: [
-        piece("column", 0, (4, 9), (1, 2)),
-        piece("row", 1, (0, 1), (3, 4)),
-        piece("flat", 0, (30, 41), (0, 30), start=13),
-        piece("norm", 0, (0, 6), start=0, stop=2, whole="2"),
-        piece("norm", 0, (0, 6), start=2, stop=6, whole="2"),
+        slice_of("column", 0, (4, 9), (1, 2)),
+        slice_of("row", 1, (0, 1), (3, 4)),
+        slice_of("flat", 0, (30, 41), (0, 30), start=13),
+        slice_of("norm", 0, (0, 6), start=0, stop=2, whole="2"),
+        slice_of("norm", 0, (0, 6), start=2, stop=6, whole="2"),
     ],
 }
 
@@ -91,7 +91,7 @@ def part_of(whole, wanted):
 
 
 def room_for(wanted):
-    """Where a part is to be: what is not filled would show."""
+    """Room for a part, with values that reveal what is not filled."""
     values = {name: torch.full((wanted.size,), torch.nan, dtype=dtype) for name, dtype in DTYPES.items()}
     return Part(piece=wanted, values=values, numbers={})
 
@@ -109,14 +109,14 @@ class Process:
             self.peers[address] = Peer(address, run="run", secret=SECRET, timeout_s=20.0)
         return self.peers[address]
 
-    def copy(self, version, pieces, holders, far, members=()):
+    def copy(self, version, slices, holders, far, members=()):
         replicator = Replicator(
             self.store, run="run", secret=SECRET, slot=self.slot, timeout_s=20.0, trouble=self.trouble.append
         )
         with contextlib.closing(replicator):
             replicator.send_to(far, members=members)
             whole = state(version.step)
-            parts = [part_of(whole, each) for each in pieces]
+            parts = [part_of(whole, each) for each in slices]
             extras = {"consumed": 8 * version.step, "of": self.slot}
             replicator.begin(Snapshot(version=version, holders=holders, parts=parts, extras=extras))
             until(lambda: replicator.through)
@@ -130,27 +130,27 @@ class Process:
 
 
 class Meeting:
-    """What all members tell each other, as bytes."""
+    """An all-gather of bytes among all members."""
 
     def __init__(self, members):
         self._words, self._barrier = [b""] * members, threading.Barrier(members, timeout=60)
 
     def of(self, number):
-        def tell_all(what):
+        def all_gather(what):
             self._words[number] = pickle.dumps(what)
             self._barrier.wait()
-            told = [pickle.loads(word) for word in self._words]
+            gathered = [pickle.loads(word) for word in self._words]
             self._barrier.wait()
-            return told
+            return gathered
 
-        return tell_all
+        return all_gather
 
     def leave(self):
         self._barrier.abort()
 
 
 def together(members, act):
-    """What each of these has come to, a StateLost included, which all are to raise alike."""
+    """The result of each member, including a StateLost, which all must raise."""
     meeting, found = Meeting(len(members)), [None] * len(members)
 
     def take_part(number):
@@ -195,13 +195,13 @@ def written(tmp_path):
 
 
 def nothing(_process, _parts):
-    """What happens between filling and verifying."""
+    """Do nothing between filling and verifying."""
 
 
 def restore(members, layout, *, version=VERSION, afterwards=nothing):
     """(what came from where, the parts) of each member, verified; or the StateLost that it raised."""
 
-    def act(process, tell_all):
+    def act(process, all_gather):
         alike = [member.slot for member in members if member.host == process.host]
         restoration = Restoration(
             version,
@@ -209,7 +209,7 @@ def restore(members, layout, *, version=VERSION, afterwards=nothing):
             slot=process.slot,
             host=process.host,
             teller=process.slot == min(alike),
-            tell_all=tell_all,
+            tell_all=all_gather,
             address=process.server.address,
             peer=process.peer,
             trouble=process.trouble.append,
@@ -238,8 +238,8 @@ def total(done):
     return done.own + done.here + done.elsewhere
 
 
-def bytes_of(pieces):
-    return sum(each.size * sum(dtype.itemsize for dtype in DTYPES.values()) for each in pieces)
+def bytes_of(slices):
+    return sum(each.size * sum(dtype.itemsize for dtype in DTYPES.values()) for each in slices)
 
 
 def corrupt(folder, host, place, tensor):
@@ -254,7 +254,7 @@ def copy_at(kind, slot):
     return CopyKey(kind=kind, slot=slot, epoch=2, number=0)
 
 
-def test_what_two_had_is_put_together_for_three(written, started):
+def test_copies_of_two_slots_are_assembled_for_three(written, started):
     """The third has nothing of its own, and takes what others on its host have."""
     members = [started(0, 0), started(1, 1), started(2, 1)]
     results = restore(members, THIRDS)
@@ -273,7 +273,7 @@ def test_what_two_had_is_put_together_for_three(written, started):
     assert own.extras() == {"consumed": 40, "of": 0}
 
 
-def test_the_own_copy_is_all_that_the_same_layout_needs(written, started):
+def test_the_same_layout_needs_only_the_own_copy(written, started):
     members = [started(0, 0), started(1, 1)]
     results = restore(members, HALVES)
     assert_sound(results)
@@ -282,7 +282,7 @@ def test_the_own_copy_is_all_that_the_same_layout_needs(written, started):
         assert restoration.extras()["of"] == member.slot
 
 
-def test_what_no_copy_here_has_comes_from_other_hosts(started):
+def test_missing_parts_come_from_other_hosts(started):
     """There are near copies only, and one of the members is on a host that has none."""
     before = [started(0, 0), started(1, 1)]
     write_halves(before, far=False)
@@ -295,7 +295,7 @@ def test_what_no_copy_here_has_comes_from_other_hosts(started):
     assert (third.own, third.here, third.elsewhere) == (0, 0, bytes_of(THIRDS[2]))
 
 
-def test_a_host_that_is_gone_is_covered_by_far_copies(written, started):
+def test_far_copies_cover_a_lost_host(written, started):
     members = [started(0, 0), started(1, 2), started(2, 0)]
     results = restore(members, THIRDS)
     assert_sound(results)
@@ -304,7 +304,7 @@ def test_a_host_that_is_gone_is_covered_by_far_copies(written, started):
 
 
 @pytest.mark.parametrize("tensor", SHAPES)
-def test_a_near_copy_that_was_changed_is_left_aside(written, started, tmp_path, tensor):
+def test_a_changed_near_copy_is_skipped(written, started, tmp_path, tensor):
     corrupt(tmp_path, 0, copy_at(NEAR, 0), tensor)
     members = [started(0, 0), started(1, 1), started(2, 0)]
     results = restore(members, THIRDS)
@@ -313,25 +313,25 @@ def test_a_near_copy_that_was_changed_is_left_aside(written, started, tmp_path, 
     elsewhere = results[0][0].elsewhere + results[2][0].elsewhere
     assert (elsewhere > 0) == (tensor != "norm"), "the other half here has that as well"
     assert any(
-        "near-0-e2-0" in told and f"{tensor} (moment) in it is not" in told
-        for told in members[0].trouble + members[2].trouble
+        "near-0-e2-0" in message and f"{tensor} (moment) in it is not" in message
+        for message in members[0].trouble + members[2].trouble
     )
     assert members[1].trouble == []
 
 
-def test_a_copy_on_another_host_that_was_changed_is_left_aside(written, started, tmp_path):
-    """Who asks for it is told, and so is its host."""
+def test_a_changed_copy_on_another_host_is_skipped(written, started, tmp_path):
+    """The reader reports it, and so does its host."""
     corrupt(tmp_path, 0, copy_at(NEAR, 0), "column")
     members = [started(0, 0), started(1, 1), started(2, 2)]
-    layout = {0: [], 1: [], 2: [piece("column", 0, (0, 12))]}
+    layout = {0: [], 1: [], 2: [slice_of("column", 0, (0, 12))]}
     results = restore(members, layout)
     assert_sound(results)
     assert all(done.broken == ("near-0-e2-0 on host 0",) for done, _, _ in results)
-    assert any("left aside" in told for told in members[2].trouble)
-    assert any("near-0-e2-0 holds column (moment)" in told for told in members[0].trouble)
+    assert any("left aside" in message for message in members[2].trouble)
+    assert any("near-0-e2-0 holds column (moment)" in message for message in members[0].trouble)
 
 
-def test_a_copy_whose_bytes_were_cut_short_is_none(written, started, tmp_path):
+def test_a_truncated_copy_is_not_used(written, started, tmp_path):
     with (tmp_path / "host-0" / "near-0-e2-0").open("r+b") as file:
         file.truncate(100)
     members = [started(0, 0), started(1, 1), started(2, 0)]
@@ -340,7 +340,7 @@ def test_a_copy_whose_bytes_were_cut_short_is_none(written, started, tmp_path):
     assert results[0][0].own == 0 < results[0][0].elsewhere
 
 
-def test_all_raise_where_no_copy_of_a_part_is_sound(written, started, tmp_path):
+def test_all_members_raise_when_no_copy_of_a_part_is_sound(written, started, tmp_path):
     corrupt(tmp_path, 0, copy_at(NEAR, 0), "flat")
     corrupt(tmp_path, 1, copy_at(FAR, 0), "flat")
     members = [started(0, 0), started(1, 1), started(2, 0)]
@@ -353,7 +353,7 @@ def test_all_raise_where_no_copy_of_a_part_is_sound(written, started, tmp_path):
     assert len({str(found) for found in results}) == 1
 
 
-def test_an_older_version_can_be_had_where_the_newest_cannot(started, tmp_path):
+def test_an_older_version_is_restored_if_the_newest_cannot(started, tmp_path):
     before = [started(0, 0), started(1, 1)]
     write_halves(before, Version(step=4, epoch=1))
     write_halves(before)
@@ -366,7 +366,7 @@ def test_an_older_version_can_be_had_where_the_newest_cannot(started, tmp_path):
     assert_sound(restore(members, THIRDS, version=versions[1]), step=4)
 
 
-def test_versions_that_all_can_stand_on_are_the_whole_ones_newest_first(started):
+def test_complete_versions_are_listed_newest_first(started):
     first, second = before = [started(0, 0), started(1, 1)]
     whole = [Version(step=4, epoch=1), Version(step=5, epoch=2), Version(step=5, epoch=3), Version(step=10, epoch=4)]
     for version in (whole[2], whole[0], whole[3], whole[1]):
@@ -374,24 +374,24 @@ def test_versions_that_all_can_stand_on_are_the_whole_ones_newest_first(started)
     lacking = Version(step=11, epoch=5)
     first.copy(lacking, HALVES[0], (0, 1), [second.server.address])
     newest_first = whole[::-1]
-    told = [describe(each.store) for each in before]
-    assert standable(told) == standable([*told, "", "[]"]) == newest_first
-    assert standable(told[:1]) == standable(told[1:]) == newest_first, "each host has both parts"
+    descriptions = [describe(each.store) for each in before]
+    assert standable(descriptions) == standable([*descriptions, "", "[]"]) == newest_first
+    assert standable(descriptions[:1]) == standable(descriptions[1:]) == newest_first, "each host has both parts"
     second.copy(lacking, HALVES[1], (0, 1), [])
     assert standable([describe(each.store) for each in before]) == [lacking, *newest_first]
     assert standable([describe(first.store)]) == newest_first
     assert standable([]) == standable([""]) == []
 
 
-def test_whoever_holds_nothing_of_a_version_is_not_waited_for():
-    told = json.dumps([[5, 2, slot, [0, 3]] for slot in (0, 3)])
-    assert standable([told]) == [VERSION]
+def test_a_member_without_copies_of_a_version_is_not_waited_for():
+    description = json.dumps([[5, 2, slot, [0, 3]] for slot in (0, 3)])
+    assert standable([description]) == [VERSION]
     assert standable([json.dumps([[5, 2, 0, [0, 3]]])]) == []
 
 
 @pytest.mark.parametrize("at", [(0, 0, "column"), (2, 2, "flat"), (1, 3, "norm"), (2, 4, "norm")])
 @pytest.mark.parametrize("entry", ["main", "moment"])
-def test_all_raise_where_one_has_another_value_in_the_end(written, started, at, entry):
+def test_all_members_raise_when_one_restored_value_differs(written, started, at, entry):
     members = [started(0, 0), started(1, 1), started(2, 1)]
     slot, number, named = at
 
@@ -404,7 +404,7 @@ def test_all_raise_where_one_has_another_value_in_the_end(written, started, at, 
         assert found.what.startswith(f"{named} ({entry}) of step 5 as laid out in epoch 2 is not what was copied")
 
 
-def test_all_raise_where_two_swap_values_in_the_end(written, started):
+def test_all_members_raise_when_two_restored_values_are_swapped(written, started):
     """Each bit is there, and not where it was."""
     members, swapped = [started(0, 0), started(1, 1), started(2, 1)], {}
     both = threading.Barrier(2, timeout=60)
@@ -421,12 +421,12 @@ def test_all_raise_where_two_swap_values_in_the_end(written, started):
         assert "column (main)" in found.what
 
 
-def test_a_copy_that_one_process_does_not_give_is_asked_of_another(started):
-    """Two of a host tell of one copy: who speaks for the host, and the slot itself. The first does not answer."""
+def test_a_copy_that_one_process_does_not_send_is_requested_from_another(started):
+    """Two processes of a host list one copy: the host leader, and the slot itself. The first does not answer."""
     before = [started(0, 0), started(1, 0)]
     write_halves(before, far=False)
     members = [*before, started(2, 1)]
     silent, asking = members[0].server.address, members[2]
     asking.peers[silent] = Peer(silent, run="run", secret="another", timeout_s=20.0)
-    layout = {0: [piece("column", 0, (0, 6))], 1: [], 2: [piece("column", 0, (6, 12))]}
+    layout = {0: [slice_of("column", 0, (0, 6))], 1: [], 2: [slice_of("column", 0, (6, 12))]}
     assert_sound(restore(members, layout))

@@ -1,4 +1,4 @@
-"""Which elements a piece has, and what two have in common, against lists of all their places."""
+"""The elements of a slice, and the overlap of two, against lists of all their places."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from ntp_plugin.copies.slices import TensorSlice, common, indices
 
 @st.composite
 def parts_of_a_range(draw, size):
-    """A range cut anywhere and dealt to a few, each of whom puts its ranges in any order."""
+    """A range cut anywhere and dealt to a few owners, each with its ranges in any order."""
     cuts = draw(st.sets(st.integers(1, size - 1))) if size > 1 else set()
     ranges = draw(st.permutations(list(itertools.pairwise([0, *sorted(cuts), size]))))
     owners = [draw(st.integers(0, 2)) for _ in ranges]
@@ -24,26 +24,28 @@ def parts_of_a_range(draw, size):
 def cuts(draw, shape):
     """All of a tensor of this shape as pieces: parts along a dim, each cut flat, anywhere."""
     dim = draw(st.integers(0, len(shape) - 1))
-    pieces = []
+    slices = []
     for ranges in draw(parts_of_a_range(shape[dim])):
         rows = sum(stop - start for start, stop in ranges)
         size = rows * torch.Size(shape).numel() // shape[dim]
         bounds = sorted(draw(st.lists(st.integers(0, size), max_size=3)))
-        pieces += [
+        slices += [
             TensorSlice(tensor="t", shape=shape, dim=dim, ranges=ranges, start=start, stop=stop)
             for start, stop in itertools.pairwise([0, *bounds, size])
         ]
-    return pieces
+    return slices
 
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
 
-def places_of(piece):
+def places_of(tensor_slice):
     """Straight from the definition: ranges along the dim, one after the other, flat, and of that some."""
-    whole = torch.arange(torch.Size(piece.shape).numel()).view(piece.shape)
-    part = torch.cat([whole.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges], piece.dim)
-    return part.reshape(-1)[piece.start : piece.stop].tolist()
+    whole = torch.arange(torch.Size(tensor_slice.shape).numel()).view(tensor_slice.shape)
+    part = torch.cat(
+        [whole.narrow(tensor_slice.dim, start, stop - start) for start, stop in tensor_slice.ranges], tensor_slice.dim
+    )
+    return part.reshape(-1)[tensor_slice.start : tensor_slice.stop].tolist()
 
 
 def listed(runs):
@@ -55,18 +57,18 @@ def listed(runs):
 
 
 @given(shapes.flatmap(cuts))
-def test_the_runs_of_a_piece_are_the_places_of_its_elements_in_their_order(pieces):
-    for piece in pieces:
-        assert listed(piece.runs) == places_of(piece)
-        assert piece.runs.size == piece.size == len(places_of(piece))
-        begins = itertools.accumulate(piece.runs.lengths.tolist(), initial=0)
-        assert [*piece.runs.offsets.tolist(), piece.size] == list(begins)
-    assert sorted(itertools.chain(*map(places_of, pieces))) == list(range(torch.Size(pieces[0].shape).numel()))
+def test_the_runs_of_a_slice_are_the_places_of_its_elements_in_order(slices):
+    for tensor_slice in slices:
+        assert listed(tensor_slice.runs) == places_of(tensor_slice)
+        assert tensor_slice.runs.size == tensor_slice.size == len(places_of(tensor_slice))
+        begins = itertools.accumulate(tensor_slice.runs.lengths.tolist(), initial=0)
+        assert [*tensor_slice.runs.offsets.tolist(), tensor_slice.size] == list(begins)
+    assert sorted(itertools.chain(*map(places_of, slices))) == list(range(torch.Size(slices[0].shape).numel()))
 
 
 @settings(max_examples=40)
 @given(shapes.flatmap(lambda shape: st.tuples(cuts(shape), cuts(shape))))
-def test_what_two_pieces_have_in_common_is_found_in_both(case):
+def test_the_overlap_of_two_slices_is_found_in_both(case):
     for mine, theirs in itertools.product(*case):
         found = common(mine.runs, theirs.runs)
         my_places, their_places = places_of(mine), places_of(theirs)

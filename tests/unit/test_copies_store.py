@@ -1,4 +1,4 @@
-"""Copies in a host's memory: whole or none, whoever dies, and no more than there is room for."""
+"""Copies in a host's memory: complete or absent, whoever dies, and within the room that there is."""
 
 import dataclasses
 import hashlib
@@ -41,13 +41,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def written(values, *, step=5, epoch=2, slot=3, run="run"):
     """The bytes of a copy of these tensors, and its manifest."""
-    pieces, digests = [], []
+    slices, digests = [], []
     for name, value in values.items():
         shape = tuple(value.shape)
-        pieces.append(
+        slices.append(
             TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=value.numel())
         )
-        digests.append(digest(value, pieces[-1].runs, salt=salt(run, step, name, "weight")))
+        digests.append(digest(value, slices[-1].runs, salt=salt(run, step, name, "weight")))
     kinds = [(("weight", value.dtype),) for value in values.values()]
     manifest = Manifest(
         run=run,
@@ -55,9 +55,9 @@ def written(values, *, step=5, epoch=2, slot=3, run="run"):
         slot=slot,
         holders=(slot, 9),
         size=places([value.nbytes for value in values.values()])[1],
-        layout=in_a_row(tuple(zip(pieces, kinds, strict=True))),
+        layout=in_a_row(tuple(zip(slices, kinds, strict=True))),
         digests=tuple(digests),
-        numbers=({"step": step},) * len(pieces),
+        numbers=({"step": step},) * len(slices),
         extras={"consumed": 8 * step},
     )
     memory = torch.zeros(manifest.size, dtype=torch.uint8)
@@ -91,7 +91,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def another(tmp_path):
-    """What another process of the host sees."""
+    """The store as another process of the host sees it."""
     store = Store(tmp_path / "host")
     yield store
     store.close()
@@ -127,16 +127,16 @@ def test_a_larger_copy_takes_the_place_of_a_smaller_one(store, another):
     memory, manifest = put(store, PLACE, some_values(1, size=2000), step=6)
     assert list(another.found()) == [(PLACE, manifest)]
     assert torch.equal(bytes_of(another, PLACE)[: manifest.size], memory)
-    assert torch.equal(reader, before), "whoever still reads the old bytes goes on reading them"
+    assert torch.equal(reader, before), "a reader of the old bytes keeps them"
 
 
-def test_a_copy_that_has_no_bytes_is_one(store, another):
+def test_a_copy_without_bytes_is_valid(store, another):
     _, manifest = put(store, PLACE, {})
     assert list(another.found()) == [(PLACE, manifest)]
     assert manifest.size == 0
 
 
-def test_what_is_forgotten_is_gone_and_takes_nothing(store, another):
+def test_a_forgotten_copy_takes_no_room(store, another):
     other = CopyKey(kind=FAR, slot=4, epoch=2, number=1)
     _, manifest = put(store, PLACE)
     put(store, other, slot=4)
@@ -147,23 +147,23 @@ def test_what_is_forgotten_is_gone_and_takes_nothing(store, another):
     assert not any(path.name.startswith(str(PLACE)) for path in store.folder.iterdir())
 
 
-def test_all_of_older_epochs_is_forgotten_whoever_wrote_it(store, another):
+def test_copies_of_older_epochs_are_forgotten_regardless_of_writer(store, another):
     places = [CopyKey(kind=kind, slot=3, epoch=epoch, number=1) for kind in (NEAR, FAR) for epoch in (1, 2, 3, 10)]
     for place, writer in zip(places, [store, another] * 4, strict=True):
         put(writer, place, epoch=place.epoch)
     store.open(CopyKey(kind=NEAR, slot=8, epoch=2, number=0), 100)
     store.forget_before(3)
     assert {place for place, _ in another.found()} == {place for place in places if place.epoch >= 3}
-    assert len(list(store.folder.iterdir())) == 2 * 4, "bytes without a manifest are gone as well"
+    assert len(list(store.folder.iterdir())) == 2 * 4, "bytes without a manifest are removed as well"
 
 
-def test_forgetting_in_a_folder_that_is_gone_is_no_trouble(store):
+def test_forgetting_in_a_missing_folder_is_no_error(store):
     store.folder.rmdir()
     store.forget_before(3)
 
 
 @pytest.mark.parametrize("at", [0, 1, 100, -40, -33, -32, -1])
-def test_a_manifest_with_a_byte_that_differs_is_no_copy(store, another, at):
+def test_a_manifest_with_a_changed_byte_is_not_listed(store, another, at):
     _, manifest = put(store, PLACE)
     text = bytearray(manifest.encode())
     text[at] ^= 1
@@ -173,14 +173,14 @@ def test_a_manifest_with_a_byte_that_differs_is_no_copy(store, another, at):
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
-def test_a_manifest_that_is_cut_short_is_no_copy(store, another, part):
+def test_a_truncated_manifest_is_not_listed(store, another, part):
     _, manifest = put(store, PLACE)
     text = manifest.encode()
     store.complete_raw(PLACE, text[: int(len(text) * part)])
     assert list(another.found()) == []
 
 
-def test_a_copy_whose_bytes_are_cut_short_or_gone_is_none(store, another):
+def test_a_truncated_or_missing_copy_is_not_listed(store, another):
     _, manifest = put(store, PLACE)
     path = store.folder / str(PLACE)
     os.truncate(path, manifest.size - 1)
@@ -205,12 +205,12 @@ def test_a_place_is_read_from_its_name(place):
     assert CopyKey.read(f"{place}.json") is None
 
 
-def test_a_killed_process_leaves_whole_copies_or_none(store, tmp_path):
-    """It is killed when one copy is complete, and while another is written over one that was."""
+def test_a_killed_process_leaves_complete_copies_or_none(store, tmp_path):
+    """It is killed when one copy is complete, and while it overwrites another."""
     memory, manifest = written(some_values())
     complete, half = PLACE, CopyKey(kind=NEAR, slot=3, epoch=2, number=1)
-    for name, told in {"manifest": manifest.encode(), "memory": memory.numpy().tobytes()}.items():
-        (tmp_path / name).write_bytes(told)
+    for name, content in {"manifest": manifest.encode(), "memory": memory.numpy().tobytes()}.items():
+        (tmp_path / name).write_bytes(content)
     paths = [store.folder, tmp_path / "manifest", tmp_path / "memory"]
     done = subprocess.run([sys.executable, "-c", DIES, *map(str, [*paths, complete, half])], check=False)
     assert done.returncode == -signal.SIGKILL
@@ -324,8 +324,8 @@ def test_copies_are_forgotten_while_others_are_made(store):
     assert not (store.folder / str(old)).exists()
 
 
-def test_what_is_of_later_steps_is_forgotten_whoever_wrote_it(tmp_path):
-    """And what is not whole, of which nobody can tell."""
+def test_copies_of_later_steps_are_forgotten_regardless_of_writer(tmp_path):
+    """Incomplete copies, whose step is not known, are forgotten as well."""
     mine, others = Store(tmp_path), Store(tmp_path)
     for number, step in enumerate((5, 6)):
         memory, manifest = written(some_values(), step=step)
@@ -339,7 +339,7 @@ def test_what_is_of_later_steps_is_forgotten_whoever_wrote_it(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_what_an_earlier_version_of_the_plugin_wrote_is_no_copy(store):
+def test_copies_of_an_earlier_plugin_version_are_not_listed(store):
     """All in one line."""
     put(store, PLACE)
     path = store.folder / f"{PLACE}.json"

@@ -1,4 +1,4 @@
-"""Whatever is not as it was written is named, by machine code as by NumPy, at once or as it comes."""
+"""Changed bytes are named, by machine code as by NumPy, at once or while they arrive."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from tests.unit.copies_bytes import bytes_of
 pytestmark = pytest.mark.skipif(machine() is None, reason="it was not built")
 
 COLUMNS = 700
-"""Of one of which two are held, so that there are pages, and runs in each."""
+"""Columns of a tensor, two parts of which are held, so that there are pages, and runs in each."""
 kinds = st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=3)
 
 
@@ -52,11 +52,11 @@ def _copied(store, dtypes):
             ),
             values={
                 name: (100 * torch.randn(30 * 150 - 10 * number, generator=generator)).to(DTYPES[name])
-                for name in of_piece
+                for name in names
             },
             numbers={"step": number},
         )
-        for number, of_piece in enumerate(dtypes)
+        for number, names in enumerate(dtypes)
     ]
     trouble = []
     replicator = Replicator(store, run="r", secret="s", slot=0, trouble=trouble.append)
@@ -76,7 +76,7 @@ def as_numpy_says(memory, manifest, **which):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(kinds.map(lambda names: tuple(dict.fromkeys(names))), min_size=1, max_size=4).map(tuple), st.data())
-def test_machine_code_names_what_numpy_names(copied, dtypes, data):
+def test_machine_code_names_the_same_places_as_numpy(copied, dtypes, data):
     manifest, memory = copied(dtypes)
     memory = memory.clone()
     for at in data.draw(st.lists(st.integers(0, len(memory) - 1), max_size=3)):
@@ -90,7 +90,7 @@ def test_machine_code_names_what_numpy_names(copied, dtypes, data):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_is_verified_as_it_comes_is_looked_at_once_it_is_there_and_not_before(copied, data):
+def test_streamed_verification_reads_bytes_only_after_arrival(copied, data):
     manifest, memory = copied((("float32", "bfloat16"), ("float64",)))
     memory = memory.clone()
     flipped = data.draw(st.none() | st.integers(0, len(memory) - 1))
@@ -107,7 +107,7 @@ def test_what_is_verified_as_it_comes_is_looked_at_once_it_is_there_and_not_befo
     assert checked.wrong() == as_numpy_says(memory, manifest)
 
 
-def test_what_would_lie_beyond_the_bytes_is_not_read(copied):
+def test_offsets_beyond_the_bytes_are_not_read(copied):
     manifest, memory = copied((("float32",), ("float32",)))
     with pytest.raises(ValueError, match="has values beyond its bytes"):
         wrong_in(memory[:-64], manifest)
@@ -116,15 +116,15 @@ def test_what_would_lie_beyond_the_bytes_is_not_read(copied):
     assert wrong_in(memory[64:], manifest, first=2, since=64) == []
 
 
-def test_values_that_begin_where_none_of_their_type_may_are_left_to_torch(copied):
+def test_misaligned_values_are_left_to_torch(copied):
     manifest, _ = copied((("float32",), ("float32",)))
-    (piece, ((name, dtype, _),)), other = manifest.layout.pieces
-    odd = dataclasses.replace(manifest, layout=laid_out(((piece, ((name, dtype, 2),)), other)))
+    (tensor_slice, ((name, dtype, _),)), other = manifest.layout.pieces
+    odd = dataclasses.replace(manifest, layout=laid_out(((tensor_slice, ((name, dtype, 2),)), other)))
     assert not odd.layout.is_aligned
     assert Checked.begun(torch.zeros(manifest.size, dtype=torch.uint8), odd) is None
 
 
-def test_a_layout_is_looked_at_once_for_all_versions(copied):
+def test_a_layout_is_checked_once_for_all_versions(copied):
     earlier, _ = copied((("float32",), ("float32",)))
     manifest = Manifest.decode(earlier.encode())  # that of the copy may be forgotten by now, for others' sake
     again = Manifest.decode(manifest.encode())
@@ -135,9 +135,11 @@ def test_a_layout_is_looked_at_once_for_all_versions(copied):
     assert next_one.encode().split(b"\n")[0] == manifest.encode().split(b"\n")[0]
 
 
-def test_pieces_in_a_row_begin_at_lines_of_a_cache():
-    piece = TensorSlice(tensor="t", shape=(5,), dim=0, ranges=((0, 5),), start=0, stop=5)
-    layout = in_a_row(((piece, (("a", torch.float32), ("b", torch.uint8))), (piece, (("a", torch.float64),))))
+def test_consecutive_slices_begin_at_cache_lines():
+    tensor_slice = TensorSlice(tensor="t", shape=(5,), dim=0, ranges=((0, 5),), start=0, stop=5)
+    layout = in_a_row(
+        ((tensor_slice, (("a", torch.float32), ("b", torch.uint8))), (tensor_slice, (("a", torch.float64),)))
+    )
     assert layout.offsets.tolist() == [0, 64, 128]
     assert layout.sizes.tolist() == [20, 5, 40]
     assert (layout.end, layout.begins) == (168, [0, 2, 3])

@@ -1,4 +1,4 @@
-"""Copies from host to host: what comes is what was sent, and nobody waits for ever or is told a stranger's state."""
+"""Copies from host to host arrive as they were sent; no one waits for ever, and no outsider gets state."""
 
 import contextlib
 import dataclasses
@@ -28,11 +28,13 @@ CREDENTIALS = Credentials(run="run", secret=SECRET)
 
 
 class There:
-    """Another host: its store, its server, and what that was told to be wrong."""
+    """Another host: its store, its server, and the reports of the server."""
 
     def __init__(self, folder, *, at_most=None, **options):
-        self.store, self.told, self.peers = Store(folder, at_most=at_most), [], []
-        self.server = Server(self.store, run="run", secret=SECRET, host="127.0.0.1", told=self.told.append, **options)
+        self.store, self.reported, self.peers = Store(folder, at_most=at_most), [], []
+        self.server = Server(
+            self.store, run="run", secret=SECRET, host="127.0.0.1", told=self.reported.append, **options
+        )
 
     def peer(self, *, run="run", secret=SECRET, timeout_s=PATIENCE_S):
         self.peers.append(Peer(self.server.address, run=run, secret=secret, timeout_s=timeout_s))
@@ -54,7 +56,7 @@ def there(tmp_path):
 
 @contextlib.contextmanager
 def deaf_server():
-    """It takes connections, if the test does, and never reads."""
+    """A server that accepts connections, if the test does, and never reads."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         listening.bind(("127.0.0.1", 0))
@@ -71,7 +73,7 @@ def as_server(connection, credentials):
     return answer
 
 
-def heard_until_the_end(connection):
+def received_until_the_end(connection):
     found = b""
     while more := connection.recv(1 << 16):
         found += more
@@ -79,7 +81,7 @@ def heard_until_the_end(connection):
 
 
 def no_pace(_):
-    """As fast as it goes."""
+    """Send as fast as possible."""
 
 
 def test_a_copy_that_is_put_is_found_on_the_other_side(there):
@@ -89,7 +91,7 @@ def test_a_copy_that_is_put_is_found_on_the_other_side(there):
     assert list(there.store.found()) == [(FAR_PLACE, manifest)]
     assert torch.equal(bytes_of(there.store, FAR_PLACE)[: manifest.size], memory)
     assert sum(paces) == manifest.size
-    assert there.told == []
+    assert there.reported == []
 
 
 def test_another_copy_goes_over_the_same_connection(there):
@@ -101,13 +103,13 @@ def test_another_copy_goes_over_the_same_connection(there):
         assert torch.equal(bytes_of(there.store, FAR_PLACE)[: manifest.size], memory)
 
 
-def test_a_copy_without_bytes_goes_over_as_well(there):
+def test_a_copy_without_bytes_is_sent(there):
     memory, manifest = written({})
     assert there.peer().put(FAR_PLACE, manifest, memory, pace=no_pace) == []
     assert list(there.store.found()) == [(FAR_PLACE, manifest)]
 
 
-def test_bytes_that_are_not_those_of_the_manifest_are_no_copy(there):
+def test_bytes_that_differ_from_the_manifest_are_no_copy(there):
     peer = there.peer()
     memory, manifest = written(some_values())
     for number in (0, 2):
@@ -115,8 +117,8 @@ def test_bytes_that_are_not_those_of_the_manifest_are_no_copy(there):
         view(memory, held, held.entries[0]).view(torch.uint8)[5] ^= 64
     assert peer.put(FAR_PLACE, manifest, memory, pace=no_pace) == ["a (weight)", "c (weight)"]
     assert list(there.store.found()) == []
-    (told,) = there.told
-    assert told.startswith("slot 3 sent a (weight) of step 5 as laid out in epoch 2")
+    (message,) = there.reported
+    assert message.startswith("slot 3 sent a (weight) of step 5 as laid out in epoch 2")
     memory, manifest = written(some_values())
     assert peer.put(FAR_PLACE, manifest, memory, pace=no_pace) == [], "and the next one is welcome"
     assert list(there.store.found()) == [(FAR_PLACE, manifest)]
@@ -125,27 +127,27 @@ def test_bytes_that_are_not_those_of_the_manifest_are_no_copy(there):
 def test_a_put_that_breaks_off_leaves_no_copy_and_not_the_old_one_either(there):
     put(there.store, FAR_PLACE)
     memory, manifest = written(some_values(1), step=6)
-    said_to_be_longer = dataclasses.replace(manifest, size=manifest.size + 64)
+    announced_longer = dataclasses.replace(manifest, size=manifest.size + 64)
 
     def broken_off(_):
         raise ConnectionResetError("as if the host had died")
 
     with pytest.raises(PeerTrouble, match="as if the host had died"):
-        there.peer().put(FAR_PLACE, said_to_be_longer, memory, pace=broken_off)
+        there.peer().put(FAR_PLACE, announced_longer, memory, pace=broken_off)
     until(lambda: not list(there.store.found()))
     until(lambda: not there.server._open)
     assert list(there.store.found()) == []
     assert (there.store.folder / str(FAR_PLACE)).exists(), "it had begun"
 
 
-def test_a_host_without_room_says_so_and_can_be_asked_again(tmp_path):
+def test_a_full_host_reports_it_and_can_be_asked_again(tmp_path):
     with closing(There(tmp_path, at_most=20_000)) as there:
         peer = there.peer()
         memory, manifest = written(some_values(size=10_000))
         with pytest.raises(PeerTrouble, match=r"the process at 127\.0\.0\.1:\d+ has no room: .*would take 0\.1 MB"):
             peer.put(FAR_PLACE, manifest, memory, pace=no_pace)
-        (told,) = there.told
-        assert "would take 0.1 MB" in told
+        (message,) = there.reported
+        assert "would take 0.1 MB" in message
         connection = peer._connection
         memory, manifest = written(some_values())
         assert peer.put(FAR_PLACE, manifest, memory, pace=no_pace) == []
@@ -153,7 +155,7 @@ def test_a_host_without_room_says_so_and_can_be_asked_again(tmp_path):
         assert list(there.store.found()) == [(FAR_PLACE, manifest)]
 
 
-def test_any_elements_can_be_had(there):
+def test_any_elements_can_be_requested(there):
     values, peer = some_values(), there.peer()
     _, manifest = put(there.store, FAR_PLACE, values)
 
@@ -172,26 +174,26 @@ def test_any_elements_can_be_had(there):
         assert torch.equal(found["weight"], expected)
 
     elements_come_as_they_are()
-    assert there.told == []
+    assert there.reported == []
 
 
 def all_of(held):
     return Runs(starts=torch.tensor([0]), lengths=torch.tensor([held.piece.size]))
 
 
-def test_elements_of_a_piece_that_was_changed_are_not_given(there):
+def test_elements_of_a_changed_slice_are_not_sent(there):
     _, manifest = put(there.store, FAR_PLACE)
     changed, sound = manifest.held[:2]
     mapped(there.store, FAR_PLACE)[changed.entries[0].offset + 8] ^= 1
     peer = there.peer()
     with pytest.raises(WrongCopy, match=r"has far-3-e2-0, and a \(weight\) in it is not as it was written"):
         peer.get(FAR_PLACE, 0, changed, Runs(starts=torch.tensor([100]), lengths=torch.tensor([1])))
-    (told,) = there.told
-    assert told.startswith("far-3-e2-0 holds a (weight) of step 5")
+    (message,) = there.reported
+    assert message.startswith("far-3-e2-0 holds a (weight) of step 5")
     assert torch.equal(peer.get(FAR_PLACE, 1, sound, all_of(sound))["weight"], some_values()["b"])
 
 
-def test_what_is_gone_is_not_given(there):
+def test_a_removed_copy_is_not_sent(there):
     _, manifest = written(some_values())
     peer = there.peer()
     for _ in range(2):
@@ -199,14 +201,14 @@ def test_what_is_gone_is_not_given(there):
             peer.get(FAR_PLACE, 1, manifest.held[1], all_of(manifest.held[1]))
 
 
-def test_a_newer_version_is_not_given_for_an_older_one(there):
+def test_a_newer_version_does_not_answer_for_an_older_one(there):
     _, manifest = put(there.store, FAR_PLACE)
     put(there.store, FAR_PLACE, some_values(1), step=6)
     with pytest.raises(PeerTrouble):
         there.peer().get(FAR_PLACE, 1, manifest.held[1], all_of(manifest.held[1]))
 
 
-def test_a_newer_copy_with_fewer_pieces_is_not_given_for_an_older_one(tmp_path):
+def test_a_newer_copy_with_fewer_slices_does_not_answer_for_an_older_one(tmp_path):
     with closing(There(tmp_path)) as there:
         _, manifest = put(there.store, FAR_PLACE)
         put(there.store, FAR_PLACE, {"a": torch.ones(3)}, step=6)
@@ -215,14 +217,14 @@ def test_a_newer_copy_with_fewer_pieces_is_not_given_for_an_older_one(tmp_path):
 
 
 @pytest.mark.parametrize("stranger", [{"run": "another"}, {"secret": "guessed"}, {"secret": ""}])
-def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
+def test_a_client_without_the_token_gets_nothing_and_leaves_nothing(there, stranger):
     _, manifest = put(there.store, FAR_PLACE)
     before = list(there.store.found())
     peer = there.peer(**stranger)
     with pytest.raises(PeerTrouble, match="cannot be reached"):
         peer.get(FAR_PLACE, 1, manifest.held[1], all_of(manifest.held[1]))
-    until(lambda: there.told)
-    assert "127.0.0.1 asked for copies of 'run' and did not prove that it has the job's token" in there.told[0]
+    until(lambda: there.reported)
+    assert "127.0.0.1 asked for copies of 'run' and did not prove that it has the job's token" in there.reported[0]
     memory, other = written(some_values(1), step=6)
     with pytest.raises(PeerTrouble, match="cannot be reached"):
         peer.put(dataclasses.replace(FAR_PLACE, slot=4), other, memory, pace=no_pace)
@@ -230,7 +232,7 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
         (5).to_bytes(8) + b"[1, 2",
@@ -241,20 +243,20 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(there, stranger):
     ],
 )
 @pytest.mark.parametrize("proved", [False, True])
-def test_who_does_not_speak_our_language_is_left_alone(tmp_path, said, proved):
+def test_a_client_with_a_foreign_protocol_is_dropped(tmp_path, sent, proved):
     with closing(There(tmp_path)) as there:
         with socket.create_connection(there.server.address, timeout=PATIENCE_S) as connection:
             if proved:
                 authenticate(connection, CREDENTIALS)
-            connection.sendall(said)
+            connection.sendall(sent)
             with contextlib.suppress(OSError):  # the other side may have hung up by now
                 connection.shutdown(socket.SHUT_WR)
-                assert len(heard_until_the_end(connection)) <= (0 if proved else 40), "a challenge, at most"
+                assert len(received_until_the_end(connection)) <= (0 if proved else 40), "a challenge, at most"
         memory, manifest = written(some_values())
         assert there.peer().put(FAR_PLACE, manifest, memory, pace=no_pace) == []
 
 
-def test_a_server_that_never_answers_is_left_in_time():
+def test_a_server_that_never_answers_is_given_up_in_time():
     memory, manifest = written(some_values())
     with deaf_server() as (_, address):
         peer, began = Peer(address, run="run", secret=SECRET, timeout_s=0.2), time.monotonic()
@@ -266,7 +268,7 @@ def test_a_server_that_never_answers_is_left_in_time():
         peer.close()
 
 
-def test_a_server_that_is_not_there_is_told():
+def test_a_missing_server_is_reported():
     memory, manifest = written(some_values())
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = closed.getsockname()
@@ -275,7 +277,7 @@ def test_a_server_that_is_not_there_is_told():
         peer.put(FAR_PLACE, manifest, memory, pace=no_pace)
 
 
-def test_a_put_that_goes_nowhere_can_be_given_up_by_another_thread():
+def test_another_thread_can_abort_a_blocked_put():
     memory, manifest = written({"t": torch.ones(4 << 20)})
     caught = []
 
@@ -309,5 +311,5 @@ def test_a_server_that_closes_leaves_no_thread_and_no_connection(tmp_path, prove
             authenticate(idle, CREDENTIALS)
         until(lambda: there.server._open if proved else there.server.pending)
         there.close()
-        assert len(heard_until_the_end(idle)) <= 40, "a challenge, at most"
+        assert len(received_until_the_end(idle)) <= 40, "a challenge, at most"
     assert threading.active_count() == before - 1

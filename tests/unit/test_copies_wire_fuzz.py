@@ -1,7 +1,7 @@
-"""Malformed requests at the server of copies: of strangers, and of who knows the secret. It serves peers as before.
+"""Malformed requests to the server of copies, with and without the secret: it continues to serve peers.
 
-A stranger writes nothing; half of the random bytes come from who has the secret. Who knows the secret may put a copy
-where far ones are, and nowhere else.
+A client without the secret writes nothing; half of the random bytes come from one that has it. Such a client may put a
+copy where far ones are, and nowhere else.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ BYTES = MEMORY.numpy().tobytes()
 TEXT = MANIFEST.encode()
 
 
-def line(said):
-    """As they are sent: the length, then so many bytes."""
-    text = said if isinstance(said, bytes) else json.dumps(said).encode()
+def line(request):
+    """A request as it is sent: the length, then so many bytes."""
+    text = request if isinstance(request, bytes) else json.dumps(request).encode()
     return len(text).to_bytes(8) + text
 
 
@@ -58,7 +58,7 @@ def random_bytes(dice):
     return dice.choice([noise, line(noise), dice.randrange(1 << 28).to_bytes(8) + noise, line(b"[" * 10_000)])
 
 
-def spoilt_strangers(dice):
+def malformed_openings(dice):
     """An answer to the challenge without the secret, or a part of one, and real requests behind it."""
     of = dice.choice([Credentials(run="run", secret="guessed"), Credentials(run="another", secret=SECRET)])
     proof = of.proof(dice.choice([b"client", b"server"]), dice.randbytes(32), dice.randbytes(32))
@@ -66,45 +66,49 @@ def spoilt_strangers(dice):
     return answer + line(dice.choice([putting(ELSEWHERE), getting()])) + TEXT + BYTES
 
 
-def spoilt_requests(dice):
-    """By who knows the secret: any of its fields, any byte of its line or of the manifest, or the end is wrong."""
-    said = dice.choice([putting(ELSEWHERE), putting(replace(ELSEWHERE, kind=PARITY)), getting()])
-    follows = (TEXT if said["do"] == "put" else b"") + BYTES
+def malformed_requests(dice):
+    """Requests of a client with the secret: any field, any byte of the line or of the manifest, or the end is wrong."""
+    request = dice.choice([putting(ELSEWHERE), putting(replace(ELSEWHERE, kind=PARITY)), getting()])
+    follows = (TEXT if request["do"] == "put" else b"") + BYTES
     kind = dice.randrange(5)
     if kind == 0:
-        within = dice.choice([said, said["place"]])
+        within = dice.choice([request, request["place"]])
         within[dice.choice(list(within))] = dice.choice(
             [[], {}, None, -1, 1e400, "../../x", "near", "9" * 5000, 10**30, [[1]]]
         )
-        return line(said) + follows[:-8]
+        return line(request) + follows[:-8]
     if kind == 1:
-        return line(spoilt(json.dumps(said | {"token": 0}).encode(), dice)) + follows[:-8]
+        return line(spoilt(json.dumps(request | {"token": 0}).encode(), dice)) + follows[:-8]
     if kind == 2:
         wrong = bytearray(TEXT)
         wrong[dice.randrange(len(wrong))] ^= 1 << dice.randrange(8)
         return line(putting(ELSEWHERE)) + wrong + BYTES
     if kind == 3:
-        whole = line(said) + follows
+        whole = line(request) + follows
         return whole[: dice.randrange(len(whole))]
     return line(getting()) + dice.choice([dice.randbytes(32), torch.tensor([0, 0, 1 << 33, 1]).numpy().tobytes()])
 
 
-def spoilt_manifests(dice):
-    """By who knows the secret and makes the checksum right, so that they are read to the end."""
-    layout, told = map(json.loads, TEXT.split(b"\n")[:2])
-    piece, kinds = dice.choice(layout)
-    of_piece = [(piece, at) for at in range(1, 6)] + [(piece[1], 0), (piece[3], 0), (piece[3][0], 1)]
+def malformed_manifests(dice):
+    """Manifests of a client with the secret and a right checksum, so that they are read to the end."""
+    layout, header = map(json.loads, TEXT.split(b"\n")[:2])
+    tensor_slice, kinds = dice.choice(layout)
+    of_slice = [(tensor_slice, at) for at in range(1, 6)] + [
+        (tensor_slice[1], 0),
+        (tensor_slice[3], 0),
+        (tensor_slice[3][0], 1),
+    ]
     of_kinds = [(kinds, 0), *((kinds[0], at) for at in range(3))]
-    of_all = [(told, 4), (told[1], 0), (told, 5), (told[5], 0), (told, 6)]
-    holder, at = dice.choice([*of_piece, *of_kinds, *of_all])
+    of_all = [(header, 4), (header[1], 0), (header, 5), (header[5], 0), (header, 6)]
+    holder, at = dice.choice([*of_slice, *of_kinds, *of_all])
     holder[at] = dice.choice([-1, 1 << 40, 10**30, "x", None, [], 2.5, {}, "int64"])
-    text = json.dumps(layout).encode() + b"\n" + json.dumps(told).encode()
+    text = json.dumps(layout).encode() + b"\n" + json.dumps(header).encode()
     text += b"\n" + hashlib.blake2b(text, digest_size=16).hexdigest().encode()
     return line(putting(replace(ELSEWHERE, kind=dice.choice([ELSEWHERE.kind, PARITY])), text)) + text + BYTES
 
 
 def send(there, message, *, proved):
-    """And hang up when it has; `proved`: who has the secret sends it."""
+    """Send a message and hang up; with `proved` the sender has the secret."""
     with (
         socket.create_connection(there.server.address, timeout=PATIENCE_S) as sender,
         contextlib.suppress(ConnectionError),
@@ -129,20 +133,20 @@ def contents(folder):
 
 @pytest.fixture
 def died(monkeypatch):
-    """Threads that ended by an error that nobody expects."""
+    """Threads that ended with an unexpected error."""
     found = []
     monkeypatch.setattr(threading, "excepthook", found.append)
     return found
 
 
-@pytest.mark.parametrize("garbage", [random_bytes, spoilt_strangers, spoilt_requests, spoilt_manifests])
+@pytest.mark.parametrize("garbage", [random_bytes, malformed_openings, malformed_requests, malformed_manifests])
 def test_malformed_requests_change_nothing_and_hold_nothing(tmp_path, died, garbage):
     dice = random.Random(1)
     with closing(There(tmp_path / "host" / "copies", at_most=10_000_000)) as there:
         put(there.store, FAR_PLACE, some_values(1), step=6, slot=5)
         before = contents(tmp_path)
         threads, open_ones = threading.active_count(), descriptors()
-        knows_the_secret = garbage in (spoilt_requests, spoilt_manifests)
+        knows_the_secret = garbage in (malformed_requests, malformed_manifests)
         for number in range(MESSAGES):
             proved = knows_the_secret or (garbage is random_bytes and number % 2 == 0)
             send(there, garbage(dice), proved=proved)
@@ -154,7 +158,7 @@ def test_malformed_requests_change_nothing_and_hold_nothing(tmp_path, died, garb
         more = [CopyKey.read(path.name.removesuffix(".json")) for path in after.keys() - before.keys()]
         assert all(knows_the_secret and place.kind in (FAR, PARITY) for place in more)
         assert all(wrong_in(there.store, place) == [] for place, _ in there.store.found())
-        assert knows_the_secret or len(there.told) <= 1, "strangers fill no record"
+        assert knows_the_secret or len(there.reported) <= 1, "strangers fill no record"
         assert there.peer().put(ELSEWHERE, MANIFEST, MEMORY, pace=no_pace) == []
         held = MANIFEST.held[1]
         assert torch.equal(there.peer().get(FAR_PLACE, 1, held, all_of(held))["weight"], some_values(1)["b"])
@@ -171,7 +175,7 @@ def test_a_copy_is_only_put_where_far_ones_are(tmp_path, kind):
 
 
 @pytest.mark.parametrize("runs", [[(0, 1 << 33)], [(-3, 2)], [(2999, 2)], [(0, 3000), (5, 1)], [(0, 2), (7, -1)]])
-def test_elements_that_are_none_are_not_given(tmp_path, runs):
+def test_invalid_elements_are_not_sent(tmp_path, runs):
     with closing(There(tmp_path)) as there:
         _, manifest = put(there.store, FAR_PLACE)
         held, (starts, lengths) = manifest.held[0], torch.tensor(runs).T

@@ -34,7 +34,7 @@ def test_every_living_host_has_its_copies_on_living_hosts_of_other_domains(case)
 
 
 @given(st.integers(2, 12), st.integers(1, 3))
-def test_nobody_holds_more_than_others_before_a_loss(domains, per_rack):
+def test_copies_are_spread_evenly_before_a_loss(domains, per_rack):
     nodes = domains * per_rack
     placement = place_copies(cluster(nodes, per_rack), CopyPolicy(far="rack"), ())
     held = Counter(holder for node in range(nodes) for holder in placement.holders(node))
@@ -42,7 +42,7 @@ def test_nobody_holds_more_than_others_before_a_loss(domains, per_rack):
 
 
 @given(st.integers(6, 20), st.data())
-def test_after_a_loss_nobody_holds_more_than_one_copy_above_the_others(nodes, data):
+def test_after_a_loss_hosts_differ_by_one_copy_at_most(nodes, data):
     lost = tuple(sorted(data.draw(st.sets(st.integers(0, nodes - 1), max_size=2))))
     placement = place_copies(cluster(nodes), CopyPolicy(), lost)
     held = Counter(holder for node in range(nodes) if node not in lost for holder in placement.holders(node))

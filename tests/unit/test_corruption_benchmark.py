@@ -1,4 +1,4 @@
-"""The benchmark of corruption on one injection of each kind, and what it says where digests are not compared."""
+"""The benchmark of corruption on one injection of each kind, and its result if digests are not compared."""
 
 import random
 
@@ -26,7 +26,7 @@ def job_of_parities():
 
 @pytest.mark.parametrize("all_copies", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_injected_is_found_and_the_files_are_as_they_were_then(job, kind, all_copies):
+def test_injected_damage_is_found_and_the_files_are_restored(job, kind, all_copies):
     for _ in range(2):
         seen = trial(job, kind, random.Random(f"{kind} {all_copies}"), all_copies=all_copies)
         assert seen.found, seen.seen
@@ -34,20 +34,20 @@ def test_what_is_injected_is_found_and_the_files_are_as_they_were_then(job, kind
 
 
 @pytest.mark.parametrize("kind", PARITY_KINDS)
-def test_what_is_injected_where_slots_share_a_parity_is_found(job_of_parities, kind):
+def test_damage_under_a_shared_parity_is_found(job_of_parities, kind):
     for number in range(4):
         seen = parity_trial(job_of_parities, kind, random.Random(f"{kind} {number}"))
         assert seen.found, seen.seen
         assert seen.right_source, seen.seen
 
 
-def test_it_notices_when_what_comes_out_of_a_parity_is_not_compared(job_of_parities, monkeypatch):
+def test_the_benchmark_detects_unverified_parity_output(job_of_parities, monkeypatch):
     monkeypatch.setattr("ntp_plugin.copies.parity.wrong_in", lambda *_, **__: [])
     seen = parity_trial(job_of_parities, "stale parity", random.Random(5))
     assert not seen.found
 
 
-def test_it_notices_when_pages_are_not_told_apart(monkeypatch):
+def test_the_benchmark_detects_digests_that_ignore_pages(monkeypatch):
     runs.keys_in_page(torch.device("cpu"))  # the places in a page still are
     monkeypatch.setattr(runs, "odd_numbers", torch.ones_like)
     with Job(random.Random(4)) as job:
@@ -57,22 +57,24 @@ def test_it_notices_when_pages_are_not_told_apart(monkeypatch):
 
 def test_every_slot_has_parts_of_several_pages(job):
     for tensor in (tensor for tensor in TENSORS if tensor.name in PAGED):
-        pieces = [piece for held in job.layout.values() for piece in held if piece.tensor == tensor.name]
-        pages = [set((elements(piece) // piece.runs.page).tolist()) for piece in pieces]
+        slices = [
+            tensor_slice for held in job.layout.values() for tensor_slice in held if tensor_slice.tensor == tensor.name
+        ]
+        pages = [set((elements(tensor_slice) // tensor_slice.runs.page).tolist()) for tensor_slice in slices]
         assert len(set.union(*pages)) > 3
         assert all(len(of_one) > 1 for of_one in pages)
 
 
 @pytest.mark.parametrize("evenly", [False, True])
-def test_every_element_is_dealt_once_and_what_is_replicated_to_all(evenly):
+def test_every_element_is_dealt_once_and_replicated_ones_to_all(evenly):
     layout = dealt(range(4), random.Random(2), evenly=evenly)
     for number, tensor in enumerate(TENSORS):
-        places = torch.cat([elements(pieces[number]) for pieces in layout.values()])
+        places = torch.cat([elements(slices[number]) for slices in layout.values()])
         counts = torch.bincount(places, minlength=tensor.size)
         assert counts.tolist() == [4 if tensor.cut == "no" else 1] * tensor.size
 
 
-def test_it_notices_when_digests_are_not_compared():
+def test_the_benchmark_detects_uncompared_digests():
     for control in negative_controls(random.Random(3)):
         assert control["noticed"], control
         assert control["injected"] == len(CONTROLS)

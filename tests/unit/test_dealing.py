@@ -18,7 +18,7 @@ def tables(draw):
 
 
 @given(tables())
-def test_everything_is_kept_dealt_or_left_exactly_once(table):
+def test_each_micro_batch_is_kept_dealt_or_left_exactly_once(table):
     held, room, extra = table
     result = deal(held, room=room, extra=extra)
     everything = [*result.kept.values(), *result.dealt.values(), result.left]
@@ -38,7 +38,7 @@ def test_survivors_keep_a_prefix_as_long_as_their_room_goes(table):
 
 
 @given(tables())
-def test_nobody_exceeds_its_room_but_by_the_extras(table):
+def test_no_slot_exceeds_its_room_except_by_the_extras(table):
     held, room, extra = table
     result = deal(held, room=room, extra=extra)
     over = [sp.size(result.kept[h]) + sp.size(result.dealt[h]) - room[h] for h in room]

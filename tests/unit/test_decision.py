@@ -1,4 +1,4 @@
-"""What a running job does about a loss: it goes on, unless it is told what a restart costs and that is less."""
+"""How a running job reacts to a loss: it continues, unless the costs of a restart are given and lower."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def plan(job, *words):
     return plan_recovery(job, lost=parse_slots(words, job.topology))
 
 
-def test_it_goes_on_narrower_if_nothing_else_is_said():
+def test_a_job_continues_narrower_by_default():
     choice = decide(plan(nominal(), "r1.s0.t2"))
     assert choice.action == REDUCE_TP
     assert [row.action for row in choice.table if row.score is None] == ["swap a spare in", "wait for a spare", RESTART]
@@ -48,39 +48,37 @@ def test_a_restart_is_chosen_where_more_work_is_done_until_repair(restart_s, wor
         assert (decide(found).action == RESTART) == (again > narrower)
 
 
-def test_a_step_is_compared_with_a_whole_one_of_as_many_pieces():
-    """An interleaved pipeline runs what is a micro-batch to a plan in pieces, and a whole replica does so too."""
-    one, pieces = (
-        decide(plan(dataclasses.replace(nominal(), pieces=number), "r1.s0.t2")).table[0] for number in (1, 4)
-    )
+def test_a_step_is_compared_with_a_nominal_one_of_as_many_splits():
+    """An interleaved pipeline splits a micro-batch of the plan, and a full-width replica does so too."""
+    one, split = (decide(plan(dataclasses.replace(nominal(), pieces=number), "r1.s0.t2")).table[0] for number in (1, 4))
     assert one.action == REDUCE_TP
-    assert pieces.throughput == pytest.approx(one.throughput)
+    assert split.throughput == pytest.approx(one.throughput)
 
 
 def test_failures_that_come_often_make_a_restart_worth_less():
-    told = {"restart_s": 20_000.0, "repair_s": 400_000.0}
+    costs = {"restart_s": 20_000.0, "repair_s": 400_000.0}
     seldom, often = (
-        decide(plan(nominal(**told, failures_per_gpu_day=rate), "r1.s0.t2", "r1.s0.t3")) for rate in (0.0, 1.0)
+        decide(plan(nominal(**costs, failures_per_gpu_day=rate), "r1.s0.t2", "r1.s0.t3")) for rate in (0.0, 1.0)
     )
     assert (seldom.action, often.action) == (RESTART, REDUCE_TP)
     assert often.horizon_s == pytest.approx(86_400 / 4), "of the four GPUs of the replica that is degraded"
 
 
-def test_where_narrower_replicas_are_forbidden_the_others_go_on_alone():
+def test_without_narrower_replicas_the_others_continue_alone():
     found = plan(nominal(forbid=["reduce-tp"]), "r1.s0.t2")
     assert found.dropped == (1,)
     assert decide(found).action == DROP_REPLICA
     assert "reduce tp: forbidden" in in_lines(decide(found))
 
 
-def test_where_nothing_is_allowed_a_job_is_refused_before_anything_is_lost():
+def test_a_job_without_allowed_actions_is_refused_before_a_loss():
     with pytest.raises(ConfigError, match=r"reduce-tp and drop-replica are forbidden, and restart_s is not set"):
         nominal(forbid=["reduce-tp", "drop-replica"])
     found = plan(nominal(forbid=["reduce-tp", "drop-replica"], restart_s=1e5), "r1.s0.t2")
     assert decide(found).action == RESTART
 
 
-def test_where_nothing_that_is_allowed_can_be_done_it_says_why():
+def test_an_impossible_decision_states_its_reason():
     found = plan(nominal(forbid=["drop-replica"]), "r1.s0.t2")
     narrower = dataclasses.replace(found, nominal=with_min_tp_width(found.nominal, 4))
     with pytest.raises(Refused, match=r"no action is possible .*reduce tp: narrower than .*; drop replica: forbidden"):
@@ -91,7 +89,7 @@ def with_min_tp_width(job, width):
     return dataclasses.replace(job, policy=dataclasses.replace(job.policy, min_tp_width=width))
 
 
-def test_an_action_that_nobody_knows_is_refused():
+def test_an_unknown_action_is_refused():
     with pytest.raises(ConfigError, match="'reduce' is no action"):
         nominal(forbid=["reduce"])
 
@@ -102,7 +100,7 @@ def test_the_same_losses_lead_to_the_same_table():
     assert len(tables) == 1
 
 
-def test_a_decision_is_of_the_facts_that_are_in_the_digest():
+def test_a_decision_depends_only_on_facts_in_the_digest():
     one, other = (plan(nominal(restart_s=seconds), "r1.s0.t2") for seconds in (600.0, 601.0))
     assert one.digest != other.digest
     assert dataclasses.replace(one, nominal=other.nominal).batch == other.batch

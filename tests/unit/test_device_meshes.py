@@ -1,4 +1,4 @@
-"""What a mesh is told of a loss, on a grid of eight slots as slot 5 sees it; no group is made."""
+"""How a mesh reacts to a loss, on a grid of eight slots as slot 5 sees it; no group is made."""
 
 import copy
 import functools
@@ -17,17 +17,17 @@ CUBE = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 @pytest.fixture
 def tell(monkeypatch):
-    """Who the members are now; torch takes the rank of this process from there."""
+    """Set the members; torch derives the rank of this process from them."""
     meshes = DeviceMeshes(MINE)
     meshes.attach()
 
-    def told(*members):
+    def set_members(*members):
         monkeypatch.setattr(torch_meshes, "get_rank", functools.partial(members.index, MINE))
         meshes.update(members)
 
-    told(*ALL)
-    told.made = meshes._made
-    yield told
+    set_members(*ALL)
+    set_members.made = meshes._made
+    yield set_members
     meshes.detach()
 
 
@@ -57,14 +57,14 @@ def test_lost_slots_beside_a_mesh_only_renumber_it(tell):
 @pytest.mark.parametrize(
     "ask", [lambda mesh: mesh.mesh, lambda mesh: mesh.shape, lambda mesh: mesh.get_coordinate()[0]]
 )
-def test_an_uneven_one_is_no_grid(tell, cube, ask):
+def test_an_uneven_mesh_is_no_grid(tell, cube, ask):
     tell(0, 1, 4, 5, 6, 7)
     assert (cube.ndim, cube.size(), [cube.size(dimension) for dimension in range(3)]) == (3, 6, [2, 2, 2])
     with pytest.raises(Refused, match="no grid"):
         ask(cube)
 
 
-def test_slices_taken_before_and_after_are_alike(tell, cube):
+def test_slices_taken_before_and_after_a_loss_are_equal(tell, cube):
     before = {names: cube[names] for names in ("pp", "dp", "tp", ("dp", "tp"))}
     tell(0, 1, 3, 5, 6, 7)
     after = {names: cube[names] for names in before}
@@ -77,7 +77,7 @@ def test_slices_taken_before_and_after_are_alike(tell, cube):
     assert [after[name].mesh.tolist() for name in ("pp", "dp", "tp")] == [[1, 3], [3, 5], [3]]
 
 
-def test_with_all_back_it_is_as_it_was_made(tell, cube):
+def test_with_all_ranks_back_a_mesh_is_unchanged(tell, cube):
     late, made = [], (hash(cube), cube._layout, cube._flatten_rank_map)
     for members in ((0, 1, 4, 5, 6, 7), (4, 5), (5,)):
         tell(*members)
@@ -88,7 +88,7 @@ def test_with_all_back_it_is_as_it_was_made(tell, cube):
     assert all(mesh == cube["dp", "tp"] for mesh in late)
 
 
-def test_what_makes_groups_is_refused_while_slots_are_lost(tell, cube):
+def test_making_groups_is_refused_while_slots_are_lost(tell, cube):
     tell(0, 1, 2, 3, 4, 5)
     with pytest.raises(Refused, match="flattened"):
         cube["dp", "tp"]._flatten()
@@ -96,7 +96,7 @@ def test_what_makes_groups_is_refused_while_slots_are_lost(tell, cube):
         cube._unflatten("tp", (1, 2), ("a", "b"))
 
 
-def test_a_mesh_that_nobody_has_any_more_is_forgotten(tell, cube):
+def test_an_unreferenced_mesh_is_forgotten(tell, cube):
     kept, copied = cube["tp"], copy.copy(cube["dp"])
     del kept
     gc.collect()
@@ -104,7 +104,7 @@ def test_a_mesh_that_nobody_has_any_more_is_forgotten(tell, cube):
     assert copied.mesh.tolist() == [5, 7]
 
 
-def test_torch_is_left_as_it_was():
+def test_detaching_restores_torch():
     before = dict(vars(DeviceMesh))
     meshes = DeviceMeshes(MINE)
     meshes.attach()

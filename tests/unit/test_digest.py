@@ -53,13 +53,15 @@ def of_whole(values, salt="salt"):
     return digest(values, runs_of(values.shape, 0, ((0, values.shape[0]),)), salt=salt)
 
 
-def of_pieces(values, pieces):
+def digest_of(values, slices):
     flat = values.reshape(-1)
-    return sum(digest(flat[indices_of(piece)], piece.runs, salt="salt") for piece in pieces) % MODULUS
+    return (
+        sum(digest(flat[indices_of(tensor_slice)], tensor_slice.runs, salt="salt") for tensor_slice in slices) % MODULUS
+    )
 
 
-def indices_of(piece):
-    return indices(piece.runs.starts, piece.runs.lengths)
+def indices_of(tensor_slice):
+    return indices(tensor_slice.runs.starts, tensor_slice.runs.lengths)
 
 
 def odd_number(number):
@@ -86,30 +88,30 @@ def by_hand(values, places, row, salt="salt"):
 @settings(max_examples=50)
 @given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), cuts(shape))), dtypes, seeds)
 def test_the_sum_over_every_cut_is_one_number(case, dtype, seed):
-    shape, pieces = case
+    shape, slices = case
     values = bits(shape, dtype, seed)
-    assert of_pieces(values, pieces) == of_whole(values)
+    assert digest_of(values, slices) == of_whole(values)
 
 
 @settings(max_examples=40)
 @given(shapes.flatmap(cuts), dtypes, seeds, st.text(max_size=4))
-def test_it_is_the_number_of_its_definition(pieces, dtype, seed, salt):
-    values = bits(pieces[0].shape, dtype, seed).reshape(-1)
-    for piece in pieces:
-        part = values[places_of(piece)]
-        row = torch.Size(piece.shape[1:]).numel()
-        assert digest(part, piece.runs, salt=salt) == by_hand(part, places_of(piece), row, salt)
+def test_the_digest_equals_its_definition(slices, dtype, seed, salt):
+    values = bits(slices[0].shape, dtype, seed).reshape(-1)
+    for tensor_slice in slices:
+        part = values[places_of(tensor_slice)]
+        row = torch.Size(tensor_slice.shape[1:]).numel()
+        assert digest(part, tensor_slice.runs, salt=salt) == by_hand(part, places_of(tensor_slice), row, salt)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(3 * PAGE,), (60, 700), (3, 3 * PAGE), (2, 9 * PAGE), (3, 20, 4000)], ids=str)
-def test_it_is_the_number_of_its_definition_on_later_pages_too(dtype, shape):
+def test_the_digest_equals_its_definition_on_later_pages(dtype, shape):
     size, start = torch.Size(shape).numel(), PAGE - 700
     stop = min(size, start + 4 * PAGE)
-    piece = TensorSlice(tensor="t", shape=shape, dim=0, ranges=((0, shape[0]),), start=start, stop=stop)
+    tensor_slice = TensorSlice(tensor="t", shape=shape, dim=0, ranges=((0, shape[0]),), start=start, stop=stop)
     row = {(60, 700): 700, (3, 3 * PAGE): 3 * PAGE, (3, 20, 4000): 4000}.get(shape, 1)
-    values = bits((piece.size,), dtype, 3)
-    assert digest(values, piece.runs, salt="salt") == by_hand(values, range(start, stop), row)
+    values = bits((tensor_slice.size,), dtype, 3)
+    assert digest(values, tensor_slice.runs, salt="salt") == by_hand(values, range(start, stop), row)
 
 
 LARGE = (150, 600)
@@ -118,10 +120,10 @@ LARGE = (150, 600)
 
 @settings(max_examples=8)
 @given(cuts(LARGE), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), seeds)
-def test_long_and_short_runs_across_pages_add_up_to_one_number(pieces, dtype, seed):
+def test_long_and_short_runs_across_pages_add_up_to_one_number(slices, dtype, seed):
     values = bits(LARGE, dtype, seed)
     assert values.numel() > 2 * PAGE
-    assert of_pieces(values, pieces) == of_whole(values)
+    assert digest_of(values, slices) == of_whole(values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,7 +145,7 @@ in_pages = st.lists(st.sampled_from([(0, 10), (20, 10), (20, 9), (PAGE - 10, 10)
 
 @settings(max_examples=50)
 @given(st.lists(in_pages, min_size=1, max_size=6), st.booleans(), seeds)
-def test_pages_that_are_almost_alike_have_their_own_numbers(pages, turned, seed):
+def test_almost_equal_pages_have_different_digests(pages, turned, seed):
     runs = [(number * PAGE + start, length) for number, those in enumerate(pages) for start, length in those]
     runs = runs[::-1] if turned else runs
     places = [place for start, length in runs for place in range(start, start + length)]
@@ -158,7 +160,7 @@ def test_pages_in_which_a_part_has_the_same_places_are_one_rectangle(shape):
     rows, by_columns = runs_of(shape, 0, ((0, shape[0]),)), runs_of(shape, 1, ((10, 20), (40, 60)))
     assert rows.page % torch.Size(shape[1:]).numel() == 0
     for runs in (rows, by_columns):
-        assert len(runs.rectangles) <= 2, "the last page need not be whole"
+        assert len(runs.rectangles) <= 2, "the last page may be partial"
         assert sum(len(one.pages) * len(one.keys) for one in runs.rectangles) == runs.size
 
 
@@ -219,7 +221,7 @@ def test_an_element_that_is_missing_or_held_twice_is_found():
     half = {"tensor": "t", "shape": (100,), "dim": 0, "ranges": ((0, 100),)}
     cut = [(0, 50), (50, 100)], [(0, 50), (51, 100)], [(0, 51), (50, 100)]
     whole, missing, twice = (
-        of_pieces(values, [TensorSlice(**half, start=start, stop=stop) for start, stop in each]) for each in cut
+        digest_of(values, [TensorSlice(**half, start=start, stop=stop) for start, stop in each]) for each in cut
     )
     assert whole == of_whole(values)
     assert len({whole, missing, twice}) == 3
@@ -270,7 +272,7 @@ def test_many_parts_at_once_have_the_numbers_of_each(shape, seed):
     assert digests_of(asked) == [[digest(part, runs, salt="a") for part in parts[:number]] for number in range(7)]
 
 
-def test_keys_live_for_as_long_as_they_are_read_whoever_forgets_them(monkeypatch, by):
+def test_keys_stay_while_they_are_read(monkeypatch, by):
     """Two threads may come to the same places at once, and only what one of them came to is remembered."""
     if by == "numpy":
         pytest.skip("it has the keys themselves, and not where they are")
@@ -295,7 +297,7 @@ def test_keys_live_for_as_long_as_they_are_read_whoever_forgets_them(monkeypatch
 
 @pytest.mark.parametrize("size", [0, 9, 11])
 def test_a_part_that_has_not_as_many_elements_as_places_is_refused(size):
-    """Of what is behind it nothing may be read, and what has no place would be in no digest."""
+    """Bytes behind the buffer may not be read, and elements without a place would be in no digest."""
     with pytest.raises(ValueError, match=f"a part of {size} elements has places for 10"):
         digest(torch.zeros(size), runs_of((10,), 0, ((0, 10),)), salt="s")
 
@@ -322,7 +324,7 @@ print(look(values) is not None, look(values / 0.0) is None)
 """
 
 
-def test_what_is_finite_is_copied_also_where_float32_is_a_double():
-    """As in a rehearsal (`NTP_CPU=float64`), where that is so before any of this is imported."""
+def test_finite_values_are_copied_although_float32_is_a_double():
+    """As in CPU emulation (`NTP_CPU=float64`), where that is so before any of this is imported."""
     done = subprocess.run([sys.executable, "-c", WHERE_FLOAT32_IS_A_DOUBLE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]

@@ -1,6 +1,6 @@
-"""The pages of docs/: all are in the site's navigation, and what they name is there.
+"""The pages of docs/: all are in the site's navigation, and the names in them exist.
 
-That links lead somewhere is for `make docs`, which builds the site; here it is looked at for the pages beside it.
+`make docs`, which builds the site, tests the links; this test looks for the pages beside it.
 """
 
 import importlib
@@ -23,7 +23,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 
 
 def pages_in(nav):
-    """Of a navigation: a page, or a title with a page, or with a part of the same kind."""
+    """Pages of a navigation: a page, or a title with a page, or a title with a part of the same kind."""
     if isinstance(nav, str):
         return [nav]
     return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_in(part)]
@@ -40,11 +40,11 @@ def test_the_navigation_has_every_page_once():
 
 
 @pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_recipes_and_tests_that_a_page_names_are_there(page):
+def test_recipes_and_tests_named_on_a_page_exist(page):
     assert missing_in(page.read_text()) == []
 
 
-def test_a_recipe_that_is_not_there_is_noticed():
+def test_a_missing_recipe_is_detected():
     assert missing_in("ntp chaos recipes/chaos/no-such.toml, [x](../../recipes/chaos/none.toml)") == [
         "recipes/chaos/no-such.toml",
         "recipes/chaos/none.toml",
@@ -56,7 +56,7 @@ def test_links_of_pages_beside_the_site_lead_somewhere(page):
     assert [link for link in _LINK.findall(page.read_text()) if not (page.parent / link).exists()] == []
 
 
-def test_tests_that_are_named_by_their_functions_are_there():
+def test_tests_named_by_function_exist():
     functions = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -74,7 +74,7 @@ ELSEWHERE = {
     "ntp_plugin.read_run",
     "ntp_plugin.telemetry.Event",
 }
-"""Names that stand in the page of another module, or in none."""
+"""Names that are on the page of another module, or on none."""
 
 
 @pytest.mark.parametrize("module", [*PUBLIC, "ntp_plugin.megatron"])

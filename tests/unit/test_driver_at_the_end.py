@@ -1,4 +1,4 @@
-"""Members that end a job together lose one of them between the last thing that they do and the end."""
+"""Members that end a job together lose one of them between their last section and the end."""
 
 import threading
 
@@ -62,7 +62,7 @@ def driver(keys, member_id, **patience):
 
 @pytest.fixture
 def apart():
-    """What is run on a thread of its own."""
+    """Run a function on a thread of its own."""
     threads = []
 
     def run(work):
@@ -76,8 +76,8 @@ def apart():
         assert not thread.is_alive(), "a member waits for ever"
 
 
-def test_one_has_come_through_the_last_thing_and_another_has_not(apart):
-    """Of 0 and 1 the first is past it when 2 is lost: both do it again, and end."""
+def test_one_rank_has_finished_the_last_section_and_another_has_not(apart):
+    """Rank 0 has finished the section and rank 1 has not when 2 is lost: both repeat it, and end."""
     keys, lost, done = Keys(), threading.Event(), {0: [], 1: []}
 
     def first():
@@ -108,7 +108,7 @@ def test_one_has_come_through_the_last_thing_and_another_has_not(apart):
     assert done[1] == [1]
 
 
-def test_who_agrees_at_the_end_shows_that_it_has_nothing_left_to_do(apart):
+def test_an_agreement_at_the_end_shows_that_a_rank_has_finished(apart):
     """So that one that writes a model alone is given its time when another is lost."""
     keys = Keys()
     member = driver(keys, MEMBER_IDS[0], agree_s=0.0)

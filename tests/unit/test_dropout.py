@@ -29,7 +29,7 @@ def parts(numbers):
 
 
 @given(parts(SAMPLES), parts(HEADS), parts(ROWS), st.integers(1, COLUMNS))
-def test_a_part_has_the_whole_masks_bits(samples, heads, rows, columns):
+def test_a_part_has_the_bits_of_the_full_mask(samples, heads, rows, columns):
     part = attention(samples, heads, rows, columns)
     assert torch.equal(part, attention()[samples][:, heads][:, :, rows][..., :columns])
 
@@ -42,7 +42,7 @@ def test_how_many_are_drawn_at_a_time_makes_no_difference(monkeypatch, at_once):
 
 
 def test_a_mask_is_these_bits_for_ever():
-    """A job that goes on with another version of ours, or on another device, draws the same."""
+    """A job that continues with another version of the plugin, or on another device, draws the same."""
     which = stream(SEED, "attention_dropout", 1)
     assert which == 4531758418967863967
     drawn = kept(row_keys(which, torch.tensor([7]), torch.tensor([2]), torch.tensor([5])), 64, 0.5)
@@ -74,7 +74,7 @@ def halves(number):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_kept_is_scaled_and_so_is_its_gradient(dtype):
+def test_kept_values_and_their_gradients_are_scaled(dtype):
     x = torch.randn(6, 5, dtype=dtype, requires_grad=True)
     keys = row_keys(stream(SEED), torch.arange(6))
     out = dropout(x, 0.25, keys)
@@ -91,7 +91,7 @@ def test_nothing_is_dropped_with_probability_0():
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, math.nan])
-def test_a_probability_that_is_none_is_a_mistake(p):
+def test_an_invalid_probability_is_an_error(p):
     with pytest.raises(AssertionError, match="a probability of"):
         dropout(torch.randn(4, 4), p, row_keys(stream(SEED), torch.arange(4)))
 
@@ -123,7 +123,7 @@ def excess(mask, p):
 
 
 @pytest.mark.parametrize("p", [0.5, 0.1, 0.3, 1e-3, 0.9])
-def test_as_many_are_dropped_as_were_asked_for(p):
+def test_the_dropped_share_equals_the_probability(p):
     whole = kept(row_keys(stream(SEED, "many"), torch.arange(4), torch.arange(256)), MANY // 1024, p)
     assert excess(whole, p) < SIGMAS
     for parity in (0, 1):
@@ -190,7 +190,7 @@ def test_groups_of_eight_are_evenly_spread(along):
     assert abs(chi_square - 255) < SIGMAS * math.sqrt(2 * 255)
 
 
-def test_the_statistics_notice_a_weak_generator(monkeypatch):
+def test_the_statistics_detect_a_weak_generator(monkeypatch):
     """A negative control: numbers that are spread out, and not mixed."""
     monkeypatch.setattr(module, "_mixed", lambda numbers: numbers)
     found = {what: excess(one ^ other, 0.5) for what, one, other in neighbours()}

@@ -43,16 +43,16 @@ def script(tmp_path):
     def run(text, *before):
         path = tmp_path / "script.py"
         path.write_text(text)
-        told = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-        told.pop("NTP_CPU", None)
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        environment.pop("NTP_CPU", None)
         words = [sys.executable, *before, str(path)]
-        return subprocess.run(words, env=told, capture_output=True, text=True, check=False)
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
     return run
 
 
 @pytest.mark.parametrize("before", [(), ("-m", "ntp_plugin.launch.script")], ids=["alone", "as ntp run starts it"])
-def test_the_flags_are_known_once_however_often_it_is_called(script, before):
+def test_repeated_calls_add_the_flags_once(script, before):
     done = script(ENABLE + ENABLE + PARSE + PRETRAIN, *before)
     assert (done.returncode, done.stdout) == (0, "route direct\ntrained\n"), done.stderr
 
@@ -73,7 +73,7 @@ def test_the_flags_are_known_once_however_often_it_is_called(script, before):
         ),
     ],
 )
-def test_it_says_in_one_line_that_it_is_called_too_late(script, first, what):
+def test_a_late_call_is_one_line(script, first, what):
     done = script(first + ENABLE)
     assert done.returncode == 2, done.stderr
     assert f"ntp: ntp_plugin.megatron.enable() is called too late: {what}. Way out: make it the first" in done.stderr

@@ -1,4 +1,4 @@
-"""What a `make show-<topic>` prints is what it has found."""
+"""A `make show-<topic>` prints what it has found."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ def _in_a_folder_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def test_rows_of_other_values_stand_in_their_own_columns(capsys, tmp_path):
+def test_rows_with_other_keys_have_their_own_columns(capsys, tmp_path):
     rows = [{"what": "one", "explained": 7}, {"what": "other", "added": 9}]
     assert evidence.show("topic", holds=True, seed=1, rows=rows) == 0
     lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
@@ -21,12 +21,12 @@ def test_rows_of_other_values_stand_in_their_own_columns(capsys, tmp_path):
     assert json.loads((tmp_path / "build/show/topic.json").read_text())["rows"] == rows
 
 
-def test_rows_of_many_values_are_told_one_by_one(capsys):
+def test_rows_of_many_values_are_printed_one_by_one(capsys):
     row = {f"value {number}": number for number in range(20)}
     assert evidence.show("topic", holds=False, seed=1, rows=[row]) == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(f"{name} {value}" for name, value in row.items()) in told
-    assert "topic: DOES NOT HOLD" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(f"{name} {value}" for name, value in row.items()) in output
+    assert "topic: DOES NOT HOLD" in output
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_command_is_the_one_that_was_typed(monkeypatch, tmp_path, asked, com
     assert json.loads((tmp_path / "build/show/topic.json").read_text())["command"] == command
 
 
-def test_the_same_code_is_known_by_what_is_committed_of_it(monkeypatch, tmp_path):
+def test_the_same_code_is_identified_by_its_commit(monkeypatch, tmp_path):
     def git(*words):
         subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], check=True, capture_output=True)
 
@@ -70,12 +70,12 @@ def test_the_same_code_is_known_by_what_is_committed_of_it(monkeypatch, tmp_path
     assert commit() not in (None, first)
 
 
-def test_what_is_not_in_a_repository_is_known_by_nothing(monkeypatch, tmp_path):
+def test_code_outside_a_repository_has_no_identity(monkeypatch, tmp_path):
     monkeypatch.setattr(evidence, "__file__", str(tmp_path / "benchmarks" / "evidence.py"))
     assert evidence.trees(".") is None
 
 
-def test_what_an_earlier_version_kept_is_passed_over(tmp_path):
+def test_rows_of_an_earlier_version_are_skipped(tmp_path):
     (tmp_path / "kept").write_text('{"case": 1, "commit": "abc"}\n{"case": 1, "turn": 0}\n')
     kept = evidence.Sittings(tmp_path / "kept")
     assert kept.find(case=1, turn=0) == {"case": 1, "turn": 0}

@@ -23,12 +23,12 @@ LIMITS = Thresholds()
 
 
 def heartbeats(at, *, waiting=False, moved_at=None, **more):
-    told = {"moved_at": at if moved_at is None else moved_at, "polled_at": at if waiting else None}
-    return Pulse(started_at=0.0, heartbeat_at=at, **told | more)
+    times = {"moved_at": at if moved_at is None else moved_at, "polled_at": at if waiting else None}
+    return Pulse(started_at=0.0, heartbeat_at=at, **times | more)
 
 
 def verdicts(pulses, limits, *, now):
-    """What the supervisor of a job on one host finds."""
+    """The failures that the supervisor of a job on one host finds."""
     return gone(pulses, limits, now=now) or judge({0: standstill(pulses, limits)}, {0: pulses}, limits)
 
 
@@ -36,7 +36,7 @@ def kinds(pulses, now):
     return {verdict.slot: verdict.kind for verdict in verdicts(pulses, LIMITS, now=now)}
 
 
-def test_an_ended_process_is_gone_at_once_unless_the_job_is_over():
+def test_an_ended_process_is_lost_at_once_unless_the_job_is_over():
     pulses = {0: heartbeats(10.0), 1: heartbeats(10.0, ended=-9), 2: heartbeats(10.0, ended=0)}
     assert kinds(pulses, now=10.0) == {1: "ended", 2: "ended"}
     assert kinds({0: heartbeats(10.0, ended=0, over=True)}, now=10.0) == {}
@@ -56,8 +56,8 @@ def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
 
 @pytest.mark.parametrize(("stopped_for", "verdict"), [(0.24, None), (0.36, "frozen")])
 @pytest.mark.parametrize("begins", [0.0, 0.01, 0.049])
-def test_who_is_stopped_is_frozen_by_that_time_alone(stopped_for, verdict, begins):
-    """It was asked every 0.05 s at least, looked at every 0.005 s, and has not beaten for longer than a stop may be."""
+def test_a_stopped_process_is_frozen_by_its_stopped_time_only(stopped_for, verdict, begins):
+    """It was polled every 0.05 s at least, observed every 0.005 s, and its heartbeat is older than a stop may last."""
     pulse, found = heard(Pulse(started_at=0.0), now=9.0, moved_at=9.0), None
     for look in range(300):
         now = 9.0 + 0.005 * look
@@ -67,14 +67,14 @@ def test_who_is_stopped_is_frozen_by_that_time_alone(stopped_for, verdict, begin
     assert found == verdict
 
 
-def test_who_is_asked_about_late_was_not_stopped_all_the_time():
+def test_a_late_poll_does_not_count_as_stopped_time():
     late = answered(heard(heartbeats(10.0), now=10.0, moved_at=10.0), LIMITS, now=11.0, stopped=True)
     assert kinds({0: late, 1: heartbeats(11.0)}, now=11.0) == {}
     still = answered(late, LIMITS, now=11.26, stopped=True)
     assert kinds({0: still, 1: heartbeats(11.26)}, now=11.26) == {0: "frozen"}
 
 
-def test_who_has_ended_is_not_asked_about():
+def test_an_ended_process_is_not_polled():
     assert is_to_be_asked_about(heartbeats(10.0), LIMITS, now=10.0)
     assert not is_to_be_asked_about(heartbeats(10.0, ended=-9), LIMITS, now=10.0)
 
@@ -83,23 +83,23 @@ def test_who_has_ended_is_not_asked_about():
     ("given", "heartbeat_interval_s"),
     [({}, 0.25), ({"hung_s": 1.0}, 0.1), ({"silent_s": 0.8}, 0.2), ({"heartbeat_s": 0.05}, 0.05)],
 )
-def test_a_heart_beats_often_enough_for_every_limit(given, heartbeat_interval_s):
+def test_the_heartbeat_interval_fits_every_limit(given, heartbeat_interval_s):
     assert Thresholds(**given).heartbeat_interval_s == pytest.approx(heartbeat_interval_s)
 
 
 @pytest.mark.parametrize(("silence", "kind"), [(29.0, None), (31.0, "silent")])
-def test_who_said_that_it_ends_has_as_long_as_one_that_hangs(silence, kind):
+def test_an_announced_end_has_the_time_limit_of_a_hang(silence, kind):
     found = kinds({0: heartbeats(10.0, leaving=True), 1: heartbeats(10.0 + silence)}, now=10.0 + silence)
     assert found == ({0: kind} if kind else {})
 
 
-def test_a_stopped_process_that_beats_is_left_alone():
+def test_a_stopped_process_with_heartbeats_is_not_lost():
     stopped = answered(answered(heartbeats(10.0), LIMITS, now=10.0, stopped=True), LIMITS, now=10.5, stopped=True)
     assert kinds({0: stopped}, now=10.5) == {0: "frozen"}
     assert kinds({0: heard(stopped, now=10.6, moved_at=10.0)}, now=10.6) == {}
 
 
-def test_the_one_that_all_others_wait_for_is_hung():
+def test_the_rank_that_all_others_wait_for_is_hung():
     pulses = {slot: heartbeats(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
     found = verdicts(pulses, LIMITS, now=100.0)
     assert [(verdict.slot, verdict.kind) for verdict in found] == [(2, "hung")]
@@ -110,8 +110,8 @@ def test_the_one_that_all_others_wait_for_is_hung():
     ("polled", "expected"),
     [(99.0, False), (92.6, False), (92.4, None), (70.1, None), (69.9, True)],
 )
-def test_a_wait_that_no_longer_polls_is_no_wait(polled, expected):
-    """All say that they wait; the loop of one has stopped turning. None: nobody is judged, and no deadlock told of."""
+def test_a_wait_that_stopped_polling_does_not_count_as_a_wait(polled, expected):
+    """All report that they wait; the loop of one has stopped. None: no rank is blamed, and no deadlock reported."""
     pulses = {slot: heartbeats(100.0, waiting=True, moved_at=60.0) for slot in range(4)}
     pulses[2] = heartbeats(100.0, moved_at=60.0, polled_at=polled)
     still = standstill(pulses, LIMITS)
@@ -125,16 +125,16 @@ def test_a_wait_that_no_longer_polls_is_no_wait(polled, expected):
 @pytest.mark.parametrize(
     ("since", "kind"), [(590.0, None), (610.0, "hung")], ids=["a long checkpoint", "longer than that"]
 )
-def test_who_is_not_done_while_all_others_are_has_time_for_a_checkpoint(since, kind):
+def test_the_last_unfinished_rank_has_time_for_a_checkpoint(since, kind):
     now = 1000.0 + since
     pulses = {slot: heartbeats(now, waiting=True, moved_at=1000.0, done=True) for slot in range(3)}
     pulses[1] = heartbeats(now, moved_at=1000.0)
     assert kinds(pulses, now=now) == ({1: kind} if kind else {})
     pulses[2] = heartbeats(now, waiting=True, moved_at=1000.0)
-    assert kinds(pulses, now=now) == {1: "hung"}, "somebody waits for it in a collective"
+    assert kinds(pulses, now=now) == {1: "hung"}, "a rank waits for it in a collective"
 
 
-def test_who_waits_for_the_end_while_others_wait_for_it_is_hung():
+def test_a_rank_that_waits_for_the_end_while_others_wait_for_it_is_hung():
     pulses = {slot: heartbeats(100.0, waiting=True, moved_at=60.0, done=slot == 2) for slot in range(4)}
     found = verdicts(pulses, LIMITS, now=100.0)
     assert [(verdict.slot, verdict.kind) for verdict in found] == [(2, "hung")]
@@ -151,14 +151,14 @@ def test_a_long_computation_of_all_is_no_hang():
     assert kinds({slot: heartbeats(100.0, waiting=False, moved_at=60.0) for slot in range(4)}, now=100.0) == {}
 
 
-def test_while_somebody_moves_nobody_is_hung():
+def test_no_rank_is_hung_while_one_makes_progress():
     pulses = {slot: heartbeats(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
     pulses[3] = heartbeats(100.0, waiting=True, moved_at=99.0)
     assert kinds(pulses, now=100.0) == {}
 
 
-def test_a_rank_whose_beat_is_late_may_have_moved_since():
-    """Nothing has been heard of slot 3 for a while, so that nobody knows what it does now."""
+def test_a_rank_with_a_late_heartbeat_may_have_made_progress():
+    """Slot 3 has sent no heartbeat for a while, so its state is not known."""
     pulses = {slot: heartbeats(100.0, waiting=slot != 2, moved_at=60.0) for slot in range(4)}
     pulses[3] = heartbeats(89.0, waiting=True, moved_at=60.0)
     assert judge({0: standstill(pulses, LIMITS)}, {0: pulses}, LIMITS) == []
@@ -166,18 +166,18 @@ def test_a_rank_whose_beat_is_late_may_have_moved_since():
     assert [verdict.slot for verdict in judge({0: standstill(pulses, LIMITS)}, {0: pulses}, LIMITS)] == [2]
 
 
-def test_those_who_wait_for_a_dead_rank_are_not_hung():
+def test_ranks_that_wait_for_a_dead_one_are_not_hung():
     pulses = {0: heartbeats(100.0, waiting=True, moved_at=60.0), 1: heartbeats(60.0, moved_at=60.0)}
     assert kinds(pulses, now=100.0) == {1: "silent"}
 
 
-def test_a_rank_that_has_never_beaten_is_starting():
+def test_a_rank_without_a_heartbeat_is_starting():
     assert kinds({0: Pulse(started_at=0.0)}, now=599.0) == {}
     assert kinds({0: Pulse(started_at=0.0)}, now=601.0) == {0: "silent"}
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 0.25), st.booleans(), st.booleans()), min_size=1, max_size=60))
-def test_a_rank_that_beats_often_enough_is_never_gone(beats):
+def test_a_rank_with_timely_heartbeats_is_never_lost(beats):
     """Whatever it does in between, and whatever the system says of its process."""
     now, pulse = 0.0, Pulse(started_at=0.0)
     for pause, moves, stopped in beats:
@@ -188,8 +188,8 @@ def test_a_rank_that_beats_often_enough_is_never_gone(beats):
         pulse = answered(pulse, LIMITS, now=now, stopped=stopped)
 
 
-def test_who_hangs_in_its_wait_for_the_end_does_no_work_that_others_would_wait_for():
-    """One that writes a model alone is given `end_s`; this one has nothing left to write."""
+def test_a_rank_hung_in_its_wait_for_the_end_is_not_working():
+    """A rank that writes a model alone gets `end_s`; this one has nothing left to write."""
     now = 1000.0
     done = Pulse(started_at=0.0, heartbeat_at=now, moved_at=300.0, polled_at=now, done=True)
     for other, found in (
@@ -213,7 +213,7 @@ SLOTS = {host: range(4 * host, 4 * host + 4) for host in range(4)}
     [None, Standstill(waiting=3, idle={5: 31.0}), dataclasses.replace(STILL, unreachable=(0,))],
     ids=["somebody moves", "somebody is hung", "a link is cut"],
 )
-def test_all_are_stuck_where_all_wait_and_could_go_on(another):
+def test_all_ranks_are_hung_when_all_wait_and_none_needs_to(another):
     assert hung({0: STILL, 1: STILL}) == 8
     assert hung({0: STILL, 1: another}) == 0
 
@@ -225,20 +225,20 @@ def test_a_hang_takes_the_word_of_every_host():
     assert judge({0: STILL, 1: STILL, 2: STILL}, SLOTS, LIMITS) == []
 
 
-def test_a_host_with_one_hung_rank_is_found_by_the_others_word():
+def test_a_host_with_one_hung_rank_is_detected_by_the_others_reports():
     assert [verdict.slot for verdict in judge({0: STILL, 1: Standstill(waiting=0, idle={4: 31.0})}, SLOTS, LIMITS)] == [
         4
     ]
 
 
-def test_the_smaller_part_of_a_cut_network_is_out():
-    told = {0: dataclasses.replace(STILL, unreachable=(1, 2, 3)), 1: STILL, 2: STILL, 3: STILL}
-    found = judge(told, SLOTS, LIMITS)
+def test_the_minority_side_of_a_network_split_is_evicted():
+    heartbeats_of = {0: dataclasses.replace(STILL, unreachable=(1, 2, 3)), 1: STILL, 2: STILL, 3: STILL}
+    found = judge(heartbeats_of, SLOTS, LIMITS)
     assert [(verdict.slot, verdict.kind) for verdict in found] == [(slot, "cut off") for slot in range(4)]
 
 
 @given(st.integers(1, 12), st.data())
-def test_those_who_stay_all_reach_each_other_and_are_the_larger_part(hosts, data):
+def test_survivors_reach_each_other_and_are_the_majority(hosts, data):
     part = data.draw(st.sets(st.integers(0, hosts - 1)))
     rest = set(range(hosts)) - part
     unreachable = {host: sorted(rest if host in part else part) for host in range(hosts)}
@@ -248,7 +248,7 @@ def test_those_who_stay_all_reach_each_other_and_are_the_larger_part(hosts, data
 
 
 @given(st.integers(2, 8), st.data())
-def test_whatever_is_broken_nobody_who_stays_misses_another(hosts, data):
+def test_survivors_of_any_network_failure_reach_each_other(hosts, data):
     pairs = [(a, b) for a in range(hosts) for b in range(a)]
     broken = data.draw(st.lists(st.sampled_from(pairs), unique=True))
     unreachable = {host: [b for a, b in broken if a == host] for host in range(hosts)}
@@ -259,7 +259,7 @@ def test_whatever_is_broken_nobody_who_stays_misses_another(hosts, data):
 
 @pytest.mark.parametrize("over_for", [4.9, 5.1])
 @pytest.mark.parametrize(("stopped_for", "kind"), [(4.9, None), (5.1, "frozen")])
-def test_when_the_job_is_over_who_never_joined_or_is_stopped_is_not_waited_for_long(stopped_for, kind, over_for):
+def test_after_the_job_unjoined_or_stopped_processes_get_a_short_wait(stopped_for, kind, over_for):
     stopped = heartbeats(10.0, ran_at=10.0, asked_at=10.0 + stopped_for, stopped=True)
     pulses = {
         0: heartbeats(10.0),
@@ -274,6 +274,6 @@ def test_when_the_job_is_over_who_never_joined_or_is_stopped_is_not_waited_for_l
 
 
 @pytest.mark.parametrize(("joining", "found"), [(True, {0: "frozen"}), (False, {})])
-def test_who_joins_and_is_stopped_before_it_ever_beat_is_frozen(joining, found):
+def test_a_joining_rank_stopped_before_its_first_heartbeat_is_frozen(joining, found):
     stopped = Pulse(started_at=0.0, joining=joining, ran_at=10.0, asked_at=10.31, stopped=True)
     assert kinds({0: stopped, 1: heartbeats(10.31)}, now=10.31) == found

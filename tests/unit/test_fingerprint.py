@@ -1,4 +1,4 @@
-"""What two processes have to have in common is compared by name."""
+"""Settings that two processes must share are compared by name."""
 
 import random
 
@@ -31,12 +31,12 @@ def test_many_differences_and_long_values_stay_one_line():
     assert len(fp.in_short(found)) < 1000 and fp.in_short(found).endswith("and 44 more")
 
 
-def test_what_is_free_to_differ_is_left_out_and_nested_names_are_dotted():
+def test_settings_free_to_differ_are_omitted_and_nested_names_are_dotted():
     assert fp.in_words({"a": {"b": 1, "c": None}, "rank": 3}, free=["rank"]) == {"a.b": "1", "a.c": "None"}
 
 
-def test_an_object_is_told_without_its_address():
-    """Which differs between two processes that were started alike."""
+def test_an_object_is_described_without_its_address():
+    """The address differs between two processes with the same settings."""
     assert fp.in_words({"of": object()}) == {"of": "builtins.object"}
 
 
@@ -59,11 +59,11 @@ def test_the_ranks_with_another_digest_than_most_are_named():
     assert fp.deviations(digests) == [Deviation(section="a", ranks=(1, 3), usual=0)]
 
 
-def test_of_two_groups_of_one_size_that_of_the_lowest_rank_is_usual():
+def test_the_group_of_the_lowest_rank_wins_a_tie():
     assert fp.deviations([{"a": "x"}, {"a": "y"}]) == [Deviation(section="a", ranks=(1,), usual=0)]
 
 
-def test_a_section_that_a_rank_has_not_is_not_compared():
+def test_a_section_missing_on_a_rank_is_not_compared():
     assert not fp.deviations([{"model of t0": "x"}, {"model of t1": "y"}, {"model of t0": "x"}, {}])
 
 
@@ -71,7 +71,7 @@ def test_a_section_that_a_rank_has_not_is_not_compared():
 
 
 @pytest.mark.parametrize("size", [0, 1, 70_000, 1 << 20, (1 << 20) + 1, 5_000_000])
-def test_a_file_is_known_by_what_it_holds(size, tmp_path):
+def test_a_file_is_identified_by_its_contents(size, tmp_path):
     content = random.Random(size).randbytes(size)
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_bytes(content)
@@ -86,7 +86,7 @@ def test_a_file_is_known_by_what_it_holds(size, tmp_path):
         assert digest_of_file(one) != digest_of_file(other)
 
 
-def test_data_are_known_by_their_files_and_not_by_their_folder(tmp_path):
+def test_data_are_identified_by_their_files_and_not_by_their_folder(tmp_path):
     for folder, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "corpus.idx").write_bytes(content)

@@ -1,4 +1,4 @@
-"""What all members write is put together on the way to all, whoever comes when; and little is read for that."""
+"""Values of all members are combined on the way to all, in any order of arrival, with few reads."""
 
 import itertools
 from random import Random
@@ -33,7 +33,8 @@ def put(store, key, value):
 
 
 def gather(gathering, order):
-    """All say their own, and look by turns until each has all; returns what each knows then, and their readers."""
+    """All write their value, and poll in turn until each has all; returns the values that each knows, and their
+    readers."""
     store, waiting = {}, list(order)
     readers = {slot: Reader(store) for slot in gathering.slots}
     for slot in waiting:
@@ -46,12 +47,12 @@ def gather(gathering, order):
                 put(store, due.key, due.value)
             elif gathering.complete(readers[slot]):
                 waiting.remove(slot)
-        assert before != (len(waiting), len(store)), "somebody waits for ever"
+        assert before != (len(waiting), len(store)), "a member waits for ever"
     return {slot: gathering.values(reader) for slot, reader in readers.items()}, readers
 
 
 @given(SLOTS, st.integers(2, 9), st.integers())
-def test_each_member_comes_to_know_what_each_wrote(slots, fan, seed):
+def test_each_member_gathers_the_values_of_all(slots, fan, seed):
     gathering = Gathering(kind="report", epoch=3, slots=tuple(slots), fan=fan)
     known, _ = gather(gathering, Random(seed).sample(slots, len(slots)))
     assert all(values == {slot: f'it is "{slot}"' for slot in slots} for values in known.values())
@@ -59,7 +60,7 @@ def test_each_member_comes_to_know_what_each_wrote(slots, fan, seed):
 
 
 @given(SLOTS, st.integers(2, 9), st.data())
-def test_nobody_has_all_while_one_is_missing_and_that_one_is_named(slots, fan, data):
+def test_gathering_waits_for_a_missing_member_and_names_it(slots, fan, data):
     gathering = Gathering(kind="report", epoch=3, slots=tuple(slots), fan=fan)
     late = data.draw(st.sets(st.sampled_from(slots), min_size=1))
     store = {gathering.own_key(slot): "here" for slot in slots if slot not in late}
@@ -71,7 +72,7 @@ def test_nobody_has_all_while_one_is_missing_and_that_one_is_named(slots, fan, d
     assert late <= set(gathering.late(store.get))
 
 
-def test_who_does_not_put_together_what_is_there_is_named():
+def test_a_member_that_does_not_combine_its_share_is_named():
     gathering = Gathering(kind="report", epoch=3, slots=tuple(range(10, 19)), fan=3)
     store = {gathering.own_key(slot): "here" for slot in gathering.slots}
     assert gathering.late(store.get) == (10, 13, 16)
@@ -80,14 +81,14 @@ def test_who_does_not_put_together_what_is_there_is_named():
 
 
 @pytest.mark.parametrize("members", [1, 2, FAN])
-def test_few_read_what_each_wrote(members):
+def test_few_members_read_the_values_of_each(members):
     gathering = Gathering(kind="report", epoch=3, slots=tuple(range(members)))
     store = {gathering.own_key(slot): "here" for slot in gathering.slots}
     assert gathering.complete(store.get)
     assert not any(gathering.gathers(slot) or gathering.due(slot, store.get) for slot in gathering.slots)
 
 
-def test_what_is_read_grows_with_the_members_and_not_with_their_square():
+def test_reads_grow_linearly_with_the_members():
     def reads_of_a_member(members, fan):
         slots = tuple(range(members))
         _, readers = gather(Gathering(kind="report", epoch=1, slots=slots, fan=fan), slots)

@@ -35,7 +35,7 @@ def unknown_in(text):
 
 
 def needless_or_missing_in(form):
-    """What keeps a host from showing an issue form."""
+    """Errors that keep a host from showing an issue form."""
     fields = [part for part in form["body"] if part["type"] != "markdown"]
     ids = [part["id"] for part in fields]
     kinds = {part["type"] for part in form["body"]}
@@ -47,7 +47,7 @@ def needless_or_missing_in(form):
     )
 
 
-def test_the_workflow_sets_up_and_runs_what_a_desk_runs_on_python_3_12():
+def test_the_workflow_runs_the_local_checks_on_python_3_12():
     steps = steps_of((GITHUB / "workflows" / "ci.yml").read_text())
     assert [step["run"] for step in steps if "run" in step] == ["bash .ci/setup", ".ci/run"]
     assert [step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")] == ["3.12"]
@@ -64,7 +64,7 @@ def test_an_issue_form_can_be_shown(form):
     assert needless_or_missing_in(yaml.safe_load(form.read_text())) == []
 
 
-def test_a_form_that_cannot_be_shown_is_noticed():
+def test_an_invalid_issue_form_is_detected():
     twice = {"type": "textarea", "id": "a", "attributes": {"label": "A"}}
     form = {"name": "N", "description": "", "body": [twice, {**twice, "type": "essay"}]}
     assert needless_or_missing_in(form) == ["description", "essay", "a", "a"]
@@ -75,11 +75,11 @@ def test_a_form_that_cannot_be_shown_is_noticed():
     [*WORKFLOWS, *FORMS, GITHUB / "pull_request_template.md", ROOT / "CODE_OF_CONDUCT.md", ROOT / "CONTRIBUTING.md"],
     ids=lambda path: path.name,
 )
-def test_commands_and_files_that_are_named_are_there(file):
+def test_named_commands_and_files_exist(file):
     assert unknown_in(file.read_text()) == []
 
 
-def test_a_command_that_is_not_there_is_noticed():
+def test_an_unknown_command_is_detected():
     assert unknown_in("`make chekc`, `ntp stauts RUN`, docs/none.md, .ci/recovery, ABSENT.md") == [
         "make chekc",
         "ntp stauts",

@@ -1,4 +1,4 @@
-"""What is packed for a lane is the same on all its members, however each holds it."""
+"""The packed buffer of a lane is the same on all its members, however each holds it."""
 
 import torch
 
@@ -7,7 +7,7 @@ from ntp_plugin.reduction.gradient_lanes import Slice, pack, unpack
 WHOLE = torch.arange(24.0).view(4, 6)
 
 
-def test_members_that_hold_a_slice_in_different_ranges_pack_it_alike():
+def test_members_with_a_slice_in_different_ranges_pack_the_same_buffer():
     """One has columns 1 to 4 side by side; the other 1 and 2 behind 3 and 4, with others between."""
     together = {"weight": WHOLE[:, 1:5].clone()}
     apart = {"weight": torch.cat([WHOLE[:, 3:5], WHOLE[:, :1], WHOLE[:, 1:3]], 1)}
@@ -21,7 +21,7 @@ def test_members_that_hold_a_slice_in_different_ranges_pack_it_alike():
     assert torch.equal(apart["weight"][:, 2], WHOLE[:, 0])
 
 
-def test_what_is_unpacked_is_what_was_packed():
+def test_unpacking_inverts_packing():
     gradients = {"a": WHOLE.clone(), "b": torch.arange(5.0)}
     slices = [Slice(name="a", dim=0, ranges=((2, 4),)), Slice(name="b", dim=0, ranges=((0, 2), (4, 5)))]
     packed = pack(slices, gradients)

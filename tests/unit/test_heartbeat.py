@@ -1,4 +1,4 @@
-"""What a rank tells of itself: that it moved, that it waits, and that it was kept from running."""
+"""What a rank reports of itself: that it makes progress, that it waits, and that it got no CPU."""
 
 import os
 import subprocess
@@ -39,21 +39,21 @@ def file(tmp_path):
     file.close()
 
 
-def beats(file, told, starved):
-    """What the heart writes for each (moved, polled) with the seconds for which it has starved by then."""
-    fault_points = iter(zip(told, starved, strict=True))
+def beats(file, movements, starved):
+    """The heartbeats for each (moved, polled) and the seconds without a CPU by then."""
+    readings = iter(zip(movements, starved, strict=True))
     now = [(Movement(0.0), 0.0)]
     heartbeat = HeartbeatThread(file, 0, every_s=0.001, moved=lambda: now[0][0], starved=lambda: now[0][1])
-    for told_now, starved_now in fault_points:
-        now[0] = Movement(*told_now), starved_now
+    for movement, starved_now in readings:
+        now[0] = Movement(*movement), starved_now
         moved_at, polled_at, _ = heartbeat._moved_or_starved()
         yield moved_at, polled_at
     heartbeat.stop()
 
 
-def test_time_without_a_cpu_is_no_standstill(file):
-    told = [(10.0, None), (10.0, None), (10.0, None), (12.0, None), (12.0, None)]
-    seen = list(beats(file, told, [1.0, 1.0, 1.7, 2.0, 2.1]))
+def test_time_without_a_cpu_is_no_hang(file):
+    movements = [(10.0, None), (10.0, None), (10.0, None), (12.0, None), (12.0, None)]
+    seen = list(beats(file, movements, [1.0, 1.0, 1.7, 2.0, 2.1]))
     assert [(round(at, 9), polled) for at, polled in seen] == [
         (11.0, None),
         (11.0, None),
@@ -63,20 +63,20 @@ def test_time_without_a_cpu_is_no_standstill(file):
     ]
 
 
-def test_who_waits_for_others_tells_since_when_whatever_its_cpu_does(file):
-    told = [(10.0, 10.0), (10.0, 10.25), (10.5, None), (10.5, None)]
-    moved = [at for at, _ in beats(file, told, [1.0, 2.0, 2.5, 2.75])]
+def test_a_waiting_rank_reports_since_when_regardless_of_its_cpu(file):
+    movements = [(10.0, 10.0), (10.0, 10.25), (10.5, None), (10.5, None)]
+    moved = [at for at, _ in beats(file, movements, [1.0, 2.0, 2.5, 2.75])]
     assert moved[:2] == [10.0, 10.0]
     assert moved[3] == moved[2] + 0.25
 
 
 def test_a_wait_that_gets_no_cpu_cannot_poll(file):
-    told = [(10.0, 10.0), (10.0, 10.25), (10.0, 10.25), (10.0, 10.25)]
-    polled = [at for _, at in beats(file, told, [0.0, 0.0, 0.5, 3.0])]
+    movements = [(10.0, 10.0), (10.0, 10.25), (10.0, 10.25), (10.0, 10.25)]
+    polled = [at for _, at in beats(file, movements, [0.0, 0.0, 0.5, 3.0])]
     assert polled == [10.0, 10.25, 10.75, 13.25]
 
 
-def test_the_system_tells_how_long_a_thread_waited_for_a_cpu():
+def test_the_kernel_reports_how_long_a_thread_waited_for_a_cpu():
     """Two that always want to run share one CPU: each is kept waiting about half of the time."""
     allowed, me = os.sched_getaffinity(0), threading.get_native_id()
     cpu = min(allowed)
@@ -96,8 +96,8 @@ def test_the_system_tells_how_long_a_thread_waited_for_a_cpu():
     assert waited() == WaitForCpu(0)() == 0.0, "closed, and no such thread"
 
 
-def test_what_is_told_together_is_read_together(file):
-    """The other process moves as fast as it can, and waits after every odd move."""
+def test_values_written_together_are_read_together(file):
+    """The other process makes progress as fast as it can, and waits after every odd step."""
     writer = subprocess.Popen([sys.executable, "-c", WRITE, str(file.path)])
     try:
         while not file.read(0).count:
@@ -127,7 +127,7 @@ HeartbeatThread(HeartbeatFile(Path(sys.argv[1]), 1), 0, every_s=0.01, moved=lamb
 @pytest.mark.parametrize(
     "ends", ["raise ValueError", "sys.exit(4)", "import os; os.fork() or sys.exit(0); raise OSError"]
 )
-def test_a_process_that_ends_by_an_error_says_that_it_ends(file, ends):
+def test_a_process_that_ends_with_an_error_announces_its_end(file, ends):
     ended = subprocess.run(
         [sys.executable, "-c", ENDS.format(ends=ends), str(file.path)], check=False, capture_output=True
     )
@@ -135,7 +135,7 @@ def test_a_process_that_ends_by_an_error_says_that_it_ends(file, ends):
     assert file.read(0).leaving
 
 
-def test_a_forked_process_that_ends_says_nothing(file):
+def test_a_forked_process_announces_nothing(file):
     forks = "import os, time\nif os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", ENDS.format(ends=forks), str(file.path)], check=False).returncode == 9
     assert not file.read(0).leaving
@@ -147,13 +147,13 @@ def test_how_often_the_supervisor_has_looked(file):
     assert file.looks() == before + 1
 
 
-def test_the_last_beat_says_so(file):
+def test_the_last_heartbeat_is_marked(file):
     asked = threading.Semaphore(0)
     heartbeat = HeartbeatThread(
         file, 0, every_s=0.001, moved=lambda: asked.release() or Movement(3.0), starved=lambda: 0.0
     )
     heartbeat.start()
-    for _ in range(2):  # the first beat is written when it asks again
+    for _ in range(2):  # the first heartbeat is written at the second poll
         assert asked.acquire(timeout=PATIENCE_S), "it beats"
     assert not file.read(0).leaving
     before = file.read(0).count

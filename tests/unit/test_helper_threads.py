@@ -1,4 +1,4 @@
-"""A wait on a helper thread that failed leaves nothing for Python's collector, which comes whenever it likes."""
+"""A failed wait on a helper thread leaves no garbage for Python's collector, which runs at any time."""
 
 import gc
 
@@ -7,7 +7,7 @@ import pytest
 from ntp_plugin.groups.waits import BreakableWaits
 
 
-def test_what_failed_keeps_no_frames_alive():
+def test_a_failed_task_keeps_no_frames_alive():
     ended = []
 
     class Kept:

@@ -1,4 +1,4 @@
-"""What a host makes of the beats of others, also where the job's store answers late."""
+"""How a host interprets the heartbeats of others, also if the job's store answers late."""
 
 import pytest
 from torch.distributed import HashStore
@@ -15,7 +15,7 @@ CUT_S = 4.0
 
 
 class LateStore(TorchStore):
-    """Host 1 is cut off from it for some seconds, as it looks at the beats of host 0 for the `late`-th time."""
+    """Host 1 loses its connection to the store for some seconds, at its `late`-th read of host 0's heartbeat."""
 
     def __init__(self, late):
         super().__init__(HashStore(), corner="job", token="")
@@ -37,22 +37,22 @@ class LateStore(TorchStore):
 
 @pytest.fixture
 def host_1():
-    doors = []
+    endpoints = []
 
     def make(store):
-        doors.append(RefusingEndpoint("127.0.0.1"))
+        endpoints.append(RefusingEndpoint("127.0.0.1"))
         clock = lambda: store.now  # noqa: E731
         return Hosts(
-            store, host=1, host_incarnation=0, hosts=2, slots=2, endpoint=doors[-1], thresholds=LIMITS, clock=clock
+            store, host=1, host_incarnation=0, hosts=2, slots=2, endpoint=endpoints[-1], thresholds=LIMITS, clock=clock
         )
 
     yield make
-    for door in doors:
-        door.close()
+    for endpoint in endpoints:
+        endpoint.close()
 
 
-def test_who_was_cut_off_does_not_take_those_for_silent_who_went_on(host_1):
-    """It looks again at once: the other has not beaten since the store has answered."""
+def test_a_reconnected_host_does_not_report_the_others_silent(host_1):
+    """It reads again at once: the other has sent no heartbeat since the store answered."""
     store = LateStore(late=2)
     host, began_at = host_1(store), store.now
     assert host.tick(VIEW, None) == []
@@ -63,7 +63,7 @@ def test_who_was_cut_off_does_not_take_those_for_silent_who_went_on(host_1):
 
 
 @pytest.mark.parametrize(("silence", "is_lost"), [(LIMITS.host_s - 0.1, False), (LIMITS.host_s + 0.1, True)])
-def test_a_host_that_does_not_beat_is_lost(host_1, silence, is_lost):
+def test_a_host_without_heartbeats_is_lost(host_1, silence, is_lost):
     store = LateStore(late=0)
     host = host_1(store)
     store.others_go_on(0.0, beats=1)

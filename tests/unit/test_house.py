@@ -1,4 +1,4 @@
-"""The laws of the house that an import contract cannot see."""
+"""The rules of the code base that an import contract cannot check."""
 
 import ast
 import re
@@ -40,7 +40,7 @@ def test_importing_these_rooms_loads_no_torch_and_does_nothing():
     subprocess.run([sys.executable, "-c", PROBE, *PURE], check=True)
 
 
-def test_the_probe_notices_a_room_that_does():
+def test_the_probe_detects_a_package_that_does():
     """A negative control: torch itself."""
     done = subprocess.run([sys.executable, "-c", PROBE, "torch"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -48,7 +48,7 @@ def test_the_probe_notices_a_room_that_does():
 
 
 @pytest.mark.parametrize("room", sorted((ROOT / "ntp_plugin").rglob("__init__.py")), ids=lambda path: path.parent.name)
-def test_a_room_that_names_some_of_its_files_names_all(room):
+def test_a_package_that_lists_some_of_its_files_lists_all(room):
     plate = ast.get_docstring(ast.parse(room.read_text())) or ""
     files = {path.name for path in room.parent.glob("*.py")} - {"__init__.py"}
     named = {name for name in files if re.search(rf"\b{re.escape(name)}\b", plate)}
@@ -60,7 +60,7 @@ def test_a_class_name_has_one_home():
     assert shared_names({path: path.read_text() for path in (ROOT / "ntp_plugin").rglob("*.py")}) == {}
 
 
-def test_a_class_name_with_two_homes_is_noticed():
+def test_a_class_name_defined_twice_is_detected():
     """A negative control."""
     found = shared_names({"a.py": "class Slot: ...", "b.py": "class Slot: ...\nclass View: ..."})
     assert found == {"Slot": ["a.py", "b.py"]}
@@ -75,7 +75,7 @@ def shared_names(sources):
     return {name: paths for name, paths in homes.items() if len(paths) > 1}
 
 
-def test_no_tracked_file_has_what_a_merge_has_left_undecided():
+def test_no_tracked_file_has_merge_conflict_marks():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("this is no checkout")
@@ -84,6 +84,6 @@ def test_no_tracked_file_has_what_a_merge_has_left_undecided():
 
 
 @pytest.mark.parametrize("mark", ["<" * 7 + " HEAD", "|" * 7 + " base", "=" * 7, ">" * 7 + " theirs"])
-def test_each_mark_of_a_merge_is_noticed(mark):
+def test_each_merge_conflict_mark_is_detected(mark):
     assert _OF_A_MERGE.search(f"a line\n{mark}\nanother\n".encode())
     assert not _OF_A_MERGE.search(f"a line\n  {mark}\n{mark[0]}{mark}\n".encode())

@@ -1,4 +1,4 @@
-"""Who starts the job's store, on which address it listens, and the token that several hosts must share."""
+"""Which process starts the job's store, its address, and the token that several hosts must share."""
 
 import socket
 
@@ -13,10 +13,10 @@ ANY = "a token of 25 characters."
 TWO_HOSTS = ["--nnodes=2", "--rdzv-backend=c10d"]
 
 
-def listening_at(words, said=None):
+def listening_at(words, log=None):
     """(the store's address, the arguments as torch gets them); None where it is not ours to start."""
     arguments = parse_args([*words, "train.py"])
-    store = start_store(arguments, say=[].append if said is None else said.append)
+    store = start_store(arguments, say=[].append if log is None else log.append)
     return (None if store is None else (store.host, store.port)), arguments
 
 
@@ -61,7 +61,7 @@ def connects(address, port):
 
 
 @pytest.mark.parametrize("conf", ["is_host=1", "is_host=true,timeout=7"])
-def test_the_store_of_several_hosts_listens_on_the_address_of_the_endpoint_alone(conf):
+def test_the_store_of_several_hosts_listens_on_the_endpoint_address_only(conf):
     arguments = parse_args([*TWO_HOSTS, "--rdzv-endpoint=127.0.78.1:0", f"--rdzv-conf={conf}", "train.py"])
     store = start_store(arguments, say=pytest.fail)
     assert connects("127.0.78.1", store.port)
@@ -80,12 +80,12 @@ def test_a_second_agent_on_the_stores_host_is_its_client_and_one_that_must_have_
             listening_at([*TWO_HOSTS, endpoint, "--rdzv-conf=is_host=1"])
 
 
-def test_an_address_of_another_machine_is_left_to_torch_with_a_word():
-    said = []
-    found, arguments = listening_at([*TWO_HOSTS, "--rdzv-endpoint=192.0.2.1:0", "--rdzv-conf=is_host=1"], said)
+def test_an_address_of_another_machine_is_left_to_torch_with_a_log_line():
+    log = []
+    found, arguments = listening_at([*TWO_HOSTS, "--rdzv-endpoint=192.0.2.1:0", "--rdzv-conf=is_host=1"], log)
     assert found is None
     assert arguments.rdzv_conf == "is_host=1"
-    assert said == ["192.0.2.1 is no address of this machine, so the job's store listens on all of its addresses"]
+    assert log == ["192.0.2.1 is no address of this machine, so the job's store listens on all of its addresses"]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_the_address_that_others_reach_a_store_by(host, local, wanted):
     assert address_to_listen_on(host, local) == wanted
 
 
-def test_a_name_that_is_loopback_here_is_left_to_torch_with_a_word():
-    said = []
-    found, _ = listening_at([*TWO_HOSTS, "--rdzv-endpoint=127.1:0", "--rdzv-conf=is_host=1"], said)
+def test_a_name_that_resolves_to_loopback_is_left_to_torch_with_a_log_line():
+    log = []
+    found, _ = listening_at([*TWO_HOSTS, "--rdzv-endpoint=127.1:0", "--rdzv-conf=is_host=1"], log)
     assert found is None
-    assert said == [
+    assert log == [
         "127.1 is a loopback address here, so the job's store listens on all addresses: --local-addr names one"
     ]
 
@@ -135,7 +135,7 @@ def test_a_job_of_one_host_has_a_token_of_its_own():
 
 
 @pytest.mark.parametrize("nnodes", ["2", "1:2", "16"])
-def test_several_hosts_need_a_token_and_are_told_how_to_make_one(nnodes):
+def test_several_hosts_need_a_token_and_the_error_says_how_to_make_one(nnodes):
     with pytest.raises(ConfigError, match=r"NTP_TOKEN is not set.*export NTP_TOKEN=\$\(openssl rand -hex 16\)"):
         token([f"--nnodes={nnodes}"], {})
     assert token([f"--nnodes={nnodes}"], {"NTP_TOKEN": ANY}) == ANY
@@ -148,7 +148,7 @@ def test_a_token_that_can_be_found_by_trying_is_refused(words):
 
 
 @pytest.mark.parametrize("words", [["--nnodes=many"], ["--rdzv-conf==1"], ["--rdzv-conf=is_host=perhaps", *TWO_HOSTS]])
-def test_what_cannot_be_read_is_one_line(words):
+def test_an_unreadable_endpoint_is_one_line(words):
     arguments = parse_args([*words, "train.py"])
     with pytest.raises(ConfigError):
         token_of(arguments, {"NTP_TOKEN": ANY})

@@ -1,4 +1,4 @@
-"""Copies of dead runs stay for their time, and the oldest go earlier where a new run needs the room."""
+"""Copies of dead runs are kept for a time, and the oldest are removed earlier if a new run needs the room."""
 
 import dataclasses
 import os
@@ -41,38 +41,48 @@ def test_each_stays_for_its_own_time():
     assert goes[Path("past")] == "its run has been dead for 1 d, and its copies were to stay for 1 d"
 
 
-def test_one_without_copies_goes():
+def test_a_run_without_copies_is_removed():
     assert names([dataclasses.replace(dead("empty", 0), died_at=0.0, size=0)]) == ["empty"]
 
 
-def test_the_oldest_go_until_as_much_is_free_as_the_largest_took():
+def test_the_oldest_are_removed_until_the_room_of_the_largest_is_free():
     runs = [dead("new", 1, mb=100), dead("oldest", 9, mb=100), dead("older", 5, mb=300), dead("tiny", 8, mb=1)]
-    for unused, gone in (
+    for unused, removed in (
         (300, []),
         (299, ["oldest"]),
         (150, ["oldest", "tiny", "older"]),
         (0, ["oldest", "tiny", "older"]),
     ):
-        assert names(runs, room=Room(free=unused * MB, total=400 * MB)) == gone, unused
+        assert names(runs, room=Room(free=unused * MB, total=400 * MB)) == removed, unused
     assert names(runs, room=Room(free=0, total=4000 * MB)) == ["oldest", "tiny", "older", "new"], "a quarter of all"
-    told = to_remove(runs, [], now=NOW, room=Room(free=299 * MB, total=400 * MB))[Path("oldest")]
-    assert told == ("the oldest dead run (9 h dead) takes 100.0 MB, 299.0 MB are free, and this run may need 300.0 MB")
+    reason = to_remove(runs, [], now=NOW, room=Room(free=299 * MB, total=400 * MB))[Path("oldest")]
+    assert reason == (
+        "the oldest dead run (9 h dead) takes 100.0 MB, 299.0 MB are free, and this run may need 300.0 MB"
+    )
 
 
-def test_what_is_past_its_time_makes_room_before_others_go():
+def test_expired_runs_are_removed_before_others():
     runs = [dead("past", 30, mb=100), dead("old", 20, mb=100)]
     assert names(runs, room=Room(free=0, total=400 * MB)) == ["past"]
 
 
-def test_what_is_spared_stays_and_says_how_much_is_needed():
+def test_spared_runs_stay_and_the_needed_room_is_reported():
     runs, resumed = [dead("other", 1, mb=50)], dead("resumed", 20, mb=300)
     assert names(runs, spared=[resumed], room=Room(free=299 * MB, total=400 * MB)) == ["other"]
     assert names(runs, spared=[resumed], room=Room(free=300 * MB, total=400 * MB)) == []
 
 
 def test_durations_in_words():
-    told = {0: "0 s", 59.9: "59 s", 60: "1 min", 3661: "1 h 1 min", 86399: "23 h 59 min", 90000.5: "1 d 1 h", -5: "0 s"}
-    assert {seconds: in_words(seconds) for seconds in told} == told
+    texts = {
+        0: "0 s",
+        59.9: "59 s",
+        60: "1 min",
+        3661: "1 h 1 min",
+        86399: "23 h 59 min",
+        90000.5: "1 d 1 h",
+        -5: "0 s",
+    }
+    assert {seconds: in_words(seconds) for seconds in texts} == texts
 
 
 # ---------------------------------------------------------------- on a disk
@@ -87,14 +97,14 @@ def shared(tmp_path, monkeypatch):
     return tmp_path
 
 
-def said_by(keep_s=DAY_S, spares=lambda _: False):
-    told = []
-    return new_folder(keep_s=keep_s, spares=spares, log=told.append), told
+def log_of(keep_s=DAY_S, spares=lambda _: False):
+    messages = []
+    return new_folder(keep_s=keep_s, spares=spares, log=messages.append), messages
 
 
 def left(*, hours, keep_s=DAY_S, size=1000):
-    """What a run has left that died so long ago."""
-    run, _ = said_by(keep_s)
+    """Create the copies of a run that died so long ago."""
+    run, _ = log_of(keep_s)
     (run.path / "host-0").mkdir(mode=0o700)
     (run.path / "host-0/near-0-e0-0").write_bytes(bytes(size))
     manifest = run.path / "host-0/near-0-e0-0.json"
@@ -104,30 +114,30 @@ def left(*, hours, keep_s=DAY_S, size=1000):
     return run.path
 
 
-def test_a_new_run_leaves_what_another_job_may_resume(shared):
-    """It was removed by any next run of the same user."""
+def test_a_new_run_keeps_copies_that_another_job_may_resume(shared):
+    """Earlier any next run of the same user removed it."""
     waits, short = left(hours=2), left(hours=2, keep_s=HOUR)
-    run, told = said_by()
+    run, messages = log_of()
     assert set(shared.iterdir()) == {waits, run.path}
-    assert told == [f"removing {short}: its run has been dead for 2 h, and its copies were to stay for 1 h"]
+    assert messages == [f"removing {short}: its run has been dead for 2 h, and its copies were to stay for 1 h"]
     run.remove()
 
 
-def test_what_is_removed_is_said(shared):
+def test_removed_copies_are_reported(shared):
     past = left(hours=25)
-    run, told = said_by()
-    assert told == [f"removing {past}: its run has been dead for 1 d 1 h, and its copies were to stay for 1 d"]
+    run, messages = log_of()
+    assert messages == [f"removing {past}: its run has been dead for 1 d 1 h, and its copies were to stay for 1 d"]
     run.remove()
 
 
-def test_the_one_that_is_resumed_stays_however_old_it_is(shared):
+def test_the_resumed_run_stays_at_any_age(shared):
     old = left(hours=400)
-    run, told = said_by(spares=lambda folder: folder == old)
-    assert (old.exists(), told) == (True, [])
+    run, messages = log_of(spares=lambda folder: folder == old)
+    assert (old.exists(), messages) == (True, [])
     run.remove()
 
 
-def test_the_time_is_kept_with_the_run_and_a_spoilt_one_is_a_day(shared):
+def test_the_keep_time_is_stored_with_the_run_and_defaults_to_a_day(shared):
     folder = left(hours=0, keep_s=12.5)
     assert dead_run(folder).keep_s == 12.5
     for text in ("", "nan", "-1", "inf", "soon"):
@@ -137,7 +147,7 @@ def test_the_time_is_kept_with_the_run_and_a_spoilt_one_is_a_day(shared):
     assert dead_run(folder).keep_s == DAY_S
 
 
-def test_what_is_found_of_a_run(shared):
+def test_a_run_folder_is_described(shared):
     found = dead_run(left(hours=1, size=100_000))
     assert found.died_at == pytest.approx(time.time() - HOUR, abs=600)
     assert 100_000 <= found.size < 120_000
@@ -153,13 +163,13 @@ def test_there_is_a_room():
 
 
 def test_latest_is_the_one_that_died_last(shared):
-    """Not the one whose folder was made last, which may have died before."""
+    """Not the run with the newest folder, which may have died before."""
     last, first = left(hours=1), left(hours=3)
     assert cli_run._resumed("latest") == last
     assert cli_run._resumed(str(first)) == first
 
 
-def test_a_run_that_resumes_holds_the_folder_and_says_so_where_it_cannot(shared):
+def test_a_resuming_run_locks_the_folder_or_reports_that_it_cannot(shared):
     first = left(hours=1)
     with cli_run._held(first), pytest.raises(BlockingIOError), free(first):
         pass
@@ -181,7 +191,7 @@ def test_how_long_is_written(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "d", "-1", "1w", "1e3", "1 d", "soon", "nan", "9" * 10])
-def test_what_is_no_duration(text, capsys):
+def test_invalid_durations_are_refused(text, capsys):
     with pytest.raises(ConfigError, match="is not a duration"):
         cli_run._seconds("--ntp-copies-keep", text)
     assert main(["run", f"--ntp-copies-keep={text}", "train.py"]) == 2

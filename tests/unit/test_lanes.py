@@ -33,7 +33,7 @@ def test_cores_get_their_units_and_give_them_back(case):
 
 @given(degraded_jobs())
 @settings(max_examples=30)
-def test_a_whole_stage_keeps_the_frameworks_path_and_its_tp_slots_as_lanes(case):
+def test_a_full_width_stage_keeps_the_frameworks_reduction_with_tp_slots_as_lanes(case):
     nominal, lost = case
     surviving = nominal.surviving(lost)
     for stage, units in enumerate(nominal.units.stages):

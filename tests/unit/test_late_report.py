@@ -1,4 +1,4 @@
-"""What an agreement waits for comes in the moment in which its time limit passes."""
+"""A report arrives just as the time limit of an agreement expires."""
 
 from ntp_plugin.membership import protocol
 from ntp_plugin.membership.agreement import Agreement
@@ -12,7 +12,7 @@ REPORT = Report(applied=0, oldest=0)
 
 
 class LateKeys(Keys):
-    """`late`: the report of slot 1 comes between the last look at it and that at who is missing."""
+    """`late`: the report of slot 1 arrives between the last poll and the check for missing reports."""
 
     late = False
 
@@ -35,12 +35,12 @@ def agree(keys, monkeypatch):
     )
 
 
-def test_a_report_that_comes_then_is_read(monkeypatch):
+def test_a_report_at_the_time_limit_is_read(monkeypatch):
     keys = LateKeys()
     keys.late = True
     assert agree(keys, monkeypatch).view.slots == (0, 1)
 
 
-def test_where_none_comes_its_member_is_evicted(monkeypatch):
+def test_a_member_without_a_report_is_evicted(monkeypatch):
     """A negative control."""
     assert agree(LateKeys(), monkeypatch).view.slots == (0,)

@@ -1,4 +1,4 @@
-"""What `make show-live-overhead` makes of the times of steps."""
+"""How `make show-live-overhead` evaluates the times of steps."""
 
 import statistics
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks import evidence, live_overhead
 from benchmarks.live_overhead import CASES, jobs_of
-from benchmarks.step_pairs import WARM_UP, Block, apart_from_computing, is_first, pairs_of, told
+from benchmarks.step_pairs import WARM_UP, Block, apart_from_computing, is_first, pairs_of, row_of
 
 PAIRS = 8
 STEPS = WARM_UP + 2 * PAIRS
@@ -26,13 +26,13 @@ def test_a_pair_is_two_steps_in_a_row_and_either_begins():
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=STEPS, max_size=STEPS))
-def test_what_the_machine_does_to_the_computing_is_not_in_what_is_told_apart(computing):
+def test_noise_of_the_computing_is_not_in_the_plugins_share(computing):
     steps = [own + LEFT + ADDED * is_first(number) for number, own in enumerate(computing)]
     whole = statistics.median(without for _, without in pairs_of(steps))
     assert apart_from_computing(pairs_of(steps), pairs_of(computing)) == pytest.approx([1 + ADDED / whole] * PAIRS)
 
 
-def test_what_is_added_to_the_computing_is_seen_of_whole_steps_alone():
+def test_time_added_to_computing_shows_in_full_steps_only():
     computing = [1.0 + ADDED * is_first(number) for number in range(STEPS)]
     steps = [own + LEFT for own in computing]
     assert apart_from_computing(pairs_of(steps), pairs_of(computing)) == pytest.approx([1.0] * PAIRS)
@@ -42,25 +42,25 @@ def test_what_is_added_to_the_computing_is_seen_of_whole_steps_alone():
 def test_a_row_has_the_pairs_of_all_its_jobs():
     slow = Block(seconds=[(2.2, 2.0)] * 3, computing=[(1.0, 1.0)] * 3, threads=0.002)
     fast = Block(seconds=[(1.0, 1.0)] * 5, computing=[(0.5, 0.5)] * 5, threads=0.004)
-    row = told("what", [slow, fast], framework="neither")
+    row = row_of("what", [slow, fast], framework="neither")
     assert (row["jobs"], row["pairs"], row["ratio"], row["step_ms"]) == (2, 8, 1.0, 1000.0)
     assert row["threads"] == pytest.approx(0.003)
-    assert told("what", [slow], framework="neither")["ratio"] == pytest.approx(1.1)
+    assert row_of("what", [slow], framework="neither")["ratio"] == pytest.approx(1.1)
 
 
-def test_what_is_not_known_is_not_told():
+def test_an_unknown_interval_is_not_reported():
     blind = Block(seconds=[(1.0, 1.0)] * 3, computing=[(0.0, 0.0)] * 3, threads=0.0)
-    assert "apart" not in told("what", [blind], framework="neither")
+    assert "apart" not in row_of("what", [blind], framework="neither")
 
 
 def block(*ratios):
-    """What a job finds whose pairs have these."""
+    """The block of a job with these pairs."""
     seconds = [(ratio, 1.0) for ratio in ratios] * PAIRS
     return {"seconds": seconds, "computing": [(0.5, 0.5)] * len(seconds), "threads": 0.0}
 
 
 @pytest.mark.parametrize("scale", ["", "ci"])
-def test_jobs_have_as_many_pairs_as_are_asked_for_and_come_by_turns(scale):
+def test_jobs_have_the_requested_pairs_and_alternate(scale):
     cases = [*enumerate(CASES)]
     jobs = jobs_of(cases, scale)
     for number, case in cases:
@@ -70,7 +70,7 @@ def test_jobs_have_as_many_pairs_as_are_asked_for_and_come_by_turns(scale):
     assert [turn for _, turn in jobs] == sorted(turn for _, turn in jobs)
 
 
-def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
+def test_a_sitting_continues_where_the_last_one_ended(tmp_path, monkeypatch):
     trees, run = ["first"], []
 
     def job(number):
@@ -98,12 +98,12 @@ def test_a_sitting_goes_on_where_the_one_before_it_ended(tmp_path, monkeypatch):
         live_overhead.found_of(cases, "")
     assert run == wanted[:5], "of another tree nothing is known"
     assert len(mine.read_text().splitlines()) == 5, "and nothing of the one before is left"
-    assert another.read_text() == others, "but of whom nobody has asked"
+    assert another.read_text() == others, "rows of other frameworks stay"
 
 
 @pytest.mark.parametrize("middle", [0.9, 1.0, 1.2])
 @pytest.mark.parametrize(("apart", "jobs"), [(0.0029, live_overhead.JOBS), (0.0031, 12)])
-def test_a_row_is_over_when_its_interval_is_narrow_wherever_that_lies(monkeypatch, middle, apart, jobs):
+def test_a_row_ends_when_its_interval_is_narrow(monkeypatch, middle, apart, jobs):
     monkeypatch.setattr(live_overhead, "_block_of", lambda _: block(middle - apart, middle + apart))
     monkeypatch.setattr(evidence, "trees", lambda *_: None)
     found = live_overhead.found_of([(0, CASES[0])], "")

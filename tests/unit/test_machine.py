@@ -1,4 +1,4 @@
-"""Machine code is used where it is right, and nowhere else."""
+"""Machine code is used only where it is right."""
 
 import _ctypes
 import ctypes
@@ -23,7 +23,7 @@ def _asked_anew():
 
 
 @pytest.mark.usefixtures("_asked_anew")
-def test_without_a_library_there_is_nothing_to_say(monkeypatch, tmp_path, caplog):
+def test_without_a_library_nothing_is_reported(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(module, "LIBRARY", tmp_path / "_machine.so")
     assert machine() is None
     assert not caplog.messages
@@ -31,7 +31,7 @@ def test_without_a_library_there_is_nothing_to_say(monkeypatch, tmp_path, caplog
 
 @pytest.mark.usefixtures("_asked_anew")
 @pytest.mark.parametrize("text", [b"", b"this is no library"])
-def test_what_is_no_library_is_told_and_left(monkeypatch, tmp_path, caplog, text):
+def test_a_file_that_is_no_library_is_reported_and_ignored(monkeypatch, tmp_path, caplog, text):
     (tmp_path / "_machine.so").write_bytes(text)
     monkeypatch.setattr(module, "LIBRARY", tmp_path / "_machine.so")
     assert machine() is None
@@ -39,8 +39,8 @@ def test_what_is_no_library_is_told_and_left(monkeypatch, tmp_path, caplog, text
 
 
 @pytest.mark.usefixtures("_asked_anew")
-def test_a_library_that_has_other_calls_is_told_and_left(monkeypatch, caplog):
-    """As one does that was built before they took what they take now: to call it would end the process."""
+def test_a_library_with_other_functions_is_reported_and_ignored(monkeypatch, caplog):
+    """The library was built before its functions got their present arguments: a call would end the process."""
     monkeypatch.setattr(module, "LIBRARY", Path(_ctypes.__file__))
     assert machine() is None
     assert "cannot be used" in caplog.text
@@ -48,7 +48,7 @@ def test_a_library_that_has_other_calls_is_told_and_left(monkeypatch, caplog):
 
 @pytest.mark.usefixtures("_asked_anew")
 @pytest.mark.parametrize("what", ["a sum", "a largest word", "the width"])
-def test_what_comes_to_other_sums_is_told_and_left(monkeypatch, caplog, what):
+def test_a_library_with_wrong_sums_is_reported_and_ignored(monkeypatch, caplog, what):
     if machine() is None:
         pytest.skip("it was not built")
     call = NativeLibrary.sums
@@ -86,7 +86,7 @@ def copies_all_but_a_byte(sums):
 @pytest.mark.parametrize(
     ("call", "spoilt"), [("fold", folds_a_byte_less), ("sums", copies_nothing), ("sums", copies_all_but_a_byte)]
 )
-def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog, call, spoilt):
+def test_a_library_that_skips_bytes_is_reported_and_ignored(monkeypatch, caplog, call, spoilt):
     if machine() is None:
         pytest.skip("it was not built")
     machine.cache_clear()
@@ -102,7 +102,7 @@ def test_what_leaves_bytes_out_is_told_and_left(monkeypatch, caplog, call, spoil
     st.binary(),
 )
 def test_words_are_copied_to_where_they_belong_and_nothing_beside_them_changes(asked, word, salt):
-    """At any address: whole lines of a processor's cache, parts of one, and none; the sums are the same."""
+    """At any address: full cache lines, parts of one, and none; the sums are the same."""
     by_machine = machine()
     if by_machine is None:
         pytest.skip("it was not built")

@@ -1,4 +1,4 @@
-"""Machines in one: they hear each other, but where a wire is cut, slow, or loses packets."""
+"""Simulated machines: they reach each other, unless a link is cut, slow, or lossy."""
 
 import os
 import subprocess
@@ -21,8 +21,8 @@ answering = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 answering.bind(("", 5000))
 print("ready", flush=True)
 while True:
-    said, who = answering.recvfrom(100)
-    answering.sendto(said, who)
+    packet, who = answering.recvfrom(100)
+    answering.sendto(packet, who)
 """
 ASKS = """
 import socket, sys, time
@@ -58,11 +58,11 @@ LOST_AFTER_S = 0.3
 def ask(two, times, wait_s=PATIENCE_S):
     """(how many answers, seconds); an answer that does not come is waited for so long."""
     words = [*two.prefix(1), sys.executable, "-c", ASKS, two.address(2), str(times), str(wait_s)]
-    said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=2 * PATIENCE_S).stdout.split()
-    return int(said[0]), float(said[1])
+    output = subprocess.run(words, capture_output=True, text=True, check=True, timeout=2 * PATIENCE_S).stdout.split()
+    return int(output[0]), float(output[1])
 
 
-def test_they_hear_each_other_and_know_their_names(two):
+def test_machines_reach_each_other_and_know_their_names(two):
     assert ask(two, 20)[0] == 20
     known = subprocess.run([*two.prefix(1), "cat", "/etc/hosts"], capture_output=True, text=True, check=True).stdout
     assert f"{two.address(2)} machine2" in known
@@ -92,7 +92,7 @@ def test_a_wire_that_loses_packets_loses_about_so_many(two):
     assert 3 <= heard <= 21, "by the seed it is always the same number, but for packets of others"
 
 
-def test_nothing_is_left_of_them():
+def test_stopped_machines_leave_nothing():
     with Machines(2) as made:
         sleeping = subprocess.Popen([*made.prefix(1), "sleep", "100"])
         names = mine()
@@ -108,7 +108,7 @@ def mine():
     return [name for line in listed.splitlines() if (name := line.split()[0]).startswith(f"ntp{os.getpid()}x")]
 
 
-def test_who_may_not_is_told_why(monkeypatch):
+def test_a_missing_permission_is_explained(monkeypatch):
     monkeypatch.setattr(machines, "why_not", lambda: "there is no `ip` (iproute2)")
     with pytest.raises(Refused, match=r"several machines cannot be had: there is no `ip`"):
         Machines(2)

@@ -1,4 +1,4 @@
-"""Between which slots activations go, and which rows stand in two stages."""
+"""Between which slots activations are sent, and which rows are in two stages."""
 
 from collections import Counter
 
@@ -44,7 +44,7 @@ def test_every_receiver_has_one_sender_in_its_own_replica_and_both_know(views):
 
 
 @given(pipelines())
-def test_who_stands_in_does_so_in_turn(views):
+def test_substitutes_take_turns(views):
     for view in views:
         most = -(-len(view.pattern) // view.width)
         columns = [view.column(view.slot.replica, tp)[view.slot.stage] for tp in range(view.topology.tp)]

@@ -1,4 +1,4 @@
-"""The rehearsal mode touches nothing while it is off, and says why it touches what it touches."""
+"""CPU emulation changes nothing while it is off, and gives a reason for each change."""
 
 import os
 import subprocess
@@ -29,8 +29,8 @@ print(len(changed), "of", len(before), torch.cuda.is_available(), torch.get_defa
 """
 
 
-def probe(said):
-    environment = {**os.environ, "NTP_CPU": said}
+def probe(answer):
+    environment = {**os.environ, "NTP_CPU": answer}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, check=False
     )
@@ -46,16 +46,16 @@ def test_nothing_is_replaced_while_it_is_off():
 def test_everything_is_replaced_while_it_is_on():
     changed, _, all_of_them, available, dtype = probe("float64")
     assert changed == all_of_them
-    assert available == "False", "only callers in Megatron are told of a GPU"
+    assert available == "False", "only callers in Megatron see a GPU"
     assert dtype == "torch.float64"
 
 
-def test_every_replacement_has_its_reason_and_stands_once():
+def test_every_replacement_has_a_reason_and_is_listed_once():
     tables = (*cpu_emulation.TORCH, *cpu_emulation.MEGATRON)
     assert all(entry.why for entry in (*tables, *cpu_emulation.DOUBLE))
     assert len({entry.target for entry in tables}) == len(tables)
 
 
-def test_a_word_that_is_not_known_is_refused():
+def test_an_unknown_value_is_refused():
     with pytest.raises(ConfigError, match="NTP_CPU = 'yes' is not known"):
         cpu_emulation.wanted({"NTP_CPU": "yes"})

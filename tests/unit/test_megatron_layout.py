@@ -1,4 +1,4 @@
-"""Who is lost from the start, which rank is which slot, and what is refused."""
+"""Ranks lost from the start, the slot of each rank, and the refusals."""
 
 import argparse
 import dataclasses
@@ -38,14 +38,14 @@ def test_ranks_are_the_slots_that_are_there_in_megatrons_order():
     ]
 
 
-def test_a_single_replica_that_trains_is_noticed():
+def test_a_single_training_replica_is_detected():
     assert not layout("r1.s0.t0").is_held_once
     idle = frozenset(Slot(replica=1, stage=0, tp=tp) for tp in (1, 2, 3))
     assert dataclasses.replace(layout("r1.s0.t0"), idle=idle).is_held_once
     assert layout(processes=4).is_held_once
 
 
-def test_the_lost_are_struck_from_lists_of_nominal_ranks():
+def test_lost_ranks_are_removed_from_lists_of_nominal_ranks():
     found = layout("r1.s0.t3,r0.s0.t1", processes=6)
     assert found.without_lost([[0, 1, 2, 3], [4, 5, 6, 7]]) == [[0, 1, 2], [3, 4, 5]]
     assert found.without_lost([[1, 5], [3, 7], [1]]) == [[4], [2]]
@@ -59,7 +59,7 @@ def test_every_unit_is_held_once_in_each_replica():
 
 
 @pytest.mark.parametrize(
-    ("lost", "processes", "said"),
+    ("lost", "processes", "message"),
     [
         (("r1.s0.t3",), 8, "8 processes are not full-width replicas of TP 4 x PP 1 but for r1.s0.t3"),
         (("r9.s0.t0",), 7, "r9.s0.t0 is not in this layout"),
@@ -67,12 +67,12 @@ def test_every_unit_is_held_once_in_each_replica():
         (("third",), 7, "does not name a slot"),
     ],
 )
-def test_a_loss_that_does_not_fit_is_refused(lost, processes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_loss_that_does_not_fit_is_refused(lost, processes, message):
+    with pytest.raises(ConfigError, match=message):
         layout(*lost, processes=processes)
 
 
-def test_a_replica_without_slots_is_to_be_left_out():
+def test_a_replica_without_slots_must_be_omitted():
     with pytest.raises(Refused, match=r"replica 1 has no slot in stage 0.*start fewer processes"):
         layout("r1", processes=4)
     with pytest.raises(Refused, match=r"replica 1 has no slot in stage 1.*start fewer processes"):
@@ -82,8 +82,8 @@ def test_a_replica_without_slots_is_to_be_left_out():
 # ---------------------------------------------------------------- refusals
 
 
-def arguments(**said):
-    """Megatron's arguments, as far as the table looks at them, for what works."""
+def arguments(**changes):
+    """Megatron's arguments, as far as the table checks them, for a supported job."""
     fine = {
         "transformer_impl": "local",
         "use_cpu_initialization": True,
@@ -94,11 +94,11 @@ def arguments(**said):
         "num_query_groups": 8,
         "num_attention_heads": 16,
     }
-    return types.SimpleNamespace(**{**fine, **said})
+    return types.SimpleNamespace(**{**fine, **changes})
 
 
 @pytest.mark.parametrize(
-    "said",
+    "changes",
     [
         {},
         {"hybrid_layer_pattern": "*--*"},
@@ -111,12 +111,12 @@ def arguments(**said):
         {"iterations_to_skip": [], "perform_initialization": True, "cross_entropy_fusion_impl": "native"},
     ],
 )
-def test_what_works_is_not_refused(said):
-    refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
+def test_supported_settings_pass(changes):
+    refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
 
 
 @pytest.mark.parametrize(
-    ("said", "flag"),
+    ("changes", "flag"),
     [
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
@@ -157,9 +157,9 @@ def test_what_works_is_not_refused(said):
         ({"num_query_groups": 2}, "--num-query-groups: 2 query groups do not divide over 4 TP slots"),
     ],
 )
-def test_what_does_not_work_is_refused_by_its_flag_with_the_way_out(said, flag):
+def test_unsupported_settings_are_refused_by_flag_with_a_way_out(changes, flag):
     with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
-        refuse_what_does_not_work(arguments(**said), TrainingPolicy(), layout("r1.s0.t3"))
+        refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
 
 
 EXACT = TrainingPolicy(enabled=True, dropout="exact")
@@ -171,7 +171,7 @@ def test_exact_masks_are_not_refused_degraded_or_healthy():
 
 
 @pytest.mark.parametrize(
-    ("said", "flag"),
+    ("changes", "flag"),
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
@@ -181,27 +181,27 @@ def test_exact_masks_are_not_refused_degraded_or_healthy():
         ({"num_query_groups": 2}, "--num-query-groups"),
     ],
 )
-def test_where_masks_cannot_be_exact_they_are_refused_with_nobody_lost(said, flag):
+def test_inexact_masks_are_refused_before_a_loss(changes, flag):
     whole = layout(processes=8)
     with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
-        refuse_what_does_not_work(arguments(hidden_dropout=0.1, **said), EXACT, whole)
-    refuse_what_does_not_work(arguments(**said), EXACT, whole)
+        refuse_what_does_not_work(arguments(hidden_dropout=0.1, **changes), EXACT, whole)
+    refuse_what_does_not_work(arguments(**changes), EXACT, whole)
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "message"),
     [
         (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
         (TrainingPolicy(min_tp_width=4), "replica 1 is 3 slots wide in stage 0, below --ntp-min-tp-width 4"),
     ],
 )
-def test_a_policy_that_is_not_built_is_refused(policy, said):
-    with pytest.raises(Refused, match=f"{said}.*Way out: ."):
+def test_an_unimplemented_policy_is_refused(policy, message):
+    with pytest.raises(Refused, match=f"{message}.*Way out: ."):
         refuse_what_does_not_work(arguments(), policy, layout("r1.s0.t3"))
 
 
-def live_arguments(**said):
-    return arguments(tensor_model_parallel_size=4, **said)
+def live_arguments(**changes):
+    return arguments(tensor_model_parallel_size=4, **changes)
 
 
 def test_a_usual_job_may_be_live_also_with_checkpoints_and_the_distributed_optimizer():
@@ -210,28 +210,28 @@ def test_a_usual_job_may_be_live_also_with_checkpoints_and_the_distributed_optim
     )
 
 
-def test_masks_of_a_live_job_are_exact_or_there_are_none():
+def test_masks_of_a_live_job_are_exact_or_off():
     refuse_live(live_arguments(hidden_dropout=0.1), EXACT)
     with pytest.raises(Refused, match=r"--hidden-dropout 0\.1 would draw other masks.*Way out: --ntp-dropout exact"):
         refuse_live(live_arguments(hidden_dropout=0.1), TrainingPolicy(enabled=True))
 
 
 @pytest.mark.parametrize("refusal", LIVE, ids=lambda refusal: refusal.flag)
-def test_what_no_live_job_can_have_is_refused_at_its_start(refusal):
+def test_settings_unsupported_in_live_jobs_are_refused_at_the_start(refusal):
     name = refusal.flag.removeprefix("--").replace("-", "_")
     with pytest.raises(Refused, match=f"{refusal.flag} .*Way out: ."):
         refuse_live(live_arguments(**{name: 1}), TrainingPolicy(enabled=True))
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "message"),
     [
         (TrainingPolicy(batch=BatchPolicy(mode="trim")), "--ntp-batch-mode trim"),
         (TrainingPolicy(min_tp_width=5), "--ntp-min-tp-width 5 is above --tensor-model-parallel-size 4"),
     ],
 )
-def test_a_policy_that_no_loss_could_be_met_with_is_refused_at_the_start(policy, said):
-    with pytest.raises(Refused, match=f"{said}.*Way out: ."):
+def test_a_policy_that_no_loss_could_be_met_with_is_refused_at_the_start(policy, message):
+    with pytest.raises(Refused, match=f"{message}.*Way out: ."):
         refuse_live(live_arguments(), policy)
 
 
@@ -249,5 +249,5 @@ def test_flags_win_over_the_file(tmp_path):
         read_policy(parser.parse_args(["--ntp-config", str(file)]))
 
 
-def test_every_refusal_says_what_to_do():
+def test_every_refusal_has_a_way_out():
     assert all(refusal.flag.startswith("--") and refusal.why and refusal.way_out for refusal in (*TABLE, *EXACT_MASKS))

@@ -41,7 +41,7 @@ def test_no_interleaving_breaks_the_agreement(slots, events, last_step):
 
 
 def report_like_others_do(sound):
-    """Decide early: a member goes on to plan before all have reported."""
+    """Decide early: a member plans before all have reported."""
 
     def broken(member, read, **facts):
         following, write = sound(member, read, **facts)
@@ -53,7 +53,7 @@ def report_like_others_do(sound):
 
 
 def ask_for_the_most(_sound):
-    """Max for min: everybody is to stand on the newest step that anybody has applied or holds gradients for."""
+    """Max for min: all resume from the newest step that any member has applied or holds gradients for."""
 
     def broken(reports):
         step = max(report.applied + report.prepared for report in reports.values() if not report.joiner)
@@ -109,7 +109,7 @@ def leave_alone(sound):
 
 
 def put_together_what_is_there(_sound):
-    """Who gathers does not wait for those whose values it puts together."""
+    """A combining member does not wait for the values that it combines."""
 
     def broken(gathering, slot, read):
         own = read(gathering.own_key(slot))
@@ -120,8 +120,8 @@ def put_together_what_is_there(_sound):
     return "due", broken
 
 
-def gather_for_nobody(_sound):
-    """Who gathers waits for the others, and they for it."""
+def deadlocked_gathering(_sound):
+    """A combining member waits for the others, and they for it."""
     return "due", lambda *_: None
 
 
@@ -133,7 +133,7 @@ FIND = [
     (believe_the_joiner, {"kills": 1, "joins": 1}),
     (leave_alone, {"kills": 0}),
     (put_together_what_is_there, {"kills": 1, "fan": 2}),
-    (gather_for_nobody, {"kills": 0, "doubts": 1, "fan": 2}),
+    (deadlocked_gathering, {"kills": 0, "doubts": 1, "fan": 2}),
 ]
 
 
@@ -147,7 +147,7 @@ def test_a_planted_protocol_bug_is_found(monkeypatch, planted, events):
 
 
 @given(st.dictionaries(st.integers(0, 5), REPORTS, min_size=1))
-def test_the_decision_is_the_newest_step_that_all_can_stand_on(reports):
+def test_the_decision_is_the_newest_step_that_all_can_resume_from(reports):
     known = {report.applied for report in reports.values()}
 
     def can_resume(report, step):
@@ -166,12 +166,12 @@ def test_the_decision_is_the_newest_step_that_all_can_stand_on(reports):
     assert decision.roll_back == tuple(sorted(s for s, r in reports.items() if r.applied > decision.step))
 
 
-def test_whoever_has_applied_takes_the_prepared_along_with_the_vote():
+def test_an_applied_step_carries_the_prepared_members_and_the_vote():
     reports = {0: Report(applied=7, oldest=7, vote=1), 1: Report(applied=6, oldest=6, prepared=True)}
     assert decide(reports) == Decision(step=7, vote=1, roll_forward=(1,), roll_back=())
 
 
-def test_gradients_that_nobody_applied_are_reduced_again():
+def test_unapplied_gradients_are_reduced_again():
     reports = {slot: Report(applied=6, oldest=6, prepared=True) for slot in range(3)}
     assert decide(reports) == Decision(step=6, vote=0, roll_forward=(), roll_back=())
 
@@ -181,8 +181,8 @@ def test_joining_ranks_alone_hold_nothing():
         decide({slot: Report(applied=0, oldest=0, joiner=True) for slot in range(2)})
 
 
-def test_a_process_that_lost_its_seat_to_another_is_fenced():
-    """The old process of slot 1 is thawed after a new one took the seat: the slot is in the view, it is not."""
+def test_a_process_whose_slot_has_a_new_incarnation_is_fenced():
+    """The old process of slot 1 is thawed after a new one took the slot: the slot is a member, the process is not."""
     first = View(epoch=0, member_ids=(MemberId(slot=0, incarnation="a"), MemberId(slot=1, incarnation="b")))
     shrunk = protocol.without(first, [1])
     grown = protocol.with_joiners(shrunk, [MemberId(slot=1, incarnation="c")])
@@ -193,7 +193,7 @@ def test_a_process_that_lost_its_seat_to_another_is_fenced():
 
 
 @given(REPORTS, st.integers(0, 9))
-def test_what_goes_through_the_store_comes_back_the_same(report, epoch):
+def test_store_entries_round_trip(report, epoch):
     assert Report.decode(report.encode()) == report
     view = View(
         epoch=epoch, member_ids=(MemberId(slot=0, incarnation="h/1"), MemberId(slot=3, incarnation="h/2")), joiners=(3,)

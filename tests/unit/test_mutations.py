@@ -1,7 +1,7 @@
-"""The checks of `properties.py` can fail: each planning function is broken on purpose, and a check must notice.
+"""The checks of `properties.py` can fail: each planning function gets a planted bug, and a check must fail.
 
-A mutation replaces one function of a planning room by a broken one; the named property then runs over fixed
-examples from hypothesis and must raise. With the sound function the same run raises nothing.
+A mutation replaces one function of a planning package by a wrong one; the named property then runs over fixed examples
+from hypothesis and must raise. With the sound function the same run raises nothing.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def one_too_many(sound):
     return lambda self, step_ns, stages: sound(self, step_ns, stages) + 1
 
 
-def copy_next_door(sound):
+def copy_on_the_same_host(sound):
     """Copies are resettled without looking at failure domains."""
 
     def broken(node, nominal, placement, surplus):
@@ -156,8 +156,8 @@ def send_everything_twice(sound):
     return broken
 
 
-def forget_who_came_back(sound):
-    """Groups that only got slots back are not told to move anything."""
+def forget_rejoined_slots(sound):
+    """Groups that only got slots back move nothing."""
     return lambda change: {group for group in sound(change) if group in change.after.patterns}
 
 
@@ -202,7 +202,7 @@ MUTATIONS = [
         properties.strict_split_is_exact_and_the_shortest,
         BATCH,
     ),
-    (copy_placement, "_lightest_host", copy_next_door, properties.far_copies_are_far, COPIES),
+    (copy_placement, "_lightest_host", copy_on_the_same_host, properties.far_copies_are_far, COPIES),
     (parity_groups, "lightest_host", keep_a_parity_inside, properties.parities_protect, PARITIES),
     (parity_groups, "domain_size", share_inside_a_domain, properties.parities_protect, PARITIES),
     (transfers, "_sources", ask_the_dead, properties.transfers_turn_one_layout_into_the_next, situations()),
@@ -210,7 +210,7 @@ MUTATIONS = [
     (
         transfers,
         "_changed_groups",
-        forget_who_came_back,
+        forget_rejoined_slots,
         properties.transfers_turn_one_layout_into_the_next,
         situations(),
     ),
@@ -245,7 +245,7 @@ def run_over_examples(check, cases):
 @pytest.mark.parametrize(
     "mutation", MUTATIONS, ids=[f"{broken.__name__}-{check.__name__}" for _, _, broken, check, _ in MUTATIONS]
 )
-def test_a_planted_bug_is_noticed(monkeypatch, mutation):
+def test_a_planted_bug_is_detected(monkeypatch, mutation):
     room, function, broken, check, cases = mutation
     run_over_examples(check, cases)
     SOUND_LAY_OUT.cache_clear()

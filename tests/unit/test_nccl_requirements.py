@@ -1,4 +1,4 @@
-"""What must hold before NCCL groups are made; none of it takes a GPU."""
+"""The requirements of NCCL groups; none of these tests needs a GPU."""
 
 import pytest
 import torch.distributed as dist
@@ -10,13 +10,13 @@ from ntp_plugin.groups.process_groups import kinds_of
 GOOD = {"built": (2, 30, 7), "loaded": (2, 30, 7)}
 
 
-def test_what_nobody_asked_for_is_set():
+def test_unset_variables_get_a_value():
     environment = {}
     prepare_environment(environment)
     assert environment == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_FR_DUMP_ON_TIMEOUT": "0"}
 
 
-def test_what_the_agent_sets_for_everybody_is_replaced():
+def test_values_set_by_the_agent_are_replaced():
     environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     prepare_environment(environment)
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
@@ -25,13 +25,13 @@ def test_what_the_agent_sets_for_everybody_is_replaced():
 @pytest.mark.parametrize(
     ("name", "value"), [(setting.name, value) for setting in SETTINGS for value in setting.refused]
 )
-def test_what_somebody_set_against_it_is_refused(name, value):
+def test_conflicting_user_values_are_refused(name, value):
     with pytest.raises(Refused, match=f"{name}={value}.*Way out: unset {name}") as refusal:
         prepare_environment({name: value})
     assert refusal.value.exit_code == 2
 
 
-def test_what_does_no_harm_is_left_alone():
+def test_harmless_values_are_kept():
     kept = {"TORCH_DIST_USE_NCCL2": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_FR_DUMP_ON_TIMEOUT": "1"}
     environment = dict(kept)
     prepare_environment(environment)

@@ -1,4 +1,4 @@
-"""A job whose output nobody reads any more ends as it would have ended."""
+"""A job whose output is no longer read ends as it would have ended."""
 
 import os
 import subprocess

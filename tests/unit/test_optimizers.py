@@ -1,4 +1,4 @@
-"""What is known of each optimizer, against what it does."""
+"""The table of known optimizers, against what they do."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def make(name, parameters):
 
 
 def steps(name, parts, gradients):
-    """What three steps make of a matrix that is held in parts."""
+    """The result of three steps on a matrix in parts."""
     parameters = [torch.nn.Parameter(part.clone()) for part in parts]
     optimizer = make(name, parameters)
     for gradient in gradients:
@@ -38,12 +38,12 @@ def weights_in_parts(name, sizes):
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_a_known_optimizer_steps_parts_as_it_steps_the_whole(name):
+def test_a_known_optimizer_steps_parts_as_the_full_tensor(name):
     assert torch.equal(weights_in_parts(name, [7]), weights_in_parts(name, [2, 1, 4]))
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_what_a_known_optimizer_keeps_is_in_the_table(name):
+def test_state_of_a_known_optimizer_is_in_the_table(name):
     optimizer, (parameter,) = steps(name, [torch.ones(3, 2)], [torch.ones(3, 2)])
     known = element_wise(optimizer)
     refuse_unknown_state(known, "w", parameter, optimizer.state[parameter])
@@ -53,7 +53,7 @@ def test_what_a_known_optimizer_keeps_is_in_the_table(name):
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-def test_an_optimizer_that_looks_at_the_matrix_is_refused_by_its_name(name):
+def test_an_optimizer_that_is_not_element_wise_is_refused_by_its_name(name):
     assert not torch.equal(weights_in_parts(name, [7]), weights_in_parts(name, [2, 1, 4])), "so it has to be"
     with pytest.raises(Refused, match=rf"torch\.optim\.\S*{name} is not known to be element-wise.*Way out: use SGD"):
         element_wise(make(name, [torch.nn.Parameter(torch.ones(3, 2))]))
@@ -96,7 +96,7 @@ FUSED = [place for place in KNOWN if not place[0].startswith("torch.")]
 
 
 @pytest.mark.parametrize(("module", "name"), FUSED)
-def test_fused_ones_are_known_by_module_and_kernel(module, name):
+def test_fused_optimizers_are_identified_by_module_and_kernel(module, name):
     known = KNOWN[module, name]
     assert element_wise(stand_in(module, name, **{known.carries: print})) is known
     with pytest.raises(Refused, match=f"{name} has no {known.carries}: it is another one of that name"):
@@ -122,7 +122,7 @@ def test_masters_that_are_kept_beside_the_state_are_refused():
 
 
 def stepped_in_groups(times):
-    """Two groups, of which the second has no parameter here, and is not counted in."""
+    """Two groups; the second has no parameter here, and is not counted."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = FusedAdam([{"params": [parameter]}, {"params": [], "weight_decay": 0.1}])
     for _ in range(times):
@@ -131,7 +131,7 @@ def stepped_in_groups(times):
     return parameter, optimizer
 
 
-def test_what_is_kept_once_for_a_group_goes_with_its_parameters():
+def test_numbers_of_a_group_go_with_its_parameters():
     parameter, optimizer = stepped_in_groups(2)
     assert Numbers(optimizer).of(parameter) == {"step": 2}
     assert kept(optimizer) == [f"what the optimizer keeps as {key}" for key in ("exp_avg", "exp_avg_sq", "step")]
@@ -145,19 +145,19 @@ def test_what_is_kept_once_for_a_group_goes_with_its_parameters():
     assert not any("step" in group for group in theirs.param_groups)
 
 
-def test_what_is_kept_for_a_parameter_stays_there():
+def test_numbers_of_a_parameter_stay_there():
     optimizer, (parameter,) = steps("Adam", [torch.ones(3, 2)], [torch.ones(3, 2)])
-    told = Numbers(optimizer).of(parameter)
-    assert told.keys() == {"step"}
+    numbers = Numbers(optimizer).of(parameter)
+    assert numbers.keys() == {"step"}
     other = make("Adam", [torch.nn.Parameter(torch.ones(3, 2))])
     (theirs,) = other.param_groups[0]["params"]
-    Numbers(other).put(theirs, told)
-    assert other.state[theirs] == {"step": told["step"]}
+    Numbers(other).put(theirs, numbers)
+    assert other.state[theirs] == {"step": numbers["step"]}
     assert "step" not in other.param_groups[0]
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_what_becomes_of_what_a_known_optimizer_keeps_is_told(name):
+def test_state_of_a_known_optimizer_passes_the_inventory(name):
     optimizer, (parameter,) = steps(name, [torch.ones(3, 2)], [torch.ones(3, 2)])
     assert len(kept(optimizer)) == len(optimizer.state[parameter])
     assert require_known(kept(optimizer), INVENTORY, strict=True) == []

@@ -1,4 +1,4 @@
-"""Folders, links and files that another user of the host plants where runs leave theirs: nobody takes them for ours."""
+"""Folders, links and files that another user of the host plants beside the runs are never taken for ours."""
 
 import json
 import os
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 @pytest.fixture
 def shared(monkeypatch):
-    """A folder as /dev/shm and /tmp are: all may create there, and nobody may remove what is another's."""
+    """A folder like /dev/shm and /tmp: all users may create files there, and none may remove those of others."""
     folder = Path(tempfile.mkdtemp(prefix="ntp-shared-", dir="/tmp"))
     folder.chmod(0o1777)
     for module in (cli_copies, cli_export, cli_run, run_folder):
@@ -52,10 +52,10 @@ def as_nobody(script):
 
 
 def a_dead_run(shared):
-    """What a job of ours has left; returns its folder."""
+    """Create the copies of a dead job of ours; returns their folder."""
     run = RunFolder(COPIES, shared)
-    piece = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
-    part = Part(piece=piece, values={"main": torch.arange(20.0)}, numbers={})
+    tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
+    part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
     version, extras = Version(step=7, epoch=2), {"framework": "megatron"}
     replicator = Replicator(Store(run.path / "host-0"), run="ntp/job", secret="", slot=3, trouble=pytest.fail)
     replicator.begin(Snapshot(version=version, holders=(3,), parts=[part], extras=extras))
@@ -94,13 +94,13 @@ def planted(shared):
     return own, proof, {path.name for path in shared.iterdir()}
 
 
-def test_what_they_plant_is_neither_listed_nor_verified_nor_removed(shared, planted, capsys):
+def test_planted_folders_are_neither_listed_nor_verified_nor_removed(shared, planted, capsys):
     own, _, there = planted
     for what in ("list", "verify"):
         assert main(["copies", what]) == 0
-        told = capsys.readouterr().out
-        assert str(own) in told
-        assert [name for name in there - {own.name} if name in told] == []
+        output = capsys.readouterr().out
+        assert str(own) in output
+        assert [name for name in there - {own.name} if name in output] == []
     assert main(["copies", "clean"]) == 0
     assert {path.name for path in shared.iterdir()} == there - {own.name}
 
@@ -123,12 +123,12 @@ def test_an_export_takes_the_newest_of_ours_and_executes_no_command_of_a_file(sh
         ("file", "cannot be opened as a folder"),
     ],
 )
-def test_one_that_is_named_is_refused_in_one_line(shared, planted, name, why, capsys):
+def test_a_planted_folder_given_by_name_is_refused_in_one_line(shared, planted, name, why, capsys):
     folder, (_, proof, there) = str(shared / f"{COPIES}{name}"), planted
     for words in (["list"], ["verify"], ["clean"]):
         assert main(["copies", *words, folder]) == 2
-        told = capsys.readouterr().err
-        assert (told.count("\n"), why in told) == (1, True), told
+        output = capsys.readouterr().err
+        assert (output.count("\n"), why in output) == (1, True), output
     if name != "file":
         assert main(["copies", "export", folder, "--to", str(shared / "out"), "--", "train.py"]) == 2
         assert why in capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_a_job_is_resumed_from_the_newest_of_ours(shared, planted):
     assert cli_run._resumed("latest") == own
 
 
-def test_without_one_of_ours_there_is_none(shared, planted, capsys):
+def test_without_an_own_run_nothing_is_resumed(shared, planted, capsys):
     own, proof, _ = planted
     shutil.rmtree(own)
     assert main(["copies", "list"]) == 0
@@ -155,7 +155,7 @@ def test_without_one_of_ours_there_is_none(shared, planted, capsys):
     assert not proof.exists()
 
 
-def test_a_new_run_leaves_theirs_alone(shared, planted):
+def test_a_new_run_leaves_folders_of_other_users(shared, planted):
     own, _, there = planted
     run = RunFolder(COPIES, shared)
     assert {path.name for path in shared.iterdir()} == (there - {own.name}) | {run.path.name}
@@ -174,7 +174,7 @@ def test_status_and_report_take_the_newest_record_of_ours(shared, planted, capsy
     record.remove()
 
 
-def test_a_folder_of_ours_that_others_may_write_to_is_none(shared):
+def test_an_own_folder_writable_by_others_is_not_used(shared):
     folder = shared / f"{COPIES}open"
     for mode, private in ((0o700, True), (0o500, True), (0o710, False), (0o701, False), (0o777, False)):
         folder.mkdir(exist_ok=True)
@@ -182,7 +182,7 @@ def test_a_folder_of_ours_that_others_may_write_to_is_none(shared):
         assert is_private(folder) == private, oct(mode)
 
 
-def test_it_can_be_seen_from_here_what_they_planted(shared, planted):
+def test_planted_folders_are_visible(shared, planted):
     """A control: without the check these would be taken, being newer."""
     own, _, _ = planted
     newest = max(shared.glob(f"{COPIES}*"), key=lambda path: path.lstat().st_mtime)

@@ -1,4 +1,4 @@
-"""Faults from outside, into a small job: what goes wrong is found, and what does not is not."""
+"""Faults from outside, into a small job: real problems are found, and nothing else is."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_a_planted_file_is_left_behind(tmp_path):
 
 
 def test_folders_of_another_job_are_no_leavings_of_this_one(tmp_path):
-    """It has begun and died meanwhile, and its copies may be all that it has."""
+    """It began and died in the meantime, and its copies may be its only state."""
     script = (
         "from ntp_plugin.launch.run_folder import *; folder = RunFolder('ntp-run-planted-'); print(folder.path);"
         " folder.leave()"
@@ -120,8 +120,8 @@ def test_a_planted_exit_code_is_wrong(tmp_path):
     assert any("ended with code 7" in one.wrong for one in found.judged)
 
 
-def test_a_supervisor_that_is_killed_and_leaves_its_ranks_is_noticed(tmp_path):
-    """The ranks of this job go on without it, and end by themselves after some seconds: not within this limit."""
+def test_ranks_that_outlive_a_killed_supervisor_are_detected(tmp_path):
+    """The ranks of this job continue without it, and end by themselves after some seconds: beyond this limit."""
     pace = InjectionPace(thresholds=THRESHOLDS, every_s=0.1, end_s=0.01)
     queue, command = [KINDS["supervisor-kill"]], asked("nothing").command
     found = run_job(command, tmp_path / "run", queue, pace=pace, chosen=random.Random(1), wait=time.sleep)
@@ -141,7 +141,7 @@ def test_a_reference_run_without_losses_is_refused(tmp_path):
 # ---------------------------------------------------------------- drawing
 
 
-def test_all_kinds_come_before_one_comes_again_and_the_same_seed_draws_the_same():
+def test_every_kind_is_drawn_before_one_repeats_and_a_seed_is_reproducible():
     every = list(KINDS.values())
     drawn = draw(every, 2 * len(every), seed=3)
     assert drawn == draw(every, 2 * len(every), seed=3)
@@ -164,7 +164,7 @@ def test_the_kinds_of_the_issue_are_there():
     assert KINDS["kill-then-hang"].needs_handlers
 
 
-def test_a_short_stop_is_shorter_than_what_counts_as_frozen():
+def test_a_short_stop_is_below_the_threshold_of_frozen():
     for frozen_s in (0.3, 1.0, 3.0):
         act = kinds(Thresholds(frozen_s=frozen_s))["stop-short"].acts[1]
         assert act.after[1] < 5 / 6 * frozen_s
@@ -202,13 +202,13 @@ def judged_kinds(run):
     return [(one.kind, bool(one.wrong)) for one in judge(run, REFERENCE, weights_apart=None, allowed=ALLOWED)]
 
 
-def test_a_wrong_loss_is_laid_to_the_last_fault_before_it():
+def test_a_wrong_loss_is_attributed_to_the_last_fault_before_it():
     reports = [*SOUND[:2], report(3.0, 3, 0.2501)]
     run = ran(fault("kill", 1.5), fault("stop", 2.5), fault("segv", 3.5), reports=reports)
     assert judged_kinds(run) == [("kill", False), ("stop", True), ("segv", False)]
 
 
-def test_a_wrong_loss_before_every_fault_is_laid_to_none():
+def test_a_wrong_loss_before_every_fault_is_attributed_to_none():
     run = ran(fault("kill", 3.5), reports=[report(1.0, 1, 2.0), *SOUND[1:]])
     assert judged_kinds(run) == [("kill", False), (NO_FAULT, True)]
 
@@ -259,14 +259,14 @@ def test_the_last_checkpoint_counts(apart, wrong):
     assert bool(one.wrong) == wrong
 
 
-def test_a_fault_that_ends_the_job_has_its_effect_when_the_last_process_is_gone():
-    """And not when somebody begins to look for it, which is after `ntp run` has ended."""
+def test_a_fault_that_ends_the_job_takes_effect_when_the_last_process_ends():
+    """It does not count from the search for it, which is after `ntp run` has ended."""
     run = ran(fault("supervisor-int", 2.0), reports=SOUND, code=130, leavings=Leavings(ended_at=52.0))
     (one,) = judge(run, REFERENCE, weights_apart=None, allowed=ALLOWED)
     assert (one.noticed_s, one.wrong) == (50.0, "")
 
 
-def test_when_a_loss_was_noticed_is_counted_from_its_own_signal():
+def test_detection_time_counts_from_the_signal_of_the_loss():
     run = ran(
         fault("two-kills", 1.0, (0, 1.0), (1, 1.02)),
         fault("stop-short", 5.0),
@@ -282,15 +282,15 @@ LONG = {step: 1 / step for step in range(1, 21)}
 
 
 def wrongs(*injected, noticed=(), code=0, steps=20, recorded=True, **more):
-    """What a job of four ranks comes to that completes a step each second, of which rank 0 reports."""
+    """The judgement of a job of four ranks that completes a step each second; rank 0 reports."""
     reports = [report(step + 0.5, step, LONG[step]) for step in range(1, steps + 1)]
     reports += [report(2.5, 2, LONG[2], rank=rank) for rank in (1, 2, 3)]
-    said = [Noticed(at=at, rank=rank) for rank, at in noticed]
-    run = dataclasses.replace(ran(*injected, reports=reports, noticed=said, code=code), is_recorded=recorded, **more)
+    notices = [Noticed(at=at, rank=rank) for rank, at in noticed]
+    run = dataclasses.replace(ran(*injected, reports=reports, noticed=notices, code=code), is_recorded=recorded, **more)
     return [(one.kind, one.wrong) for one in judge(run, LONG, weights_apart=None, allowed=ALLOWED)]
 
 
-def test_a_rank_that_no_fault_was_to_take_is_wrong():
+def test_a_loss_without_a_fault_is_wrong():
     kill, stop = fault("kill", 5.0, (1, 5.0)), fault("stop-short", 10.0)
     assert wrongs(kill, stop, noticed=[(1, 5.2)]) == [("kill", ""), ("stop-short", "")]
     innocent = wrongs(kill, stop, noticed=[(1, 5.2), (3, 5.4)])
@@ -314,7 +314,7 @@ def test_a_loss_that_has_a_cause_is_not_wrong():
     assert tried == [("kill", "")]
 
 
-def test_a_replica_that_leaves_whole_and_a_job_that_ends_take_others_along():
+def test_a_leaving_replica_and_an_ending_job_take_other_ranks_along():
     left_out = Noticed(at=5.3, rank=3, left_out=True)
     run = ran(fault("kill", 1.0, (1, 1.0)), reports=SOUND, noticed=[Noticed(at=1.2, rank=1), left_out])
     assert judged_kinds(run) == [("kill", False)]
@@ -324,19 +324,19 @@ def test_a_replica_that_leaves_whole_and_a_job_that_ends_take_others_along():
     assert failed == [("handler-raises", "")]
 
 
-def test_a_loss_that_nobody_noticed_is_wrong_where_others_went_on():
-    said = "rank 1 was lost, nobody noticed, and the others completed 15 further steps"
+def test_an_undetected_loss_is_wrong_when_others_continued():
+    message = "rank 1 was lost, nobody noticed, and the others completed 15 further steps"
     kill = fault("kill", 6.0, (1, 6.0))
-    assert wrongs(kill) == [("kill", said)]
+    assert wrongs(kill) == [("kill", message)]
     assert wrongs(kill, recorded=False) == [("kill", "")]
     assert wrongs(fault("kill", 17.0, (1, 17.0))) == [("kill", "")]  # the job was over before
-    assert wrongs(fault("stop-long", 6.0, (0, 6.0))) == [("stop-long", "")]  # it goes on
+    assert wrongs(fault("stop-long", 6.0, (0, 6.0))) == [("stop-long", "")]  # it continues
     joiner = fault("kill-joiner", 6.0, (1, 6.0), (1, 7.0))
     assert wrongs(joiner, noticed=[(1, 6.2)]) == [("kill-joiner", "")]
-    assert wrongs(joiner) == [("kill-joiner", said)]
+    assert wrongs(joiner) == [("kill-joiner", message)]
 
 
-def test_who_was_stopped_for_longer_than_it_was_to_be_is_known():
+def test_an_overlong_stop_is_recorded():
     stop, go_on = KINDS["stop-short"].acts
     victim = processes.ProcessInfo(pid=7, started=1, parent=1, state="S")
     for ended_at, long in ((5.1, ()), (5.9, ((3, 5.0),))):
@@ -344,7 +344,7 @@ def test_who_was_stopped_for_longer_than_it_was_to_be_is_known():
         assert injector._stopped_for_long(sent, {"victim": 3}, 0.6) == long
 
 
-def test_whom_the_others_have_left_out_is_known_by_its_code(tmp_path):
+def test_an_excluded_rank_is_known_by_its_exit_code(tmp_path):
     lines = [
         {"at": 1.0, "slot": "host0", "event": "RankLost", "number": rank, "pid": 9, "kind": "ended", "reason": reason}
         for rank, reason in ((1, "its process ended with code 5"), (2, "its process ended with code -9"))
@@ -423,7 +423,7 @@ time.sleep(3600)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGRTMIN + 1, 3), (signal.SIGUSR2, 1)])
-def test_handlers_of_a_script_do_what_they_are_for(tmp_path, number, code):
+def test_signal_handlers_of_a_script_run(tmp_path, number, code):
     script = tmp_path / "script.py"
     script.write_text(HANDLED)
     words = [sys.executable, "-m", "ntp_plugin.testing.signal_handlers", str(script), "--flag"]
@@ -460,7 +460,7 @@ class OfAFramework:
         raise AssertionError("it was read")
 
 
-def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_path):
+def test_tensors_are_read_from_a_checkpoint_with_framework_objects(tmp_path):
     saved = {"scaler": OfAFramework("x"), "kind": OfAFramework, "flat": [torch.tensor([1.5], requires_grad=True)]}
     torch.save(saved, tmp_path / "zero_pp_rank_0.pt")
     found = checkpoints.read(tmp_path)
@@ -471,7 +471,7 @@ def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "behind --, but nothing"),
         (["--", "torchrun", "x.py"], "behind --, but torchrun x.py"),
@@ -482,8 +482,8 @@ def test_of_a_checkpoint_with_objects_of_a_framework_the_tensors_are_read(tmp_pa
         (["--line", "(", "--", "ntp", "run", "x.py"], "--line"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_line(words, said, capsys):
+def test_a_wrong_command_line_is_one_line(words, message, capsys):
     assert main(["chaos", "outside", *words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1

@@ -37,8 +37,8 @@ def test_every_slot_shares_with_other_domains_and_the_parity_host_is_in_none_of_
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
-def test_every_host_keeps_as_many_and_the_gth_part_of_what_copies_would_take(sharers, turns, data):
-    """Where the domains divide into groups, or the places of a host go round all of them."""
+def test_every_host_holds_as_many_parities_in_the_gth_part_of_the_room(sharers, turns, data):
+    """This holds if the domains divide into groups, or the places of a host cover all of them."""
     domains = sharers * data.draw(st.integers(2, 4))
     topology = cluster(domains, per_node=sharers * turns)
     parities = share_parities(topology, CopyPolicy(mode=f"xor:{sharers}"), ())
@@ -56,7 +56,7 @@ def test_one_domain_more_than_members_is_enough_and_parity_hosts_rotate():
     assert sorted(len(group.members) for group in groups) == [1, 1, 1, 2, 2, 2]
 
 
-def test_where_no_host_is_left_outside_the_members_keep_for_each_other():
+def test_members_hold_each_others_parity_when_no_outside_host_is_left():
     topology = cluster(3, per_node=1)
     parities = share_parities(topology, CopyPolicy(mode="xor:2"), (2,))
     first, second = (parities.group_of(topology.slot_of(rank)) for rank in (0, 1))
@@ -66,7 +66,7 @@ def test_where_no_host_is_left_outside_the_members_keep_for_each_other():
     assert alone.group_of(topology.slot_of(0)) is None
 
 
-def test_little_is_written_down_of_many():
+def test_a_long_list_is_abbreviated():
     topology = cluster(16_384, per_node=8)
     parities = share_parities(topology, CopyPolicy(mode="xor:8"), (5, 77))
     assert len(parities.resettled) <= 4
@@ -74,7 +74,7 @@ def test_little_is_written_down_of_many():
 
 
 @pytest.mark.parametrize(
-    ("mode", "nodes", "per_rack", "far", "told"),
+    ("mode", "nodes", "per_rack", "far", "message"),
     [
         (
             "xor:3",
@@ -87,6 +87,6 @@ def test_little_is_written_down_of_many():
         ("xor:2", 1, 1, "node", "1 hosts of 4 GPUs make 1"),
     ],
 )
-def test_too_few_domains_are_refused_with_the_numbers_and_a_way_out(mode, nodes, per_rack, far, told):
-    with pytest.raises(Refused, match=told):
+def test_too_few_domains_are_refused_with_the_numbers_and_a_way_out(mode, nodes, per_rack, far, message):
+    with pytest.raises(Refused, match=message):
         share_parities(cluster(nodes, per_rack=per_rack), CopyPolicy(mode=mode, far=far), ())

@@ -1,4 +1,4 @@
-"""Every patch applies to the sources that are installed, as they are, and what comes out is Python."""
+"""Every patch applies to the installed sources, and the result is valid Python."""
 
 import importlib.metadata
 import importlib.util
@@ -49,14 +49,14 @@ def test_the_patches_are_for_the_version_that_is_tested():
 
 @pytest.mark.parametrize("patch", ALL, ids=lambda patch: patch.name)
 def test_each_applies_alone_without_fuzz_or_offset(sources, patch):
-    fits, said = apply(sources, patch, "--check")
-    assert fits, said
+    fits, output = apply(sources, patch, "--check")
+    assert fits, output
 
 
 def test_all_together_give_sources_that_compile(sources):
     for patch in ALL:
-        fits, said = apply(sources, patch)
-        assert fits, said
+        fits, output = apply(sources, patch)
+        assert fits, output
     for name in touched(ALL):
         py_compile.compile(str(sources / name), cfile=str(sources / "compiled"), doraise=True)
         assert (sources / name).read_text() != (installed() / name).read_text()
@@ -70,6 +70,6 @@ def test_other_sources_are_refused(sources, line, instead):
     assert not apply(sources, ALL[0], "--check")[0]
 
 
-def test_each_is_explained():
-    told = (PATCHES / "README.md").read_text()
-    assert all(f"megatron-core/{VERSION}/{patch.name}" in told for patch in ALL)
+def test_each_patch_is_explained():
+    text = (PATCHES / "README.md").read_text()
+    assert all(f"megatron-core/{VERSION}/{patch.name}" in text for patch in ALL)

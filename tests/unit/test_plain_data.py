@@ -1,4 +1,4 @@
-"""Values in files and in the store are data: they come back as they were, and reading them runs nothing."""
+"""Values in files and in the store are data: they round-trip, and reading them runs no code."""
 
 import argparse
 import ast
@@ -35,7 +35,7 @@ def there_and_back(value, **kinds):
 
 
 def same(found, wanted):  # noqa: PLR0911  (a return for each kind)
-    """Also where a part is a tensor, an array, or no number; and of the same types all the way down."""
+    """Compare values, including tensors, arrays and NaN, and the types of all parts."""
     if type(found) is not type(wanted):
         return False
     if isinstance(wanted, torch.Tensor):
@@ -66,7 +66,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_it_comes_back_as_it_was(value):
+def test_plain_data_round_trips(value):
     assert same(there_and_back(value), value)
 
 
@@ -97,17 +97,17 @@ def test_it_comes_back_as_it_was(value):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_each_kind_comes_back(value):
+def test_each_kind_round_trips(value):
     assert same(there_and_back([value, {0: value}]), [value, {0: value}])
 
 
-def test_units_of_a_model_come_back():
+def test_units_of_a_model_round_trip():
     model = Model(layers=4, hidden=64, heads=4, groups=4, ffn=128, vocab=256)
     units = transformer_units(model, tp=2, pp=2)
     assert there_and_back(units, kinds=OF_UNITS) == units
 
 
-def test_a_data_class_that_nobody_expects_is_not_made():
+def test_an_unexpected_data_class_is_not_constructed():
     model = encode(transformer_units(Model(layers=1, hidden=8, heads=1, groups=1, ffn=8, vocab=8), tp=1, pp=1), what="")
     with pytest.raises(NotData, match=r"^the units is not what was written: KeyError: 'ModelUnits'"):
         decode(model, what="the units")
@@ -143,7 +143,7 @@ def itself():
     ],
     ids=["object", "lambda", "enum", "defaultdict", "parameter", "sparse", "objects", "inside", "itself"],
 )
-def test_what_is_no_data_is_refused_by_its_type(value, names):
+def test_other_objects_are_refused_by_type(value, names):
     with pytest.raises(NotData) as refused:
         encode({"a": [value]}, what="the schedule")
     assert names in str(refused.value)
@@ -152,7 +152,7 @@ def test_what_is_no_data_is_refused_by_its_type(value, names):
 
 
 class Runs:
-    """What a pickle of whoever wants to run something is like."""
+    """A pickle that runs code."""
 
     def __init__(self, path):
         self.path = path
@@ -161,7 +161,7 @@ class Runs:
         return os.mkdir, (self.path,)
 
 
-def test_a_pickle_that_runs_something_does_not(tmp_path):
+def test_a_malicious_pickle_runs_nothing(tmp_path):
     forged = pickle.dumps(Runs(str(tmp_path / "ran")))
     pickle.loads(pickle.dumps(Runs(str(tmp_path / "control"))))
     assert (tmp_path / "control").exists()
@@ -196,7 +196,7 @@ def test_a_pickle_that_runs_something_does_not(tmp_path):
         '{"tuple": [' * 5000,
     ],
 )
-def test_what_was_not_written_is_refused(text):
+def test_malformed_text_is_refused(text):
     with pytest.raises(NotData, match=r"^it is not what was written: "):
         decode(text, what="it", kinds=OF_UNITS)
 
@@ -225,8 +225,8 @@ def test_the_state_of_torchs_schedulers_is_data(scheduler):
     state = scheduler.state_dict()
     assert same(there_and_back(state), state)
     for group in scheduler.optimizer.param_groups:
-        told = {name: value for name, value in group.items() if name != "params"}
-        assert same(there_and_back(told), told)
+        options = {name: value for name, value in group.items() if name != "params"}
+        assert same(there_and_back(options), options)
 
 
 # ---------------------------------------------------------------- that it stays so
@@ -234,7 +234,7 @@ def test_the_state_of_torchs_schedulers_is_data(scheduler):
 MAY_UNPICKLE = {
     "testing/ranks.py": "a pipe to its own child, which it has started",
 }
-"""Where values are unpickled that come neither from a file nor from the network."""
+"""Places that unpickle values which come neither from a file nor from the network."""
 MEMBERS_ALONE = {
     "groups/process_groups.py",
     "deepspeed/job.py",
@@ -252,27 +252,27 @@ MEMBERS_ALONE = {
     "recovery/same_settings.py",
     "resharding/reshard.py",
 }
-"""Where torch's collectives of objects are called, which unpickle what other members of a process group send. Torch,
-Megatron and DeepSpeed call the same ones over the same connections, so they would remain without ours: whoever can
-speak there is trusted as a member of the job."""
+"""Calls of torch's object collectives, which unpickle data of other members of a process group. Torch, Megatron and
+DeepSpeed call the same ones over the same connections, so they would remain without ours: a process that can send there
+is trusted as a member of the job."""
 UNPICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 OF_OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
 OF_OBJECTS |= {"send_object_list", "recv_object_list"}
 
 
 def unpickling(source):
-    """What in a module reads pickles: imports of such modules, and loads of torch and NumPy that may."""
+    """Code of a module that reads pickles: imports of such modules, and loads of torch and NumPy that may."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLES)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLES:
             yield str(node.module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             called = ast.unparse(node.func)
-            if called == "torch.load" and said.get("weights_only") != "True":
+            if called == "torch.load" and keywords.get("weights_only") != "True":
                 yield called
-            if "allow_pickle" in said and said["allow_pickle"] != "False":
+            if "allow_pickle" in keywords and keywords["allow_pickle"] != "False":
                 yield called
 
 
@@ -286,12 +286,12 @@ def modules():
         yield str(path.relative_to(PACKAGE)), path.read_text()
 
 
-def test_nothing_in_the_package_unpickles_what_comes_from_a_file_or_the_network():
+def test_the_package_unpickles_nothing_from_files_or_the_network():
     found = {name for name, source in modules() if any(unpickling(source))}
     assert found == MAY_UNPICKLE.keys()
 
 
-def test_collectives_of_objects_are_where_they_are_known():
+def test_object_collectives_are_in_the_known_places():
     assert {name for name, source in modules() if of_objects(source)} == MEMBERS_ALONE
 
 
@@ -307,17 +307,17 @@ def test_collectives_of_objects_are_where_they_are_known():
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_the_look_notices(source):
+def test_the_check_detects_unpickling(source):
     assert list(unpickling(source))
 
 
-def test_the_look_does_not_notice_what_is_right():
+def test_the_check_accepts_sound_code():
     assert not list(unpickling("torch.load(path, weights_only=True); np.load(path, allow_pickle=False); json.loads(x)"))
     assert of_objects("dist.all_gather_object(told, mine)") == {"all_gather_object"}
 
 
 class Engine:
-    """As much of one as is counted."""
+    """The counters of an engine."""
 
     global_steps, global_samples, skipped_steps, micro_steps = itertools.repeat(3, 4)
     optimizer = None
@@ -336,7 +336,7 @@ def counted():
     return module
 
 
-def test_what_an_engine_has_counted_comes_back(counted):
+def test_engine_counters_round_trip(counted):
     first, second = Engine(), Engine()
     first.global_steps = 7
     first.basic_optimizer.param_groups[0]["lr"] = 0.5
@@ -346,7 +346,7 @@ def test_what_an_engine_has_counted_comes_back(counted):
     assert second.lr_scheduler.last_epoch == 9
 
 
-def test_a_scheduler_that_keeps_what_is_no_data_is_refused(counted):
+def test_a_scheduler_with_state_that_is_no_data_is_refused(counted):
     engine = Engine()
     engine.lr_scheduler.seen = {object()}
     with pytest.raises(NotData, match=r"state_dict of .* has a value of type builtins\.object"):

@@ -1,4 +1,4 @@
-"""What the handle of a plain loop does when a recovery has done it already."""
+"""How the handle of a plain loop acts after a recovery that has already applied the step."""
 
 import types
 
@@ -21,7 +21,7 @@ class Driver:
         return step()
 
 
-def job(**said):
+def job(**options):
     taken, compared = [], []
     trainer = types.SimpleNamespace(applied=4, loss=0.5)
 
@@ -31,11 +31,11 @@ def job(**said):
         return 0.25
 
     def roll_forward():
-        trainer.applied += said.get("applies", 0)
+        trainer.applied += options.get("applies", 0)
 
     trainer.step = step
     watch = types.SimpleNamespace(look=lambda _: None, before_it_counts=compared.append)
-    driver = Driver(roll_forward, interrupts=said.get("interrupts", False))
+    driver = Driver(roll_forward, interrupts=options.get("interrupts", False))
     return ElasticJob(trainer, driver, watch), taken, compared
 
 

@@ -1,4 +1,4 @@
-"""A rank that comes back in a test does so at the step that the test names, however fast or slow the others are."""
+"""A rank rejoins a test at the step that the test names, however fast or slow the others are."""
 
 import threading
 import time
@@ -6,21 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.rehearsal import Asking, asking_of, tell_that_it_asks, wait_until_they_ask
+from benchmarks.played_ranks import Asking, asking_of, report_request, wait_until_they_ask
 from tests.patience import PATIENCE_S
 
 STEP = 14
 
 
 class Asks(threading.Thread):
-    """One who comes in, on a store that only notes what it is told."""
+    """A joining rank, on a store that only notes its keys."""
 
     def __init__(self, folder, asking):
         super().__init__(daemon=True)
-        self.told = []
-        self._store = SimpleNamespace(create=lambda key, _: self.told.append(key))
+        self.keys = []
+        self._store = SimpleNamespace(create=lambda key, _: self.keys.append(key))
         rank = SimpleNamespace(folder=folder, member_id=SimpleNamespace(incarnation="2/1"))
-        tell_that_it_asks(rank, asking, self._store)
+        report_request(rank, asking, self._store)
         self.start()
 
     def run(self):
@@ -38,18 +38,18 @@ def member_at(folder, step, asking, patience_s=PATIENCE_S):
     wait_until_they_ask(SimpleNamespace(folder=folder), asking, lambda: step, check)
 
 
-def test_who_is_early_asks_when_it_is_awaited(tmp_path):
+def test_an_early_joiner_asks_when_it_is_awaited(tmp_path):
     asking = asking_of({2: STEP})
     joiner = Asks(tmp_path, asking)
     member_at(tmp_path, STEP - 1, asking)
     joiner.join(0.1)
-    assert joiner.told == ["beat/2"]
+    assert joiner.keys == ["beat/2"]
     member_at(tmp_path, STEP, asking)
     joiner.join(PATIENCE_S)
-    assert joiner.told == ["beat/2", "come/1/2", "asked/1/0"]
+    assert joiner.keys == ["beat/2", "come/1/2", "asked/1/0"]
 
 
-def test_who_is_late_is_waited_for(tmp_path):
+def test_a_late_joiner_is_waited_for(tmp_path):
     asking = asking_of({2: STEP})
     with pytest.raises(TimeoutError):
         member_at(tmp_path, STEP, asking, patience_s=0.0)
@@ -58,7 +58,7 @@ def test_who_is_late_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("asking", [Asking(awaited={"2/1": STEP}, sooner=True), Asking(), asking_of({3: STEP})])
-def test_who_may_or_is_awaited_by_nobody_asks_at_once(tmp_path, asking):
+def test_a_joiner_without_a_schedule_asks_at_once(tmp_path, asking):
     joiner = Asks(tmp_path, asking)
     joiner.join(PATIENCE_S)
-    assert joiner.told[-1] == "asked/1/0"
+    assert joiner.keys[-1] == "asked/1/0"

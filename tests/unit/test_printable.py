@@ -1,4 +1,4 @@
-"""Nothing that `ntp` prints from a record or a file is obeyed by a terminal."""
+"""Nothing that `ntp` prints from a record or a file controls a terminal."""
 
 import re
 
@@ -19,7 +19,7 @@ from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.telemetry import Committed, CopyTrouble, Corrupted, Ended, FaultInjected, RankLost
 from ntp_plugin.telemetry.printable import printable
 from tests.unit.copies_bytes import mapped
-from tests.unit.test_cli_status import tell, tell_a_beginning
+from tests.unit.test_cli_status import tell, write_beginning
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x1b]52;c;cm0gLXJm\x1b\\\x1bc\x1bP1;2q\x1b\\[red]\u202e\x00\x08\r\n"
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
@@ -42,15 +42,15 @@ def test_sequences_are_stripped(text, shown):
 
 
 @given(st.text(st.one_of(st.sampled_from("\x1b\x9b\x9d[];0m\x07\\c\n"), st.characters()), max_size=60))
-def test_nothing_is_left_that_a_terminal_obeys(text):
+def test_control_characters_are_removed(text):
     assert not OBEYED.search(printable(text))
     assert "\n" not in printable(text)
 
 
 @pytest.fixture
-def spoilt(tmp_path):
+def with_control_characters(tmp_path):
     """A record with such text wherever an event has any."""
-    tell_a_beginning(tmp_path, pids=range(1, 5), machine="another machine")
+    write_beginning(tmp_path, pids=range(1, 5), machine="another machine")
     losses = {f"lm{EVIL}loss": 5.5}
     for number in (1, 2, 3, 4, 5, 6):
         tell(tmp_path, Committed(step=number, epoch=0, seconds=0.2, losses=losses, samples=[]))
@@ -61,27 +61,27 @@ def spoilt(tmp_path):
     return tmp_path
 
 
-def test_status_without_a_terminal(spoilt, capsys):
-    assert follow(spoilt, Screen(f"run{EVIL}")) == 0
-    told = capsys.readouterr().out
-    assert "code[red]" in told
-    assert not OBEYED.search(told)
+def test_status_without_a_terminal(with_control_characters, capsys):
+    assert follow(with_control_characters, Screen(f"run{EVIL}")) == 0
+    output = capsys.readouterr().out
+    assert "code[red]" in output
+    assert not OBEYED.search(output)
 
 
-def test_status_in_a_terminal(spoilt):
+def test_status_in_a_terminal(with_control_characters):
     console = Console(record=True, force_terminal=True, width=200, highlight=False)
-    assert follow(spoilt, Screen(f"run{EVIL}", console)) == 0
+    assert follow(with_control_characters, Screen(f"run{EVIL}", console)) == 0
     seen = console.export_text()
     assert "code[red]" in seen
     assert "run[red]" in seen
     assert not OBEYED.search(seen)
 
 
-def test_report(spoilt, capsys):
-    assert main(["report", str(spoilt)]) in (0, 1)
-    told = capsys.readouterr().out
-    assert "left out: a FaultInjected line" in told
-    assert not OBEYED.search(told)
+def test_report(with_control_characters, capsys):
+    assert main(["report", str(with_control_characters)]) in (0, 1)
+    output = capsys.readouterr().out
+    assert "left out: a FaultInjected line" in output
+    assert not OBEYED.search(output)
 
 
 def test_copies(tmp_path, monkeypatch, capsys):
@@ -90,8 +90,8 @@ def test_copies(tmp_path, monkeypatch, capsys):
     run = RunFolder(COPIES, tmp_path)
     store = Store(run.path / "host-0\x1b[31m")
     replicator = Replicator(store, run=f"job{EVIL}", secret="", slot=3, trouble=pytest.fail)
-    piece = TensorSlice(tensor=f"w{EVIL}", shape=(4,), dim=0, ranges=((0, 4),), start=0, stop=4)
-    part = Part(piece=piece, values={"main": torch.arange(4.0)}, numbers={})
+    tensor_slice = TensorSlice(tensor=f"w{EVIL}", shape=(4,), dim=0, ranges=((0, 4),), start=0, stop=4)
+    part = Part(piece=tensor_slice, values={"main": torch.arange(4.0)}, numbers={})
     replicator.begin(Snapshot(version=Version(step=7, epoch=2), holders=(3,), parts=[part], extras={}))
     replicator.close()
     (place, _), *_ = store.found()
@@ -99,14 +99,14 @@ def test_copies(tmp_path, monkeypatch, capsys):
     run.leave()
     for words, code in ((["list"], 0), (["verify"], 1), (["clean"], 0)):
         assert main(["copies", *words, str(run.path)]) == code
-        told = capsys.readouterr().out
-        assert not OBEYED.search(told), words
-        assert ("job[red]" in told) == (words != ["clean"])
+        output = capsys.readouterr().out
+        assert not OBEYED.search(output), words
+        assert ("job[red]" in output) == (words != ["clean"])
 
 
 def test_an_error_is_one_line_without_them(tmp_path, capsys):
     assert main(["copies", "list", str(tmp_path / f"none{EVIL}".replace("\0", ""))]) == 2
-    told = capsys.readouterr().err
-    assert "none[red]" in told
-    assert told.count("\n") == 1
-    assert not OBEYED.search(told)
+    output = capsys.readouterr().err
+    assert "none[red]" in output
+    assert output.count("\n") == 1
+    assert not OBEYED.search(output)

@@ -1,4 +1,4 @@
-"""A worker that is ended ends with the processes that it has started."""
+"""A worker is killed together with the processes that it has started."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ def started(*, leads):
     shell = subprocess.Popen(
         ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=leads
     )
-    with shell.stdout as told:
-        return shell, int(told.readline())
+    with shell.stdout as output:
+        return shell, int(output.readline())
 
 
 def is_there(pid):
@@ -25,12 +25,12 @@ def is_there(pid):
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rsplit(")", 1)[1].split()[0] != "Z"  # nobody may have waited for it
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"  # it may be a zombie
 
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_shell_that_leads_a_group_takes_its_script_with_it(leads):
-    """One that does not is ended alone: its group may be ours."""
+    """A shell that leads no group is killed alone: its group may be ours."""
     shell, script = started(leads=leads)
     end(shell, signal.SIGKILL)
     assert shell.wait(PATIENCE_S) == -signal.SIGKILL
@@ -40,7 +40,7 @@ def test_a_shell_that_leads_a_group_takes_its_script_with_it(leads):
         os.kill(script, signal.SIGKILL)
 
 
-def test_one_that_has_ended_is_no_error():
+def test_signalling_an_ended_process_is_no_error():
     shell, _ = started(leads=True)
     os.killpg(shell.pid, signal.SIGKILL)
     shell.wait(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""What a user may import: it is there, it is typed, and its examples run."""
+"""The public API: it exists, it is typed, and its examples run."""
 
 import ast
 import doctest
@@ -68,7 +68,7 @@ def test_a_name_that_is_not_public_is_no_attribute():
         _ = ntp_plugin.elastic_jobs
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
@@ -79,7 +79,7 @@ def test_examples_of_docstrings_run(name):
     assert not tried.failed
 
 
-def test_every_docstring_with_an_example_is_tried():
+def test_every_docstring_example_is_run():
     written = [path for path in PACKAGE.rglob("*.py") if re.search(r"^ +>>> ", path.read_text(), re.MULTILINE)]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in written]
     assert sorted(names) == WITH_EXAMPLES
@@ -91,7 +91,7 @@ OF_A_USER = "[mypy]\nstrict = true\n[mypy-deepspeed.*,megatron.*]\nignore_missin
 
 
 def type_checked(paths, tmp_path):
-    """By a configuration of a user's, not by ours."""
+    """Type-check with a user's configuration, not with ours."""
     config = tmp_path / "mypy.ini"
     config.write_text(OF_A_USER)
     words = ["-m", "mypy", "--strict", f"--config-file={config}", f"--cache-dir={ROOT / '.mypy_cache' / 'of-a-user'}"]
@@ -116,17 +116,17 @@ def test_the_examples_pass_mypy_strict_and_a_wrong_one_does_not(tmp_path):
 
 
 def run(*words, **environment):
-    told = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run([sys.executable, *words], env=told, capture_output=True, text=True, check=False)
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run([sys.executable, *words], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_the_example_of_a_plan_runs():
-    said = run(str(EXAMPLES / "plan_a_loss.py"))
-    assert "degraded replicas (3,), dropped (), idle GPUs 0" in said
-    assert "r3.s1: TP 8 -> 7" in said
-    assert "lost in both of two replicas: state of r0.s1.t5 is held by no living slot" in said
+    output = run(str(EXAMPLES / "plan_a_loss.py"))
+    assert "degraded replicas (3,), dropped (), idle GPUs 0" in output
+    assert "r3.s1: TP 8 -> 7" in output
+    assert "lost in both of two replicas: state of r0.s1.t5 is held by no living slot" in output
 
 
 def test_the_example_of_a_record_runs(tmp_path):
@@ -142,8 +142,8 @@ def test_the_example_of_a_record_runs(tmp_path):
     ):
         teller.tell(event)
     teller.close()
-    said = run(str(EXAMPLES / "read_a_record.py"), str(tmp_path))
-    assert said.splitlines() == [
+    output = run(str(EXAMPLES / "read_a_record.py"), str(tmp_path))
+    assert output.splitlines() == [
         "rank 1 lost: exited with -9",
         "r0.s0.t0 went on after 0.25 s, without r1.s0.t0",
         "1 steps committed",
@@ -153,8 +153,8 @@ def test_the_example_of_a_record_runs(tmp_path):
 @pytest.mark.parametrize(("name", "ranks"), [("plain_loop", 2), ("tensor_parallel_loop", 4)])
 def test_the_example_of_a_loop_runs(name, ranks):
     words = ["-m", "ntp_plugin.cli.main", "run", "--standalone", f"--nproc-per-node={ranks}"]
-    said = run(*words, str(EXAMPLES / f"{name}.py"), STEPS="5")
-    assert f"members {tuple(range(ranks))}" in said
+    output = run(*words, str(EXAMPLES / f"{name}.py"), STEPS="5")
+    assert f"members {tuple(range(ranks))}" in output
 
 
 def test_the_example_of_a_test_passes():

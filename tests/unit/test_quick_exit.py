@@ -1,4 +1,4 @@
-"""A process that ends without Python's teardown does what has to be done at its end, and nothing more."""
+"""A process that ends without Python's teardown does what is needed at its end, and nothing more."""
 
 import signal
 import subprocess
@@ -34,16 +34,16 @@ def end_by(script):
     ("script", "code"),
     [("quick_exit.set_exit_code(0)", 0), ("quick_exit.set_exit_code(5)", 5), (OURS, 4), (INTERRUPTED, -signal.SIGINT)],
 )
-def test_nothing_but_the_teardown_is_left_out(script, code):
-    ended, said, errors = end_by(script)
-    assert (ended, said) == (code, ["handler", "printed in C", "thread"])
+def test_a_quick_exit_skips_only_the_teardown(script, code):
+    ended, output, errors = end_by(script)
+    assert (ended, output) == (code, ["handler", "printed in C", "thread"])
     assert ("KeyboardInterrupt" in errors) == (code == -signal.SIGINT)
 
 
 @pytest.mark.parametrize(("script", "code"), [("", 0), (ITS_OWN, 99), ("raise ValueError('its own')", 1)])
-def test_who_ends_otherwise_is_torn_down_as_ever(script, code):
-    ended, said, errors = end_by(script)
-    assert (ended, said) == (code, ["handler", "printed in C", "thread", "torn down"])
+def test_other_exits_run_the_teardown(script, code):
+    ended, output, errors = end_by(script)
+    assert (ended, output) == (code, ["handler", "printed in C", "thread", "torn down"])
     assert ("its own" in errors) == (code == 1)
 
 

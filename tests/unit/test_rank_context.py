@@ -1,10 +1,10 @@
-"""A process knows from its environment alone whether it is one of the first."""
+"""A process knows from its environment alone whether it is a founder."""
 
 import pytest
 
 from ntp_plugin.recovery.rank_context import RankContext
 
-TOLD = {
+VARIABLES = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "job",
@@ -17,7 +17,7 @@ TOLD = {
 
 
 def place_of(slot, **more):
-    return RankContext.read(TOLD | {"RANK": str(slot)} | more)
+    return RankContext.read(VARIABLES | {"RANK": str(slot)} | more)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,13 @@ def place_of(slot, **more):
         ({"NTP_HOST_INCARNATION": "0"}, False),
     ],
 )
-def test_who_is_not_of_the_first_view_joins(more, joins):
+def test_a_process_outside_the_first_view_joins(more, joins):
     place = place_of(11, **more)
     assert place.joining is joins
     assert (place.member_id not in place.first_view.member_ids) is joins
 
 
-def test_no_view_of_all_slots_is_made_to_know_it(monkeypatch):
-    """It is asked several times in each step, whatever the number of slots."""
+def test_a_founder_check_creates_no_view(monkeypatch):
+    """The question is asked several times in each step, for any number of slots."""
     monkeypatch.setattr("ntp_plugin.recovery.rank_context.first_view", None)
     assert not place_of(11).joining

@@ -1,4 +1,4 @@
-"""How the benchmark of recoveries tells a trial by its phases, and what it asks of a row."""
+"""How the benchmark of recoveries divides a trial into phases, and when a row holds."""
 
 import random
 
@@ -11,7 +11,7 @@ def row(fault, *, p50_s, p99_s):
     return {"fault": fault, "p50_s": p50_s, "p99_s": p99_s}
 
 
-def test_phases_add_up_to_the_whole_also_when_a_second_recovery_repeats_some():
+def test_phases_add_up_to_the_total_although_a_second_recovery_repeats_some():
     ended = [(10.0, "signal"), (11.0, "break out"), (13.0, "agree"), (14.0, "break out"), (18.0, "agree")]
     took = by_phase(9.0, reversed(ended))
     assert {phase: seconds for phase, seconds in took.items() if seconds} == {
@@ -32,11 +32,11 @@ def test_phases_add_up_to_the_whole_also_when_a_second_recovery_repeats_some():
         (row("hang", p50_s=1.51, p99_s=1.6), False),
     ],
 )
-def test_a_kill_has_to_be_fast_always_and_what_waits_for_a_threshold_half_the_time(found, wanted):
+def test_every_kill_must_be_fast_and_half_of_the_faults_with_a_threshold(found, wanted):
     assert is_as_wanted(found) is wanted
 
 
-def test_a_job_is_struck_in_different_slots_one_after_the_other():
+def test_faults_of_a_job_hit_different_slots_one_after_the_other():
     for case in cases(""):
         for seed in range(50):
             first, second = faults(case, random.Random(seed))

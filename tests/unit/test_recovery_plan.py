@@ -45,7 +45,7 @@ def test_lose_then_return_is_the_identity(case):
 
 @given(unsharded_losses(), st.data())
 @settings(max_examples=40)
-def test_the_way_there_does_not_matter_only_who_is_lost(case, data):
+def test_a_plan_depends_only_on_the_lost_slots_and_not_on_their_order(case, data):
     nominal, lost = case
     first = frozenset(data.draw(st.sets(st.sampled_from(sorted(lost))))) if lost else frozenset()
     at_once, in_two = plan_recovery(nominal, lost=lost), plan_recovery(nominal, lost_before=first, lost=lost)
@@ -84,7 +84,7 @@ def test_different_facts_have_different_digests():
     assert len(set(digests)) == len(digests)
 
 
-def test_a_replica_below_the_minimum_width_is_dropped_and_its_living_slots_stand_idle():
+def test_a_replica_below_the_minimum_width_is_dropped_and_its_living_slots_are_idle():
     nominal = eight_by_two(ntp={"min_tp_width": 3})
     plan = plan_recovery(nominal, lost=parse_slots(["r1.s0.t0", "r1.s0.t1", "r2.s1.t3"], nominal.topology))
     assert plan.dropped == (1,)
@@ -94,7 +94,7 @@ def test_a_replica_below_the_minimum_width_is_dropped_and_its_living_slots_stand
     assert not any(move.target.replica == 1 for move in plan.transfers)
 
 
-def test_no_replica_left_is_refused_with_the_numbers():
+def test_a_plan_without_replicas_is_refused_with_the_numbers():
     nominal = eight_by_two(ntp={"min_tp_width": 4})
     lost = parse_slots([f"r{replica}.s1.t{replica}" for replica in range(4)], nominal.topology)
     with pytest.raises(BelowMinimum, match="best of 4 has a stage with 3 of 4 TP slots, and min_tp_width is 4"):
@@ -122,7 +122,7 @@ def limited(gb, **tables):
 
 
 def bytes_of(nominal, pattern, rung):
-    """What the guard says of the first stage, which has the most micro-batches in flight."""
+    """The guard's bytes of the first stage, which has the most micro-batches in flight."""
     tried = fit(
         nominal.training, 0, nominal.topology.tp, pattern, limit=0, replicas=4, packing=True, rungs=(AS_IS, SMALLER)
     )
@@ -145,7 +145,7 @@ def test_a_degraded_replica_runs_smaller_micro_batches_where_its_memory_is_short
     short = limited(between(roomy, (2,), 1))
     assert shares(short) == [(4, 4), (8, 2), (4, 4), (4, 4)]
     shorter = limited(between(roomy, (2,), 2))
-    assert shares(shorter) == [(8, 2), (16, 1), (8, 2), (8, 2)], "whole ones have the buffers of lanes besides"
+    assert shares(shorter) == [(8, 2), (16, 1), (8, 2), (8, 2)], "nominal ones also have the buffers of lanes"
     plans = [plan_recovery(nominal, lost=parse_slots(LOST, roomy.topology)) for nominal in (roomy, short)]
     assert plans[0].digest != plans[1].digest
     assert plans[0].transfers == plans[1].transfers
@@ -157,7 +157,7 @@ def test_too_little_memory_is_refused_before_anyone_changes():
         shares(nominal)
 
 
-def test_who_would_not_fit_is_left_out_from_the_start():
+def test_a_replica_that_would_not_fit_is_excluded_from_the_start():
     roomy = limited(80)
     assert within_memory(roomy) == roomy
     two_wide = within_memory(limited(bytes_of(roomy, (2, 3), 2) / 1e9 + 1e-6))
@@ -168,7 +168,7 @@ def test_who_would_not_fit_is_left_out_from_the_start():
     assert within_memory(limited(80, ntp={"min_tp_width": 3})).policy.min_tp_width == 3
 
 
-def test_where_a_loss_is_a_mean_micro_batches_stay_as_they_are():
+def test_micro_batches_of_a_mean_loss_are_not_split():
     nominal = limited(between(limited(80), (2,), 1))
     assert nominal.guard is not None
     mean = dataclasses.replace(nominal, guard=dataclasses.replace(nominal.guard, smaller=False))
@@ -177,7 +177,7 @@ def test_where_a_loss_is_a_mean_micro_batches_stay_as_they_are():
     assert within_memory(mean).policy.min_tp_width == 4
 
 
-def test_a_limit_that_the_whole_layout_does_not_keep_is_refused():
+def test_a_memory_limit_below_the_nominal_layout_is_refused():
     with pytest.raises(Refused, match=r"at TP width 4 does not fit into 0\.001 GB per GPU: as is 0\.\d+ GB\. Way out"):
         within_memory(limited(0.001))
 

@@ -1,4 +1,4 @@
-"""Parts of tensors on one process: index arithmetic, packing, digests, and what an optimizer may keep."""
+"""Parts of tensors on one process: index arithmetic, packing, digests, and the state of an optimizer."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def part(tensor, values, units):
 
 
 @given(cut_tensors(), st.data())
-def test_units_stand_where_a_part_has_them(case, data):
+def test_units_are_at_their_place_in_a_part(case, data):
     tensor, layout = case
     values = whole(tensor)
     for held in layout.holdings:
@@ -67,7 +67,7 @@ def test_units_stand_where_a_part_has_them(case, data):
 
 
 @given(cut_tensors())
-def test_a_part_is_built_of_what_was_kept(case):
+def test_a_part_is_built_from_kept_state(case):
     tensor, layout = case
     nominal = lay_out(layout.family, len(layout.holdings))
     values = whole(tensor)
@@ -110,7 +110,7 @@ def digest_of(tensor, values, held, salt="t"):
     return digest(values, runs_of(tensor.shape, tensor.dim, global_ranges(tensor, held)), salt=salt)
 
 
-def test_a_digest_notices_what_can_go_wrong():
+def test_a_digest_detects_every_fault():
     tensor = Tensor(name="t", shape=(6, 3), family="f", runs=(Run(start=0, unit_size=1),))
     values, held = torch.randn(6, 3), ((0, 6),)
     sound = digest_of(tensor, values, held)
@@ -139,8 +139,8 @@ def test_a_tensor_that_differs_is_named_with_the_slots():
 
 
 @given(st.data())
-def test_sums_are_alike_where_every_tensor_is(data):
-    """Of three tensors with two entries each, in replica digests of some slots."""
+def test_sums_are_equal_when_every_tensor_is(data):
+    """Versions of three tensors with two entries each, in replica digests of some slots."""
     numbers, replica_digests = st.integers(0, MODULUS - 1), [[0, 1], [2], [3, 4, 5]]
     before, after = data.draw(
         st.sampled_from(
@@ -170,7 +170,7 @@ def test_sums_are_alike_where_every_tensor_is(data):
         return True
 
     def right():
-        """By definition."""
+        """The digest by its definition."""
         totals = [
             {sum(of_slots[slot][entry][fault_point] for slot in whole) % MODULUS}
             for of_slots in surveys.values()
@@ -192,7 +192,7 @@ def test_sums_are_alike_where_every_tensor_is(data):
     assert alike() == each_is_alike() == right()
 
 
-def test_the_users_objects_stay_and_only_what_has_the_shape_is_cut():
+def test_the_users_objects_stay_and_only_state_of_that_shape_is_cut():
     parameter = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = torch.optim.Adam([parameter])
     parameter.square().sum().backward()
@@ -219,7 +219,7 @@ def test_state_that_cannot_be_cut_is_refused():
         ShardedState({"w": parameter}, optimizer).refuse_what_cannot_be_cut()
 
 
-def test_what_was_built_is_dropped_unless_somebody_switched():
+def test_built_tensors_are_dropped_unless_a_member_switched():
     parameter = torch.nn.Parameter(torch.ones(4))
     state = ShardedState({"w": parameter}, torch.optim.SGD([parameter]))
     state.build("w", 2, {WEIGHT: torch.zeros(3)}, {})
@@ -233,7 +233,7 @@ def test_what_was_built_is_dropped_unless_somebody_switched():
     assert NOT_HELD not in state.held({}).versions
 
 
-def test_who_switches_takes_what_the_others_keep():
+def test_a_switch_takes_the_numbers_of_the_others():
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.Adam([parameter])
     state = ShardedState({"w": parameter}, optimizer, joiner=True)
@@ -248,7 +248,7 @@ def test_who_switches_takes_what_the_others_keep():
     assert torch.equal(optimizer.state[parameter]["exp_avg"], torch.ones(3))
 
 
-def test_who_switches_takes_what_the_others_keep_once_for_a_group():
+def test_a_switch_takes_the_group_numbers_of_the_others():
     parameter, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
     optimizer, theirs = FusedAdam([parameter]), FusedAdam([other])
     for _ in range(2):
@@ -272,13 +272,13 @@ def lent(version):
     return parameter, state
 
 
-def test_what_is_lent_is_given_back_where_nobody_has_switched():
+def test_lent_memory_is_returned_when_no_member_switched():
     parameter, state = lent(0)
     assert torch.equal(parameter, torch.ones(2))
     assert state.held({}).versions == (0,)
 
 
-def test_what_is_lent_stays_with_what_was_built_of_it():
+def test_lent_memory_stays_with_the_built_tensors():
     parameter, state = lent(0)
     weights = torch.full((4,), 7.0)
     state.lend("w", weights)

@@ -1,5 +1,4 @@
-"""Moves that deaths interrupt anywhere: a model of the members plays the protocol, on the real plan of each
-recovery."""
+"""Deaths interrupt resharding anywhere: a model of the members plays the protocol, on the real plans."""
 
 import dataclasses
 
@@ -97,10 +96,12 @@ def recovery(nominal, members, epoch, stop_at, halfway):
         for rank, member in members.items():
             recut = recuts[rank]
             assert each(recut.before) <= member.units[number], "a member has what the plan says that it has"
-            for piece in recut.outgoing:
-                assert each(piece.units) <= member.units[number], "a source holds what it gives"
-                assert any(back.peer == rank and back.units == piece.units for back in recuts[piece.peer].incoming)
-            got = [unit for piece in recut.incoming for unit in each(piece.units)]
+            for transfer in recut.outgoing:
+                assert each(transfer.units) <= member.units[number], "a source holds what it gives"
+                assert any(
+                    back.peer == rank and back.units == transfer.units for back in recuts[transfer.peer].incoming
+                )
+            got = [unit for transfer in recut.incoming for unit in each(transfer.units)]
             assert len(got) == len(set(got)), "nothing comes twice"
             assert each(recut.after) <= each(recut.before) | set(got), "a member ends with all of its new part"
         building = members.keys() if number < stop_at else halfway[0] & members.keys()
@@ -113,7 +114,7 @@ def recovery(nominal, members, epoch, stop_at, halfway):
             return plan
         before, after = plan.replica_digests(move)
         for whole in (*before, *after):
-            assert whole, "a whole has members"
+            assert whole, "a replica has members"
         for whole in after:
             found = [unit for rank in whole for unit in members[rank].units[number]]
             assert sorted(found) == sorted(each(((0, 9),) if move.tensor.family else WHOLE_UNITS))
@@ -148,7 +149,7 @@ def play(nominal, recoveries):
 
 
 def recoverable(nominal, members):
-    """Whether replicas are left, and every unit of every tensor is held by somebody in the newest version of it."""
+    """Return whether replicas are left, and every unit of every tensor has a holder of its newest version."""
     plan_after = nominal.surviving(
         frozenset(nominal.topology.slot_of(rank) for rank in range(nominal.topology.size) if rank not in members)
     )
@@ -169,12 +170,12 @@ def recoverable(nominal, members):
 
 @given(histories())
 @settings(max_examples=300)
-def test_whatever_interrupts_a_move_the_next_one_finds_what_it_counts_on(history):
+def test_an_interrupted_move_leaves_the_state_that_the_next_one_needs(history):
     play(*history)
 
 
-def test_the_model_notices_a_plan_that_forgets_what_was_built(monkeypatch):
-    """A negative control: whoever has built a tensor, but not switched to it, is taken for empty."""
+def test_the_model_detects_a_plan_that_forgets_built_tensors(monkeypatch):
+    """A negative control: a member that has built a tensor, but not switched to it, is taken for empty."""
     forgetful = lambda alike, number, version: alike.told.versions[number] == version  # noqa: E731
     monkeypatch.setattr(reshard_plan._Alike, "hold", forgetful)
     everybody, nobody, whole = frozenset(range(4)), frozenset(), len(TENSORS)
@@ -205,7 +206,7 @@ def test_a_return_gives_exactly_the_nominal_layout():
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_joiner_is_told_what_the_others_keep_also_where_it_will_stand_idle(back):
+def test_a_joiner_learns_the_numbers_of_the_others_even_if_it_will_be_idle(back):
     """Its replica is too narrow until the other of its slots is back too."""
     nominal = job(tp=2, dp=2, min_width=2)
     members = founding(nominal)
@@ -217,7 +218,7 @@ def test_a_joiner_is_told_what_the_others_keep_also_where_it_will_stand_idle(bac
     assert plan.somebody_lacks_something == back
 
 
-def test_members_that_report_the_same_are_looked_at_once(monkeypatch):
+def test_members_with_equal_reports_are_checked_once(monkeypatch):
     """A recovery of thousands waits for this, with hundreds of tensors."""
     looked, hold = [], reshard_plan._Alike.hold
     monkeypatch.setattr(reshard_plan._Alike, "hold", lambda *asked: looked.append(asked) or hold(*asked))
@@ -230,9 +231,9 @@ def test_members_that_report_the_same_are_looked_at_once(monkeypatch):
     )
 
 
-def test_one_holder_speaks_for_each_tensor():
+def test_one_holder_reports_each_tensor():
     nominal = job(4, 2)
     held = {rank: held_at_first() for rank in range(8)} | {0: dataclasses.replace(held_at_first(), versions=(-1, 0, 0))}
     (plan,) = plan_relayout(nominal, held, 1)
-    told = {rank: plan.tensors_told_by(nominal.topology.slot_of(rank)) for rank in range(8)}
-    assert {rank: names for rank, names in told.items() if names} == {0: ["norm", "second"], 1: ["first"]}
+    tensors_of = {rank: plan.tensors_told_by(nominal.topology.slot_of(rank)) for rank in range(8)}
+    assert {rank: names for rank, names in tensors_of.items() if names} == {0: ["norm", "second"], 1: ["first"]}

@@ -1,4 +1,4 @@
-"""What the log of a job that torchrun starts again tells."""
+"""How the log of a job that torchrun restarts is evaluated."""
 
 import types
 

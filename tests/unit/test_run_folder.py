@@ -1,4 +1,4 @@
-"""A run's folder goes with the run, also where the run is killed."""
+"""A run's folder is removed with the run, also if the run is killed."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ def test_a_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_livin
     assert not any(tmp_path.iterdir())
 
 
-def test_what_is_no_run_of_ours_is_left_alone(tmp_path):
+def test_foreign_folders_are_left_alone(tmp_path):
     other = tmp_path / "run-of-somebody-else"
     other.mkdir()
     RunFolder("run-", tmp_path).remove()
@@ -50,7 +50,7 @@ def test_its_lock_is_not_handed_to_children(tmp_path):
         folder.remove()
 
 
-def test_who_looks_at_a_folder_of_a_dead_run_does_not_make_it_look_alive(tmp_path):
+def test_reading_the_folder_of_a_dead_run_does_not_mark_it_alive(tmp_path):
     folder = RunFolder("run-", tmp_path)
     assert not list(left_by_the_dead(tmp_path, "run-"))
     folder.leave()
@@ -60,7 +60,7 @@ def test_who_looks_at_a_folder_of_a_dead_run_does_not_make_it_look_alive(tmp_pat
             pass
 
 
-def test_a_folder_that_somebody_looks_at_or_resumes_from_is_not_removed(tmp_path):
+def test_a_folder_in_use_is_not_removed(tmp_path):
     folder = RunFolder("run-", tmp_path)
     folder.leave()
     with free(folder.path, shared=True):

@@ -1,4 +1,4 @@
-"""Time in which a process was stopped is no time in which it waited."""
+"""Time in which a process was stopped does not count as waiting."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_a_pause_longer_than_a_wait_ever_makes_counts_as_a_short_one():
     assert seconds == pytest.approx(0.5 + MOST_S + 0.25)
 
 
-def test_it_begins_again():
+def test_the_running_time_can_be_reset():
     now = [0.0]
     running = RunningTime(lambda: now[0])
     now[0] = 0.25

@@ -1,4 +1,4 @@
-"""Which samples a replica computes: all of each batch, nothing twice, and a whole replica what it always computes."""
+"""Which samples a replica computes: all of each batch, nothing twice; a nominal replica computes its usual ones."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,8 +8,8 @@ from ntp_plugin.planning.batch_split import NominalBatch, ReplicaPace, split_bat
 from ntp_plugin.training.samples import ReplicaSamples
 
 
-def samples(paces, nominal, *, consumed=0, steps=2, pieces=1):
-    split = split_batch({r: ReplicaPace(ns=ns, pieces=pieces) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
+def samples(paces, nominal, *, consumed=0, steps=2, splits=1):
+    split = split_batch({r: ReplicaPace(ns=ns, pieces=splits) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
     available = consumed + steps * nominal.total * nominal.micro_batch + 1
     return [
         ReplicaSamples(nominal=nominal, share=share, consumed=consumed, available=available) for share in split.shares
@@ -31,7 +31,7 @@ def test_every_step_consumes_the_next_global_batch(paces, per_replica, micro_bat
         assert sorted(used) == list(range(consumed + step * size, consumed + (step + 1) * size))
 
 
-def test_a_whole_replica_gets_what_megatron_gives_it():
+def test_a_nominal_replica_gets_megatrons_samples():
     """One micro-batch to each replica in turn."""
     nominal = NominalBatch(replicas=2, per_replica=2, micro_batch=2, stages=1, healthy_ns=10)
     first, second = samples([10, 10], nominal, steps=1)
@@ -39,8 +39,8 @@ def test_a_whole_replica_gets_what_megatron_gives_it():
     assert list(second) == [[2, 3], [6, 7]]
 
 
-def test_a_nominal_micro_batch_in_pieces_is_the_same_samples():
+def test_a_split_nominal_micro_batch_has_the_same_samples():
     nominal = NominalBatch(replicas=2, per_replica=2, micro_batch=4, stages=1, healthy_ns=10)
-    first, second = samples([10, 10], nominal, steps=1, pieces=2)
+    first, second = samples([10, 10], nominal, steps=1, splits=2)
     assert list(first) == [[0, 1], [2, 3], [8, 9], [10, 11]]
     assert list(second) == [[4, 5], [6, 7], [12, 13], [14, 15]]

@@ -1,4 +1,4 @@
-"""A worker's script with hooks put into what it imports."""
+"""A worker's script with hooks in what it imports."""
 
 import importlib
 import importlib.util
@@ -22,7 +22,7 @@ US = ("-m", "ntp_plugin.launch.script")
         ("-m ntp_plugin.megatron train.py --ntp-enable", ("-m", "ntp_plugin.megatron", "train.py", "--ntp-enable")),
     ],
 )
-def test_it_stands_before_the_script(words, wanted):
+def test_hooks_precede_the_script(words, wanted):
     assert with_hooks(words.split()) == wanted
 
 
@@ -46,7 +46,7 @@ def test_hooks_go_in_when_the_framework_has_been_imported(imports):
     assert done == [1]
 
 
-def test_hooks_go_in_at_once_where_it_is_imported_already(imports):
+def test_hooks_are_installed_at_once_in_an_imported_module(imports):
     then, done = imports
     importlib.import_module("framework_of_a_test")
     after_import("framework_of_a_test", then)
@@ -60,7 +60,7 @@ def test_a_script_that_never_imports_it_gets_no_hooks(imports):
     assert not done
 
 
-def test_who_only_asks_whether_it_is_installed_takes_nothing_away(imports):
+def test_a_query_for_the_installation_changes_nothing(imports):
     then, done = imports
     after_import("framework_of_a_test", then)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""How supervisors end a job by an error of one rank's script, on all hosts."""
+"""How supervisors on all hosts end a job because of an error of one rank's script."""
 
 import pytest
 
@@ -32,40 +32,40 @@ def host(tmp_path):
     (tmp_path / "7.json").write_text(FAILURE.encode())
 
     def make(store, number=0, on_error="stop"):
-        said = []
-        errors = ScriptErrors(store, tmp_path, on_error=on_error, host=number, hosts=2, log=said.append)
-        return errors, said
+        log = []
+        errors = ScriptErrors(store, tmp_path, on_error=on_error, host=number, hosts=2, log=log.append)
+        return errors, log
 
     return make
 
 
-def test_all_hosts_end_by_the_error_of_one_and_know_it_of_each_other(host):
+def test_all_hosts_end_with_the_error_of_one(host):
     store = Keys()
-    errors, said = host(store)
-    other, said_there = host(store, 1)
+    errors, log = host(store)
+    other, log_there = host(store, 1)
     other.look(now=1.0)
     with pytest.raises(ScriptError, match=r"slot 1 ended by .*: ValueError: wrong \(train.py:3 in train\)"):
         errors.judge(FIRST, 7, is_member=True, beside_a_loss=False, others_are_done=False)
-    assert said == ["slot 1 (pid 7) failed:\ntrace"]
+    assert log == ["slot 1 (pid 7) failed:\ntrace"]
     other.look(now=1.1)  # it looks from time to time
     with pytest.raises(ScriptError, match="slot 1 ended by an error of its own script: ValueError: wrong"):
         other.look(now=2.0)
-    assert said_there == []
+    assert log_there == []
     errors.wait_for_other_hosts(0.0)
     assert store.present(["script error/0", "script error/1"])
 
 
 def test_a_process_that_reported_nothing_is_a_loss(host):
-    errors, said = host(Keys())
+    errors, log = host(Keys())
     errors.judge(FIRST, 8, is_member=True, beside_a_loss=False, others_are_done=False)
-    assert said == []
+    assert log == []
 
 
-def test_who_may_fail_once_may_not_twice_and_is_asked_twice_about_the_same(host):
-    errors, said = host(Keys(), on_error="retry")
+def test_a_second_error_ends_the_job_and_queries_are_idempotent(host):
+    errors, log = host(Keys(), on_error="retry")
     for _ in range(2):
         errors.judge(FIRST, 7, is_member=True, beside_a_loss=False, others_are_done=False)
-    assert said == ["slot 1 failed, and is taken for lost: ValueError: wrong (train.py:3 in train)"] * 2
+    assert log == ["slot 1 failed, and is taken for lost: ValueError: wrong (train.py:3 in train)"] * 2
     with pytest.raises(ScriptError, match="which another process had before"):
         errors.judge(SECOND, 7, is_member=False, beside_a_loss=False, others_are_done=False)
 

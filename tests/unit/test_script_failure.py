@@ -31,33 +31,33 @@ def raised(error, *, cause=None):
     return caught.value
 
 
-def decision(failure=OWN, **told):
+def decision(failure=OWN, **changes):
     usual = {"on_error": "stop", "again": False, "is_member": True, "beside_a_loss": False, "others_are_done": False}
-    return ends_the_job(failure, **usual | told)
+    return ends_the_job(failure, **usual | changes)
 
 
 def test_an_error_of_a_member_that_no_loss_has_caused_ends_the_job():
     assert decision()
 
 
-@pytest.mark.parametrize("told", [{"is_member": False}, {"beside_a_loss": True}, {"on_error": "retry"}])
-def test_one_that_may_have_another_cause_does_when_it_comes_again(told):
-    assert not decision(**told)
-    assert decision(again=True, **told)
+@pytest.mark.parametrize("changes", [{"is_member": False}, {"beside_a_loss": True}, {"on_error": "retry"}])
+def test_a_repeated_error_ends_the_job(changes):
+    assert not decision(**changes)
+    assert decision(again=True, **changes)
 
 
-def test_one_beside_a_loss_does_when_the_others_have_come_to_the_end():
-    """A rank that alone saves the model: nobody would do that again, and the job would end well without one."""
+def test_an_error_beside_a_loss_ends_the_job_when_the_others_are_done():
+    """A rank that alone saves the model: no other rank would do it again, and the job would end well without one."""
     assert decision(beside_a_loss=True, others_are_done=True)
     assert not decision(on_error="retry", beside_a_loss=True, others_are_done=True)
     assert not decision(OF_A_FAULT, beside_a_loss=True, others_are_done=True)
 
 
-def test_nothing_does_where_ranks_are_to_be_evicted_and_no_fault_does():
+def test_neither_evict_nor_an_injected_fault_ends_the_job():
     for again, is_member, beside_a_loss in itertools.product([False, True], repeat=3):
-        told = {"again": again, "is_member": is_member, "beside_a_loss": beside_a_loss}
-        assert not decision(on_error="evict", **told)
-        assert not any(decision(OF_A_FAULT, on_error=on_error, **told) for on_error in ON_ERROR)
+        changes = {"again": again, "is_member": is_member, "beside_a_loss": beside_a_loss}
+        assert not decision(on_error="evict", **changes)
+        assert not any(decision(OF_A_FAULT, on_error=on_error, **changes) for on_error in ON_ERROR)
 
 
 FAULTS = [
@@ -84,16 +84,16 @@ def test_an_error_of_a_collective_or_a_device_is_a_fault(error):
 
 
 @pytest.mark.parametrize("error", OWN_ERRORS, ids=repr)
-def test_any_other_is_the_scripts_own(error):
+def test_any_other_error_is_the_scripts_own(error):
     assert not failure_of(raised(error)).by_a_fault
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), SystemExit(143), PeerLost("slot 1 is lost")])
-def test_an_end_that_is_none_of_the_scripts_is_not_reported(error):
+def test_an_end_not_caused_by_the_script_is_not_reported(error):
     assert failure_of(raised(error)) is None
 
 
-def test_neither_is_what_was_raised_from_a_loss():
+def test_an_error_raised_from_a_loss_is_not_reported():
     assert failure_of(raised(ValueError("no loss to log"), cause=PeerLost("slot 1 is lost"))) is None
 
 
@@ -109,12 +109,12 @@ def test_a_report_names_the_place_and_comes_to_the_supervisor(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"kind": "ValueError"}), "\0"])
-def test_what_is_no_report_is_none(tmp_path, text):
+def test_a_malformed_report_is_ignored(tmp_path, text):
     (tmp_path / "7.json").write_text(text)
     assert read_failure(tmp_path, 7) is None
 
 
-def test_a_folder_that_is_gone_changes_nothing(tmp_path, monkeypatch):
+def test_a_missing_folder_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "gone"))
     with pytest.raises(ValueError, match="wrong"), reported():
         raise ValueError("wrong")

@@ -40,7 +40,7 @@ def test_an_overlay_names_the_holder_of_every_unit_in_each_layout(one, other):
 
 
 @pytest.mark.parametrize(("tp", "above_least"), [(4, 0), (8, 0), (32, 2)])
-def test_a_second_loss_moves_hardly_more_than_what_the_second_slot_held(tp, above_least):
+def test_a_second_loss_moves_little_more_than_the_state_of_its_slot(tp, above_least):
     family = Family(name="mlp", units=56 * tp)
     above = second_loss_moves_above_least(tp, lambda lost: [set(each(h)) for h in lay_out(family, tp, lost).holdings])
     assert min(above) == 0
@@ -49,7 +49,7 @@ def test_a_second_loss_moves_hardly_more_than_what_the_second_slot_held(tp, abov
 
 @pytest.mark.parametrize(("tp", "above_least"), [(4, 19), (8, 42), (32, 55)])
 def test_dealing_to_the_lightest_slot_first_would_move_far_more(tp, above_least):
-    """What the ring is for: the obvious rule, as even and as history-free, reshuffles the first deal."""
+    """The reason for the ring: the obvious rule, as even and as history-free, reshuffles the first deal."""
 
     def lightest_first(lost):
         held = [set() if slot in lost else set(range(56 * slot, 56 * (slot + 1))) for slot in range(tp)]
@@ -72,7 +72,7 @@ def second_loss_moves_above_least(tp, holdings):
     return above
 
 
-def test_a_gap_in_the_middle_is_dealt_to_all_and_vocabulary_is_cut_anew():
+def test_a_gap_in_the_middle_is_dealt_to_all_and_vocabulary_is_cut_again():
     mlp = lay_out(Family(name="mlp", units=12), 4, (1,))
     assert mlp.holdings == (((0, 3), (5, 6)), (), ((6, 9), (3, 4)), ((9, 12), (4, 5)))
     vocabulary = lay_out(Family(name="vocabulary", units=12, contiguous=True), 4, (1,))

@@ -1,4 +1,4 @@
-"""Shards of lanes, where nobody else is in the lane; with others, tests/megatron/test_parity.py."""
+"""Shards of lanes with a single member; tests/megatron/test_parity.py has those with several."""
 
 import torch
 
@@ -24,7 +24,7 @@ def test_a_shard_is_stepped_in_its_own_precision_and_spread_back():
         only_b.parameter += 3 * only_b.gradient
     lanes.begin_spread()
     with torch.no_grad():
-        only_a.parameter += 100  # the next step may begin before somebody has asked for the parameters of this one
+        only_a.parameter += 100  # the next step may begin before the parameters of this one are read
     assert weights["a"].tolist() == torch.arange(12.0).view(3, 4).tolist(), "until then they stay as they were"
     lanes.finish_spread()
     assert weights["a"][:, 1:3].tolist() == [[0, 1], [4, 5], [8, 9]]

@@ -1,4 +1,4 @@
-"""A step of an optimizer on shards of lanes, where nobody else is in the lanes; with others, tests/deepspeed."""
+"""A step of an optimizer on shards of lanes with a single member; tests/deepspeed has those with several."""
 
 import torch
 
@@ -9,7 +9,7 @@ from ntp_plugin.reduction.stepped import shards_of_lanes
 
 
 def made():
-    """Two groups of parameters in half precision, of one of which this member has the last two columns."""
+    """Two groups of parameters in half precision; this member has the last two columns of one."""
     a, b = (torch.nn.Parameter(torch.ones(shape).bfloat16()) for shape in ((3, 4), (5,)))
     lane = GradientLane(
         group=None,
@@ -21,8 +21,8 @@ def made():
     return a, b, ShardedStep([lane], [{"a": a}, {"b": b}], replicas=4, dtype=torch.float32)
 
 
-def test_the_gradient_is_the_mean_over_the_replicas_that_there_were():
-    """In more digits than the parameters have, and whoever has no gradient adds nothing."""
+def test_the_gradient_is_the_mean_over_the_present_replicas():
+    """The mean has more digits than the parameters, and a member without a gradient adds nothing."""
     a, b, step = made()
     a.grad = torch.full_like(a, 2.0)
     step.sum()
@@ -32,7 +32,7 @@ def test_the_gradient_is_the_mean_over_the_replicas_that_there_were():
     assert (of_a.tolist(), of_b.tolist()) == ([0.5] * 6, [0.0] * 5)
 
 
-def test_what_is_stepped_comes_back_into_the_parameters():
+def test_stepped_shards_are_gathered_into_the_parameters():
     a, b, step = made()
     a.grad, b.grad = torch.full_like(a, 4.0), torch.full_like(b, 8.0)
     step.sum()
@@ -45,13 +45,13 @@ def test_what_is_stepped_comes_back_into_the_parameters():
     assert all(shard.parameter.grad is None for shard in step)
 
 
-def test_shards_are_told_by_their_places_in_the_whole():
+def test_shards_are_described_by_their_places_in_the_tensor():
     *_, step = made()
 
-    def piece_of(name, places, start, stop):
+    def slice_of(name, places, start, stop):
         return TensorSlice(tensor=name, shape=(3, 8), dim=1, ranges=places, start=start, stop=stop)
 
-    first = shards_of_lanes(step, piece_of)[0]
-    ((piece, at),) = first.pieces
-    assert (piece.tensor, piece.ranges, piece.size, at) == ("a", ((6, 8),), 6, 0)
-    assert piece.runs.starts.tolist() == [6, 14, 22]
+    first = shards_of_lanes(step, slice_of)[0]
+    ((tensor_slice, at),) = first.pieces
+    assert (tensor_slice.tensor, tensor_slice.ranges, tensor_slice.size, at) == ("a", ((6, 8),), 6, 0)
+    assert tensor_slice.runs.starts.tolist() == [6, 14, 22]

@@ -1,4 +1,4 @@
-"""torch's rendezvous unpickles its state; a stranger who reaches the store may not have it unpickle his."""
+"""torch's rendezvous unpickles its state; it must not unpickle that of an outsider who reaches the store."""
 
 import base64
 import os
@@ -28,11 +28,11 @@ def backend(store, *, secret=SECRET, run=RUN):
 
 
 def plant(store, content):
-    """As a stranger does, who knows the key and no secret."""
+    """Write as an outsider who knows the key and no secret."""
     client(store).set("torch.rendezvous.run", base64.b64encode(content).decode())
 
 
-def test_two_of_the_job_read_what_the_other_wrote(store):
+def test_two_members_read_each_others_values(store):
     one, other = backend(store), backend(store)
     assert one.get_state() is None
     assert one.set_state(b"first")[::2] == (b"first", True)
@@ -42,7 +42,7 @@ def test_two_of_the_job_read_what_the_other_wrote(store):
     assert one.set_state(b"late", token)[::2] == (b"second", False)
 
 
-def test_what_a_stranger_writes_is_not_read_and_is_written_over(store):
+def test_unsigned_values_are_ignored_and_overwritten(store):
     one, other = backend(store), backend(store)
     one.set_state(b"first")
     for content in (b"planted", b"x" * 32 + b"planted"):
@@ -56,7 +56,7 @@ def test_what_a_stranger_writes_is_not_read_and_is_written_over(store):
         assert backend(store).get_state()[0] == b"first"
 
 
-def test_a_state_of_another_secret_or_another_job_is_a_strangers(store):
+def test_a_state_signed_for_another_secret_or_job_is_rejected(store):
     backend(store).set_state(b"first")
     assert backend(store, secret="another one").get_state() is None
     assert backend(store, run="another").get_state() is None
@@ -71,8 +71,8 @@ class Executed:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_handler_of_torch_executes_nothing_that_a_stranger_has_put_there(store, tmp_path, signed):
-    """And does without the signature, which is the control."""
+def test_a_torch_handler_executes_no_planted_pickle(store, tmp_path, signed):
+    """Without the signature it does: the control."""
     plain = C10dRendezvousBackend(client(store), RUN)
     handler = DynamicRendezvousHandler.from_backend(RUN, client(store), plain, 1, 1, "localhost")
     if signed:

@@ -1,4 +1,4 @@
-"""Where events go: the real wandb, offline, read back from its file; a page for Prometheus; sinks that fail."""
+"""Sinks of events: the real wandb, offline, read back from its file; a page for Prometheus; sinks that fail."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from ntp_plugin.telemetry.wandb_sink import passed_to_workers
 from tests.unit.wandb_file import records
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
-TOLD_BY_NTP_RUN = {
+VARIABLES_OF_NTP_RUN = {
     "RANK": "0",
     "WORLD_SIZE": "4",
     "MASTER_ADDR": "127.0.0.1",
@@ -38,7 +38,7 @@ TOLD_BY_NTP_RUN = {
     "NTP_HEARTBEAT_S": "0.02",
     "NTP_HUNG_S": "30",
 }
-PLACE = RankContext.read(TOLD_BY_NTP_RUN)
+PLACE = RankContext.read(VARIABLES_OF_NTP_RUN)
 POLICY = TrainingPolicy(enabled=True, min_tp_width=1, copies=CopyPolicy(mode="near"))
 BEGAN = PLACE.beginning(POLICY, PLACE.topology(POLICY, tp=2), micro_batches=2, framework={"megatron-core": "0.19.2"})
 
@@ -50,15 +50,15 @@ def recovered(epoch, *, lost, back, widths, micro_batches):
     )
 
 
-def tell_a_run(folder):
-    """Five steps of two replicas, told by all who are there; one slot is lost in the third step, a new process has its
-    place in the fourth, and two slots tell of the second step once more."""
+def write_a_run(folder):
+    """Five steps of two replicas, recorded by all members; one slot is lost in the third step, a new process replaces
+    it in the fourth, and two slots record the second step once more."""
     folder.mkdir(exist_ok=True)
     tellers = {slot: Teller(folder / "events.jsonl", slot) for slot in SLOTS}
     for number, slot in enumerate(SLOTS):
         tellers[slot].tell(dataclasses.replace(BEGAN, number=number, pid=100 + number))
 
-    def all_tell(event, *, but=()):
+    def write_all(event, *, but=()):
         for slot in SLOTS:
             if slot not in but:
                 tellers[slot].tell(event)
@@ -66,23 +66,23 @@ def tell_a_run(folder):
     for step in range(1, 6):
         away = ["r0.s0.t1"] if step == 3 else []
         if step == 3:
-            gone = RankLost(number=1, pid=101, kind="ended", reason="its process ended with code -9")
-            Teller(folder / "events.jsonl", "host0").tell(gone)
-            all_tell(recovered(1, lost=away, back=[], widths=[[1], [2]], micro_batches=[1, 3]), but=away)
+            lost = RankLost(number=1, pid=101, kind="ended", reason="its process ended with code -9")
+            Teller(folder / "events.jsonl", "host0").tell(lost)
+            write_all(recovered(1, lost=away, back=[], widths=[[1], [2]], micro_batches=[1, 3]), but=away)
         if step == 4:
             tellers["r0.s0.t1"].tell(dataclasses.replace(BEGAN, number=1, pid=201, joiner=True))
-            all_tell(recovered(2, lost=[], back=["r0.s0.t1"], widths=[[2], [2]], micro_batches=[2, 2]))
+            write_all(recovered(2, lost=[], back=["r0.s0.t1"], widths=[[2], [2]], micro_batches=[2, 2]))
         losses = {"lm loss": 5.0 - step}
-        all_tell(Committed(step=step, epoch=max(0, step - 2), seconds=0.1, losses=losses, samples=[]), but=away)
-        all_tell(Copied(step=step, size=1000, taken_s=0.0, seconds=0.0, far=1), but=away)
+        write_all(Committed(step=step, epoch=max(0, step - 2), seconds=0.1, losses=losses, samples=[]), but=away)
+        write_all(Copied(step=step, size=1000, taken_s=0.0, seconds=0.0, far=1), but=away)
     for slot in SLOTS[:2]:
         tellers[slot].tell(Committed(step=2, epoch=1, seconds=0.1, losses={"lm loss": 3.0}, samples=[]))
-    all_tell(Compared(step=5, values=12, odd=1))
-    all_tell(Corrupted(step=5, what="weight w", slots=["r0.s0.t0", "r1.s0.t0"], certain=False, healed=False))
+    write_all(Compared(step=5, values=12, odd=1))
+    write_all(Corrupted(step=5, what="weight w", slots=["r0.s0.t0", "r1.s0.t0"], certain=False, healed=False))
 
 
 def relayed(folder, *words, environment):
-    """What the process for the sinks says, told to end at once: it hands over what is there."""
+    """The output of the relay process, which ends at once: it hands over what is there."""
     done = subprocess.run(
         [sys.executable, "-m", "ntp_plugin.telemetry.relay", str(folder), *words],
         env=os.environ | environment,
@@ -98,11 +98,11 @@ def relayed(folder, *words, environment):
 @pytest.fixture(scope="module")
 def wandb_records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    tell_a_run(folder)
+    write_a_run(folder)
     environment = {"WANDB_MODE": "offline", **passed_to_workers({}, str)}
-    said = relayed(folder, "--wandb", "some-project", environment=environment)
-    assert "wandb: " in said
-    assert "failed" not in said
+    output = relayed(folder, "--wandb", "some-project", environment=environment)
+    assert "wandb: " in output
+    assert "failed" not in output
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     (table,) = path.parent.glob("files/media/table/ntp/*.table.json")
     return records(path), environment["WANDB_RUN_ID"], json.loads(table.read_text())
@@ -110,14 +110,14 @@ def wandb_records(tmp_path_factory):
 
 def history(found):
     """Name -> its values, in order."""
-    told = {}
+    series = {}
     for record in found:
         if record.WhichOneof("record_type") != "history":
             continue
         for item in record.history.item:
             name = item.key or "/".join(item.nested_key)
-            told.setdefault(name, []).append(json.loads(item.value_json))
-    return told
+            series.setdefault(name, []).append(json.loads(item.value_json))
+    return series
 
 
 def test_wandb_has_one_run_with_its_layout_as_its_configuration(wandb_records):
@@ -131,26 +131,26 @@ def test_wandb_has_one_run_with_its_layout_as_its_configuration(wandb_records):
     assert layout == {"replicas": 2, "stages": 1, "tp": 2, "micro_batches": [2, 2]}
     asked = ("enabled", "min_tp_width", "copies.mode", "copies.count", "on_sdc")
     assert [settings.get(name) for name in asked] == ["True", "1", "near", "1", "stop"]
-    assert not {"lost", "events", "copies.max_host_gb"} & set(settings), "what nobody has set, and has no default"
+    assert not {"lost", "events", "copies.max_host_gb"} & set(settings), "unset options without a default"
     assert versions == {"ntp-plugin": ntp_plugin.__version__, "torch": torch.__version__, "megatron-core": "0.19.2"}
 
 
 def test_wandb_has_each_number_once_over_an_axis_that_grows(wandb_records):
-    told = history(wandb_records[0])
-    assert told["ntp/loss/lm_loss"] == [4.0, 3.0, 2.0, 1.0, 0.0], "one for each step, whoever tells of it, and again"
-    assert told["ntp/step"] == sorted(told["ntp/step"])
-    assert told["ntp/width/r0"] == [2, 2, 1, 2, 2]
-    assert told["ntp/micro_batches/r1"] == [2, 2, 3, 2, 2]
-    assert told["ntp/epoch"] == [0, 0, 1, 2, 2]
-    assert len(told["ntp/goodput"]) == len(told["ntp/step_s"]) == 5
-    assert told["ntp/recovery_s"] == [0.06] * 2
-    assert told["ntp/recovery_s/regroup"] == [0.02] * 2
-    assert told["ntp/copies/lag_steps"] == [0] * 5
-    assert told["ntp/copies/bytes"] == [1000] + [4000] * 4
-    assert (told["ntp/digests/compared"], told["ntp/digests/odd"]) == ([12], [1]), "once, though all tell of it"
+    series = history(wandb_records[0])
+    assert series["ntp/loss/lm_loss"] == [4.0, 3.0, 2.0, 1.0, 0.0], "one for each step, from any rank, and again"
+    assert series["ntp/step"] == sorted(series["ntp/step"])
+    assert series["ntp/width/r0"] == [2, 2, 1, 2, 2]
+    assert series["ntp/micro_batches/r1"] == [2, 2, 3, 2, 2]
+    assert series["ntp/epoch"] == [0, 0, 1, 2, 2]
+    assert len(series["ntp/goodput"]) == len(series["ntp/step_s"]) == 5
+    assert series["ntp/recovery_s"] == [0.06] * 2
+    assert series["ntp/recovery_s/regroup"] == [0.02] * 2
+    assert series["ntp/copies/lag_steps"] == [0] * 5
+    assert series["ntp/copies/bytes"] == [1000] + [4000] * 4
+    assert (series["ntp/digests/compared"], series["ntp/digests/odd"]) == ([12], [1]), "once, though all report it"
 
 
-def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table_of_them(wandb_records):
+def test_wandb_has_an_alert_for_each_incident_and_a_table_of_them(wandb_records):
     found, _, table = wandb_records
     alerts = [record.alert for record in found if record.WhichOneof("record_type") == "alert"]
     assert [alert.title for alert in alerts] == [
@@ -160,8 +160,8 @@ def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table
         "ntp: replicas differ: r0.s0.t0, r1.s0.t0",
     ]
     assert [alert.level for alert in alerts] == ["WARN", "WARN", "WARN", "ERROR"]
-    told = history(found)
-    assert (told["ntp/events/_type"], told["ntp/events/nrows"]) == (["table-file"], [4])
+    series = history(found)
+    assert (series["ntp/events/_type"], series["ntp/events/nrows"]) == (["table-file"], [4])
     assert table["columns"] == ["at", "step", "epoch", "event", "what"]
     times = [row.pop(0) for row in table["data"]]
     assert times == sorted(times)
@@ -175,8 +175,8 @@ def test_wandb_has_an_alert_for_each_thing_that_somebody_should_know_and_a_table
     ]
 
 
-def test_the_relay_of_a_machine_in_the_first_hosts_place_goes_on_behind_what_was_told(tmp_path):
-    tell_a_run(tmp_path / "whole")
+def test_the_relay_of_a_replacement_of_the_first_host_continues_after_the_last_record(tmp_path):
+    write_a_run(tmp_path / "whole")
     lines = (tmp_path / "whole" / "events.jsonl").read_bytes().splitlines(keepends=True)
     until = next(number for number, line in enumerate(lines) if b'"step": 4' in line)
     environment = {"WANDB_MODE": "offline", **passed_to_workers({}, str)}
@@ -191,13 +191,13 @@ def test_the_relay_of_a_machine_in_the_first_hosts_place_goes_on_behind_what_was
         alerts.append([record.alert.title for record in found if record.WhichOneof("record_type") == "alert"])
         (table,) = path.parent.glob("files/media/table/ntp/*.table.json")
         tables.append([row[3] for row in json.loads(table.read_text())["data"]])
-    assert [told["ntp/loss/lm_loss"] for told in histories] == [[4.0, 3.0, 2.0], [1.0, 0.0]]
+    assert [series["ntp/loss/lm_loss"] for series in histories] == [[4.0, 3.0, 2.0], [1.0, 0.0]]
     assert min(histories[1]["ntp/step"]) >= max(histories[0]["ntp/step"])
     assert [len(titles) for titles in alerts] == [3, 1]
     assert tables == [["RankLost", "Recovered", "Recovered"], ["RankLost", "Recovered", "Recovered", "Corrupted"]]
 
 
-def test_workers_are_told_the_run_and_the_users_own_choice_stands():
+def test_workers_get_the_run_and_keep_the_users_own_choice():
     ours = passed_to_workers({}, str)
     assert ours["WANDB_RESUME"] == "allow"
     assert ours["WANDB_RUN_ID"] != passed_to_workers({}, str)["WANDB_RUN_ID"]
@@ -209,13 +209,13 @@ def begun(folder, *, founds):
     return RecordingOptions(folder=folder).begin({}, host=1, founds=founds, agreed=str, log=print)
 
 
-def test_a_machine_in_the_place_of_a_lost_host_goes_on_with_its_record_and_a_new_run_does_not(tmp_path):
-    gone = RankLost(number=1, pid=1, kind="ended", reason="code -9")
+def test_a_replacement_host_continues_the_record_and_a_new_run_does_not(tmp_path):
+    lost = RankLost(number=1, pid=1, kind="ended", reason="code -9")
     for founds in (True, False):
         underway = begun(tmp_path, founds=founds)
-        underway.tell(gone)
+        underway.tell(lost)
         underway.end()
-    assert [told.event for told in Follower(tmp_path).news()] == [gone, gone]
+    assert [one.event for one in Follower(tmp_path).news()] == [lost, lost]
     with pytest.raises(ConfigError, match="the record of another run"):
         begun(tmp_path, founds=True)
 
@@ -226,44 +226,44 @@ def temporary(tmp_path, monkeypatch):
     return tmp_path
 
 
-GONE = RankLost(number=1, pid=1, kind="ended", reason="code -9")
+LOST = RankLost(number=1, pid=1, kind="ended", reason="code -9")
 
 
-def run_without_a_folder(*, tells=True):
+def run_without_a_folder(*, is_recorded=True):
     underway = begun(None, founds=True)
-    if tells:
-        underway.tell(GONE)
+    if is_recorded:
+        underway.tell(LOST)
     underway.end()
     return Path(underway.passed_to_workers["NTP_EVENTS"]).parent
 
 
-def test_a_run_that_was_told_no_folder_has_its_record_all_the_same(temporary, capsys):
+def test_a_run_without_a_given_folder_has_a_record(temporary, capsys):
     folder = run_without_a_folder()
     assert folder.parent == temporary
     assert folder.stat().st_mode & 0o077 == 0
     assert f"the record of this run is {folder}" in capsys.readouterr().out
     assert newest_record() == folder
-    assert [told.event for told in Follower(folder).news()] == [GONE]
+    assert [one.event for one in Follower(folder).news()] == [LOST]
 
 
-def test_a_record_that_somebody_has_cleared_away_is_no_error_at_the_end(temporary):
+def test_a_deleted_record_is_no_error_at_the_end(temporary):
     underway = begun(None, founds=True)
     shutil.rmtree(Path(underway.passed_to_workers["NTP_EVENTS"]).parent)
-    underway.tell(GONE)
+    underway.tell(LOST)
     underway.end()
     assert not list(temporary.iterdir())
 
 
-def test_the_last_ten_records_are_kept_and_none_of_a_run_that_lives(temporary):
+def test_the_last_ten_records_are_kept_and_living_runs_are_not_removed(temporary):
     living = begun(None, founds=True)
-    living.tell(GONE)
+    living.tell(LOST)
     ended = [run_without_a_folder() for _ in range(12)]
     assert set(temporary.iterdir()) == {*ended[-10:], Path(living.passed_to_workers["NTP_EVENTS"]).parent}
     living.end()
 
 
-def test_a_run_that_tells_nothing_leaves_no_record_and_one_without_room_says_so(temporary, monkeypatch, capsys):
-    run_without_a_folder(tells=False)
+def test_a_run_without_events_leaves_no_record_and_a_full_disk_is_reported(temporary, monkeypatch, capsys):
+    run_without_a_folder(is_recorded=False)
     assert not list(temporary.iterdir())
     with pytest.raises(ConfigError, match="there is no record of a run in"):
         newest_record()
@@ -272,21 +272,21 @@ def test_a_run_that_tells_nothing_leaves_no_record_and_one_without_room_says_so(
     assert "there is no record of this run" in capsys.readouterr().out
 
 
-def test_prometheus_finds_the_numbers_on_loopback_alone(tmp_path):
-    tell_a_run(tmp_path)
+def test_prometheus_finds_the_numbers_on_loopback_only(tmp_path):
+    write_a_run(tmp_path)
     words = [sys.executable, "-m", "ntp_plugin.telemetry.relay", str(tmp_path), "--prometheus", "0"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as relay:
-        address = relay.stdout.readline().split()[-1]  # said when what was there has been handed over
+        address = relay.stdout.readline().split()[-1]  # printed when all present events have been handed over
         assert address.startswith("http://127.0.0.1:")
         page = urllib.request.urlopen(address, timeout=30).read().decode()
         relay.stdin.close()  # which ends it
     assert relay.returncode == 0
-    told = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-    assert told["ntp_step"] == "5.0"
-    assert told['ntp_slots{state="back"}'] == "1.0"
-    assert told['ntp_width{replica="r0"}'] == "2.0"
-    assert told['ntp_troubles_total{kind="RankLost"}'] == "1.0"
-    assert told['ntp_troubles_total{kind="Corrupted"}'] == "1.0", "once, though all tell of it"
+    metrics = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert metrics["ntp_step"] == "5.0"
+    assert metrics['ntp_slots{state="back"}'] == "1.0"
+    assert metrics['ntp_width{replica="r0"}'] == "2.0"
+    assert metrics['ntp_troubles_total{kind="RankLost"}'] == "1.0"
+    assert metrics['ntp_troubles_total{kind="Corrupted"}'] == "1.0", "once, though all report it"
 
 
 @dataclasses.dataclass
@@ -306,7 +306,7 @@ class Broken:
 
 @dataclasses.dataclass
 class Working:
-    """One that hears everything."""
+    """A sink that takes every event."""
 
     heard: int = 0
     again: int = 0
@@ -320,22 +320,22 @@ class Working:
         self.closed = True
 
 
-def test_a_sink_that_fails_is_left_out_and_the_others_hear_on(tmp_path):
-    tell_a_run(tmp_path)
-    broken, working, said = Broken(), Working(), []
-    relay = Relay(Follower(tmp_path), [broken, working], come_to=tmp_path / "come-to", log=said.append)
+def test_a_failing_sink_is_dropped_and_the_others_continue(tmp_path):
+    write_a_run(tmp_path)
+    broken, working, log = Broken(), Working(), []
+    relay = Relay(Follower(tmp_path), [broken, working], come_to=tmp_path / "come-to", log=log.append)
     relay.hand_over()
     relay.close()
     assert (broken.heard, working.closed) == (3, True)
     assert working.heard == len(Follower(tmp_path).news())
-    assert said == ["Broken failed and is dropped: ConnectionError: the server is away"]
+    assert log == ["Broken failed and is dropped: ConnectionError: the server is away"]
 
 
 @pytest.mark.parametrize(
     ("left", "again"), [(None, 18), ("", 0), ("[]", 0), ('{"events.jsonl": "x"}', 0), ('{"other.jsonl": 9}', 0)]
 )
-def test_a_relay_that_was_killed_has_left_how_far_it_has_come(tmp_path, left, again):
-    tell_a_run(tmp_path)
+def test_a_killed_relay_leaves_its_position(tmp_path, left, again):
+    write_a_run(tmp_path)
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines[:18]) + lines[18][:9])
     come_to, sinks = tmp_path / "handed-over.json", [Working(), Working()]
@@ -347,8 +347,8 @@ def test_a_relay_that_was_killed_has_left_how_far_it_has_come(tmp_path, left, ag
     assert [(sink.heard, sink.again) for sink in sinks] == [(18, 0), (len(lines), again)]
 
 
-def test_what_a_sink_has_missed_when_it_failed_is_not_taken_for_told(tmp_path):
-    tell_a_run(tmp_path)
+def test_events_that_a_failed_sink_missed_do_not_count_as_delivered(tmp_path):
+    write_a_run(tmp_path)
     come_to = tmp_path / "handed-over.json"
     Relay(Follower(tmp_path), [Broken()], come_to=come_to, log=print).hand_over()
     assert not come_to.exists()
@@ -363,9 +363,9 @@ def test_what_a_sink_has_missed_when_it_failed_is_not_taken_for_told(tmp_path):
         (["--ntp-run-dir", "there", "--ntp-prometheus", "99999"], "'99999' is not a whole number from 0 to 65,535"),
     ],
 )
-def test_what_cannot_be_told_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
+def test_a_missing_sink_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["run", *words, "--standalone", "--nproc-per-node=1", "nothing.py"]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1

@@ -35,8 +35,8 @@ def test_a_split_keeps_order_and_loses_nothing(some, count):
 
 @given(numbers, st.integers(1, 12))
 def test_an_even_cut_is_even_with_the_larger_parts_first(some, parts):
-    pieces = sp.even_cut(runs_of(some), parts)
-    sizes = [sp.size(piece) for piece in pieces]
-    assert [number for piece in pieces for number in each(piece)] == sorted(some)
+    parts_found = sp.even_cut(runs_of(some), parts)
+    sizes = [sp.size(part) for part in parts_found]
+    assert [number for part in parts_found for number in each(part)] == sorted(some)
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1

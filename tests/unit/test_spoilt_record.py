@@ -1,4 +1,4 @@
-"""A record in which somebody else has written: who looks on is not stopped, and is told of the job what is right."""
+"""A record that another process has written to: readers do not stop, and what they report of the job is right."""
 
 import contextlib
 import dataclasses
@@ -53,29 +53,29 @@ STORY = [
 
 
 def known(job):
-    """As text, in which NaN is the same as NaN. A machine may have any name."""
+    """The state as text, in which NaN equals NaN. A machine may have any name."""
     return json.dumps({**dataclasses.asdict(job), "machines": {}}, default=sorted)
 
 
-def test_ten_thousand_spoilt_lines_change_nothing_that_status_shows(tmp_path, capsys):
-    """Behind each event come lines that are nothing, and spoilt ones of the same event."""
+def test_ten_thousand_malformed_lines_leave_status_unchanged(tmp_path, capsys):
+    """After each event come malformed lines, and changed copies of the same event."""
     path, dice = events_file(tmp_path), random.Random(1)
-    job, right, follower, all_told = JobState(), JobState(), Follower(tmp_path), []
+    job, right, follower, all_recorded = JobState(), JobState(), Follower(tmp_path), []
     with Screen("a job") as screen:
         for slot, event in STORY:
             Teller(path, slot).tell(event)
             whole = path.read_bytes().splitlines()[-1]
             with path.open("ab") as file:
                 file.writelines(spoilt(whole, dice) + b"\n" for _ in range(LINES // len(STORY) + 1))
-            told = follower.news()
-            for one in told:
+            news = follower.news()
+            for one in news:
                 job.hear(one)
-            screen.show(job, told)
-            right.hear(told[0])
-            all_told.append(told[0])
+            screen.show(job, news)
+            right.hear(news[0])
+            all_recorded.append(news[0])
             assert known(job) == known(right), event
     assert follower.senseless > 0.8 * LINES
-    assert [told.event for told in all_told[:-2]] == [event for _, event in STORY[:-2]], (
+    assert [news.event for news in all_recorded[:-2]] == [event for _, event in STORY[:-2]], (
         "the last but one has a NaN, which equals nothing"
     )
     assert job.whole
@@ -102,7 +102,7 @@ def test_ten_thousand_spoilt_lines_change_nothing_that_status_shows(tmp_path, ca
         dataclasses.replace(BEGAN, tp=1),  # whose slot is none of its own layout
     ],
 )
-def test_a_layout_that_cannot_be_is_none(spoilt_event):
+def test_an_impossible_layout_is_ignored(spoilt_event):
     job = JobState()
     assert not job.hear(RecordedEvent(at=1.0, slot="r1.s0.t1", event=spoilt_event))
     assert job.slots == {}
@@ -122,7 +122,7 @@ def test_a_layout_that_cannot_be_is_none(spoilt_event):
         ("r0.s0.t0", dataclasses.replace(LOST, micro_batches=[5])),
     ],
 )
-def test_what_does_not_fit_the_layout_is_passed_over(slot, spoilt_event, capsys):
+def test_events_that_do_not_fit_the_layout_are_skipped(slot, spoilt_event, capsys):
     job = JobState()
     job.hear(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
     before = known(job)
@@ -130,7 +130,7 @@ def test_what_does_not_fit_the_layout_is_passed_over(slot, spoilt_event, capsys)
     assert known(job) == before
 
 
-def test_slots_that_are_none_are_not_lost_and_do_not_come_back():
+def test_malformed_slots_are_neither_lost_nor_rejoined():
     job = JobState()
     job.hear(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
     job.hear(
@@ -144,19 +144,19 @@ def test_slots_that_are_none_are_not_lost_and_do_not_come_back():
 
 @pytest.mark.parametrize("number", ["-1", "1e400", "NaN", "1" + "0" * 400, "1e19", "true", "null", '"1"'])
 @pytest.mark.parametrize("field", ["at", "step", "seconds"])
-def test_a_number_that_counts_nothing_is_no_event(tmp_path, field, number):
+def test_an_invalid_number_is_no_event(tmp_path, field, number):
     path = events_file(tmp_path)
     Teller(path, "r0.s0.t0").tell(step(1))
-    said = path.read_text()
-    value = json.dumps(json.loads(said)[field])
-    path.write_text(said.replace(f'"{field}": {value}', f'"{field}": {number}'))
+    text = path.read_text()
+    value = json.dumps(json.loads(text)[field])
+    path.write_text(text.replace(f'"{field}": {value}', f'"{field}": {number}'))
     follower = Follower(tmp_path)
     assert follower.news() == []
     assert follower.senseless == 1
 
 
-def test_a_report_leaves_out_a_strike_that_can_be_none_and_says_so(tmp_path, capsys):
-    """It refused the whole record."""
+def test_a_report_skips_an_impossible_fault_and_says_so(tmp_path, capsys):
+    """Earlier it refused the complete record."""
     for slot, event in STORY:
         with contextlib.closing(Teller(events_file(tmp_path), slot)) as teller:
             teller.tell(event)
@@ -166,9 +166,9 @@ def test_a_report_leaves_out_a_strike_that_can_be_none_and_says_so(tmp_path, cap
         with contextlib.closing(Teller(events_file(tmp_path), "r1.s0.t0")) as teller:
             teller.tell(FaultInjected(fault=name, what="kill", whom="r1.s0.t1", fault_point="", step=2))
     assert main(["report", str(tmp_path)]) in (0, 1)
-    told = capsys.readouterr().out
-    assert told.startswith(before), "the rest is judged as before"
-    assert "left out: a FaultInjected line that r1.s0.t0 told: 'two words' is no name for a strike" in told
-    assert told.count("left out: ") == 3
+    output = capsys.readouterr().out
+    assert output.startswith(before), "the rest is judged as before"
+    assert "left out: a FaultInjected line that r1.s0.t0 told: 'two words' is no name for a strike" in output
+    assert output.count("left out: ") == 3
     assert json.loads((tmp_path / "verdict.json").read_text())["left_out"]
     assert "Left out: a FaultInjected line" in (tmp_path / "report.html").read_text()

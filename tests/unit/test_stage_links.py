@@ -1,4 +1,4 @@
-"""Between two stages of any widths every row that a slot needs comes to it once, and from who has it."""
+"""Between two stages of any widths a slot gets every row that it needs once, from a slot that has it."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from ntp_plugin.planning.topology import Slot, Topology
 
 @st.composite
 def layouts(draw):
-    """Two stages of a replica, of which each keeps a slot."""
+    """Two stages of a replica; each keeps a slot."""
     tp = draw(st.integers(1, 6))
     lost = [
         Slot(replica=0, stage=stage, tp=slot)
@@ -29,7 +29,7 @@ def each_rank(layout):
 
 
 @given(layouts(), st.integers(1, 40))
-def test_rows_come_once_and_from_who_has_them(layout, length):
+def test_rows_are_sent_once_by_a_slot_that_has_them(layout, length):
     sent = {}
     for me in each_rank(layout):
         links = Links(me, sequence=length)
@@ -44,7 +44,7 @@ def test_rows_come_once_and_from_who_has_them(layout, length):
             assert sent.pop((link.peer, me.rank)) == rows
             got += rows
         assert got == list(range(first, last))
-    assert not sent, "nobody sends what nobody expects"
+    assert not sent, "no slot sends what none expects"
 
 
 @given(layouts())

@@ -1,4 +1,4 @@
-"""What an optimizer steps, told and put in elsewhere: it goes on as if it had never been moved."""
+"""The state of an optimizer, exported and imported elsewhere: it continues as if it had never been moved."""
 
 import json
 
@@ -25,7 +25,7 @@ MAKE = {
 
 
 class Member:
-    """Who has some elements of a tensor: those up to a place in the one group, and the others in the other."""
+    """A member with some elements of a tensor: those up to a place in one group, and the others in the other."""
 
     def __init__(self, name, cut, values):
         parts_of = [values[:cut], values[cut:]]
@@ -33,7 +33,7 @@ class Member:
         self.optimizer = MAKE[name]([{"params": group} for group in self.parameters])
         at = (0, cut)
         self.stepped = [
-            Stepped(parameter=one, pieces=((piece(start, start + len(one)), 0),))
+            Stepped(parameter=one, pieces=((slice_of(start, start + len(one)), 0),))
             for start, group in zip(at, self.parameters, strict=True)
             for one in group
         ]
@@ -49,12 +49,12 @@ class Member:
         return torch.cat([one.parameter.detach() for one in self.stepped])
 
 
-def piece(start, stop):
+def slice_of(start, stop):
     return TensorSlice(tensor="w", shape=(SIZE,), dim=0, ranges=((0, SIZE),), start=start, stop=stop)
 
 
-def told(member):
-    """As a manifest tells it, and its values element by element."""
+def copied(member):
+    """The slice as in a manifest, and its values element by element."""
     found, values = parts(member.stepped, member.optimizer), {}
     for part in found:
         for name, value in part.values.items():
@@ -67,8 +67,8 @@ def told(member):
 
 
 def moved(name, member, cut):
-    """To somebody who has it cut elsewhere, and was at something else."""
-    held, values = told(member)
+    """Move the state to a member with another cut and other values."""
+    held, values = copied(member)
     other = Member(name, cut, torch.full((SIZE,), 7.0))
     other.step(torch.ones(SIZE))
     with torch.no_grad():
@@ -85,8 +85,8 @@ def moved(name, member, cut):
     cuts=st.tuples(st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, SIZE)),
     seed=st.integers(0, 9),
 )
-def test_it_steps_on_as_it_would_have(name, steps, cuts, seed):
-    """Also where a group had no parameter before, and gets one in the second move."""
+def test_a_moved_member_steps_as_the_reference(name, steps, cuts, seed):
+    """A group may have no parameter before, and get one in the second move."""
     values, *gradients = torch.randn(steps + 3, SIZE, generator=torch.Generator().manual_seed(seed))
     member, reference = (Member(name, cut, values) for cut in (cuts[0], SIZE // 2))
     for gradient in gradients[:steps]:
@@ -99,10 +99,10 @@ def test_it_steps_on_as_it_would_have(name, steps, cuts, seed):
         assert torch.equal(member.values, reference.values)
 
 
-def test_copies_that_do_not_tell_what_a_group_keeps_are_refused():
+def test_copies_without_the_numbers_of_a_group_are_refused():
     member = Member("FusedAdam", 6, torch.ones(SIZE))
     member.step(torch.ones(SIZE))
-    held, _ = told(member)
-    told_by_others = CopiedSlice(piece=held.piece, entries=held.entries, numbers={})
+    held, _ = copied(member)
+    without_numbers = CopiedSlice(piece=held.piece, entries=held.entries, numbers={})
     with pytest.raises(Refused, match="the copies of w do not tell its optimizer's step"):
-        make_room(member.stepped, member.optimizer, {"w": told_by_others})
+        make_room(member.stepped, member.optimizer, {"w": without_numbers})

@@ -1,4 +1,4 @@
-"""Which micro-batches a rank computes, and where it is among them."""
+"""Which micro-batches a rank computes, and its position among them."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ def shares(ranks, per_step, members):
 
 
 @given(JOBS, st.data())
-def test_whoever_is_there_a_step_has_every_micro_batch_of_it_once(job, data):
+def test_each_micro_batch_of_a_step_is_drawn_once_by_any_members(job, data):
     members = data.draw(st.sets(st.integers(0, job["ranks"] - 1), min_size=1))
     step = data.draw(st.integers(0, 7))
     found = Counter(
@@ -46,7 +46,7 @@ def test_a_nominal_rank_draws_its_own_loader_turn_after_turn(job, replica):
 
 
 @given(JOBS, st.integers(0, 20), st.integers(0, 4), st.data())
-def test_what_is_ahead_is_what_is_drawn(job, drawn, turns, data):
+def test_the_lookahead_equals_the_drawn_samples(job, drawn, turns, data):
     members = data.draw(st.sets(st.integers(0, job["ranks"] - 1), min_size=1))
     numbers = shares(job["ranks"], job["per_step"], sorted(members))[0]
     stream = Stream(per_step=job["per_step"], per_turn=job["per_turn"], numbers=numbers)
@@ -59,7 +59,7 @@ def test_what_is_ahead_is_what_is_drawn(job, drawn, turns, data):
     assert stream.peek().turn > turns or not ahead
 
 
-def test_it_goes_back_to_a_step_with_another_share():
+def test_a_stream_rewinds_to_a_step_with_another_share():
     stream = Stream(per_step=2, per_turn=3, numbers=[0, 1])
     for _ in range(5):
         stream.draw()

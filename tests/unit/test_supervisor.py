@@ -1,4 +1,4 @@
-"""How often a host asks the job's store: at each look, and less often where many do."""
+"""How often a host polls the job's store: at each interval, and less often if many hosts do."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ SELDOM_S, ME = 0.2, os.getpid()
 
 
 class CountingStore:
-    """Of a job in which nothing happens."""
+    """The store of a job in which nothing happens."""
 
     def __init__(self, questions):
         self.left, self.all_asked = questions, threading.Event()
@@ -67,7 +67,7 @@ def test_few_ask_at_each_look(supervised):
 
 
 def test_an_error_of_its_own_is_the_trouble_of_its_host(tmp_path):
-    """Else its thread would be gone without a word, and nobody would notice a loss any more."""
+    """Otherwise its thread would end silently, and no loss would be detected any more."""
 
     class Odd(CountingStore):
         def read(self, _):

@@ -1,4 +1,4 @@
-"""Events: told by many processes into one file, read while it grows."""
+"""Events: written by many processes into one file, read while it grows."""
 
 import dataclasses
 import multiprocessing
@@ -31,23 +31,23 @@ EVENTS = [
 ]
 
 
-def tell_steps(path, slot, steps):
+def write_steps(path, slot, steps):
     teller = Teller(path, slot)
     for step in range(steps):
         teller.tell(Committed(step=step, epoch=0, seconds=0.0, losses={}, samples=list(range(100))))
 
 
-def test_what_is_told_is_what_is_read(tmp_path):
+def test_events_are_read_as_they_were_written(tmp_path):
     teller = Teller(str(tmp_path / "events"), "r0.s0.t0")
     for event in EVENTS:
         teller.tell(event)
-    told = Follower(tmp_path / "events").news()
-    assert [one.event for one in told] == EVENTS
-    assert {one.slot for one in told} == {"r0.s0.t0"}
-    assert [one.at for one in told] == sorted(one.at for one in told)
+    recorded = Follower(tmp_path / "events").news()
+    assert [one.event for one in recorded] == EVENTS
+    assert {one.slot for one in recorded} == {"r0.s0.t0"}
+    assert [one.at for one in recorded] == sorted(one.at for one in recorded)
 
 
-def test_a_follower_reads_each_line_once_and_only_when_it_is_whole(tmp_path):
+def test_a_follower_reads_each_complete_line_once(tmp_path):
     path = tmp_path / "events"
     follower = Follower(path)
     assert follower.news() == []
@@ -63,14 +63,14 @@ def test_a_follower_reads_each_line_once_and_only_when_it_is_whole(tmp_path):
 def test_lines_of_several_processes_do_not_mix(tmp_path):
     path, slots = tmp_path / "events", [f"r{number}.s0.t0" for number in range(4)]
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=tell_steps, args=(str(path), slot, 200)) for slot in slots]
+    processes = [fork.Process(target=write_steps, args=(str(path), slot, 200)) for slot in slots]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    told = Follower(path).news()
+    recorded = Follower(path).news()
     for slot in slots:
-        assert [one.event.step for one in told if one.slot == slot] == list(range(200))
+        assert [one.event.step for one in recorded if one.slot == slot] == list(range(200))
 
 
 def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_line_that_is_no_event_is_counted_and_passed_over(tmp_path, line):
     path.write_bytes(line + b"\n")
     Teller(path, "r0.s0.t0").tell(EVENTS[0])
     follower = Follower(path)
-    assert [told.event for told in follower.news()] == [EVENTS[0]]
+    assert [one.event for one in follower.news()] == [EVENTS[0]]
     assert follower.senseless == 1
 
 
@@ -114,7 +114,7 @@ def test_the_records_of_all_hosts_are_read_together(tmp_path):
     for host in range(3):
         Teller(events_file(tmp_path, host), f"host{host}").tell(EVENTS[3])
     follower = Follower(tmp_path)
-    assert {told.slot for told in follower.news()} == {"host0", "host1", "host2"}
+    assert {one.slot for one in follower.news()} == {"host0", "host1", "host2"}
     assert follower.news() == []
 
 
@@ -132,10 +132,10 @@ def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path, caplog):
 
 
 def heard(*events):
-    """A job of which these are told, one second after the other."""
+    """A job with these events, one second after the other."""
     job = JobState()
-    told = [RecordedEvent(at=float(at), slot=slot, event=event) for at, (slot, event) in enumerate(events)]
-    return job, [job.hear(one) for one in told]
+    recorded = [RecordedEvent(at=float(at), slot=slot, event=event) for at, (slot, event) in enumerate(events)]
+    return job, [job.hear(one) for one in recorded]
 
 
 BEGAN = [
@@ -145,7 +145,7 @@ BEGAN = [
 ]
 
 
-def test_a_job_is_whole_until_one_is_gone_and_again_when_it_is_back():
+def test_a_job_is_complete_until_a_rank_is_lost_and_again_when_it_rejoins():
     job, _ = heard(*BEGAN)
     assert job.whole
     job.hear(RecordedEvent(at=5.0, slot="host0", event=RankLost(number=3, pid=0, kind="ended", reason="code -9")))
@@ -178,23 +178,23 @@ def test_a_clock_that_is_set_back_does_not_change_the_order_of_a_record(tmp_path
     assert 0 <= second.at - first.at < 60
 
 
-def test_who_reads_a_run_is_told_of_lines_that_make_no_sense(tmp_path, caplog):
+def test_a_reader_of_a_run_learns_of_malformed_lines(tmp_path, caplog):
     Teller(events_file(tmp_path), "r0.s0.t0").tell(EVENTS[0])
     with events_file(tmp_path).open("a") as file:
         file.write("nonsense\n")
-    assert [told.event for told in read_run(tmp_path)] == [EVENTS[0]]
+    assert [one.event for one in read_run(tmp_path)] == [EVENTS[0]]
     assert "1 malformed lines skipped" in caplog.text
 
 
-def test_a_file_that_is_full_takes_what_is_rare_and_no_more_steps(tmp_path, monkeypatch, caplog):
+def test_a_full_file_takes_rare_events_and_no_more_steps(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("ntp_plugin.telemetry.record._MOST_BYTES", 400)
-    gone = RankLost(number=1, pid=1, kind="ended", reason="code -9")
+    loss = RankLost(number=1, pid=1, kind="ended", reason="code -9")
     step = Committed(step=1, epoch=0, seconds=0.1, losses={}, samples=list(range(100)))
     teller = Teller(tmp_path / "events.jsonl", "r0.s0.t0")
-    for event in (step, step, gone):
+    for event in (step, step, loss):
         teller.tell(event)
     teller.close()
-    assert [told.event for told in Follower(tmp_path).news()] == [step, gone]
+    assert [one.event for one in Follower(tmp_path).news()] == [step, loss]
     assert "from now on steps are not recorded" in caplog.text
 
 
@@ -208,7 +208,7 @@ def test_a_lost_slot_has_no_process_until_one_begins_there():
     assert state.pids == {"r0.s0.t1": 8}
 
 
-def test_what_several_tell_of_is_news_once():
+def test_an_event_reported_by_several_is_news_once():
     wrong = Corrupted(step=4, what="weight w", slots=["r0.s0.t0"], certain=True, healed=True)
     _, news = heard(*((slot, wrong) for slot, _ in BEGAN), ("r0.s0.t0", dataclasses.replace(wrong, step=6)))
     assert news == [True, False, False, False, True]
@@ -220,13 +220,13 @@ def test_what_several_tell_of_is_news_once():
 
 
 @pytest.mark.parametrize("own", [0, 1, 2])
-def test_a_loss_is_news_once_though_several_hosts_tell_of_it_and_so_is_that_of_the_one_in_its_place(own):
-    gone = RankLost(number=3, pid=0, kind="hung", reason="it has not moved for 30.0 s while others wait")
+def test_a_loss_reported_by_several_hosts_is_news_once_and_so_is_the_loss_of_the_replacement(own):
+    loss = RankLost(number=3, pid=0, kind="hung", reason="it has not moved for 30.0 s while others wait")
     lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[4, 4])
     began = BEGAN[3][1]
     joiner = dataclasses.replace(began, joiner=True, pid=9)
     first, second = (
-        [("host", dataclasses.replace(gone, pid=process.pid if host == own else 0)) for host in range(3)]
+        [("host", dataclasses.replace(loss, pid=process.pid if host == own else 0)) for host in range(3)]
         for process in (began, joiner)
     )
     _, news = heard(*BEGAN, ("r0.s0.t0", lost), *first, ("r1.s0.t1", joiner), *second)
@@ -234,6 +234,6 @@ def test_a_loss_is_news_once_though_several_hosts_tell_of_it_and_so_is_that_of_t
 
 
 def test_a_process_that_dies_before_it_has_begun_is_news_too():
-    gone = [RankLost(number=3, pid=pid, kind="ended", reason="code 1") for pid in (1, 8, 9)]
-    assert heard(*BEGAN, *(("host0", one) for one in gone))[1][4:] == [True] * 3
-    assert heard(*(("host0", one) for one in gone))[1] == [True] * 3
+    loss = [RankLost(number=3, pid=pid, kind="ended", reason="code 1") for pid in (1, 8, 9)]
+    assert heard(*BEGAN, *(("host0", one) for one in loss))[1][4:] == [True] * 3
+    assert heard(*(("host0", one) for one in loss))[1] == [True] * 3

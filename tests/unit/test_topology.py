@@ -38,12 +38,12 @@ def test_names_of_more_than_one_slot():
 @pytest.mark.parametrize(
     "word", ["", "r", "x1", "r1.t2", "r1.s0.t4", "r3", "r0.s2", "node6", "r-1", "r1.s0.t1.x", "r\u0661"]
 )
-def test_what_names_no_slot_is_refused(word):
+def test_an_invalid_slot_name_is_refused(word):
     with pytest.raises(ConfigError, match=r"does not name a slot|is not in this layout"):
         parse_slots([word], layout())
 
 
-def test_standing_sorts_groups_into_whole_degraded_and_dropped():
+def test_groups_are_sorted_into_nominal_degraded_and_dropped():
     topology = layout()
     lost = parse_slots(["r0.s0.t1", "r1.s1.t0,r1.s1.t1,r1.s1.t2", "r1.s0.t0"], topology)
     surviving = SurvivingReplicas(topology=topology, lost=lost, min_tp_width=2)

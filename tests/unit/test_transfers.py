@@ -40,12 +40,12 @@ def test_the_same_with_parities_of_such_copies(situation):
 
 
 @given(situations_with_joiners())
-def test_the_same_where_new_processes_sit_in_slots_that_stood(situation):
+def test_new_processes_in_old_slots_get_the_same_transfers(situation):
     properties.transfers_turn_one_layout_into_the_next(*situation)
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.data())
-def test_optimizer_blocks_stay_whole_even_and_in_place(elements, replicas, data):
+def test_optimizer_blocks_stay_complete_even_and_in_place(elements, replicas, data):
     dropped = data.draw(st.frozensets(st.integers(0, replicas - 1), max_size=replicas - 1))
     blocks = optimizer_blocks(elements, replicas, dropped)
     held = {replica: sp.size(blocks.kept[replica]) + sp.size(blocks.dealt[replica]) for replica in blocks.kept}
@@ -56,7 +56,7 @@ def test_optimizer_blocks_stay_whole_even_and_in_place(elements, replicas, data)
 
 
 @given(situations())
-def test_every_shard_of_a_replica_that_is_dropped_or_comes_back_changes_hands_once(situation):
+def test_every_shard_of_a_dropped_or_rejoining_replica_is_moved_once(situation):
     nominal, lost_before, lost = situation
     before, after = nominal.surviving(lost_before), nominal.surviving(lost)
     try:
@@ -64,14 +64,14 @@ def test_every_shard_of_a_replica_that_is_dropped_or_comes_back_changes_hands_on
     except Refused:
         return
     change = Change(before=before, after=after, units=nominal.units, state=nominal.state, copies=copies)
-    gone, back = after.dropped - before.dropped, before.dropped - after.dropped
+    dropped, back = after.dropped - before.dropped, before.dropped - after.dropped
     try:
         deals = plan_block_deals(change)
     except StateLost:
-        homes = [nominal.topology.node_of(slot) for slot in lost - lost_before if slot.replica in gone]
+        homes = [nominal.topology.node_of(slot) for slot in lost - lost_before if slot.replica in dropped]
         assert any({home, *copies.holders(home)} <= set(after.lost_nodes) for home in homes)
         return
-    expected = {slot for replica in gone for slot in living_slots(before, replica)}
+    expected = {slot for replica in dropped for slot in living_slots(before, replica)}
     expected |= {slot for replica in back for slot in living_slots(after, replica)}
     assert sorted(blocks.slot for blocks in deals) == (sorted(expected) if nominal.state.distributed_optimizer else [])
     for blocks in deals:
@@ -102,7 +102,7 @@ def plan(nominal, words, before=""):
     return plan_recovery(nominal, lost=slots[0], lost_before=slots[1])
 
 
-def test_a_single_replica_goes_on_from_copies():
+def test_a_single_replica_resumes_from_copies():
     job = nominal_job(dp=2, ntp={"copies": {"count": 1}})
     moves = plan(job, "r0,r1.s0.t2", before="r0").transfers
     assert {move.origin for move in moves if move.family == "mlp"} == {"near copy"}
@@ -137,7 +137,7 @@ def test_a_lost_hosts_optimizer_shard_comes_from_a_parity_and_a_lost_slots_from_
         ({"state": {"distributed_optimizer": True}, "dp": 4}, "r0,r1", "", "the hosts of its copies are lost as well"),
     ],
 )
-def test_state_that_nobody_holds_is_named_with_the_way_out(job, words, before, reason):
+def test_state_without_a_holder_is_named_with_a_way_out(job, words, before, reason):
     with pytest.raises(StateLost, match=rf"r\d\.s0\.t\d is held by no living slot, and {reason}.*checkpoint"):
         plan(nominal_job(**job), words, before)
 

@@ -25,7 +25,7 @@ def local_indices(name, tp, slot, pattern=(), **changed):
     return each(tensor.local_index(lay_out(family, tp, pattern).holdings[slot]))
 
 
-def test_qkv_is_cut_by_whole_query_groups():
+def test_qkv_is_cut_by_query_groups():
     """12 heads of 2 channels in 6 groups: a group's rows are 2 heads x 2 of q, then 2 of k, then 2 of v."""
     assert local_indices("linear_qkv.weight", 3, 1) == list(range(16, 32))
     assert local_indices("linear_proj.weight", 3, 1) == list(range(8, 16))
@@ -55,7 +55,7 @@ def test_padding_follows_the_nominal_degree():
 
 @given(jobs())
 def test_every_parameter_is_counted_once(job):
-    """Per slot of the nominal layout: cut tensors in equal parts and replicated ones whole, summed over the group."""
+    """Per slot of the nominal layout: cut tensors in equal parts and replicated ones in full, summed over the group."""
     tp = job.parallel.tp
     for stage in transformer_units(job.model, tp=tp, pp=job.parallel.pp, granule=1).stages:
         cut = sum(family.units * stage.elements_per_unit[family.name] for family in stage.families)
@@ -68,7 +68,7 @@ def test_every_parameter_is_counted_once(job):
 
 
 @given(st.booleans(), st.integers(1, 3))
-def test_tied_embeddings_stand_on_the_first_and_the_last_stage(tied, pp):
+def test_tied_embeddings_are_on_the_first_and_the_last_stage(tied, pp):
     stages = transformer_units(model(layers=6, tied=tied), tp=2, pp=pp).stages
     names = [{tensor.name for tensor, _ in stage.tensors if tensor.family == "vocabulary"} for stage in stages]
     embedding, output = "word_embeddings.weight", "output_layer.weight"

@@ -1,4 +1,4 @@
-"""A rank that is rung looks at once, and one that is not looks by itself."""
+"""A rank that gets a wake-up event looks at once, and one that gets none polls by itself."""
 
 import contextlib
 import socket
@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 @pytest.fixture(name="patient")
 def _patient(monkeypatch):
-    """Who does not look by itself in the time of a test."""
+    """A client that does not poll by itself within a test."""
     monkeypatch.setattr(wakeup, "_LOOK_S", 2 * PATIENCE_S)
 
 
@@ -32,7 +32,7 @@ def ended(thread, within_s=PATIENCE_S):
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_newer_epoch_wakes_who_waits(tmp_path):
+def test_a_newer_epoch_wakes_waiting_ranks(tmp_path):
     path = tmp_path / "heartbeats"
     file, mine = HeartbeatFile(path, 4), WakeUp(path, 2)
     thread = waiting(mine)
@@ -56,7 +56,7 @@ def test_a_ring_before_the_wait_is_not_lost(tmp_path):
     mine.close(), other.close()
 
 
-def test_who_is_never_rung_looks_all_the_same(tmp_path):
+def test_a_client_without_wake_ups_still_polls(tmp_path):
     mine, began = WakeUp(tmp_path / "a", 0), time.monotonic()
     mine.wait()
     assert time.monotonic() - began > 0.9, "and not often"
@@ -64,7 +64,7 @@ def test_who_is_never_rung_looks_all_the_same(tmp_path):
 
 
 @pytest.mark.usefixtures("patient")
-def test_who_comes_before_the_old_one_has_gone_looks_often(tmp_path):
+def test_a_client_that_comes_before_the_old_one_left_polls_often(tmp_path):
     old, new = WakeUp(tmp_path / "a", 0), WakeUp(tmp_path / "a", 0)
     assert ended(waiting(new))
     old.close()
@@ -76,7 +76,7 @@ def test_who_comes_before_the_old_one_has_gone_looks_often(tmp_path):
     new.close(), third.close()
 
 
-def test_one_that_is_rung_too_often_holds_nobody_up(tmp_path):
+def test_too_many_wake_ups_block_no_sender(tmp_path):
     mine = WakeUp(tmp_path / "a", 0)
     for _ in range(10_000):
         ring(tmp_path / "a", [0])
@@ -85,7 +85,7 @@ def test_one_that_is_rung_too_often_holds_nobody_up(tmp_path):
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_stranger_who_fills_the_socket_hides_no_epoch(tmp_path):
+def test_a_full_socket_hides_no_epoch(tmp_path):
     """Names in the abstract namespace have no permissions, and all users of the host can list them."""
     path = tmp_path / "heartbeats"
     file, mine = HeartbeatFile(path, 4), WakeUp(path, 2)
@@ -97,6 +97,6 @@ def test_a_stranger_who_fills_the_socket_hides_no_epoch(tmp_path):
                 stranger.sendto(b"garbage" * 1000, mine._name)
     file.announce_epoch(1, [2])  # whose ring is refused
     mine.wait()
-    assert file.newest_epoch() == 1, "it looks because of the stranger's"
+    assert file.newest_epoch() == 1, "it polls because of the foreign one"
     mine.close()
     file.close()

@@ -1,4 +1,4 @@
-"""Which differences between a joining rank and the job are none, and when what has diverged is looked at again."""
+"""Which settings a joining rank may change, and when a mismatch is checked again."""
 
 import types
 
@@ -43,7 +43,7 @@ def test_data_that_the_job_had_not_opened_when_it_compared_are_no_difference():
 
 
 def test_a_loss_that_is_not_finite_is_looked_at_again_later_in_the_same_epoch(monkeypatch):
-    """The first time all had diverged alike; a NaN in one replica may come a thousand steps later."""
+    """At first all had diverged equally; a NaN in one replica may come a thousand steps later."""
     compared = []
     monkeypatch.setattr(ReplicaWatch, "_compare", lambda _, step: compared.append(step))
     rank = types.SimpleNamespace(groups=types.SimpleNamespace(epoch=0, slot=0), place=types.SimpleNamespace(slot=0))

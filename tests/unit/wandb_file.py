@@ -1,4 +1,4 @@
-"""Reads what wandb writes offline: its records, in the log format of LevelDB behind a head of its own."""
+"""Read the offline records of wandb, in the log format of LevelDB behind a header of its own."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""What live runs of all frameworks have in common: ranks that die, and come back when they are waited for."""
+"""Shared code of live runs of all frameworks: ranks that die, and rejoin at a given step."""
 
 import dataclasses
 import os
@@ -15,17 +15,17 @@ from ntp_plugin.testing.ranks import PATIENCE_S, Rank, Ranks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking:
-    """Who comes in later, and the step or section at which the others wait until it asks."""
+    """Joining ranks, and the step or section at which the others wait until each asks."""
 
     awaited: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sooner: bool = False
-    """Who has started asks at once, also where the others are not there yet: they wait for it there at the latest."""
+    """A started joiner asks at once, even before the others have arrived: they wait for it there at the latest."""
     before_admission: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Where they wait before that, until it has started and is about to ask."""
+    """Where they wait before that, until the joiner has started and is about to ask."""
 
 
 def asking_of(back: Mapping[int, int], before_admission: Mapping[int, int] | None = None) -> Asking:
-    """`back`: slots that start again once they are dead, in this order, and where the others wait for each."""
+    """`back`: slots that restart after their death, in this order, and where the others wait for each."""
     incarnations = {slot: f"{slot}/{number}" for number, slot in enumerate(back, start=1)}
     return Asking(
         awaited={incarnations[slot]: where for slot, where in back.items()},
@@ -43,8 +43,8 @@ def played(
     leaving: Sequence[int],
     timeout_s: float = PATIENCE_S,
 ) -> tuple[dict[int, Any], list[list[Any]]]:
-    """What the ranks returned that were left, and what all wrote down. `leaving`: slots that end with an error, and are
-    not asked for what they saw."""
+    """Results of the surviving ranks, and the rows of all. `leaving`: slots that end with an error, and return
+    nothing."""
     with Ranks(count, play, faults=faults, fault_points=fault_points) as ranks:
         for slot in back:
             ranks.wait_for_death(slot, timeout_s)
@@ -56,7 +56,7 @@ def played(
 
 
 def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], check: Callable[[], None]) -> None:
-    """As one who is there."""
+    """Wait as a member until the joining ranks ask."""
     for incarnation, awaited in asking.awaited.items():
         if where() == awaited:
             _note(rank, "awaited", incarnation).touch()
@@ -67,13 +67,14 @@ def wait_until_they_ask(rank: Rank, asking: Asking, where: Callable[[], int], ch
                 check()
 
 
-def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
-    """As one who comes in: once its word is in the store, where members find it in the very next step. It asks no
-    sooner than it is awaited: at which step it comes in would be a matter of how busy the machine is."""
+def report_request(rank: Rank, asking: Asking, store: Any) -> None:
+    """Report the request of a joining rank once it is in the store, where members find it in the very next step. The
+    rank asks no sooner than it is awaited: otherwise the step at which it joins would depend on the load of the
+    machine."""
     create, mine = store.create, rank.member_id.incarnation
     waits = mine in asking.awaited and not asking.sooner
 
-    def told(key: str, value: str) -> Any:
+    def reporting_create(key: str, value: str) -> Any:
         if not key.startswith(("asked/", "come/")):
             return create(key, value)
         _note(rank, "started", mine).touch()
@@ -83,7 +84,7 @@ def tell_that_it_asks(rank: Rank, asking: Asking, store: Any) -> None:
         _note(rank, "asks", mine).touch()
         return there
 
-    store.create = told
+    store.create = reporting_create
 
 
 def _note(rank: Rank, says: str, incarnation: str) -> Path:
@@ -92,10 +93,10 @@ def _note(rank: Rank, says: str, incarnation: str) -> Path:
 
 
 def quietly[Result](slot: int, play: Callable[[], Result]) -> Result:
-    """What it prints goes to the file that NTP_TOLD names."""
-    told = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(told, 1)
-    os.dup2(told, 2)
+    """Play with output redirected to the file named by NTP_TOLD."""
+    log = os.open(os.environ.get("NTP_TOLD", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     try:
         return play()
     except NtpError:
