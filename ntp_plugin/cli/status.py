@@ -1,4 +1,4 @@
-"""`ntp status`: what a running job looks like, by its record."""
+"""`ntp status`: watch a running job, from its record."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser = commands.add_parser(
         "status",
         help="watch a running job",
-        description="Show who is there, how wide and how far, until the job is over or dead (code 1), or Ctrl-C.",
+        description="Show slots, widths of replicas and the step, until the job is over or dead (code 1), or Ctrl-C.",
         allow_abbrev=False,
     )
     add_run(parser)
@@ -33,11 +33,11 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(said: Any) -> int:
-    """Follow it."""
-    folder = said.folder or newest_record()
+def run(arguments: Any) -> int:
+    """Run the command; return its exit code."""
+    folder = arguments.folder or newest_record()
     job = job_of(folder)
-    if said.json:
+    if arguments.json:
         known = {name: value for name, value in dataclasses.asdict(job).items() if not name.startswith("_")}
         print(json.dumps({**known, "goodput": job.goodput, "whole": job.whole}))
         return 0
@@ -45,22 +45,22 @@ def run(said: Any) -> int:
 
 
 def follow(folder: Path, shown: Screen) -> int:
-    """Until the job has told its end, or nobody is left who could."""
+    """Show the job until it records its end, or no process is left that could; return the exit code."""
     state, follower = JobState(), Follower(folder)
     with shown as screen:
         while not state.ended:
-            alone = nobody_is_left(state)  # before what they told at last is read
+            no_process_left = nobody_is_left(state)  # before the last events are read
             news = follower.news()
-            for told in news:
-                state.hear(told)
+            for recorded in news:
+                state.hear(recorded)
             screen.show(state, news)
-            if alone and not news:
+            if no_process_left and not news:
                 break
             time.sleep(_LOOK_S)
     if not state.ended:
         named = printable(folder)
         print(
-            f"ntp: nobody is left: no process that {named} tells of is alive on this machine, and none has told the"
-            f" job's end; step {state.step} was the last. See ntp report, and ntp copies for what there is of it"
+            f"ntp: no process is left: none that {named} records is alive on this machine, and none recorded the job's"
+            f" end; step {state.step} was the last. See ntp report, and ntp copies for the copies of its state"
         )
     return 0 if state.ended else _DEAD

@@ -36,7 +36,7 @@ def test_a_run_that_goes_on_as_its_reference_is_fine():
     assert outcome.detected_s == pytest.approx(0.1)
     assert outcome.recovered_s == pytest.approx(0.9)
     assert found.efficiency == pytest.approx(6 / 8)
-    assert spent(outcome) == pytest.approx({"noticed": 0.1, **PHASES, "first step": 0.4})
+    assert spent(outcome) == pytest.approx({"detect": 0.1, **PHASES, "first step": 0.4})
 
 
 @pytest.mark.parametrize(

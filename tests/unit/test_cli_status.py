@@ -71,16 +71,16 @@ def test_a_job_that_ends_while_one_looks_is_over(tmp_path, process, capsys):
     ending.start()
     assert main(["status", str(tmp_path)]) == 0
     assert not ending.is_alive()
-    assert "nobody is left" not in capsys.readouterr().out
+    assert "no process is left" not in capsys.readouterr().out
 
 
 def test_a_job_of_which_nobody_is_alive_is_one_line_and_code_1(tmp_path, capsys):
     tell_a_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
     tell(tmp_path, committed(7))
     assert main(["status", str(tmp_path)]) == 1
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "nobody is left" in line]
-    assert str(tmp_path) in said
-    assert "step 7 was the last" in said
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no process is left" in line]
+    assert str(tmp_path) in line
+    assert "step 7 was the last" in line
 
 
 def test_a_job_that_dies_while_one_looks_is_dead_once_its_last_process_is(tmp_path, process):
