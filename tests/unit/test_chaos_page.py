@@ -82,7 +82,7 @@ def test_what_never_struck_is_on_the_page_and_in_the_json(report, tmp_path):
     found = judge(asked, report.run, history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=found), tmp_path).read_text()
     assert "Faults injected: 1 of 2" in page
-    assert "it never struck: the job was over" in page
+    assert "never injected: the job was over" in page
     assert "1 of 12 were drawn" in page
     told_to_a_machine = json.loads((tmp_path / "verdict.json").read_text())
     assert told_to_a_machine["holds"] is False

@@ -129,7 +129,7 @@ def test_a_replica_of_which_a_slot_has_not_told_is_not_compared():
     assert verdict(silent("r1.s0.t0")).holds, "the other replica has told"
     nobody = verdict(silent("r0.s0.t0", "r1.s0.t0"))
     assert broken_checks(nobody) == ["weights agree with the reference run's"]
-    assert "none told all" in nobody.checks[-1].found
+    assert "none recorded all" in nobody.checks[-1].found
 
 
 def test_a_reference_that_was_never_weighed_is_compared_by_its_losses():
@@ -169,11 +169,11 @@ def test_what_a_step_that_was_taken_again_had_drawn_before_counts_no_more():
 
 def test_a_strike_that_never_struck_is_told():
     found = verdict(history(), faults=[FAULT])
-    assert "never struck" in found.outcomes[0].problem
+    assert "never injected" in found.outcomes[0].problem
     assert not found.holds
 
 
-@pytest.mark.parametrize(("may_miss", "problem"), [(False, "it never struck: the job was over"), (True, "")])
+@pytest.mark.parametrize(("may_miss", "problem"), [(False, "never injected: the job was over"), (True, "")])
 def test_what_still_waited_in_the_end_is_told_and_fails_unless_it_may_miss(may_miss, problem):
     left = Unordered(
         fault=OrderedFault(name="2", what="sigkill", slot="any", may_miss=may_miss), why="the job was over"
@@ -188,9 +188,9 @@ def test_what_still_waited_in_the_end_is_told_and_fails_unless_it_may_miss(may_m
 @pytest.mark.parametrize(
     ("drawn", "found", "holds"),
     [
-        (("1", "2"), "2 of 12 were drawn, and 1 of these struck", True),
-        (("2",), "1 of 12 were drawn, and 0 of these struck", False),
-        ((), "0 of 12 were drawn, and 0 of these struck", False),
+        (("1", "2"), "2 of 12 were drawn, and 1 of these were injected", True),
+        (("2",), "1 of 12 were drawn, and 0 of these were injected", False),
+        ((), "0 of 12 were drawn, and 0 of these were injected", False),
     ],
 )
 def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
@@ -201,7 +201,7 @@ def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
 
 def test_a_signal_to_a_slot_that_nobody_had_is_told_as_that():
     found = verdict(history(killed_in=3), faults=[OrderedFault(name="2", what="sigkill", slot=VICTIM)])
-    assert found.outcomes[0].problem == "it never struck: nobody had the slot then"
+    assert found.outcomes[0].problem == "never injected: the slot had no process then"
 
 
 def test_who_was_on_a_host_that_is_lost_is_known_by_its_number():
@@ -229,7 +229,7 @@ def test_who_is_only_slow_must_not_be_taken_for_lost(killed_in, holds):
     slow = History.of([*run, RecordedEvent(at=1.1, slot=VICTIM, event=injected)])
     found = verdict(slow, faults=[dataclasses.replace(FAULT, what="slow", during="forward", step=2)])
     assert found.holds == holds
-    assert broken_checks(found) == ([] if holds else ["nobody was taken for lost"])
+    assert broken_checks(found) == ([] if holds else ["no rank was lost"])
 
 
 def test_a_strike_that_was_drawn_may_miss():
@@ -256,7 +256,7 @@ def test_workers_that_outlive_their_job_are_told():
 
 def test_nobody_came_back_and_somebody_should_have():
     found = verdict(history(killed_in=3), expected=dataclasses.replace(FINE, returns=1))
-    assert broken_checks(found) == ["1 came back"]
+    assert broken_checks(found) == ["1 lost slots rejoined"]
 
 
 def test_a_run_without_samples_or_steps_is_not_fine():

@@ -96,7 +96,7 @@ def test_a_process_ends_as_it_was_ordered_to_and_has_said_so(here, capfd, what, 
     assert process.exitcode == code
     assert here.told == said_first(what)
     assert not here.goes_on
-    said = {"exception": "strike 1: an error that nobody expects", "memory": "MemoryError"}.get(what, "")
+    said = {"exception": "fault 1: an unexpected error", "memory": "MemoryError"}.get(what, "")
     assert said in capfd.readouterr().err
 
 
