@@ -1,11 +1,11 @@
-"""Strikes at a job that runs already, from another terminal of its owner: one, or all of a recipe.
+"""Inject faults into a job that already runs, from another terminal of its owner: one fault, or a whole recipe.
 
-They are for jobs that obey orders (`ntp run --ntp-chaos`), and for who can read their token: a signal, too, though only
-the record says which process has the slot. Nothing is sent to a process that is no worker of `ntp run`, and nothing
-that the record is not told of before.
+The job must obey orders (`ntp run --ntp-chaos`), and the caller must be able to read its token. This holds for signals
+too, although only the record says which process has the slot. A signal goes to workers of `ntp run` only, and every
+fault is recorded before it is injected.
 
-A recipe's steps, seconds and epochs count from now on. It is over when all of it has struck and the others have gone
-on; the job is not ended, and has no reference run.
+A recipe's steps, seconds and epochs count from now. The recipe is over when all its faults are injected and the job has
+gone on; the job itself does not end, and there is no reference run.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ _LOOK_S = 0.05
 
 
 def inject_now(run: Path, fault: OrderedFault, *, wait: Wait) -> str:
-    """Order it, or do it; what was done, in words."""
+    """Order a fault or inject it now; return one line that says what was done."""
     job = job_of(run)
     _refuse(run, job, what={fault.what}, slots={fault.slot})
     orders = Orders.of_a_running_job(orders_file(run))
     if fault.what in BY_ITS_OWN_HAND:
         orders.give(fault)
-        return f"ordered: {fault.what} on {fault.slot}, {fault.during or 'at its next moment'}"
+        return f"ordered: {fault.what} on {fault.slot}, {fault.during or 'at its next fault point'}"
     pid = job.pids.get(fault.slot)
     if pid is None:
-        raise ConfigError(f"{fault.slot} is lost, and nobody has its place")
+        raise ConfigError(f"{fault.slot} is lost, and no process has taken its place")
     if not is_worker(pid):
         raise ConfigError(f"{fault.slot}: process {pid} is no worker of ntp run on this host (any more)")
     from_outside(run).tell(injected_now(fault, job))
@@ -47,14 +47,14 @@ def inject_now(run: Path, fault: OrderedFault, *, wait: Wait) -> str:
         send(pid, SIGNALS[fault.what])
         if fault.what == "pause":
             wait(fault.seconds)
-    finally:  # also where somebody ends this command meanwhile
+    finally:  # also if this command is interrupted meanwhile
         if fault.what == "pause":
             send(pid, signal.SIGCONT)
     return f"done: {fault.what} to {fault.slot}, pid {pid}"
 
 
 def inject_by(recipe: Recipe, run: Path, *, look: Look, wait: Wait) -> tuple[History, CampaignVerdict]:
-    """All of a recipe; what the job has told until then, and what is to be said of the strikes."""
+    """Inject all faults of a recipe; return the history of the job until then, and the verdict on the faults."""
     job = job_of(run)
     drawn = {what for what, _ in recipe.random.deck()} if recipe.random.count else set[str]()
     slots = {fault.slot for fault in recipe.faults} - {ANY}
@@ -63,23 +63,23 @@ def inject_by(recipe: Recipe, run: Path, *, look: Look, wait: Wait) -> tuple[His
     injector = FaultInjector(run, schedule, Orders.of_a_running_job(orders_file(run)))
     try:
         state = _inject_until_over(injector, run, recipe.job.patience_s, look, wait)
-    finally:  # whoever is interrupted leaves no orders behind, and nobody who sleeps
+    finally:  # an interrupted command leaves no orders behind, and no paused process
         injector.give_up()
-    whole = History.of(read_run(run))
-    return whole, judge_attached(injector.asked(state), whole)
+    history = History.of(read_run(run))
+    return history, judge_attached(injector.asked(state), history)
 
 
 def _inject_until_over(injector: FaultInjector, run: Path, patience_s: float, look: Look, wait: Wait) -> JobState:
     follower, state, history = Follower(run), JobState(), History()
     deadline = time.monotonic() + patience_s
     while not (state.ended or _is_over(injector, state, history)) and time.monotonic() < deadline:
-        alone = nobody_is_left(state)
+        no_process_left = nobody_is_left(state)
         news = follower.news()
-        for told in news:
-            state.hear(told)
-            history.hear(told)
+        for recorded in news:
+            state.hear(recorded)
+            history.hear(recorded)
         look(state, news)
-        if alone and not news:
+        if no_process_left and not news:
             break
         injector.inject(state, history)
         wait(_LOOK_S)
@@ -87,7 +87,7 @@ def _inject_until_over(injector: FaultInjector, run: Path, patience_s: float, lo
 
 
 def _is_over(injector: FaultInjector, job: JobState, history: History) -> bool:
-    """Whether all has struck, and a step has been committed since by all who are left."""
+    """Return whether all faults are injected, and all surviving ranks have committed a step since."""
     if not (job.slots and injector.is_done(history)):
         return False
     outcomes = judge_attached(injector.asked(job), history).outcomes
@@ -95,12 +95,12 @@ def _is_over(injector: FaultInjector, job: JobState, history: History) -> bool:
 
 
 def _refuse(run: Path, job: JobState, *, what: set[str], slots: set[str]) -> None:
-    """What this job cannot be struck with, or where."""
+    """Raise `ConfigError` for kinds or slots that this job does not have."""
     others = what - BY_ITS_OWN_HAND.keys() - SIGNALS.keys()
     if others:
         raise ConfigError(
-            f"{min(others)} is for jobs that a recipe has started: the record does not say what runs where",
-            way_out="take the ntp run, the host or its link away by hand",
+            f"{min(others)} is for jobs that a recipe starts: the record does not say what runs where",
+            way_out="kill the ntp run, or take down the host or its link, by hand",
         )
     if not slots <= job.slots.keys():
         there = ", ".join(sorted(job.slots)) or "none: training has not begun"
@@ -122,8 +122,8 @@ def _from_now_on(recipe: Recipe, job: JobState) -> Recipe:
 
 
 def job_of(run: Path) -> JobState:
-    """As its record has it now."""
+    """Return the state of a job, from its record."""
     job = JobState()
-    for told in read_run(run):
-        job.hear(told)
+    for recorded in read_run(run):
+        job.hear(recorded)
     return job

@@ -1,7 +1,7 @@
-"""Runs a recipe: the job and its strikes, then the same job left alone.
+"""Run a recipe: the job with its faults, then the same job without faults as the reference run.
 
-Everything of a campaign is in one folder: `broken/` and `reference/` hold the record and the log of each run, and what
-was found is beside them. A run that is not over in the recipe's patience is ended, and taken for hung.
+A campaign writes to one folder: `broken/` and `reference/` hold the record and the log of each run, and the report is
+beside them. A run that takes longer than the recipe's `patience_s` is ended, and counts as hung.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from ntp_plugin.telemetry.record import RecordedEvent
 
 _LOOK_S = 0.05
 _LEAVE_S = 15.0
-"""For workers whose `ntp run` was killed: they have to notice by themselves."""
+"""Time for workers whose `ntp run` was killed to notice that and end."""
 
 type Look = Callable[[JobState, list[RecordedEvent]], None]
-"""Shows a run to whoever looks on, with what is new."""
+"""Callback that shows the state of a run and its new events."""
 type Looking = Callable[[str], contextlib.AbstractContextManager[Look]]
-"""Makes one for a run, by its name: broken or reference run."""
+"""Makes the callback for a run, by the run's name: `broken` or `reference`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignRun:
-    """One run, when it was over."""
+    """One finished run."""
 
     folder: Path
     end: End
@@ -51,7 +51,7 @@ class CampaignRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Campaign:
-    """Both runs, and what is to be said of them."""
+    """Both runs, and the verdict."""
 
     recipe: Recipe
     broken: CampaignRun
@@ -62,7 +62,7 @@ class Campaign:
 def run_campaign(
     recipe: Recipe, folder: Path, *, look: Looking, reference: Path | None = None, wait: Wait = time.sleep
 ) -> Campaign:
-    """`look` is asked for a view of each run, by its name; `reference` is one that has run already."""
+    """Run a recipe in a new folder. `look` makes the view of each run; `reference`: the folder of an existing run."""
     require_new(folder, "--out")
     calm = None if reference is None else _ran_before(reference)
     with look("broken") as shown:
@@ -75,18 +75,18 @@ def run_campaign(
 
 @contextlib.contextmanager
 def quietly(_: str) -> Iterator[Look]:
-    """A `Looking` for runs that nobody looks on at."""
+    """A `Looking` that shows nothing."""
     yield lambda _job, _news: None
 
 
 def run_undisturbed(job: JobSpec, folder: Path) -> CampaignRun:
-    """As a reference run is run, and nobody looks on."""
+    """Run a job without faults, as a reference run, and show nothing."""
     with quietly("reference") as look:
         return _run(job, folder, None, look, time.sleep)
 
 
 def verdict_on(job: JobSpec, broken: CampaignRun, reference: CampaignRun | None) -> CampaignVerdict:
-    """By what both runs have told."""
+    """Judge a run against its reference run, from both records."""
     expected = Expected(
         code=job.code,
         returns=job.returns,
@@ -96,7 +96,7 @@ def verdict_on(job: JobSpec, broken: CampaignRun, reference: CampaignRun | None)
     )
     if reference is not None and (reference.end.hung or reference.end.code):
         how = "was not over in time" if reference.end.hung else f"ended with code {reference.end.code}"
-        raise Refused(f"the reference run, which nobody has broken, {how}", way_out=f"see {reference.log}")
+        raise Refused(f"the reference run, which has no faults, {how}", way_out=f"see {reference.log}")
     calm = None if reference is None else reference.history
     return judge(broken.asked, broken.history, calm, broken.end, expected)
 
@@ -104,9 +104,7 @@ def verdict_on(job: JobSpec, broken: CampaignRun, reference: CampaignRun | None)
 def _ran_before(folder: Path) -> CampaignRun:
     history = History.of(read_run(folder))
     if not history.ended:
-        raise ConfigError(
-            f"{folder} holds no run that came to its end", way_out="name the reference/ of another campaign"
-        )
+        raise ConfigError(f"{folder} holds no run that ended well", way_out="name the reference/ of another campaign")
     return CampaignRun(folder=folder, end=End(code=0), history=history, asked=RequestedFaults())
 
 
@@ -122,9 +120,9 @@ def _run(job: JobSpec, folder: Path, schedule: FaultSchedule | None, shown: Look
         while True:
             over = running.is_over
             news = follower.news()
-            for told in news:
-                state.hear(told)
-                history.hear(told)
+            for recorded in news:
+                state.hear(recorded)
+                history.hear(recorded)
             if injector is not None and not over:
                 injector.inject(state, history, running)
             shown(state, news)
@@ -133,21 +131,21 @@ def _run(job: JobSpec, folder: Path, schedule: FaultSchedule | None, shown: Look
                 break
             wait(_LOOK_S)
         code = running.code if over else 0
-        left = _left_behind(folder) if over else ()  # while the machines are there that they would be left on
+        left = _left_behind(folder) if over else ()  # before the emulated machines are removed
     left = left if over else _left_behind(folder)
-    whole = History.of(Follower(folder).news())
+    final = History.of(Follower(folder).news())
     return CampaignRun(
         folder=folder,
         end=End(code=code, hung=not over, left=left),
-        history=whole,
+        history=final,
         asked=RequestedFaults() if injector is None else injector.asked(state),
     )
 
 
 def _left_behind(folder: Path) -> tuple[int, ...]:
-    """Workers that are still there some time after their `ntp run`; they are ended."""
+    """Kill workers that outlive their `ntp run`, and return their pids."""
     deadline = time.monotonic() + _LEAVE_S
-    pids = {said.event.pid for said in History.of(Follower(folder).news()).began}
+    pids = {began.event.pid for began in History.of(Follower(folder).news()).began}
     while (left := sorted(pid for pid in pids if is_worker(pid))) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     for pid in left:

@@ -1,7 +1,7 @@
-"""Where a command that breaks jobs ends, if it is asked to: where it waits, and nowhere else.
+"""End a fault-injecting command on SIGINT, SIGTERM or SIGHUP, but only while it waits.
 
-What it has done is undone as it ends: whom it paused is woken, what it started is ended. So no signal may come between
-a deed and the note of what undoes it, nor into the undoing.
+The command undoes its faults as it ends: it continues paused processes, and ends what it started. So no signal may
+interrupt it between a fault and the note of how to undo it, nor during the undo.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from types import FrameType
 
 _LOOK_S = 0.05
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The last one comes where a terminal is closed, or a connection to it is lost."""
+"""SIGHUP comes when a terminal is closed, or its connection is lost."""
 
 type Wait = Callable[[float], None]
-"""As `time.sleep` does."""
+"""Waits like `time.sleep`."""
 
 
 @contextlib.contextmanager
 def ending_in_waits() -> Iterator[Wait]:
-    """What ends a process raises in the wait that this gives, or else when it is over. For a main thread."""
+    """Yield a wait function in which ending signals take effect, or else at exit. Main thread only."""
     came = list[int]()
 
     def note(number: int, _frame: FrameType | None) -> None:

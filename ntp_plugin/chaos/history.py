@@ -1,4 +1,4 @@
-"""What a run has told, step by step and recovery by recovery: all that a verdict and a report look at."""
+"""The events of a run, by step and by recovery: all that a verdict and a report use."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -20,8 +20,8 @@ from ntp_plugin.telemetry.record import RecordedEvent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Said[Event]:
-    """One event of a kind, and who told it when."""
+class Recorded[Event]:
+    """An event, with the time and the slot that recorded it."""
 
     at: float
     slot: str
@@ -30,100 +30,102 @@ class Said[Event]:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class History:
-    """Of one run."""
+    """The history of one run."""
 
-    began: list[Said[Began]] = dataclasses.field(default_factory=list)
-    commits: dict[int, dict[str, Said[Committed]]] = dataclasses.field(default_factory=dict)
-    """Step -> slot -> the newest that it has told of this step."""
+    began: list[Recorded[Began]] = dataclasses.field(default_factory=list)
+    commits: dict[int, dict[str, Recorded[Committed]]] = dataclasses.field(default_factory=dict)
+    """Step -> slot -> its newest event of this step."""
     taken_again: set[int] = dataclasses.field(default_factory=set)
-    """Steps that were over, and were taken once more."""
-    recoveries: dict[int, dict[str, Said[Recovered]]] = dataclasses.field(default_factory=dict)
-    """Epoch -> slot -> when it went on."""
-    gone: list[Said[RankLost]] = dataclasses.field(default_factory=list)
-    injected: list[Said[FaultInjected]] = dataclasses.field(default_factory=list)
-    restored: list[Said[Restored]] = dataclasses.field(default_factory=list)
-    troubles: list[Said[CopyTrouble]] = dataclasses.field(default_factory=list)
-    corrupted: list[Said[Corrupted]] = dataclasses.field(default_factory=list)
+    """Steps that were complete, and were repeated."""
+    recoveries: dict[int, dict[str, Recorded[Recovered]]] = dataclasses.field(default_factory=dict)
+    """Epoch -> slot -> its event at the end of the recovery."""
+    ranks_lost: list[Recorded[RankLost]] = dataclasses.field(default_factory=list)
+    injected: list[Recorded[FaultInjected]] = dataclasses.field(default_factory=list)
+    restored: list[Recorded[Restored]] = dataclasses.field(default_factory=list)
+    troubles: list[Recorded[CopyTrouble]] = dataclasses.field(default_factory=list)
+    corrupted: list[Recorded[Corrupted]] = dataclasses.field(default_factory=list)
     weighed: dict[str, Weighed] = dataclasses.field(default_factory=dict)
-    """Slot -> what it ended with."""
+    """Slot -> digests of its final weights."""
     ended: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, told: Iterable[RecordedEvent]) -> "History":
-        """From the whole record, in the order in which it was told."""
+    def of(cls, events: Iterable[RecordedEvent]) -> "History":
+        """Build the history from the whole record, in order of time."""
         self = cls()
-        for one in sorted(told, key=lambda one: one.at):
+        for one in sorted(events, key=lambda one: one.at):
             self.hear(one)
         return self
 
-    def hear(self, told: RecordedEvent) -> None:
-        """One event."""
-        event: Any = told.event
-        said = Said(at=told.at, slot=told.slot, event=event)
+    def hear(self, read: RecordedEvent) -> None:
+        """Add one event."""
+        event: Any = read.event
+        recorded = Recorded(at=read.at, slot=read.slot, event=event)
         match event:
             case Began():
-                self.began.append(said)
+                self.began.append(recorded)
             case Committed():
-                self._commit(said)
+                self._commit(recorded)
             case Recovered():
-                self.recoveries.setdefault(event.epoch, {})[told.slot] = said
+                self.recoveries.setdefault(event.epoch, {})[read.slot] = recorded
             case RankLost():
-                self.gone.append(said)
+                self.ranks_lost.append(recorded)
             case FaultInjected():
-                self.injected.append(said)
+                self.injected.append(recorded)
             case Restored():
-                self.restored.append(said)
+                self.restored.append(recorded)
             case CopyTrouble():
-                self.troubles.append(said)
+                self.troubles.append(recorded)
             case Corrupted():
-                self.corrupted.append(said)
+                self.corrupted.append(recorded)
             case Weighed():
-                self.weighed[told.slot] = event
+                self.weighed[read.slot] = event
             case Ended():
-                self.ended.append(told.slot)
+                self.ended.append(read.slot)
 
-    def _commit(self, said: Said[Committed]) -> None:
-        step = self.commits.setdefault(said.event.step, {})
-        if said.slot in step:  # what others have told of the attempt before counts no more
-            self.taken_again.add(said.event.step)
-            for slot in [slot for slot, before in step.items() if before.event.epoch < said.event.epoch]:
+    def _commit(self, recorded: Recorded[Committed]) -> None:
+        step = self.commits.setdefault(recorded.event.step, {})
+        if recorded.slot in step:  # events of the previous attempt no longer count
+            self.taken_again.add(recorded.event.step)
+            for slot in [slot for slot, before in step.items() if before.event.epoch < recorded.event.epoch]:
                 del step[slot]
-        step[said.slot] = said
+        step[recorded.slot] = recorded
 
-    # ------------------------------------------------ what follows from it
+    # ------------------------------------------------ derived from it
 
     @property
     def slots(self) -> list[str]:
-        """All that have ever begun."""
-        return sorted({said.slot for said in self.began})
+        """All slots that ever began."""
+        return sorted({recorded.slot for recorded in self.began})
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Slot -> its number, as supervisors know it."""
-        return {said.slot: said.event.number for said in self.began}
+        """Slot -> its rank number."""
+        return {recorded.slot: recorded.event.number for recorded in self.began}
 
     @property
     def began_at(self) -> float:
         """When training began."""
-        return min((said.at for said in self.began), default=0.0)
+        return min((recorded.at for recorded in self.began), default=0.0)
 
     @property
     def losses(self) -> dict[int, float]:
-        """Step -> the first of its losses."""
-        told = {step: next(iter(slots.values())).event.losses for step, slots in sorted(self.commits.items()) if slots}
-        return {step: next(iter(losses.values())) for step, losses in told.items() if losses}
+        """Step -> its first loss."""
+        by_step = {
+            step: next(iter(slots.values())).event.losses for step, slots in sorted(self.commits.items()) if slots
+        }
+        return {step: next(iter(losses.values())) for step, losses in by_step.items() if losses}
 
     def samples(self, step: int) -> list[int]:
-        """What its slots have told that they drew for it, sorted."""
-        return sorted(sample for said in self.commits.get(step, {}).values() for sample in said.event.samples)
+        """Return the samples that its slots recorded for a step, sorted."""
+        return sorted(sample for recorded in self.commits.get(step, {}).values() for sample in recorded.event.samples)
 
     def committed_at(self, step: int) -> float:
-        """When the last slot had done it."""
-        return max(said.at for said in self.commits[step].values())
+        """Return when the last slot had committed a step."""
+        return max(recorded.at for recorded in self.commits[step].values())
 
     def layout_of(self, step: int) -> tuple[list[list[int]], list[int]]:
-        """Widths and micro-batches in which it was committed."""
-        epoch = min(said.event.epoch for said in self.commits[step].values())
+        """Return the widths and micro-batches with which a step was committed."""
+        epoch = min(recorded.event.epoch for recorded in self.commits[step].values())
         if epoch in self.recoveries:
             event = next(iter(self.recoveries[epoch].values())).event
             return event.widths, event.micro_batches

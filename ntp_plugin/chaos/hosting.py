@@ -1,7 +1,7 @@
-"""Where the job of a campaign runs: on this machine, or on several that are made for it (`testing/machines.py`).
+"""Run the job of a campaign on this machine, or on several emulated ones (`testing/machines.py`).
 
-On several machines each has its `ntp run`, and one more keeps the job's store, so that any of them may be lost. Their
-folder is one, so the record is whole; a machine that a strike has taken is not asked how the job ended.
+With several machines each has its `ntp run`, and one more hosts the job's store, so that any of them may be lost. They
+share one folder, so the record is complete; the exit code of a machine that a fault has taken does not count.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from ntp_plugin.testing.machines import DEVICE, Machines
 
 _NTP = (sys.executable, "-m", "ntp_plugin.cli.main")
 _PORT = 29400
-type Undoing = Callable[[], None]
-type Blow = Callable[[], Undoing | None]
-"""It gives what undoes it after its time, if that is to be."""
+type Undo = Callable[[], None]
+type Action = Callable[[], Undo | None]
+"""Injects a fault; returns what undoes it, if it is temporary."""
 _END_S = 20.0
-"""For a job that was asked to end, before it is made to."""
+"""Time for a job to end after SIGTERM, before SIGKILL."""
 
 
 class OneMachine:
-    """This one: a single `ntp run`."""
+    """This machine, with a single `ntp run`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
@@ -38,25 +38,25 @@ class OneMachine:
 
     @property
     def code(self) -> int:
-        """That the job has ended with."""
+        """The job's exit code."""
         assert self._process.returncode is not None, "it is over"
         return self._process.returncode
 
-    def way_to(self, fault: OrderedFault, _pid: int | None) -> Blow | None:
-        """How it is done, where it comes from outside and is no signal to a worker."""
+    def way_to(self, fault: OrderedFault, _pid: int | None) -> Action | None:
+        """Return what injects a fault that comes from outside and is no signal to a worker."""
         assert fault.what == SUPERVISOR, "all others need several hosts"
         return self._process.kill
 
 
 class SeveralMachines:
-    """One `ntp run` on each, and the store on the last."""
+    """Emulated machines: one `ntp run` on each, and the store on the last."""
 
     def __init__(
         self, machines: Machines, processes: Mapping[int, "subprocess.Popen[bytes]"], store: "subprocess.Popen[bytes]"
     ) -> None:
         self._machines, self._processes, self._store = machines, processes, store
         self._taken: set[int] = set()
-        """Machines that a strike has taken from the job."""
+        """Machines that a fault has taken from the job."""
 
     @property
     def is_over(self) -> bool:
@@ -64,18 +64,18 @@ class SeveralMachines:
 
     @property
     def code(self) -> int:
-        """Of those that no strike has taken: the first that is not 0."""
+        """The first exit code that is not 0, on machines that no fault has taken."""
         codes = [process.returncode for at, process in self._processes.items() if at not in self._taken]
         return next((code for code in codes if code), 0)
 
-    def way_to(self, fault: OrderedFault, pid: int | None) -> Blow | None:
-        """How it is done, where it comes from outside and is no signal to a worker; None if that process has ended."""
+    def way_to(self, fault: OrderedFault, pid: int | None) -> Action | None:
+        """Return what injects a fault from outside that is no signal to a worker; None if the process has ended."""
         if fault.what == STORE:
             return self._store.kill
         at = next((at for at in self._processes if pid in self._machines.pids(at)), None)
-        return None if at is None else functools.partial(self._strike, fault, at)
+        return None if at is None else functools.partial(self._inject, fault, at)
 
-    def _strike(self, fault: OrderedFault, at: int) -> Undoing | None:
+    def _inject(self, fault: OrderedFault, at: int) -> Undo | None:
         if fault.what in (NODE, CUT):
             self._taken.add(at)
         match fault.what:
@@ -98,9 +98,9 @@ type Running = OneMachine | SeveralMachines
 
 @contextlib.contextmanager
 def started(job: JobSpec, folder: Path, *, broken: bool) -> Iterator[Running]:
-    """The job of a run, with its record and its log in that folder; whatever is left of it is ended. Who comes back
-    for those that are lost comes where it is to be broken."""
-    environment = os.environ | dict(said.split("=", 1) for said in job.environment)
+    """Start the job of a run, with record and log in that folder, and end its processes at exit. Only the run with
+    faults (`broken`) replaces lost ranks."""
+    environment = os.environ | dict(assignment.split("=", 1) for assignment in job.environment)
     words = _words(job, folder, broken=broken)
     with (folder / "log.txt").open("ab") as log, contextlib.ExitStack() as until_the_end:
         if job.hosts == 1:
@@ -131,8 +131,8 @@ def started(job: JobSpec, folder: Path, *, broken: bool) -> Iterator[Running]:
 
 
 def _words(job: JobSpec, folder: Path, *, broken: bool) -> list[str]:
-    ours = [f"--ntp-run-dir={folder}", "--ntp-chaos"]  # the reference run is weighed in the end, too
-    ours.append("--ntp-on-error=evict")  # an injected exception stands for a fault; what a recipe says comes later
+    ours = [f"--ntp-run-dir={folder}", "--ntp-chaos"]  # the reference run records digests of its final weights, too
+    ours.append("--ntp-on-error=evict")  # an injected exception is a fault; later flags of the recipe win
     if job.fork:
         ours.append("--ntp-fork")
     if broken and (job.spares or job.respawns):
@@ -143,7 +143,7 @@ def _words(job: JobSpec, folder: Path, *, broken: bool) -> list[str]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """`ntp run` ends its workers when it is asked to end; by force only it can be ended itself."""
+    """End `ntp run`: on SIGTERM it ends its workers, on SIGKILL only itself."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -1,9 +1,9 @@
-"""What a file of recipes/chaos/ says: a job, and what is to break in it.
+"""Read a recipe of recipes/chaos/: a job, and the faults to inject into it.
 
-[job]      the words for `ntp run`, its environment, and what is expected of it; it may be `like` another file's
-[[fault]]  one that strikes at a step, at a moment, or at a time
-[random]   many of them, drawn from a seed
-[trace]    those of a file, when they were
+[job]      arguments of `ntp run`, its environment, and the expected outcome; it may be `like` the job of another file
+[[fault]]  one fault, at a step, a fault point or a time
+[random]   many faults, drawn from a seed
+[trace]    one fault for each outage of a trace file, at its time
 """
 
 import dataclasses
@@ -22,88 +22,90 @@ from ntp_plugin.simulator.traces import read_trace
 
 ANY = "any"
 RUN = "{run}"
-"""In a job's words: the folder of the run, of which there are two."""
+"""Placeholder in a job's arguments: the folder of the run (there are two runs)."""
 _SLOT = re.compile(r"r\d+\.s\d+\.t\d+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """The job that is broken, and its reference run that is not."""
+    """The job that runs with faults, and without them as the reference run."""
 
-    like: str = key("", help="a file with a [job] that this one is like, but for what it says itself")
+    like: str = key("", help="a file whose [job] gives the defaults for this one")
     run: tuple[str, ...] = key(
-        (), help="the words behind `ntp run`: torchrun's flags, the script, its arguments; {run}: its folder"
+        (), help="arguments of `ntp run`: torchrun's flags, the script, its arguments; {run}: the folder of the run"
     )
     environment: tuple[str, ...] = key((), help="NAME=VALUE for both runs")
-    spares: int = key(
-        0, help="warm processes that take the places of lost ones (--ntp-spares)", at_least=0, at_most=10_000
+    spares: int = key(0, help="warm processes that replace lost ones (--ntp-spares)", at_least=0, at_most=10_000)
+    hosts: int = key(
+        1, help="machines that the job runs on: network namespaces of this machine", at_least=1, at_most=32
     )
-    hosts: int = key(1, help="machines that the job runs on: network namespaces of this one", at_least=1, at_most=32)
-    spare_hosts: int = key(0, help="more of them, that take the place of lost ones", at_least=0, at_most=32)
+    spare_hosts: int = key(0, help="more machines, which replace lost ones", at_least=0, at_most=32)
     respawns: int = key(
-        0, help="so many in all, at least as many as spares (--ntp-respawn)", at_least=0, at_most=1_000_000
+        0, help="replacements in all, not fewer than spares (--ntp-respawn)", at_least=0, at_most=1_000_000
     )
-    fork: bool = key(False, help="fork workers from a process that has done the imports (--ntp-fork)")
+    fork: bool = key(False, help="fork workers from a process with the imports done (--ntp-fork)")
     thresholds: str = key("", help="when a rank is taken for lost (--ntp-thresholds)")
     reference: bool = key(True, help="run the same job once more, undisturbed, and compare")
     bound: float = key(
         1e-12, help="largest relative difference of losses and weights from the reference run's", at_least=0.0
     )
-    weights_bound: float | None = key(None, help="of the weights in the end, where that is another one", at_least=0.0)
-    code: int = key(0, help="the exit code that the job is to end with; -9: by SIGKILL", at_least=-64, at_most=255)
-    returns: int = key(0, help="so many lost slots are to come back", at_least=0, at_most=1_000_000)
-    troubles: int = key(0, help="so many copies are to be found spoilt or missing", at_least=0, at_most=1_000_000)
-    patience_s: float = key(900.0, help="a run that is not over by then is taken for hung", at_least=1.0)
+    weights_bound: float | None = key(None, help="the bound of the final weights, if it differs", at_least=0.0)
+    code: int = key(0, help="the expected exit code of the job; -9: by SIGKILL", at_least=-64, at_most=255)
+    returns: int = key(0, help="how many lost slots must rejoin", at_least=0, at_most=1_000_000)
+    troubles: int = key(0, help="how many copies must be found corrupt or missing", at_least=0, at_most=1_000_000)
+    patience_s: float = key(900.0, help="a run that takes longer counts as hung", at_least=1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FaultSpec:
-    """One fault. Without a step and a time: at the first moment of its name that the slot comes to."""
+    """One fault. Without a step or a time: at the first fault point of this name that the slot reaches."""
 
     what: str = key(help="what breaks", choices=tuple(KINDS))
-    slot: str = key(ANY, help="r0.s0.t1, or any: one that is there and whose loss the job can survive")
-    during: str = key("", help="a moment", choices=("", *FAULT_POINTS))
+    slot: str = key(ANY, help="r0.s0.t1, or any: a live one whose loss the job can survive")
+    during: str = key("", help="a fault point", choices=("", *FAULT_POINTS))
     at_step: int | None = key(None, help="in this step", at_least=1)
-    at_s: float | None = key(None, help="so many seconds after training has begun", at_least=0.0)
+    at_s: float | None = key(None, help="seconds after training has begun", at_least=0.0)
     epoch: int | None = key(None, help="in the recovery that leads to this epoch", at_least=1)
     seconds: float = key(0.0, help="how long, or how much", at_least=-1e9, at_most=1e9)
-    factor: float = key(1.0, help="of slow: its own work takes so many times as long", at_least=1.0, at_most=1e6)
-    may_miss: bool = key(False, help="it is no failure where it never strikes")
+    factor: float = key(1.0, help="slow only: its own work takes this many times as long", at_least=1.0, at_most=1e6)
+    may_miss: bool = key(False, help="it is no failure if it never happens")
 
     def __post_init__(self) -> None:
         if self.slot != ANY and not _SLOT.fullmatch(self.slot):
-            raise ConfigError(f"slot = {self.slot!r} is no slot", way_out="r0.s0.t1, or any")
+            raise ConfigError(f"slot = {self.slot!r} is not a slot", way_out="r0.s0.t1, or any")
         if self.what not in BY_ITS_OWN_HAND:
             _refuse_a_fault_point(self.what, self.during)
         if self.factor != 1.0 and self.what != SLOW:
             raise ConfigError(f"what = {self.what} has no factor", way_out=f"leave it out, or what = {SLOW}")
         if self.at_step is not None and (self.during in OF_RECOVERIES or self.epoch is not None):
             raise ConfigError(
-                f"during = {self.during!r} is a moment of a recovery, and at_step is one of a step",
-                way_out="say the epoch that the recovery leads to, or leave it out",
+                f"during = {self.during!r} is a fault point of a recovery, and at_step is for one of a step",
+                way_out="give the epoch that the recovery leads to, or leave it out",
             )
         if self.at_s is not None and self.at_step is not None:
-            raise ConfigError("at_s and at_step are both said", way_out="choose one")
+            raise ConfigError("at_s and at_step are both given", way_out="choose one")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomSpec:
-    """Faults that are drawn: kind, moment and slot of each, and the next only when the one before is over. All kinds
-    come at all moments before one comes at the same again."""
+    """Randomly drawn faults: kind, fault point and slot of each; the next comes only when the one before is over. Every
+    pair of kind and fault point comes once before any comes again."""
 
     count: int = key(0, help="how many", at_least=0, at_most=1_000_000)
     seed: int = key(1, help="the same seed draws the same faults", at_least=0)
     what: tuple[str, ...] = key(("kill",), help="kinds to draw from")
-    during: tuple[str, ...] = key(("forward", "backward", "vote"), help="moments to draw from")
-    pairs: tuple[str, ...] = key((), help="in place of what and during: 'kill at vote', or sigkill, ... alone")
+    during: tuple[str, ...] = key(("forward", "backward", "vote"), help="fault points to draw from")
+    pairs: tuple[str, ...] = key(
+        (), help="instead of what and during: 'kill at vote', or a kind from outside alone (sigkill)"
+    )
     every_steps: int = key(4, help="steps between the end of one and the next", at_least=1, at_most=1_000_000)
     whole_within_steps: int = key(
         40,
-        help="wait so many steps for lost slots to come back, then go on without them",
+        help="wait this many steps for lost slots to rejoin, then go on without them",
         at_least=0,
         at_most=1_000_000,
     )
-    seconds: float = key(0.5, help="how long, or how much, where a kind asks for it")
+    seconds: float = key(0.5, help="how long, or how much, for kinds that need it")
 
     def __post_init__(self) -> None:
         for words, known in ((self.what, KINDS), (self.during, FAULT_POINTS)):
@@ -116,10 +118,10 @@ class RandomSpec:
             else:
                 _refuse_a_fault_point(what, fault_point)
         if not (self.what and self.during):
-            raise ConfigError("there is nothing to draw from", way_out="name kinds in what, and moments in during")
+            raise ConfigError("there is nothing to draw from", way_out="name kinds in what, and fault points in during")
 
     def deck(self) -> list[tuple[str, str]]:
-        """Kinds, each with a moment; one that comes from outside has none, whatever is said here."""
+        """Return pairs of kind and fault point; a kind from outside ignores its fault point."""
         if not self.pairs:
             return [(what, fault_point) for what in self.what for fault_point in self.during]
         cut = (pair.partition(" at ") for pair in self.pairs)
@@ -128,17 +130,17 @@ class RandomSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec:
-    """Outages that were once, at their pace or a faster one; whose they were does not matter, any slot is struck."""
+    """Outages of a trace, at their pace or a faster one; each hits any slot, whatever domain it names."""
 
     file: str = key("", help="rows of domain, start and end in days, as CSV or JSON; beside the recipe")
-    seconds_per_day: float = key(1.0, help="how fast its days go by", at_least=0.0, at_most=86_400.0)
-    from_day: float = key(0.0, help="what began before is left out", at_least=0.0)
-    count: int = key(20, help="so many of them at most", at_least=1, at_most=1_000_000)
+    seconds_per_day: float = key(1.0, help="seconds of the run for a day of the trace", at_least=0.0, at_most=86_400.0)
+    from_day: float = key(0.0, help="skip outages that began before this day", at_least=0.0)
+    count: int = key(20, help="how many outages at most", at_least=1, at_most=1_000_000)
     what: str = key("sigkill", help="what breaks", choices=tuple(KINDS))
-    may_miss: bool = key(False, help="it is no failure where some of them never strike")
+    may_miss: bool = key(False, help="it is no failure if some never happen")
 
     def faults(self, beside: Path) -> tuple[FaultSpec, ...]:
-        """One for each outage."""
+        """Return one fault for each outage."""
         if not self.file:
             return ()
         found = [one for one in read_trace(beside / self.file) if one.start_s >= self.from_day * DAY_S][: self.count]
@@ -148,7 +150,7 @@ class TraceSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """All of it."""
+    """A whole recipe."""
 
     name: str
     job: JobSpec
@@ -157,16 +159,16 @@ class Recipe:
 
 
 def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = ()) -> Recipe:
-    """From a file; `job` is another one, whose job takes the place of that which the recipe's is like, and `run` the
-    place of its words for `ntp run`."""
+    """Read a recipe from a file. `job`: a file whose job replaces the one that the recipe's is `like`; `run`: replaces
+    the arguments of `ntp run`."""
     raw = _known_tables(path)
     faults = raw.get("fault", [])
     if not isinstance(faults, list):
         raise ConfigError(f"{path}: fault is not a list of tables", way_out="write [[fault]], with two brackets")
-    said = _job(path, raw, job) | ({"run": list(run)} if run else {})
+    job_table = _job(path, raw, job) | ({"run": list(run)} if run else {})
     recipe = Recipe(
         name=path.stem,
-        job=_section(JobSpec, said, f"{path}: job."),
+        job=_section(JobSpec, job_table, f"{path}: job."),
         faults=(
             *(_section(FaultSpec, fault, f"{path}: fault {n}: ") for n, fault in enumerate(faults, start=1)),
             *_section(TraceSpec, raw.get("trace", {}), f"{path}: trace.").faults(path.parent),
@@ -174,9 +176,11 @@ def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = (
         random=_section(RandomSpec, raw.get("random", {}), f"{path}: random."),
     )
     if not recipe.job.run:
-        raise ConfigError(f"{path} has no job", way_out="write job.run = [...], or ntp chaos FILE -- WORDS FOR NTP RUN")
+        raise ConfigError(
+            f"{path} has no job", way_out="write job.run = [...], or ntp chaos FILE -- ARGUMENTS OF NTP RUN"
+        )
     if not (recipe.faults or recipe.random.count):
-        raise ConfigError(f"{path} breaks nothing", way_out="write a [[fault]], random.count, or trace.file")
+        raise ConfigError(f"{path} has no faults", way_out="write a [[fault]], random.count, or trace.file")
     for word in recipe.job.environment:
         if "=" not in word:
             raise ConfigError(f"{path}: job.environment: {word!r} is not NAME=VALUE")
@@ -192,13 +196,13 @@ def _refuse_unknown(word: str, known: Collection[str]) -> None:
 def _refuse_a_fault_point(what: str, fault_point: str) -> None:
     if fault_point:
         raise ConfigError(
-            f"what = {what} comes from outside, at any instant: it has no moment {fault_point!r}",
-            way_out="leave the moment out, or choose kill, stop, ...",
+            f"what = {what} comes from outside, at any instant: it has no fault point {fault_point!r}",
+            way_out="leave during out, or choose kill, stop, ...",
         )
 
 
 def _refuse_other_hosts(path: Path, recipe: Recipe) -> None:
-    """A job of one host has no links, and one of several has no supervisor that is the job's."""
+    """Raise for link faults in a job on one host, and for supervisor faults in a job on several."""
     drawn = {what for what, _ in recipe.random.deck()} if recipe.random.count else set()
     kinds = {fault.what for fault in recipe.faults} | drawn
     if recipe.job.hosts == 1 and (found := kinds & OF_HOSTS):
@@ -209,12 +213,12 @@ def _refuse_other_hosts(path: Path, recipe: Recipe) -> None:
     if recipe.job.hosts > 1 and SUPERVISOR in kinds:
         raise ConfigError(
             f"{path}: what = {SUPERVISOR} is for a job on one host, and job.hosts is {recipe.job.hosts}",
-            way_out="what = node takes a host with its supervisor",
+            way_out="what = node kills a host with its supervisor",
         )
     if recipe.job.hosts > 1 and "--standalone" in recipe.job.run:
         raise ConfigError(
             f"{path}: --standalone is for a job on one host, and job.hosts is {recipe.job.hosts}",
-            way_out="leave it out of job.run: how hosts find each other is said for them",
+            way_out="leave it out of job.run: the campaign sets the rendezvous",
         )
 
 
@@ -228,7 +232,7 @@ def _known_tables(path: Path) -> dict[str, Any]:
 
 
 def _job(path: Path, raw: Mapping[str, Any], other: Path | None) -> dict[str, Any]:
-    """What a recipe says of its job, over what the file says that it is like."""
+    """Merge a recipe's [job] over the one that it is like."""
     own = raw.get("job", {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"{path}: job is not a table", way_out="write [job]")
@@ -239,7 +243,7 @@ def _job(path: Path, raw: Mapping[str, Any], other: Path | None) -> dict[str, An
     found = _known_tables(base).get("job", {})
     if not isinstance(found, Mapping):
         raise ConfigError(f"{base}: job is not a table", way_out="write [job]")
-    words = {"run", "environment"} if other is not None else set()  # they are of the job that is not wanted
+    words = {"run", "environment"} if other is not None else set()  # these belong to the replaced job
     return {**found, **{name: value for name, value in own.items() if name not in words}}
 
 

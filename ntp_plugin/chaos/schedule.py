@@ -1,12 +1,12 @@
-"""Which strike comes next, by what the job has told so far. PURE: it has no clock, and draws from its own seed.
+"""Decide which fault comes next, from what the job has recorded so far. PURE: no clock; it draws from its own seed.
 
-Faults of a recipe that name a slot and a step are ordered before the job starts. All others wait: for training to have
-begun, for a time, or, where they are drawn, for the one before to be over and for whoever can come back. A slot is
-drawn among those that are there and whose loss leaves every unit with a living holder; while there is none it waits.
+Faults of a recipe that name a slot and a step are ordered before the job starts. All others wait: for training to
+begin, for a time, or, if drawn at random, until the previous fault is over and lost slots have rejoined. A random slot
+is a live one whose loss leaves every unit with a live holder; while there is none the fault waits.
 
-Kinds and moments are dealt like cards: each once, in an order that is drawn, then all again; who has missed its moment
-gets another turn. A fault in a moment of a recovery needs one: it comes with a kill of another slot, in the same order,
-and is passed over while only one slot may be lost.
+Kinds and fault points are dealt like cards: each pair once, in random order, then all again; a missed fault is dealt
+again. A fault inside a recovery needs a recovery: it is ordered together with a kill of another slot, and is skipped
+while only one slot may be lost.
 """
 
 import dataclasses
@@ -20,28 +20,28 @@ from ntp_plugin.recovery.fault_points import OF_RECOVERIES
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 
 _AHEAD = 2
-"""So many steps before its own a strike is ordered whose slot is drawn."""
+"""How many steps ahead a fault with a drawn slot is ordered."""
 _BEFORE = "-before"
 type _Card = tuple[str, str]
-"""What breaks, and during which moment."""
+"""Kind of the fault, and its fault point."""
 
 
 class FaultSchedule:
-    """One recipe, as it goes."""
+    """The progress of one recipe."""
 
     def __init__(self, recipe: Recipe, *, named: str = "") -> None:
-        """`named`: how its strikes' names begin, where others of the same run have had theirs."""
+        """`named`: prefix of the faults' names, if the run may have had others before."""
         self._random, self._named = recipe.random, named
         self._dice = random.Random(recipe.random.seed)
         self._deck = list[_Card]()
         self._dealt: dict[str, _Card] = {}
-        """By the names of their strikes."""
+        """By the names of the faults."""
         self._missed = set[str]()
         self._waiting = [(f"{named}{number}", fault) for number, fault in enumerate(recipe.faults, start=1)]
         self._settled_at: int | None = None
 
     def at_start(self) -> list[OrderedFault]:
-        """Ordered before there is a job."""
+        """Return the faults to order before the job starts."""
         now = [(name, fault) for name, fault in self._waiting if _is_known(fault)]
         self._waiting = [pair for pair in self._waiting if pair not in now]
         return [_order(name, fault, fault.slot) for name, fault in now]
@@ -49,8 +49,8 @@ class FaultSchedule:
     def next(
         self, job: JobState, *, seconds: float, pending: Sequence[str] = (), missed: Set[str] = frozenset()
     ) -> list[OrderedFault]:
-        """What is to be ordered now. `seconds`: since training began; `pending`: the slots of strikes before that are
-        not over; `missed`: the names of those that were drawn and never struck, for which others are."""
+        """Return the faults to order now. `seconds`: since training began; `pending`: slots of earlier faults that are
+        not over; `missed`: names of drawn faults that never happened, and are drawn again."""
         if not job.slots:
             return []
         anew = missed & self._dealt.keys() - self._missed
@@ -69,15 +69,15 @@ class FaultSchedule:
 
     @property
     def has_given_all(self) -> bool:
-        """Whether there is nothing more to be ordered."""
+        """Whether there is nothing left to order."""
         return not self._waiting and len(self._dealt) >= self._random.count + len(self._missed)
 
     def has_drawn(self, ordered: OrderedFault) -> bool:
-        """Or the kill that comes with one that was drawn."""
+        """Return whether a fault was drawn at random, or is the kill that comes with such a fault."""
         return ordered.name.removesuffix(_BEFORE) in self._dealt
 
     def asked(self, job: JobState, *, seconds: float, ordered: Sequence[OrderedFault]) -> RequestedFaults:
-        """All of the recipe, by what the job has told until its end."""
+        """Return all faults of the recipe, when the job is over."""
         left = (
             Unordered(fault=_order(name, fault, fault.slot), why=_why_it_waits(fault, job, seconds))
             for name, fault in self._waiting
@@ -89,7 +89,7 @@ class FaultSchedule:
             to_be_drawn=self._random.count,
         )
 
-    # ------------------------------------------------ what is drawn
+    # ------------------------------------------------ random faults
 
     def _drawn_now(self, job: JobState, *, unsettled: bool) -> list[OrderedFault]:
         if len(self._dealt) >= self._random.count + len(self._missed):
@@ -127,7 +127,7 @@ class FaultSchedule:
         ]
 
     def _deal(self, *, may_be_in_a_recovery: bool) -> _Card | None:
-        """The next one that can be played now."""
+        """Return the next card that can be played now."""
 
         def playable() -> _Card | None:
             return next((card for card in self._deck if may_be_in_a_recovery or not _is_in_a_recovery(card)), None)
@@ -143,7 +143,7 @@ class FaultSchedule:
         return card
 
     def _slot(self, fault: FaultSpec, job: JobState, injected: Sequence[str]) -> str | None:
-        """Whom it strikes. Where any slot will do, nobody while there is none that the job could lose as well."""
+        """Return the slot of a fault; None if any will do and the job can lose none at present."""
         if fault.what in (SUPERVISOR, STORE):
             return "host0" if fault.what == SUPERVISOR else "store"
         if fault.slot != ANY:
@@ -153,10 +153,9 @@ class FaultSchedule:
 
 
 def survivable(job: JobState, *, lost: Sequence[str] = ()) -> list[str]:
-    """Slots that are there, and that all replicas but one may lose: what they hold is held by another replica, and
-    some replica has somebody in every stage without them. One replica alone lives by copies, and is struck as long as
-    somebody is left of it. Who is said to be back, and has not yet said so itself, is not struck: which process it is
-    is not known."""
+    """Return live slots whose loss the job survives: another replica holds their state, and without them some replica
+    still has a rank in every stage. A single replica recovers from copies: it may lose all slots but one. A slot that
+    others report as back, but that has not begun itself, is left out: its pid is unknown."""
     there = [
         slot
         for slot, state in sorted(job.slots.items())
@@ -198,13 +197,13 @@ def _is_due(fault: FaultSpec, job: JobState, seconds: float) -> bool:
 
 def _why_it_waits(fault: FaultSpec, job: JobState, seconds: float) -> str:
     if not job.slots:
-        return "training never began"
+        return "training did not begin"
     if not _is_due(fault, job, seconds):
         when = f"{fault.at_s:g} s after training began" if fault.at_s is not None else f"step {fault.at_step}"
         return f"it was for {when}, and the job was over after {seconds:.1f} s, in step {job.step}"
     if fault.slot == ANY and not survivable(job):
-        return "in the end nobody could be spared: without any other slot the job could not have gone on"
-    return f"the job was over, after {seconds:.1f} s, before it could be ordered"
+        return "in the end no slot could be spared: the job could not have survived the loss of any other"
+    return f"the job was over after {seconds:.1f} s, before the fault could be ordered"
 
 
 def _order(name: str, fault: FaultSpec, slot: str) -> OrderedFault:

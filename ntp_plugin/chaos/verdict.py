@@ -1,8 +1,8 @@
-"""What came of each strike, and whether the training is the reference run's. PURE.
+"""Decide what came of each fault, and whether the training is the reference run's. PURE.
 
-A strike has *struck*, was *detected* when a supervisor said that the slot is lost, and is *recovered from* when all who
-are left have committed the first step that nobody took with the lost one. Without a reference run only losses that are
-not numbers, samples twice, and steps that are missing can be noticed.
+A fault is *injected*, then *detected* when a supervisor records the slot as lost, and *recovered from* when all
+surviving ranks have committed the first step without the lost one. Without a reference run only losses that are not
+numbers, repeated samples and missing steps can be noticed.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from ntp_plugin.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FaultOutcome:
-    """Of one strike."""
+    """What came of one fault."""
 
     name: str
     what: str
     slot: str
     fault_point: str
     step: int
-    """In flight when it struck; 0 where it never did."""
+    """The step in flight when it was injected; 0 if it never was."""
     injected_at: float
     """Seconds since training began."""
     detected_s: float | None
@@ -32,12 +32,12 @@ class FaultOutcome:
     steps_again: int
     phases: Mapping[str, float]
     problem: str
-    """Empty where all is well."""
+    """What is wrong; empty if nothing is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that must hold of the whole run, and what was found."""
+    """One property that the whole run must have, and what was found."""
 
     what: str
     found: str
@@ -46,21 +46,21 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCounts:
-    """How many, of the steps that were committed."""
+    """How many samples the committed steps used, and how many are wrong."""
 
     drawn: int
     twice: int
     missing: int
-    """Of those that the reference run drew for the same steps."""
+    """Samples that the reference run used in the same steps, and this run did not."""
     others: int
-    """That the reference run did not draw for them."""
+    """Samples that the reference run did not use in these steps."""
     steps: tuple[int, ...]
-    """In which they are not right."""
+    """Steps with wrong samples."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """Of the faults that were to be drawn."""
+    """How many random faults were requested, drawn and injected."""
 
     of: int
     drawn: int
@@ -69,37 +69,37 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignVerdict:
-    """On one campaign."""
+    """The verdict on one campaign."""
 
     outcomes: tuple[FaultOutcome, ...]
     checks: tuple[Check, ...]
     samples: SampleCounts
     drawn: Drawn | None = None
     efficiency: float
-    """Of the steps that were begun, the part that counts: each recovery has one begun anew."""
+    """Part of the begun steps that counts: each recovery restarts one."""
     left_out: tuple[str, ...] = ()
     """Lines of the record that are not judged, each with the reason."""
 
     @property
     def holds(self) -> bool:
-        """Whether everything is as promised."""
+        """Whether every check holds and no fault has a problem."""
         return all(check.holds for check in self.checks) and not any(outcome.problem for outcome in self.outcomes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """Of a run that was broken on purpose."""
+    """What is expected of a run with faults."""
 
     code: int = 0
-    """That the job ends with."""
+    """The job's exit code."""
     returns: int = 0
-    """So many slots come back."""
+    """How many slots rejoin."""
     troubles: int = 0
-    """So often somebody finds a copy that is not what was written."""
+    """How often a rank finds a corrupt or missing copy."""
     bound: float = 0.0
     """Largest relative difference of a loss, or of the weights, from the reference run's."""
     weights_bound: float | None = None
-    """Of the weights, where that is another one."""
+    """The same for the weights alone, if it differs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +109,13 @@ class End:
     code: int
     hung: bool = False
     left: tuple[int, ...] = ()
-    """Processes that were still there, and had to be ended."""
+    """Processes that outlived the run and were killed."""
 
 
 def judge(
     asked: RequestedFaults, run: History, reference: History | None, end: End, expected: Expected
 ) -> CampaignVerdict:
-    """By the records of a run and of its reference run."""
+    """Judge a run against its reference run, from both histories."""
     outcomes = _outcomes(asked, run, goes_on=not expected.code)
     drawn, samples = _drawn(asked, run), _samples(run, reference)
     checks = [_ended(end, expected), _nobody_left(end), _samples_right(samples, run, reference)]
@@ -140,8 +140,7 @@ def judge(
 
 
 def judge_attached(asked: RequestedFaults, run: History) -> CampaignVerdict:
-    """On strikes at a job that was there before, and may go on: of its end nothing is known, and it has no reference
-    run."""
+    """Judge faults in a job that existed before and may go on: its end is unknown, and it has no reference run."""
     drawn, samples = _drawn(asked, run), _samples(run, None)
     checks = [_samples_right(samples, run, None), _steps(run, None, first=min(run.commits, default=1))]
     if drawn is not None:
@@ -153,7 +152,7 @@ def judge_attached(asked: RequestedFaults, run: History) -> CampaignVerdict:
 
 
 def look_over(run: History, reference: History | None, *, bound: float) -> CampaignVerdict:
-    """A run of which nobody has said what was to happen: whatever struck is told by the record itself."""
+    """Judge a run without a recipe: its faults are those that the record itself has."""
     injected, left_out = _injected(run)
     outcomes = tuple(_outcome(fault, run, goes_on=False) for fault in injected)
     beside = [] if reference is None else [_losses(run, reference, bound)]
@@ -171,14 +170,14 @@ def look_over(run: History, reference: History | None, *, bound: float) -> Campa
 
 
 def _injected(run: History) -> tuple[list[OrderedFault], list[str]]:
-    """Return the strikes that a record tells of, and why lines are left out that can be none."""
+    """Return the faults in a record, and the reason for each line that cannot be one."""
     injected, left_out = list[OrderedFault](), list[str]()
-    for said in run.injected:
-        event = said.event
+    for recorded in run.injected:
+        event = recorded.event
         try:
             injected.append(OrderedFault(name=event.fault, what=event.what, slot=event.whom, during=event.fault_point))
         except ConfigError as error:
-            left_out.append(f"a FaultInjected line that {said.slot} told: {error.what}")
+            left_out.append(f"a FaultInjected line of {recorded.slot}: {error.what}")
     return injected, left_out
 
 
@@ -187,7 +186,7 @@ def _efficiency(run: History) -> float:
     return done / max(1, done + not_counted)
 
 
-# ---------------------------------------------------------------- one strike
+# ---------------------------------------------------------------- one fault
 
 
 def _outcomes(asked: RequestedFaults, run: History, *, goes_on: bool) -> tuple[FaultOutcome, ...]:
@@ -196,26 +195,28 @@ def _outcomes(asked: RequestedFaults, run: History, *, goes_on: bool) -> tuple[F
 
 
 def _outcome(fault: OrderedFault, run: History, *, goes_on: bool) -> FaultOutcome:
-    said = next((said for said in run.injected if said.event.fault == fault.name), None)
-    if said is None:
+    recorded = next((recorded for recorded in run.injected if recorded.event.fault == fault.name), None)
+    if recorded is None:
         return _never_injected(fault, _why_never_injected(fault, run))
     leaves = fault.what in LEAVES_THE_JOB
-    epoch = _epoch_without(run, fault.slot, said.at) if leaves else None
-    recovered = _next_step(run, said.at, epoch) if (epoch is not None or not leaves) else None
+    epoch = _epoch_without(run, fault.slot, recorded.at) if leaves else None
+    recovered = _next_step(run, recorded.at, epoch) if (epoch is not None or not leaves) else None
     phases = next(iter(run.recoveries[epoch].values())).event.phases if epoch is not None else {}
     problem = (
-        "the others did not go on" if goes_on and recovered is None and not _is_last(run, fault.slot, said.at) else ""
+        "the others did not go on"
+        if goes_on and recovered is None and not _is_last(run, fault.slot, recorded.at)
+        else ""
     )
     return FaultOutcome(
         name=fault.name,
         what=fault.what,
         slot=fault.slot,
-        fault_point=said.event.fault_point,
-        step=said.event.step,
-        injected_at=said.at - run.began_at,
-        detected_s=_detected(run, fault.slot, said.at),
-        recovered_s=None if recovered is None else recovered - said.at,
-        steps_again=_steps_again(run, said.at, epoch),
+        fault_point=recorded.event.fault_point,
+        step=recorded.event.step,
+        injected_at=recorded.at - run.began_at,
+        detected_s=_detected(run, fault.slot, recorded.at),
+        recovered_s=None if recovered is None else recovered - recorded.at,
+        steps_again=_steps_again(run, recorded.at, epoch),
         phases=phases,
         problem=problem,
     )
@@ -233,57 +234,60 @@ def _never_injected(fault: OrderedFault, why: str) -> FaultOutcome:
         recovered_s=None,
         steps_again=0,
         phases={},
-        problem="" if fault.may_miss else f"it never struck: {why}",
+        problem="" if fault.may_miss else f"never injected: {why}",
     )
 
 
 def _why_never_injected(fault: OrderedFault, run: History) -> str:
     if fault.slot in run.slots or not run.slots:
         inside = fault.what in BY_ITS_OWN_HAND
-        return "the slot did not come to that moment" if inside else "nobody had the slot then"
+        return "the slot did not reach that fault point" if inside else "the slot had no process then"
     return f"this job has no such slot, but {', '.join(run.slots[:8])}{', ...' * (len(run.slots) > 8)}"
 
 
 def _detected(run: History, slot: str, at: float) -> float | None:
     number = run.numbers.get(slot)
-    return min((said.at - at for said in run.gone if said.event.number == number and said.at >= at), default=None)
+    return min(
+        (recorded.at - at for recorded in run.ranks_lost if recorded.event.number == number and recorded.at >= at),
+        default=None,
+    )
 
 
 def _epoch_without(run: History, slot: str, at: float) -> int | None:
-    """The first that was come to after a time, and in which a slot is lost."""
+    """Return the first epoch that was entered after a time and without the slot."""
     found = [
         epoch
         for epoch, slots in run.recoveries.items()
-        if any(said.at >= at and slot in said.event.lost for said in slots.values())
+        if any(recorded.at >= at and slot in recorded.event.lost for recorded in slots.values())
     ]
     return min(found, default=None)
 
 
 def _steps_again(run: History, at: float, epoch: int | None) -> int:
-    """In the recovery that leads to the epoch, and in none behind it: those are for later losses."""
+    """Return the repeated steps of the recovery into this epoch; later ones are for later losses."""
     if epoch is None:
         return 0
-    until = max(said.at for said in run.recoveries[epoch].values())
-    return max((said.event.again for said in run.restored if at <= said.at <= until), default=0)
+    until = max(recorded.at for recorded in run.recoveries[epoch].values())
+    return max((recorded.event.again for recorded in run.restored if at <= recorded.at <= until), default=0)
 
 
 def _next_step(run: History, at: float, epoch: int | None) -> float | None:
-    """When all had committed the first step that was begun after it, or in a later membership."""
+    """Return when all had committed the first step that began after the fault, or in the epoch that followed it."""
     for step in sorted(run.commits):
-        told = run.commits[step].values()
+        commits = run.commits[step].values()
         if (epoch is None and _begun_at(run, step) >= at) or (
-            epoch is not None and min(said.event.epoch for said in told) >= epoch
+            epoch is not None and min(recorded.event.epoch for recorded in commits) >= epoch
         ):
             return run.committed_at(step)
     return None
 
 
 def _begun_at(run: History, step: int) -> float:
-    return min(said.at - said.event.seconds for said in run.commits[step].values())
+    return min(recorded.at - recorded.event.seconds for recorded in run.commits[step].values())
 
 
 def _is_last(run: History, slot: str, at: float) -> bool:
-    """Whether the step in flight when it struck was the last, if there was one, and all others came to their end."""
+    """Return whether the fault came in the last step, or after it, and all other slots ended well."""
     others = run.commits[max(run.commits)].keys() - {slot} if run.commits else set()
     ended = bool(run.ended) and others <= set(run.ended)
     return ended and all(_begun_at(run, step) <= at for step in run.commits)
@@ -293,7 +297,7 @@ def _is_last(run: History, slot: str, at: float) -> bool:
 
 
 def _steps(run: History, reference: History | None, *, first: int = 1) -> Check:
-    """`first`: of a job that may have begun from a checkpoint."""
+    """`first`: the first step, which is not 1 if the job began from a checkpoint."""
     last = first - 1 + len(reference.commits) if reference is not None else max(run.commits, default=0)
     wanted = range(first, last + 1)
     missing = sorted(set(wanted) - run.commits.keys())
@@ -302,7 +306,7 @@ def _steps(run: History, reference: History | None, *, first: int = 1) -> Check:
 
 
 def _samples(run: History, reference: History | None) -> SampleCounts:
-    """Nothing twice; nothing missing but what a slot drew that was lost before it could tell of a step it had done."""
+    """Count wrong samples. A slot that was lost before it recorded a step may have used the missing ones."""
     drawn = twice = missing = others = 0
     wrong = []
     for step in sorted(run.commits):
@@ -311,10 +315,10 @@ def _samples(run: History, reference: History | None) -> SampleCounts:
             {*samples},
             {*samples} if reference is None or step not in reference.commits else {*reference.samples(step)},
         )
-        untold = len(theirs - mine)
+        unrecorded = len(theirs - mine)
         counts = (
             len(samples) - len(mine),
-            untold if untold and untold > _may_be_untold(run, step, len(theirs)) else 0,
+            unrecorded if unrecorded and unrecorded > _may_be_unrecorded(run, step, len(theirs)) else 0,
             len(mine - theirs),
         )
         drawn, twice, missing, others = drawn + len(samples), twice + counts[0], missing + counts[1], others + counts[2]
@@ -336,20 +340,20 @@ def _samples_right(samples: SampleCounts, run: History, reference: History | Non
     return Check(what=what, found=found, holds=not samples.steps and bool(run.commits))
 
 
-def _may_be_untold(run: History, step: int, of: int) -> float:
-    """So many of a step's samples at most were drawn by members that were lost before they could tell of it: no more
-    than the shares of their replicas."""
-    told = run.commits[step]
-    epoch = min(said.event.epoch for said in told.values())
+def _may_be_unrecorded(run: History, step: int, of: int) -> float:
+    """Return how many of a step's samples may be unrecorded: at most the shares of replicas with members that were lost
+    before they recorded the step."""
+    commits = run.commits[step]
+    epoch = min(recorded.event.epoch for recorded in commits.values())
     members = set(run.slots) - _lost_in(run, epoch)
     lost_later = {slot for later in run.recoveries if later > epoch for slot in _lost_in(run, later)}
-    replicas = {int(slot[1:].split(".")[0]) for slot in (members - told.keys()) & lost_later}
+    replicas = {int(slot[1:].split(".")[0]) for slot in (members - commits.keys()) & lost_later}
     _, shares = run.layout_of(step)
     return of * sum(shares[replica] for replica in replicas) / sum(shares)
 
 
 def _lost_in(run: History, epoch: int) -> set[str]:
-    return {slot for said in run.recoveries.get(epoch, {}).values() for slot in said.event.lost}
+    return {slot for recorded in run.recoveries.get(epoch, {}).values() for slot in recorded.event.lost}
 
 
 def _ended(end: End, expected: Expected) -> Check:
@@ -365,31 +369,31 @@ def _nobody_left(end: End) -> Check:
 
 def _nobody_lost(run: History) -> Check:
     lost = {slot for epoch in run.recoveries for slot in _lost_in(run, epoch)}
-    return Check(what="nobody was taken for lost", found=", ".join(sorted(lost)) or "nobody", holds=not run.recoveries)
+    return Check(what="no rank was lost", found=", ".join(sorted(lost)) or "none", holds=not run.recoveries)
 
 
 def _returns(run: History, wanted: int) -> Check:
     epochs = (next(iter(slots.values())) for _, slots in sorted(run.recoveries.items()))
-    back = [slot for said in epochs for slot in said.event.back]
-    return Check(what=f"{wanted} came back", found=", ".join(back) or "nobody did", holds=len(back) >= wanted)
+    back = [slot for recorded in epochs for slot in recorded.event.back]
+    return Check(what=f"{wanted} lost slots rejoined", found=", ".join(back) or "none", holds=len(back) >= wanted)
 
 
 def _drawn(asked: RequestedFaults, run: History) -> Drawn | None:
     if not asked.to_be_drawn:
         return None
-    injected = {said.event.fault for said in run.injected}
+    injected = {recorded.event.fault for recorded in run.injected}
     return Drawn(of=asked.to_be_drawn, drawn=len(asked.drawn), injected=len(injected & {*asked.drawn}))
 
 
 def _some_injected(drawn: Drawn) -> Check:
-    """A job may end, or have nobody to spare, before all are drawn."""
-    found = f"{drawn.drawn} of {drawn.of} were drawn, and {drawn.injected} of these struck"
+    """A job may end, or have no slot to spare, before all are drawn."""
+    found = f"{drawn.drawn} of {drawn.of} were drawn, and {drawn.injected} of these were injected"
     return Check(what="faults were drawn", found=found, holds=drawn.injected > 0)
 
 
 def _troubles(run: History, wanted: int) -> Check:
-    told = [said.event.what for said in run.troubles]
-    return Check(what="the spoilt copy was found out", found="; ".join(told) or "never", holds=len(told) >= wanted)
+    found = [trouble.event.what for trouble in run.troubles]
+    return Check(what="the corrupt copy was found", found="; ".join(found) or "never", holds=len(found) >= wanted)
 
 
 def _losses(run: History, reference: History, bound: float) -> Check:
@@ -397,13 +401,13 @@ def _losses(run: History, reference: History, bound: float) -> Check:
     worst = max(apart, key=lambda step: apart[step], default=None)
     broken = [step for step, value in run.losses.items() if not math.isfinite(value)]
     if worst is None:
-        return Check(what="losses agree with the reference run's", found="none were told", holds=False)
+        return Check(what="losses agree with the reference run's", found="none were recorded", holds=False)
     found = f"{apart[worst]:.1e} apart at most, in step {worst} of {len(apart)}; {bound:.0e} is allowed"
     return Check(what="losses agree with the reference run's", found=found, holds=apart[worst] <= bound and not broken)
 
 
 def _weights(run: History, reference: History, bound: float) -> Check:
-    """Of those that all end with."""
+    """Compare the weights that both runs end with."""
     what, distances = "weights agree with the reference run's", weights.apart(run, reference)
     worst = max(distances, key=lambda whole: distances[whole])
     found = f"{distances[worst]:.1e} apart at most, in {worst}, of {len(distances)}; {bound:.0e} is allowed"
@@ -411,6 +415,6 @@ def _weights(run: History, reference: History, bound: float) -> Check:
 
 
 def differences(run: History, reference: History) -> dict[int, float]:
-    """Step -> how far the losses are apart, relative to the reference run's."""
+    """Return step -> difference of the losses, relative to the reference run's."""
     mine, calm = run.losses, reference.losses
     return {step: abs(mine[step] - calm[step]) / max(abs(calm[step]), 1e-300) for step in sorted(mine.keys() & calm)}

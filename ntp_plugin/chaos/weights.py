@@ -1,7 +1,7 @@
-"""How far the weights that two runs end with are apart, by what their slots told of them (`copies/sketch.py`). PURE.
+"""Compare the final weights of two runs, from the digests that their slots recorded (`copies/sketch.py`). PURE.
 
-Those of the slots of a replica make a whole of what it has cut. What it has alike makes one in each TP slot, over the
-stages. A whole of which a slot is missing, since it was lost behind the last step, is not compared.
+The digests of a replica's sharded weights add up over its slots. Those of its replicated weights add up over the
+stages, for each TP slot. A sum that lacks a slot, because it was lost after the last step, is not compared.
 """
 
 import math
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from ntp_plugin.chaos.history import History
 
-_NONE = "all replicas, of which none told all"
+_NONE = "all replicas: none recorded all its weights"
 
 type _ReplicaDigests = dict[str, tuple[int, list[float]]]
-"""By their names, how many values each has, and their sums."""
+"""Name -> number of values, and their sums."""
 
 
 def apart(run: History, reference: History) -> dict[str, float]:
-    """Whole -> its distance from the reference run's, relative to the size of that."""
+    """Return name -> distance from the reference run's sums, relative to their size."""
     found = dict[str, float]()
     for mine, calm in zip(_replica_digests(run), _replica_digests(reference), strict=True):
         if calm:
@@ -29,12 +29,14 @@ def apart(run: History, reference: History) -> dict[str, float]:
 
 
 def _replica_digests(run: History) -> Iterator[_ReplicaDigests]:
-    """What is cut, and what is alike."""
+    """Yield the digests of sharded weights, then of replicated ones."""
     cut, alike = defaultdict(list), defaultdict(list)
-    for slot, told in run.weighed.items():
+    for slot, weighed in run.weighed.items():
         replica, _, tp = slot.split(".")
-        cut[f"replica {replica[1:]}"].append((told.cut_values, told.cut))
-        alike[f"what TP slot {tp[1:]} of replica {replica[1:]} has whole"].append((told.alike_values, told.alike))
+        cut[f"replica {replica[1:]}"].append((weighed.cut_values, weighed.cut))
+        alike[f"the replicated weights of TP slot {tp[1:]} of replica {replica[1:]}"].append(
+            (weighed.alike_values, weighed.alike)
+        )
     for replica_digests in (cut, alike):
         yield {name: _added(parts) for name, parts in replica_digests.items() if any(many for many, _ in parts)}
 

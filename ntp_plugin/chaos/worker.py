@@ -1,9 +1,9 @@
-"""Inside a worker: strikes by its own hand.
+"""Inside a worker process: inject an ordered fault at its fault point.
 
     python -m ntp_plugin.chaos.worker ORDERS script.py ARGUMENTS      as `ntp run --ntp-chaos` starts it
 
-The script runs as ever. When it has imported a framework, and the framework has a job, this process hears of every
-moment that it comes to.
+The script runs unchanged. Once it has imported a framework, and the framework has a job, the framework's adapter
+reports every fault point to this process.
 """
 
 import functools
@@ -27,7 +27,7 @@ _ADAPTERS = {
 
 
 class Victim:
-    """This process, once it knows its slot."""
+    """This process: it injects the faults that are ordered for its slot."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
@@ -35,15 +35,15 @@ class Victim:
         self._weights: Weights = tuple
         self._teller = Teller(None, "")
         self._slow: dict[str, _Slowness] = {}
-        """By moments."""
+        """By fault point."""
 
     def is_here(self, slot: str, weights: Weights) -> None:
-        """The framework has a job, and this is its place in it."""
+        """Set the slot and the weights, once the framework has a job."""
         self._slot, self._weights = slot, weights
         self._teller = Teller(os.environ.get("NTP_EVENTS"), slot)
 
     def reached(self, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
-        """Do what is ordered for here and now; and say in the end what it has come to."""
+        """Inject the faults that are ordered for this fault point; at the end record the digests of the weights."""
         if fault_point == ALL_DONE:
             self._teller.tell(weighed(self._weights()))
             return
@@ -55,9 +55,9 @@ class Victim:
                     fault=fault.name, what=fault.what, whom=self._slot, fault_point=fault_point, step=step or 0
                 )
             )
-            self._strike(fault, fault_point)
+            self._inject(fault, fault_point)
 
-    def _strike(self, fault: OrderedFault, fault_point: str) -> None:
+    def _inject(self, fault: OrderedFault, fault_point: str) -> None:
         ways: dict[str, Callable[[], object]] = {
             "kill": harm.kill,
             "stop": harm.stop,
@@ -84,21 +84,21 @@ class Victim:
 
 
 class _Slowness:
-    """Of this thread. It computes while it has a processor: where it waits for others it is not slow."""
+    """Slows this thread down, in proportion to its CPU time: waiting for other ranks does not count."""
 
     def __init__(self, fault: OrderedFault) -> None:
         self._seconds, self._more = fault.seconds, fault.factor - 1.0
         self._until = time.thread_time()
 
     def wait(self) -> None:
-        """For as much longer as it is to take."""
+        """Sleep for the extra time."""
         time.sleep(self._seconds + self._more * (time.thread_time() - self._until))
         self._until = time.thread_time()
 
 
 def weighed(weights: Iterable[Weight]) -> Weighed:
-    """What is told of them."""
-    from ntp_plugin.copies.sketch import sketch  # noqa: PLC0415  (there is a framework here, and so is torch)
+    """Return the event with the digests of some weights."""
+    from ntp_plugin.copies.sketch import sketch  # noqa: PLC0415  (a framework has imported torch already)
 
     cut, alike = list[Weight](), list[Weight]()
     for weight in weights:
@@ -113,18 +113,18 @@ def _seed(fault: OrderedFault) -> int:
 
 
 def _fail(name: str) -> None:
-    raise ValueError(f"strike {name}: an error that nobody expects")
+    raise ValueError(f"fault {name}: an unexpected error")
 
 
 def main(words: Sequence[str]) -> None:
-    """Have the frameworks tell, and run the script."""
+    """Have the frameworks report their fault points, and run the script."""
     victim = Victim(Pending(Path(words[0])))
     for framework, adapter in _ADAPTERS.items():
-        after_import(framework, functools.partial(_have_tell, adapter, victim))
+        after_import(framework, functools.partial(_report_fault_points, adapter, victim))
     run(words[1:])
 
 
-def _have_tell(adapter: str, victim: Victim) -> None:
+def _report_fault_points(adapter: str, victim: Victim) -> None:
     importlib.import_module(adapter).whenever_there_is_a_job(victim.reached, victim.is_here)
 
 

@@ -1,6 +1,6 @@
-"""Draws the slots of a job as a grid in the terminal and updates it; prints plain lines where there is no terminal.
+"""Show a running job in the terminal: a live grid of its slots, or plain lines where the output is no terminal.
 
-Text from the record is stripped of terminal sequences first, because other users may have written it.
+Terminal sequences are stripped from everything that comes from the record: other users may have written there.
 """
 
 import time
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ntp_plugin.telemetry.event_text import in_words
+from ntp_plugin.telemetry.events import Recovered
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 from ntp_plugin.telemetry.printable import printable
 from ntp_plugin.telemetry.record import RecordedEvent
@@ -26,22 +27,22 @@ LOOKS = {
     SlotState.BACK: ("◉", "bold cyan"),
 }
 LINE_EVERY = 5
-"""Without a terminal: steps between two lines."""
+"""Steps between two lines of progress, without a terminal."""
 _ROWS, _COLUMNS = 16, 16
-"""Most rows, and most slots in a row. A job with more slots in a row is shown by its widths alone."""
+"""Most rows (stages of replicas) of the grid; with more columns (slots of a stage) it shows widths alone."""
 _NEWS = 6
 _SILENT_S = 10.0
 
 
 class Screen:
-    """Shows one job, within a `with` block."""
+    """View of one job."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self._title = printable(title)
         self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, refresh_per_second=8) if self._console.is_terminal else None
         self._news: deque[str] = deque(maxlen=_NEWS)
-        self._shown: set[str] = set()
+        self._headlines: set[str] = set()
         self._began_at, self._line_at = time.monotonic(), 0
 
     def __enter__(self) -> "Screen":
@@ -56,7 +57,7 @@ class Screen:
             self._live.stop()
 
     def show(self, job: JobState, news: Sequence[RecordedEvent]) -> None:
-        """Show the state of the job now, and the events since the last call."""
+        """Show the current state, and the events since the last call."""
         for line in self._lines(job, news):
             self._news.append(line)
             if self._live is None:
@@ -70,10 +71,11 @@ class Screen:
 
     def _lines(self, job: JobState, news: Sequence[RecordedEvent]) -> list[str]:
         lines = []
-        for event in news:
-            words = in_words(event)
-            if words is not None and words[0] not in self._shown:  # all survivors report the same
-                self._shown = {words[0]} if words[0].startswith("the job goes on") else self._shown | {words[0]}
+        for recorded in news:
+            words = in_words(recorded)
+            if words is not None and words[0] not in self._headlines:  # every surviving rank reports the same
+                is_new_epoch = isinstance(recorded.event, Recovered)
+                self._headlines = {words[0]} if is_new_epoch else self._headlines | {words[0]}
                 lines.append(printable(f"step {job.step + 1}: {words[0]}: {words[1]}"))
         return lines
 
@@ -82,13 +84,13 @@ class Screen:
             return [Text(f"starting: {time.monotonic() - self._began_at:.0f} s", style="dim")]
         heard = time.time() - job.heard_at
         line = f"step {job.step}   {_losses(job)}   {job.step_s:.2f} s a step   goodput {job.goodput:.1%}"
-        silent = f"no event for {heard:.0f} s" if heard > _SILENT_S and not job.ended else ""
-        news = Text("\n".join(self._news) or "nothing has happened yet")
+        silent = f"no events for {heard:.0f} s" if heard > _SILENT_S and not job.ended else ""
+        news = Text("\n".join(self._news) or "no faults or recoveries yet")
         return [_grid(job), Text(), Text(line), Text(silent, style="bold yellow"), news]
 
 
 def _rows(job: JobState) -> list[list[tuple[str, SlotState]]]:
-    """Return a row for each stage of each replica: its slots, with their states."""
+    """Return one row for each stage of each replica: its slots and their states."""
     named = [
         [f"r{replica}.s{stage}.t{slot}" for slot in range(job.tp)]
         for replica in range(job.replicas)

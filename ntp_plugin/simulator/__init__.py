@@ -1,20 +1,22 @@
-"""What a loss costs, and whether the protocol holds, without a cluster.
+"""Simulate, without a cluster, what GPU losses cost a job and whether the recovery protocol is safe: `ntp simulate`.
 
-Nothing here touches a device, a clock or a network. Randomness comes from a seed that the caller gives, so that a seed
-is a run. torch is not imported. What decides is never of this room: layouts, paces and batches are the planner's, the
-choice is `planning/actions.py`'s, agreement and detection are the live ones.
+Nothing here uses a device, a clock or a network, and torch is not imported. All randomness comes from the caller's
+seed, so a seed reproduces a run. The decisions are not reimplemented: layouts, paces and batches come from the planner,
+actions from `planning/actions.py`, agreement and failure detection from the live code.
 
-    machine.py     what a GPU and its links can do; machines/ has the data, each constant beside its source
-    step_time.py   how long a step takes on a layout
-    fleet.py       what a cluster yields with given losses
-    failures.py    when what fails: drawn from rates, or replayed
-    traces.py      outages from a file
-    policies.py    what each policy does about a loss
-    options.py     the ways in which an action can be carried out, domain by domain
-    setting.py     what all policies of a run have in common, and how each of them did
-    timeline.py    one policy through all faults of a run
-    snapshot.py    with a part of the GPUs gone; and how many spares keep a batch whole
-    scenario.py    what `ntp simulate` is told, checked
-    report.py      from what was asked to what came of it
-    protocol/      the live agreement and detector under a virtual clock: a seeded search over schedules
+    machine.py     performance of a GPU and its links; machines/ has the constants, each with its source
+    step_time.py   time of a step on a layout
+    fleet.py       throughput of a cluster with given losses
+    failures.py    draw failures from rates, or replay them from a trace
+    traces.py      read outages from a file
+    policies.py    how each policy reacts to a loss
+    options.py     the ways to carry out an action, domain by domain
+    setting.py     inputs that all policies of a run share, and the result of each policy
+    timeline.py    run one policy through all failures
+    snapshot.py    throughput with a fraction of the GPUs lost; spares needed to keep the full batch
+    scenario.py    the checked options of `ntp simulate`
+    report.py      run a simulation and build its report
+    protocol/      run live agreement and detection under a virtual clock, over many seeded schedules
+
+Read next: `scenario.py`, then `timeline.py`; for the protocol `protocol/__init__.py`.
 """

@@ -1,4 +1,4 @@
-"""When what fails, and for how long: drawn from rates, or replayed from a trace.
+"""Draw failures and their durations from rates, or replay them from a trace.
 
 The rates are those of Llama 3's training (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on
 16,384 GPUs, 78 % of them hardware. Hardware is back after days, software after hours. Every policy of a run sees the

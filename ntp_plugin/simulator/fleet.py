@@ -61,7 +61,7 @@ class Fleet:
         return self.dp * self.micro_batches
 
     def pace(self, losses: Losses, *, boosted: bool = False) -> UnevenPace:
-        """Of a replica."""
+        """Return the pace of a replica with these losses."""
         key = (losses, boosted)
         if key not in self._paces:
             stages = [self._stage_ns(stage, lost, boosted) for stage, lost in enumerate(losses)]
@@ -83,8 +83,8 @@ class Fleet:
         self, lost: Mapping[int, int], dropped: Collection[int] = (), *, mode: str, boosted: bool = False
     ) -> Running:
         """With so many slots lost in some groups, and some groups dropped though they could go on."""
-        degraded, gone = self.replicas(lost, dropped)
-        whole = self.dp - gone - sum(degraded.values())
+        degraded, lost_replicas = self.replicas(lost, dropped)
+        whole = self.dp - lost_replicas - sum(degraded.values())
         if not whole and not degraded:
             return PAUSED
         most = max((max(losses) for losses in degraded), default=0)
@@ -94,22 +94,22 @@ class Fleet:
                 crowd[self.pace(losses, boosted=boosted)] += count
             if whole:
                 crowd[self.pace(self._whole)] += whole
-            return self._running(1.0, shortest_step_ns(crowd, self.total, self.pp), most, self.dp - gone)
+            return self._running(1.0, shortest_step_ns(crowd, self.total, self.pp), most, self.dp - lost_replicas)
         done = whole * self.micro_batches
         done += sum(count * self.capacity(losses, boosted=boosted) for losses, count in degraded.items())
         if not done or (mode == FIXED and done < self.total):
             return PAUSED
-        return self._running(done / self.total, self.nominal_ns, most, self.dp - gone)
+        return self._running(done / self.total, self.nominal_ns, most, self.dp - lost_replicas)
 
     def replicas(self, lost: Mapping[int, int], dropped: Collection[int] = ()) -> tuple[Mapping[Losses, int], int]:
         """The losses of degraded replicas with how many are degraded so, and how many replicas are dropped."""
-        degraded, gone = collections.Counter[Losses](), 0
+        degraded, lost_replicas = collections.Counter[Losses](), 0
         for losses in self._by_replica(self._damage(lost, dropped)):
             if DROPPED in losses:
-                gone += 1
+                lost_replicas += 1
             else:
                 degraded[losses] += 1
-        return degraded, gone
+        return degraded, lost_replicas
 
     def _damage(self, lost: Mapping[int, int], dropped: Collection[int]) -> dict[int, int]:
         damage = {group: count if count <= self.most_lost else DROPPED for group, count in lost.items() if count}

@@ -1,4 +1,4 @@
-"""The ways in which an action can be carried out, domain by domain.
+"""List the ways to carry out an action, domain by domain.
 
 What is best for one degraded domain depends on the others: the first narrower replica slows the reduction of all, the
 second hardly more, and with a batch that is kept a second degraded replica often costs nothing. So an action is offered

@@ -1,4 +1,4 @@
-"""What each policy does about a loss; side by side, one run has them all.
+"""The policies that a simulation compares: how each reacts to a loss.
 
 A policy, and what is done about a domain that has lost GPUs:
 
@@ -9,7 +9,7 @@ A policy, and what is done about a domain that has lost GPUs:
     ... +hot    a spare domain that is ready takes its place, as long as there is one
     ... +cold   the same with spares that are started then; until one is ready the job goes on as without
     ... +spares both
-    wait        the same, but the job stands still while a spare is started; without one it goes on narrower
+    wait        the same, but the job pauses while a spare is started; without one it goes on narrower
     restart     from the last checkpoint, without the degraded replica; who is repaired comes back at the next restart
     chooser     whatever `planning/actions.py` chooses, loss by loss
 """

@@ -1,4 +1,4 @@
-"""A simulation from what was asked to what came of it: plain numbers, for tables, plots and JSON alike."""
+"""Run a simulation and build its report: plain numbers, for tables, plots and JSON."""
 
 import dataclasses
 from collections.abc import Iterator

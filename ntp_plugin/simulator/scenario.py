@@ -1,4 +1,4 @@
-"""What `ntp simulate` is told, checked, and the objects that it makes."""
+"""The checked options of `ntp simulate`, and the objects built from them."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What all policies of a run have in common, and how each of them did."""
+"""Inputs that all policies of a run share, and the result of each policy."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from ntp_plugin.simulator.fleet import Fleet
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """How long the whole job stands still, in seconds."""
+    """How long the whole job pauses, in seconds."""
 
     recover_s: float
     """From a loss or a return to the next step, without what is moved."""

@@ -1,6 +1,6 @@
-"""What a cluster yields with a given part of its GPUs gone, and how many spare domains keep a batch whole.
+"""Compute the throughput with a fraction of the GPUs lost, and the spare domains needed to keep the full batch.
 
-Neither has a clock: a snapshot draws who is gone at random, and spares are counted at every fault of a run.
+Neither has a clock: a snapshot draws lost GPUs at random, and spares are counted at every failure of a run.
 """
 
 import collections
@@ -17,7 +17,7 @@ from ntp_plugin.simulator.policies import DomainPolicy
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """Of throughput, of all draws with one failed fraction."""
+    """Lost throughput of a policy, over all draws with one failed fraction."""
 
     policy: str
     failed: float
@@ -131,8 +131,8 @@ def _spares_for(fleet: Fleet, policy: DomainPolicy, lost: tuple[int, ...]) -> in
 
 
 def _is_enough(fleet: Fleet, policy: DomainPolicy, lost: tuple[int, ...], more: int) -> bool:
-    degraded, gone = fleet.replicas(dict(enumerate(lost)))
-    whole = fleet.dp + more - gone - sum(degraded.values())
+    degraded, lost_replicas = fleet.replicas(dict(enumerate(lost)))
+    whole = fleet.dp + more - lost_replicas - sum(degraded.values())
     done = whole * fleet.micro_batches
     done += sum(count * fleet.capacity(losses, boosted=policy.boosted) for losses, count in degraded.items())
     return done >= fleet.total

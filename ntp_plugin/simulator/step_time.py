@@ -1,4 +1,4 @@
-"""How long a step takes on a layout: compute, collectives in the domain, pipeline, lanes over the NIC, optimizer.
+"""Model the time of a step on a layout: compute, collectives in the domain, pipeline, lanes over the NIC, optimizer.
 
     stage      3 x FLOPs of the widest slot / speed (a backward is two forwards)
                + 8 collectives per layer in the domain (sequence parallel: gathers and scatters of attention and MLP,
@@ -59,7 +59,7 @@ class StepModel:
     even: bool = False
 
     def pace(self, stages: Sequence[int]) -> UnevenPace:
-        """Of a replica whose stages take so many nanoseconds."""
+        """Return the pace of a replica, from the nanoseconds of its stages."""
         return UnevenPace(ns=max(stages), fill_ns=sum(stages) + (len(stages) - 1) * self.hand_over_ns())
 
     def stage_ns(self, stage: int, lost: int, *, boosted: bool = False) -> int:

@@ -1,7 +1,7 @@
-"""One policy through all faults of a run: it stands still for a while at every change, and goes on slower or not.
+"""Run one policy through all failures: at every change the job pauses, then goes on, slower or not.
 
-Events are a fault, its end, and a cold spare that is ready; between two of them nothing changes, so that the work is
-linear in the number of faults. What a fault costs besides its layout is how long the job stands still: `Costs`.
+Events are a failure, its end, and a cold spare that becomes ready. Nothing changes between events, so the work is
+linear in the number of failures. Besides its layout a failure costs a pause of the job: `Costs`.
 """
 
 import collections
@@ -47,8 +47,8 @@ class _Domain:
 
     def count(self, tp: int) -> None:
         if self.open:
-            gone = {gpu for fault in self.open for gpu in fault.gpus}
-            self.lost = dict(collections.Counter(gpu // tp for gpu in gone))
+            lost_gpus = {gpu for fault in self.open for gpu in fault.gpus}
+            self.lost = dict(collections.Counter(gpu // tp for gpu in lost_gpus))
 
     @property
     def worst(self) -> int:
@@ -259,7 +259,7 @@ class _Job:
         return _Chosen(action=choice.action, handling=offered[choice.action][0], gain_s=gain)
 
     def _offered(self, number: int) -> dict[str, tuple[Handling, Running]]:
-        """Action -> how it is best carried out, and how the job runs then. Who is as wanted already is left alone."""
+        """Action -> the best way to carry it out, and how the job runs then. Domains in that state already stay."""
         others = [other for other in self._in_the_job() if other != number]
         found = {}
         for action in (REDUCE_TP, DROP_REPLICA):

@@ -1,4 +1,4 @@
-"""Outages from a file: rows of (domain, start, end), as CSV or JSON, in days.
+"""Read outages from a file: rows of (domain, start, end), as CSV or JSON, in days.
 
 A row of JSON is an object with `domain`, `start` and `end`. A list of events is read too, `node_id`, `event_time` and
 `event_type` of `fault_start` or `fault_end`, as in the InfiniteHBD trace: each start goes with the next end of its

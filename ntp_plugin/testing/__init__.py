@@ -1,16 +1,18 @@
-"""Ranks that can be started, killed, frozen and started again, for tests and for rehearsals of a recipe.
+"""Test a training loop with real rank processes that can be killed, frozen and restarted.
 
-ranks.py      real processes with a real store, and a supervisor that publishes deaths
-faults.py     what can happen to a rank, and when
-harm.py       what a process can do to itself
-reference.py       whether a job that lost ranks trained what its undisturbed reference run trained
-stateless.py  a trainer with nothing to train
-machines.py   several machines in one, with wires that can be cut
-leaks.py      what a rehearsal must not leave behind
-signal_handlers.py  a script with signal handlers that hang, raise, exit, or hold the interpreter lock
+    ranks.py            run a function as several rank processes, with a real store and a supervisor
+    faults.py           plan what happens to a rank, and when
+    harm.py             what a process can do to itself: kill, stop, hang, corrupt a copy
+    reference.py        compare what a job with faults trained with a run without faults
+    stateless.py        a trainer without state, to test recovery alone
+    machines.py         several emulated machines on one host, with links that can be cut
+    leaks.py            find processes, threads, sockets and files that a test leaves behind
+    signal_handlers.py  run a script with signal handlers that hang, raise, exit, or hold the interpreter lock
 
-Public are the names below. A test of your own loop starts `Ranks`, plans faults for them, and compares their results
-with those of a run without faults; `docs/examples/test_my_loop.py` is one.
+The names below are public. A test of your own loop starts `Ranks`, plans faults, and compares the results with those of
+a run without faults; `docs/examples/test_my_loop.py` is one.
+
+Read next: `ranks.py`.
 """
 
 from typing import TYPE_CHECKING

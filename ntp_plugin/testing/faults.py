@@ -1,7 +1,7 @@
-"""What can happen to a rank, and when: `kill(3, during="reduce", step=5)`.
+"""Plan what happens to a rank, and when: `kill(3, during="reduce", step=5)`.
 
-A moment is a name that the played function tells of (`Rank.reached`), with the step it is in, or, inside a recovery,
-with the epoch that the recovery leads to. A fault strikes by the rank's own hand, right there.
+A fault point is a name that the function under test reports (`Rank.reached`), with its step, or, inside a recovery,
+with the epoch that the recovery leads to. The rank injects the fault into itself, right there.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ntp_plugin.testing import harm
 
 
 class When(TypedDict, total=False):
-    """The moment, its step or epoch, and whether the test may end without having come there."""
+    """The fault point, its step or epoch, and whether the test may end without reaching it."""
 
     during: Required[str]
     step: int
@@ -32,14 +32,14 @@ class Fault:
     step: int | None = None
     epoch: int | None = None
     by: Callable[[], object] | None
-    """None: it hangs, with its heart beating."""
+    """None: it hangs, and its heartbeat goes on."""
     lasting: bool = False
-    """It strikes at every step from this one on."""
+    """It happens at every step from this one on."""
     may_miss: bool = False
-    """It is no error when it never strikes."""
+    """It is no error if it never happens."""
 
     def is_for(self, slot: int, fault_point: str, step: int | None, epoch: int | None) -> bool:
-        """Whether it strikes this slot here."""
+        """Return whether it happens to this slot here."""
         if (self.slot, self.fault_point, self.epoch) != (slot, fault_point, epoch):
             return False
         if self.lasting and self.step is not None and step is not None:
@@ -84,7 +84,7 @@ def segfault(slot: int, **when: Unpack[When]) -> Fault:
 
 
 def leave(slot: int, code: int = 0, **when: Unpack[When]) -> Fault:
-    """Its process exits with `code`, without telling anybody."""
+    """Its process exits with `code`, without a report to the others."""
     return _fault(slot, functools.partial(os._exit, code), when)
 
 

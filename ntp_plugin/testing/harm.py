@@ -1,4 +1,4 @@
-"""What a process can do to itself. Most of these never return."""
+"""Faults that a process injects into itself. Most of these functions never return."""
 
 import ctypes
 import mmap
@@ -27,24 +27,24 @@ def stop() -> None:
 
 
 def hang() -> None:
-    """This thread stands still; others run."""
+    """Sleep for ever; other threads run."""
     while True:
         time.sleep(3600)
 
 
 def hold_lock() -> None:
-    """Stand still in C code that holds the Python lock, so that no thread runs."""
+    """Sleep in C code that holds the interpreter lock, so that no thread runs."""
     ctypes.PyDLL(None).pause()  # unlike CDLL, it calls without giving the lock back
 
 
 def segfault() -> None:
-    """Read where there is no memory."""
+    """Read an address that is not mapped (SIGSEGV)."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.string_at(0)
 
 
 def run_out_of_memory() -> None:
-    """Ask for more than there is."""
+    """Allocate until memory runs out."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGESIZE"), resource.RLIM_INFINITY))
     held = []
@@ -53,7 +53,7 @@ def run_out_of_memory() -> None:
 
 
 def fill_disk(seconds: float) -> None:
-    """For so long no file can grow; what was written stays."""
+    """Let no file grow for some seconds; what was written stays."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     back = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, (soft, hard)))

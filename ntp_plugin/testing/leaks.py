@@ -1,4 +1,4 @@
-"""What a rehearsal must not leave behind: processes, threads of ours, sockets, files in shared memory."""
+"""Find what a test leaves behind: processes, threads of the plugin, sockets, files in shared memory."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ class ProcessResources:
 
 
 def left_behind(before: ProcessResources, process_groups: Sequence[int], folder: Path) -> list[str]:
-    """All that is there and should not be, in words."""
+    """Return one line for each resource that should not be there."""
     threads = [thread.name for thread in threading.enumerate() if thread not in before.threads]
     return [
         *(f"a process that rank process {group} started" for group in process_groups if _has_members(group)),

@@ -1,4 +1,4 @@
-"""Machines in one: network namespaces, and between them wires that can be cut, slow, or lose packets.
+"""Emulate several machines on one: network namespaces, and links between them that can be cut, slow, or lose packets.
 
 Each machine has its own loopback, its own address and its own processes; files and memory are those of the host. All
 packets go through this process, from one tun device to another, so nothing is needed of the kernel but namespaces and
@@ -106,7 +106,7 @@ class Machines:
     # ------------------------------------------------ what runs there
 
     def address(self, at: int) -> str:
-        """Of a machine, as the others know it."""
+        """Return a machine's IP address."""
         return f"10.77.0.{at}"
 
     def prefix(self, at: int) -> list[str]:
@@ -216,7 +216,7 @@ class _Wires:
 
 
 def _packets(tap: int) -> Iterator[bytes]:
-    """Those that wait, a few at a time, so that no machine is kept waiting by another."""
+    """Yield waiting packets, a limited number at a time, so that no machine starves another."""
     for _ in range(64):
         try:
             yield os.read(tap, _PACKET + 64)

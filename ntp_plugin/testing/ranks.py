@@ -1,4 +1,4 @@
-"""Real processes that play ranks, with a real store, and a supervisor that publishes deaths.
+"""Run a function as several rank processes, with a real store and a supervisor that publishes deaths.
 
 Ranks are forked from a server that has imported torch once, so that one starts in some ten milliseconds; `NTP_PRELOAD`
 names more modules that it imports, as it does for `ntp run`'s spares. What they run is a module-level function
@@ -7,7 +7,7 @@ it, which is the one signal that everybody waits for. A process that ends, with 
 said that they were done (`Driver.finish`).
 
 `Ranks` ends what it started, by process, and nothing else. Leaving it is an error where a rank is still running, where
-a fault was planned and never struck, and where anything is left behind (`leaks.py`).
+a fault was planned and never injected, and where anything is left behind (`leaks.py`).
 """
 
 import contextlib
@@ -45,7 +45,7 @@ __all__ = ["Fault", "Rank", "Ranks"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The last one because torch imports it, for three seconds, when a process makes its first optimizer.
 _PRELOADED = ("ntp_plugin.testing.ranks", "ntp_plugin.recovery.elastic_rank", "torch._dynamo")
-_CORNER, _TOKEN = corner("rehearsal"), "rehearsal"
+_CORNER, _TOKEN = corner("ranks"), "ranks"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 PATIENCE_S = 600.0
 """How long a test waits for what must come: only one that hangs ends by it, and no busy processor does that."""
@@ -133,7 +133,7 @@ class Rank:
         """
         for index, fault in enumerate(self.faults):
             if (fault.epoch is not None or not self.joining) and fault.is_for(self.slot, fault_point, step, epoch):
-                with (Path(self.folder) / "struck").open("ab", buffering=0) as injected:
+                with (Path(self.folder) / "injected").open("ab", buffering=0) as injected:
                     injected.write(b"%d\n" % index)
                 fault.inject()
 
@@ -204,7 +204,7 @@ class Ranks:
             self.first,
             self._heartbeats,
             thresholds=self._thresholds,
-            report=self._told,
+            report=self._record_loss,
             reported_hung=self.hung.append,
         )
         self._running: dict[int, _RunningRank] = {}
@@ -234,7 +234,7 @@ class Ranks:
             running.results.close()
         record = self._folder / "record"
         self.rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-        injected = self._folder / "struck"
+        injected = self._folder / "injected"
         indices = {int(line) for line in injected.read_text().splitlines()} if injected.exists() else set()
         self._heartbeats.close()
         self._own_folder.remove()
@@ -246,7 +246,7 @@ class Ranks:
             forgotten = [running.member_id.slot for running in left]
             assert not forgotten, f"slots {forgotten} were still running at the end"
             missed = [str(fault) for i, fault in enumerate(self._faults) if i not in indices and not fault.may_miss]
-            assert not missed, f"planned, and never struck: {'; '.join(missed)}"
+            assert not missed, f"planned, and never injected: {'; '.join(missed)}"
             assert not found, f"left behind: {', '.join(found)}"
 
     # ------------------------------------------------ what a test does to them
@@ -345,7 +345,7 @@ class Ranks:
         running = self._running[member_id.slot] = _RunningRank(process=process, results=receiving, member_id=member_id)
         self._supervisor.watch(member_id, process.pid, running.exit_code)
 
-    def _told(self, member_id: MemberId, verdict: RankFailure) -> None:
+    def _record_loss(self, member_id: MemberId, verdict: RankFailure) -> None:
         if verdict.kind in ("hung", "silent"):  # it would never find out by itself that it is out
             for running in (*self._running.values(), *self._former):
                 if running.member_id == member_id:

@@ -1,11 +1,11 @@
-"""A trainer with nothing to train: what remains is the recovery itself."""
+"""A trainer without state, to test recovery alone."""
 
 from ntp_plugin.membership.agreement import Agreed
 from ntp_plugin.membership.protocol import Report
 
 
 class Stateless:
-    """Stands anywhere."""
+    """Resumes from any step."""
 
     def report(self) -> Report:
         return Report(applied=0, oldest=0)

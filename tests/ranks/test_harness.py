@@ -57,7 +57,7 @@ def test_a_fault_that_cannot_be_injected_is_refused(fault, message):
 
 def test_a_fault_that_was_never_injected_is_reported():
     fault = kill(1, during="between", step=2)
-    with pytest.raises(AssertionError, match="planned, and never struck: slot 1 during 'between' of step 2"):  # noqa: SIM117
+    with pytest.raises(AssertionError, match="planned, and never injected: slot 1 during 'between' of step 2"):  # noqa: SIM117
         with Ranks(2, play_nothing, faults=[fault]) as ranks:
             ranks.wait()
 

@@ -185,7 +185,7 @@ def test_a_recipe_whose_fault_point_is_never_reached_is_given_up_and_reported(tm
         fault = '[[fault]]\nwhat = "slow"\nslot = "r0.s0.t1"\nduring = "save"\n'
         code, verdict = attach_recipe(run, tmp_path, "[job]\npatience_s = 1.0\n" + fault)
     assert code == 1
-    assert "never struck" in verdict["strikes"][0]["problem"]
+    assert "never injected" in verdict["strikes"][0]["problem"]
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
 
 
@@ -269,7 +269,7 @@ def is_stopped(pid):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("what = 'supervisor'\n", "supervisor is for jobs that a recipe has started"),
+        ("what = 'supervisor'\n", "supervisor is for jobs that a recipe starts"),
         ("what = 'kill'\nslot = 'r7.s0.t0'\n", "there is no slot r7.s0.t0"),
     ],
 )

@@ -50,6 +50,16 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(report, tmp_path):
         ElementTree.fromstring("<svg" + svg.split("</svg>")[0] + "</svg>")
 
 
+def test_the_first_paragraph_says_what_was_run_and_whether_anything_was_lost(report, tmp_path):
+    page = write_page(report, tmp_path).read_text()
+    assert "<h1>Fault injection report: &lt;a recipe&gt;</h1>" in page
+    assert "A training job on 4 ranks" in page
+    assert "Faults injected: 1 of 1. The job went on after 1 of them" in page
+    assert "No step was lost, and no sample was lost or used twice." in page
+    headings = page.count("<h2>")
+    assert page.count('<p class="small">') == headings, "a legend for each table and chart"
+
+
 def test_its_charts_are_also_one_image(report, tmp_path):
     page = write_page(report, tmp_path)
     header = page.with_name("report.png").read_bytes()[:24]
@@ -71,8 +81,8 @@ def test_a_fault_never_injected_is_on_the_page_and_in_the_json(report, tmp_path)
     asked = RequestedFaults(faults=(FAULT,), unordered=(left,), drawn=("1",), to_be_drawn=12)
     found = judge(asked, report.run, history(), End(code=0), FINE)
     page = write_page(dataclasses.replace(report, verdict=found), tmp_path).read_text()
-    assert "1 of 2 strikes struck" in page
-    assert "it never struck: the job was over" in page
+    assert "Faults injected: 1 of 2" in page
+    assert "never injected: the job was over" in page
     assert "1 of 12 were drawn" in page
     verdict_json = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict_json["holds"] is False

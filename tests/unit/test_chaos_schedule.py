@@ -89,13 +89,18 @@ def test_pending_faults_are_reported_with_their_reason(tmp_path):
     assert [(left.fault.name, left.fault.slot, left.fault.may_miss, left.why) for left in asked.unordered] == [
         ("1", "any", False, "it was for 9 s after training began, and the job was over after 3.0 s, in step 5"),
         ("2", "any", True, "it was for step 80, and the job was over after 3.0 s, in step 5"),
-        ("3", "any", False, "in the end nobody could be spared: without any other slot the job could not have gone on"),
+        (
+            "3",
+            "any",
+            False,
+            "in the end no slot could be spared: the job could not have survived the loss of any other",
+        ),
     ]
 
 
 def test_a_job_that_never_began_explains_missing_faults():
     (left,) = FaultSchedule(recipe(FaultSpec(what="sigkill"))).asked(JobState(), seconds=0.0, ordered=[]).unordered
-    assert left.why == "training never began"
+    assert left.why == "training did not begin"
 
 
 def test_the_number_of_drawn_faults_is_reported():

@@ -36,7 +36,7 @@ def test_a_run_equal_to_its_reference_passes():
     assert outcome.detected_s == pytest.approx(0.1)
     assert outcome.recovered_s == pytest.approx(0.9)
     assert found.efficiency == pytest.approx(6 / 8)
-    assert spent(outcome) == pytest.approx({"noticed": 0.1, **PHASES, "first step": 0.4})
+    assert spent(outcome) == pytest.approx({"detect": 0.1, **PHASES, "first step": 0.4})
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_replica_with_a_silent_slot_is_not_compared():
     assert verdict(silent("r1.s0.t0")).holds, "the other replica has reported"
     nobody = verdict(silent("r0.s0.t0", "r1.s0.t0"))
     assert broken_checks(nobody) == ["weights agree with the reference run's"]
-    assert "none told all" in nobody.checks[-1].found
+    assert "none recorded all" in nobody.checks[-1].found
 
 
 def test_a_reference_that_was_never_weighed_is_compared_by_its_losses():
@@ -171,11 +171,11 @@ def test_samples_of_an_attempt_that_was_repeated_do_not_count():
 
 def test_a_fault_never_injected_is_reported():
     found = verdict(history(), faults=[FAULT])
-    assert "never struck" in found.outcomes[0].problem
+    assert "never injected" in found.outcomes[0].problem
     assert not found.holds
 
 
-@pytest.mark.parametrize(("may_miss", "problem"), [(False, "it never struck: the job was over"), (True, "")])
+@pytest.mark.parametrize(("may_miss", "problem"), [(False, "never injected: the job was over"), (True, "")])
 def test_a_pending_fault_is_reported_and_fails_unless_it_may_miss(may_miss, problem):
     left = Unordered(
         fault=OrderedFault(name="2", what="sigkill", slot="any", may_miss=may_miss), why="the job was over"
@@ -190,9 +190,9 @@ def test_a_pending_fault_is_reported_and_fails_unless_it_may_miss(may_miss, prob
 @pytest.mark.parametrize(
     ("drawn", "found", "holds"),
     [
-        (("1", "2"), "2 of 12 were drawn, and 1 of these struck", True),
-        (("2",), "1 of 12 were drawn, and 0 of these struck", False),
-        ((), "0 of 12 were drawn, and 0 of these struck", False),
+        (("1", "2"), "2 of 12 were drawn, and 1 of these were injected", True),
+        (("2",), "1 of 12 were drawn, and 0 of these were injected", False),
+        ((), "0 of 12 were drawn, and 0 of these were injected", False),
     ],
 )
 def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
@@ -203,7 +203,7 @@ def test_fewer_may_be_drawn_than_were_to_be_and_not_none(drawn, found, holds):
 
 def test_a_signal_to_an_empty_slot_is_reported():
     found = verdict(history(killed_in=3), faults=[OrderedFault(name="2", what="sigkill", slot=VICTIM)])
-    assert found.outcomes[0].problem == "it never struck: nobody had the slot then"
+    assert found.outcomes[0].problem == "never injected: the slot had no process then"
 
 
 def test_ranks_of_a_lost_host_are_known_by_number():
@@ -231,7 +231,7 @@ def test_a_slow_rank_must_not_be_reported_lost(killed_in, holds):
     slow = History.of([*run, RecordedEvent(at=1.1, slot=VICTIM, event=injected)])
     found = verdict(slow, faults=[dataclasses.replace(FAULT, what="slow", during="forward", step=2)])
     assert found.holds == holds
-    assert broken_checks(found) == ([] if holds else ["nobody was taken for lost"])
+    assert broken_checks(found) == ([] if holds else ["no rank was lost"])
 
 
 def test_a_drawn_fault_may_miss():
@@ -258,7 +258,7 @@ def test_workers_that_outlive_their_job_are_reported():
 
 def test_a_missing_return_is_reported():
     found = verdict(history(killed_in=3), expected=dataclasses.replace(FINE, returns=1))
-    assert broken_checks(found) == ["1 came back"]
+    assert broken_checks(found) == ["1 lost slots rejoined"]
 
 
 def test_a_run_without_samples_or_steps_fails():

@@ -96,7 +96,7 @@ def test_a_process_records_the_order_and_ends(here, capfd, what, code):
     assert process.exitcode == code
     assert here.recorded == recorded_first(what)
     assert not here.goes_on
-    message = {"exception": "strike 1: an error that nobody expects", "memory": "MemoryError"}.get(what, "")
+    message = {"exception": "fault 1: an unexpected error", "memory": "MemoryError"}.get(what, "")
     assert message in capfd.readouterr().err
 
 

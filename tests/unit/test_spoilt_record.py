@@ -168,7 +168,7 @@ def test_a_report_skips_an_impossible_fault_and_says_so(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) in (0, 1)
     output = capsys.readouterr().out
     assert output.startswith(before), "the rest is judged as before"
-    assert "left out: a FaultInjected line that r1.s0.t0 told: 'two words' is no name for a strike" in output
+    assert "left out: a FaultInjected line of r1.s0.t0: 'two words' is no name for a fault" in output
     assert output.count("left out: ") == 3
     assert json.loads((tmp_path / "verdict.json").read_text())["left_out"]
     assert "Left out: a FaultInjected line" in (tmp_path / "report.html").read_text()

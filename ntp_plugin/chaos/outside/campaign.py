@@ -108,7 +108,7 @@ def _words(bad: Judged) -> list[str]:
 
 
 def _weights_apart(ran: JobRun, reference: Reference) -> float | None:
-    """Of a run that came to its own end."""
+    """Compare the last checkpoint with the reference run's, if the run ended well."""
     if ran.code != 0:
         return None
     from ntp_plugin.chaos.outside import checkpoints  # noqa: PLC0415  (brings torch)

@@ -54,7 +54,7 @@ class Missed(Exception):
 
 
 class Injector:
-    """Of one run of a job."""
+    """Injects the faults of one run of a job."""
 
     def __init__(
         self,
@@ -77,11 +77,13 @@ class Injector:
         """Who is there now, by rank."""
         everybody = processes.all_processes()
         tree = processes.below(self._supervisor.pid, everybody)
-        said = {process.pid: processes.environment(process.pid).get("RANK") for process in tree}
+        rank_variables = {process.pid: processes.environment(process.pid).get("RANK") for process in tree}
         found = dict[int, ProcessInfo]()
         for process in tree - {self._supervisor}:
-            rank = said[process.pid]
-            if rank is not None and said.get(process.parent) is None:  # what a rank has started has its environment
+            rank = rank_variables[process.pid]
+            if (
+                rank is not None and rank_variables.get(process.parent) is None
+            ):  # what a rank has started has its environment
                 found[int(rank)] = process
             elif rank is None and process.pid in self._view.rank_of_pid:
                 found[self._view.rank_of_pid[process.pid]] = process
@@ -173,9 +175,9 @@ class Injector:
             tree = processes.below(self._supervisor.pid, processes.all_processes())
             forking = {process.pid for process in tree if process.parent == self._supervisor.pid}
             for process in tree.difference(before):
-                said = processes.environment(process.pid).get("RANK")
-                is_forked = said is None and process.parent in forking & _pids(before)
-                if said == str(rank) or is_forked:
+                rank_variable = processes.environment(process.pid).get("RANK")
+                is_forked = rank_variable is None and process.parent in forking & _pids(before)
+                if rank_variable == str(rank) or is_forked:
                     return process
             self._wait(_LOOK_S)
         raise Missed(f"nobody took the place of rank {rank}")
@@ -214,11 +216,11 @@ def _lost(kind: FaultKind, whom: Mapping[str, int], sent: list[Sent]) -> tuple[t
 
 def _words(sent: list[Sent], whom: Mapping[str, int]) -> str:
     first = sent[0][2]
-    said = []
+    parts = []
     for act, process, at in sent:
         name = act.whom if act.whom in (SUPERVISOR, JOINER) else f"rank {whom[act.whom]}"
         number = f"signal {act.number}"
         with contextlib.suppress(ValueError):
             number = signal.Signals(act.number).name
-        said.append(f"{number} to {name} (pid {process.pid}) after {at - first:.3f} s")
-    return ", ".join(said)
+        parts.append(f"{number} to {name} (pid {process.pid}) after {at - first:.3f} s")
+    return ", ".join(parts)

@@ -67,8 +67,15 @@ class InjectionPace:
     @property
     def hung_s(self) -> float:
         """Without a new step."""
-        said = self.thresholds
-        return said.frozen_s + said.silent_s + said.hung_s + said.host_s + said.store_s + self.beyond_thresholds_s
+        limits = self.thresholds
+        return (
+            limits.frozen_s
+            + limits.silent_s
+            + limits.hung_s
+            + limits.host_s
+            + limits.store_s
+            + self.beyond_thresholds_s
+        )
 
     @property
     def start_s(self) -> float:
@@ -222,7 +229,7 @@ def _found(running: _LiveRun, faults: "_Faults", hung: str, pace: InjectionPace,
 
 
 class _Faults:
-    """Those of one run: when the next one comes."""
+    """Decides when the next fault of a run comes, and injects it."""
 
     def __init__(
         self,
@@ -310,5 +317,5 @@ def _no_core_files() -> Iterator[None]:
 
 
 def steps_of(reports: Sequence[CompletedStep]) -> set[int]:
-    """That at least one rank has completed."""
+    """Return the steps that at least one rank has completed."""
     return {report.step for report in reports}

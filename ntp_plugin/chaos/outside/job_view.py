@@ -77,22 +77,22 @@ class JobView:
 
     def look(self) -> None:
         """Read what is new."""
-        for told in sorted(self._follower.news(), key=lambda one: one.at):
-            self._hear(told)
+        for recorded in sorted(self._follower.news(), key=lambda one: one.at):
+            self._hear(recorded)
         self._read_output()
 
-    def _hear(self, told: RecordedEvent) -> None:
-        match told.event:
+    def _hear(self, recorded: RecordedEvent) -> None:
+        match recorded.event:
             case Began(number=number, pid=pid):
-                self._numbers[told.slot] = self.rank_of_pid[pid] = number
+                self._numbers[recorded.slot] = self.rank_of_pid[pid] = number
                 self.newest_of.pop(number, None)
             case Committed(step=step, losses=losses):
-                rank, loss = self._numbers.get(told.slot), next(iter(losses.values()), None)
-                self._recorded.append(CompletedStep(at=told.at, rank=rank, step=step, loss=loss))
+                rank, loss = self._numbers.get(recorded.slot), next(iter(losses.values()), None)
+                self._recorded.append(CompletedStep(at=recorded.at, rank=rank, step=step, loss=loss))
                 self._count(rank, step)
             case RankLost(number=number, kind=kind, reason=reason):
                 left_out = kind == "ended" and reason.endswith(f" code {Excluded.exit_code}")
-                self.noticed.append(Noticed(at=told.at, rank=number, left_out=left_out))
+                self.noticed.append(Noticed(at=recorded.at, rank=number, left_out=left_out))
                 self.newest_of.pop(number, None)
             case _:
                 pass
@@ -111,10 +111,10 @@ class JobView:
 
     def _read_line(self, line: str) -> None:
         for found in self._line.finditer(line):  # lines of several ranks may come in one
-            said = found.groupdict()
+            fields = found.groupdict()
             try:
-                step, loss = int(said["step"]), float(said["loss"])
-                rank = None if said.get("rank") is None else int(said["rank"])
+                step, loss = int(fields["step"]), float(fields["loss"])
+                rank = None if fields.get("rank") is None else int(fields["rank"])
             except (ValueError, AttributeError):
                 continue
             self._printed.append(CompletedStep(at=time.time(), rank=rank, step=step, loss=loss))

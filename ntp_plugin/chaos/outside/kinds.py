@@ -34,7 +34,7 @@ class Act:
     after: tuple[float, float] = (0.0, 0.0)
     """Seconds since the act before; drawn from this range. For a joiner: since its process is there."""
     once_it_waits: bool = False
-    """Only when its main thread has stood still for some time, because it waits in a collective."""
+    """Only when its main thread has been idle for some time, because it waits in a collective."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

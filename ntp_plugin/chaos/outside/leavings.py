@@ -36,7 +36,7 @@ class Leavings:
 
 
 def files_there() -> frozenset[Path]:
-    """What there is of this user's in shared memory with one of our names."""
+    """Return this user's files in shared memory that have one of our names."""
     found = set[Path]()
     for path in shared_memory().glob(f"{_OURS}*"):
         with contextlib.suppress(OSError):  # it was just removed

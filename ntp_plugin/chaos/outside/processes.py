@@ -30,7 +30,7 @@ class ProcessInfo:
 
 
 def all_processes() -> dict[int, ProcessInfo]:
-    """Those of the machine, by pid; zombies are left out, since nothing of them runs."""
+    """Return the machine's processes by pid, without zombies, of which nothing runs."""
     found = (read(int(path.name)) for path in _PROC.iterdir() if path.name.isdigit())
     return {process.pid: process for process in found if process is not None and process.state != ZOMBIE}
 
@@ -45,7 +45,7 @@ def read(pid: int) -> ProcessInfo | None:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """That a process was started with; empty if it is not there, or is somebody else's."""
+    """Return the environment that a process was started with; empty if it is not there, or belongs to another user."""
     try:
         words = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -124,6 +124,6 @@ def where(process: ProcessInfo) -> str:
     waits = ""
     with contextlib.suppress(OSError):
         waits = (_PROC / str(process.pid) / "wchan").read_text()
-    said = environment(process.pid)
-    rank = f"rank {said['RANK']}" if "RANK" in said else "no rank in its environment"
+    variables = environment(process.pid)
+    rank = f"rank {variables['RANK']}" if "RANK" in variables else "no rank in its environment"
     return f"pid {process.pid}, {rank}, state {now.state if now else 'gone'}, main thread in {waits or 'user space'}"

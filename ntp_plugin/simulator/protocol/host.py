@@ -1,4 +1,4 @@
-"""One supervisor: it looks at the beats of its ranks, judges, publishes who is gone, and starts anew.
+"""One simulated supervisor: it reads heartbeats, judges its ranks, publishes losses, and starts new processes.
 
 What it concludes is the live detector's: `gone` for its own ranks, `standstill` and `judge` for those who hold all
 others up, and the silence of other hosts. Here it looks less often than live, at moments that the seed draws.
@@ -89,12 +89,12 @@ class Host:
         """How its ranks stand, when it is asked."""
         return self._standstill() if self.alive else None
 
-    def hear_all(self, epoch: int, told: dict[int, Standstill | None]) -> None:
+    def hear_all(self, epoch: int, answers: dict[int, Standstill | None]) -> None:
         """What each host with members answered to its question."""
         if not self.alive or epoch != self.view.epoch:
             return
-        slots = {host: {s for s in self.view.slots if self._job.host_of(s) == host} for host in told}
-        found = {verdict.slot for verdict in self._job.rules.judge(told, slots, THRESHOLDS)}
+        slots = {host: {s for s in self.view.slots if self._job.host_of(s) == host} for host in answers}
+        found = {verdict.slot for verdict in self._job.rules.judge(answers, slots, THRESHOLDS)}
         member_ids = [member_id for member_id in self.view.member_ids if member_id.slot in found]
         self._require_guilty(member_ids)
         if member_ids:
@@ -132,7 +132,7 @@ class Host:
     # ------------------------------------------------ what follows
 
     def publish(self, member_ids: list[MemberId]) -> None:
-        """Make sure that none of the seats is in the newest view."""
+        """Make sure that none of these members is in the newest view."""
         lost = [member_id.slot for member_id in self.view.member_ids if member_id in member_ids]
         if not lost or not self.alive:
             return

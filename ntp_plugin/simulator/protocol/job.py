@@ -1,4 +1,4 @@
-"""All of them in one run: a safety phase, and a liveness phase."""
+"""One run of all simulated ranks and supervisors: a safety phase, then a liveness phase."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -122,7 +122,7 @@ class VirtualJob:
             self.store.write(protocol.view_key(again.epoch), again.encode(), lambda _: None)
 
     def is_guilty(self, member_id: MemberId) -> bool:
-        """Whether something has befallen a seat for which a detector may put it out."""
+        """Return whether a member has had a fault for which a detector may evict it."""
         worker = next(process for process in self.processes if process.member_id == member_id)
         ill = not worker.alive or worker.stopped_at is not None or worker.hung or member_id in self._doubted
         return ill or worker.member.phase is Phase.EXCLUDED or bool(self._cuts)
@@ -147,7 +147,7 @@ class VirtualJob:
         return tuple(sorted(other for cut in self._cuts if host in cut for other in cut - {host}))
 
     def send(self, sender: SimulatedProcess, message: Message, slots: Iterable[int]) -> None:
-        """To those who sit in the slots when it comes, in their own time."""
+        """Send a message to the processes that have these slots when it arrives, each after its own delay."""
         for slot in slots:
             if self.host_of(slot) not in self.cut_from(sender.host):
                 self.time.after(self.wires.delay(), self._deliver, message, slot)
@@ -159,13 +159,13 @@ class VirtualJob:
 
     def ask_all(self, asking: Host) -> None:
         """Every host with members says how its ranks stand, each at a moment of its own; the asking one judges."""
-        view, told = asking.view, dict[int, Standstill | None]()
+        view, answers = asking.view, dict[int, Standstill | None]()
         hosts = {self.host_of(slot) for slot in view.slots}
 
         def answer(host: Host) -> None:
-            told[host.number] = host.answer() if host.view.epoch == view.epoch else None
-            if len(told) == len(hosts):
-                asking.hear_all(view.epoch, told)
+            answers[host.number] = host.answer() if host.view.epoch == view.epoch else None
+            if len(answers) == len(hosts):
+                asking.hear_all(view.epoch, answers)
 
         for number in sorted(hosts):
             if self.hosts[number].alive:
@@ -181,7 +181,7 @@ class VirtualJob:
         self.state_lost = True
 
     def has_been_in(self, member_id: MemberId) -> bool:
-        """Whether a view had the seat."""
+        """Return whether any view contained this member."""
         return any(member_id in view.member_ids for view in self._views.values())
 
     def entries(self, view: View) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""What must hold: while anything may happen, and once nothing more does."""
+"""The laws that the protocol must keep: safety while faults happen, and liveness after them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -29,9 +29,9 @@ def vote_on(step: int) -> int:
 
 def require_one_mind(view: View, digests: Iterable[str | None]) -> None:
     """All members of an epoch made the same plan."""
-    told = set(digests)
-    if len(told) != 1 or None in told:
-        raise Violation(f"the members of epoch {view.epoch} made different plans: {sorted(map(str, told))}")
+    distinct = set(digests)
+    if len(distinct) != 1 or None in distinct:
+        raise Violation(f"the members of epoch {view.epoch} made different plans: {sorted(map(str, distinct))}")
 
 
 def require_standable(view: View, reports: Mapping[int, Report], decision: Decision) -> None:
@@ -42,7 +42,7 @@ def require_standable(view: View, reports: Mapping[int, Report], decision: Decis
         raise Violation(f"step {newest} was applied, and epoch {view.epoch} goes back to {decision.step}")
     for slot, report in veterans.items():
         if not report.oldest <= decision.step <= report.applied + report.prepared:
-            raise Violation(f"slot {slot} cannot stand on step {decision.step}: {report}")
+            raise Violation(f"slot {slot} cannot resume from step {decision.step}: {report}")
     if decision.vote != vote_on(decision.step):
         raise Violation(f"the vote on step {decision.step} is told wrongly")
 

@@ -1,4 +1,4 @@
-"""One rank: it trains, agrees, stands, and leaves.
+"""One simulated rank: it trains, agrees, resumes, and leaves.
 
 Training is here as far as agreement depends on it. A step is a contribution to every other member, the vote once all
 contributions have come, and the update once all votes have. What has been sent stays sent; who has left an epoch takes
@@ -45,10 +45,10 @@ class SimulatedProcess:
         self.started_at = self.moved_at = job.time.now
         self.hung_at: float | None = None
         self.stopped_at: float | None = None
-        """When it died or was frozen: its heart has not beaten since."""
+        """When it died or was frozen: it has sent no heartbeat since."""
         self._computing: tuple[int, int] | None = None
         """Epoch and step that it works at, outside of every collective."""
-        self._told: Report | None = None
+        self._own_report: Report | None = None
         self._decision: Decision | None = None
         self._reports: dict[int, Report] = {}
         self._inbox: set[Message] = set()
@@ -89,7 +89,7 @@ class SimulatedProcess:
             self._do(work)
 
     def hang(self) -> None:
-        """Its main thread stands still wherever it is, in a wait for others too; its heart beats on."""
+        """Its main thread hangs wherever it is, also in a wait for others; its heartbeat goes on."""
         self.hung_at = self._job.time.now
         if self._computing is not None:
             self.moved_at = self.hung_at
@@ -140,19 +140,19 @@ class SimulatedProcess:
         if self._is_done() and self._take_leave(read):
             return
         before = self.member
-        if before.phase is Phase.REPORTING and self._told is None:
-            self._told = self._report()
+        if before.phase is Phase.REPORTING and self._own_report is None:
+            self._own_report = self._report()
         if before.phase is Phase.PLANNING and self._decision is None and not self._plan(read):
             return
         self.member, write = self._job.rules.advance(
             before,
             read,
-            report=self._told or Report(applied=0, oldest=0),
+            report=self._own_report or Report(applied=0, oldest=0),
             digest=self._digest(),
             fan=self._job.schedule.fan,
         )
         if self.member.view != before.view:  # whatever it computed or gathered was of an epoch that is over
-            self._told = self._decision = self._computing = None
+            self._own_report = self._decision = self._computing = None
         if before.phase is Phase.ENTERING and self.member.phase is Phase.RUNNING:
             self._stand()
         if write is not None:
@@ -210,7 +210,7 @@ class SimulatedProcess:
             if self.member_id.slot == min(slot for slot, report in reports.items() if not report.joiner):
                 joiners = [slot for slot, report in reports.items() if report.joiner]
                 self._job.send(self, self._message(STATE, decision.step, self.state), joiners)
-        self.prepared, self._told, self._decision = False, None, None
+        self.prepared, self._own_report, self._decision = False, None, None
         self.progress()
 
     # ------------------------------------------------ training
@@ -236,7 +236,7 @@ class SimulatedProcess:
         elif not self.prepared and self._came(GRADIENTS, *here):
             self._require_same_state(*here)
             self.prepared = True
-            self._tell_all(self._message(VOTE, here[1]))
+            self._send_to_all(self._message(VOTE, here[1]))
         elif self.prepared and self._came(VOTE, *here):
             self.applied, self.prepared = here[1], False
             self.state = laws.after(self.state or 0, self.applied)
@@ -260,11 +260,11 @@ class SimulatedProcess:
         def computed() -> None:
             if self._computing == (epoch, step) and self.member.phase is Phase.RUNNING:
                 self._computing = None
-                self._tell_all(self._message(GRADIENTS, step, self.state))
+                self._send_to_all(self._message(GRADIENTS, step, self.state))
 
         self._job.time.after(self._job.compute_s(), lambda: self._do(computed))
 
-    def _tell_all(self, message: Message) -> None:
+    def _send_to_all(self, message: Message) -> None:
         self._job.send(self, message, [slot for slot in self.member.view.slots if slot != self.member_id.slot])
         self._take(message)
 

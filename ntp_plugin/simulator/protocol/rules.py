@@ -1,4 +1,4 @@
-"""The live functions, and ways to get them wrong.
+"""The live protocol functions, and planted bugs.
 
 A planted bug stands in for one function. The search must find each of them, or it would find nothing else either.
 """
@@ -38,14 +38,14 @@ def _decide_early(member: Member, read: Read, *, report: Report, digest: str | N
 
 
 def _max_for_min(reports: Mapping[int, Report]) -> Decision:
-    """Everybody is to stand on the newest step that anybody has applied or holds gradients for."""
+    """All ranks resume from the newest step that any of them has applied or holds gradients for."""
     step = max(report.applied + report.prepared for report in reports.values())
     return Decision(step=step, vote=step % 2, roll_forward=(), roll_back=())
 
 
 def _one_version_only(reports: Mapping[int, Report]) -> Decision:
     """Reduced gradients are thrown away when a member leaves, so that nobody can roll forward."""
-    return protocol.decide({slot: dataclasses.replace(told, prepared=False) for slot, told in reports.items()})
+    return protocol.decide({slot: dataclasses.replace(report, prepared=False) for slot, report in reports.items()})
 
 
 def _stale_epoch(member: Member, read: Read, *, report: Report, digest: str | None, fan: int) -> Step:
@@ -60,7 +60,7 @@ def _stale_epoch(member: Member, read: Read, *, report: Report, digest: str | No
 
 def _unhealed_donor(reports: Mapping[int, Report]) -> Decision:
     """Who has come back and holds nothing yet counts as one who holds state."""
-    return protocol.decide({slot: dataclasses.replace(told, joiner=False) for slot, told in reports.items()})
+    return protocol.decide({slot: dataclasses.replace(report, joiner=False) for slot, report in reports.items()})
 
 
 def _nobody_hangs(*_facts: object) -> list[RankFailure]:

@@ -1,4 +1,4 @@
-"""What a seed draws: the job, its wires, and what befalls whom after how many events."""
+"""Draw a run from a seed: the job, its links, and which fault happens after how many events."""
 
 import dataclasses
 from random import Random

@@ -1,4 +1,4 @@
-"""Many seeds; a failure says its seed, and how to see it again."""
+"""Run many seeds; a failure reports its seed, and the command that replays it."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -45,7 +45,7 @@ class Wires:
         self._random, self._mean_s, self._loss = random, mean_s, loss
 
     def delay(self) -> float:
-        """Of one message: most come soon, some late, and lost ones later."""
+        """Return the delay of one message: most come soon, some late, and lost ones later."""
         delay = self._random.expovariate(1 / self._mean_s)
         while self._loss and self._random.random() < self._loss:
             delay += RETRANSMISSION_S
