@@ -104,5 +104,5 @@ def test_copies_that_do_not_tell_what_a_group_keeps_are_refused():
     member.step(torch.ones(SIZE))
     held, _ = told(member)
     told_by_others = CopiedSlice(piece=held.piece, entries=held.entries, numbers={})
-    with pytest.raises(Refused, match="the copies of w do not tell its optimizer's step"):
+    with pytest.raises(Refused, match="the copies of w lack its optimizer's step"):
         make_room(member.stepped, member.optimizer, {"w": told_by_others})
