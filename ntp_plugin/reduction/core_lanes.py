@@ -113,7 +113,7 @@ def _empty_parts(core_slices: CoreSlices, like: torch.Tensor) -> tuple[torch.Ten
     """Allocate the parts of a core, side by side in one buffer."""
     sizes = [math.prod(shape) for shape in core_slices.parts.values()]
     filled = sum(elements(slices, core_slices.parts) for slices in core_slices.into)
-    assert filled == sum(sizes), f"a core of {sum(sizes)} elements is lent {filled}"
+    assert filled == sum(sizes), f"a core of {sum(sizes)} elements receives {filled}"
     flat = like.new_empty(filled)
     views = zip(core_slices.parts.items(), torch.split(flat, sizes), strict=True)
     return flat, {name: values.view(shape) for (name, shape), values in views}
