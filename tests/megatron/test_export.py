@@ -198,7 +198,7 @@ def test_of_a_run_of_two_hosts_on_one_of_them(tmp_path):
         far.unlink()
     code, said = export(left, tmp_path / "none", tmp_path / "log")
     assert code == 2, said
-    assert "the parts of slots 0, 1 are not on this host" in said
+    assert "those of slots 0, 1" in said
 
 
 def losses(said):

@@ -120,7 +120,7 @@ def test_where_it_cannot_go(left, tmp_path, capsys):
         ({"recorded": False}, "does not say by which command"),
         ({"framework": "plain"}, "were made by plain, and it cannot start only to save"),
         ({"framework": ""}, "were made by something that does not say its name"),
-        ({"holders": (2, 3, 5)}, "the parts of slots 2, 5 are not on this host"),
+        ({"holders": (2, 3, 5)}, "those of slots 2, 5"),
         ({"here": ()}, "has copies of 0 hosts"),
     ],
 )

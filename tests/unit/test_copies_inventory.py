@@ -13,6 +13,6 @@ def test_what_is_known():
 
 
 def test_what_is_not_known_is_refused_or_told():
-    with pytest.raises(Refused, match="what becomes of buffer x, and 1 more when"):
+    with pytest.raises(Refused, match="does not know buffer x, and 1 more: lost"):
         require_known(["weight a", "buffer x", "buffer y"], KNOWN, strict=True)
     assert require_known(["weight a", "buffer x", "buffer y"], KNOWN, strict=False) == ["buffer x", "buffer y"]

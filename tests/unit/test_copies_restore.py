@@ -208,7 +208,7 @@ def restore(members, layout, *, version=VERSION, afterwards=nothing):
             process.store,
             slot=process.slot,
             host=process.host,
-            teller=process.slot == min(alike),
+            is_host_leader=process.slot == min(alike),
             tell_all=tell_all,
             address=process.server.address,
             peer=process.peer,
@@ -327,7 +327,7 @@ def test_a_copy_on_another_host_that_was_changed_is_left_aside(written, started,
     results = restore(members, layout)
     assert_sound(results)
     assert all(done.broken == ("near-0-e2-0 on host 0",) for done, _, _ in results)
-    assert any("left aside" in told for told in members[2].trouble)
+    assert any("is not used" in told for told in members[2].trouble)
     assert any("near-0-e2-0 holds column (moment)" in told for told in members[0].trouble)
 
 
