@@ -227,7 +227,7 @@ def _alike(held: Mapping[int, AvailableVersions]) -> list[_Alike]:
     ranks: dict[tuple[object, object], list[int]] = {}
     for rank, report in held.items():
         ranks.setdefault((report.versions, report.built), []).append(rank)
-    return [_Alike(report=held[of[0]], ranks=tuple(of)) for of in ranks.values()]
+    return [_Alike(told=held[of[0]], ranks=tuple(of)) for of in ranks.values()]
 
 
 type _Plans = dict[tuple[int, frozenset[int]], RecoveryPlan]
