@@ -91,7 +91,7 @@ def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meetin
             process.store,
             slot=slot,
             host=host,
-            teller=slot == min(other for other in wanted if HOSTS[other] == host),
+            is_host_leader=slot == min(other for other in wanted if HOSTS[other] == host),
             tell_all=meeting.member_id(slot),
             address=process.server.address,
             peer=process.peer,

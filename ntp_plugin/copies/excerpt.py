@@ -1,11 +1,11 @@
-"""One version out of a store that others write to, for somebody who wants to read it in peace.
+"""Takes one version out of a store that others write to, so that it can be read undisturbed.
 
-A version that all have is overwritten when the next but one is begun, which is soon. Whoever takes longer than that to
-use it has it copied first. The copying may lose the race as well: a manifest goes before the first byte of its copy
-changes, so that is noticed, and the newest version of then is taken instead.
+A committed version is overwritten when the next but one is begun, which is soon. A reader that takes longer copies the
+version first. The copying may lose the race as well. It notices that, because a manifest is removed before the first
+byte of its copy changes, and takes the newest version of that time instead.
 
 The excerpt takes memory for one version, half of what the copies take. A run that loses a rank needs room as well, so
-no more than half of what is free is taken.
+the excerpt takes no more than half of the free memory.
 """
 
 import os
@@ -20,24 +20,24 @@ _ATTEMPTS = 5
 
 
 def newest(store: Store) -> Version:
-    """The last one of which all parts are here; raises where there is none."""
+    """Return the newest version of which all parts are on this host; raises `Refused` if there is none."""
     for version in restore.standable([restore.describe(store)]):
         return version
-    told = {version: set(holders) for _, version, holders in store.versions()}
-    if not told:
+    holders_of = {version: set(holders) for _, version, holders in store.versions()}
+    if not holders_of:
         raise Refused(f"{store.folder} has no copies", way_out="ntp copies list shows where there are some")
-    last = max(told, key=lambda version: (version.step, version.epoch))
+    last = max(holders_of, key=lambda version: (version.step, version.epoch))
     there = [place for place, version, _ in store.versions() if version == last and place.kind != PARITY]
-    missing = told[last] - {place.slot for place in there}
+    missing = holders_of[last] - {place.slot for place in there}
     raise Refused(
-        f"of {last} the parts of slots {', '.join(map(str, sorted(missing)))} are not on this host ({store.folder})",
+        f"this host ({store.folder}) lacks parts of {last}: those of slots {', '.join(map(str, sorted(missing)))}",
         way_out="ntp run --ntp-resume latest --save on all hosts that have parts of it; or keep far copies"
         " (--ntp-copies-far) so that each host has all",
     )
 
 
 def take(store: Store, into: Store) -> Version:
-    """Have the newest version of the one in the other, which is empty."""
+    """Copy the newest version of one store into the other, which is empty."""
     tried: list[str] = []
     for _ in range(_ATTEMPTS):
         version = newest(store)
@@ -45,13 +45,12 @@ def take(store: Store, into: Store) -> Version:
         _require_room(store, into, places)
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda place: store.copy(place, into), places))
-        if restore.standable([restore.describe(into)]) == [version]:  # and nothing newer for some of the slots
+        if restore.standable([restore.describe(into)]) == [version]:  # and not a newer one for some slots
             return version
         tried.append(str(version))
         into.forget_all()
     raise NtpError(
-        f"{store.folder}: no version stayed for as long as it takes to copy it (overwritten meanwhile:"
-        f" {', '.join(tried)})",
+        f"{store.folder}: each version was overwritten before it could be copied ({', '.join(tried)})",
         way_out="--ntp-copies-lag-steps in the run makes each stay longer; or export when the run has ended",
     )
 

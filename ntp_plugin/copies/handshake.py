@@ -26,16 +26,16 @@ import time
 from collections.abc import Callable
 
 HANDSHAKE_S = 10.0
-"""From the connection to the client's proof: a processor that is fully loaded answers within a second."""
+"""Seconds from the connection to the client's proof: a fully loaded processor answers within a second."""
 PENDING = 64
-"""Connections that have not proved themselves, at once."""
-_TOLD_EVERY_S = 60.0
+"""The number of connections that may be open without a proof."""
+_REPORT_EVERY_S = 60.0
 """Failed proofs are reported once in this time, with their number: strangers must not fill the job's record."""
 _MAGIC = b"ntp-cop1"
 _RANDOM = 32
 _PROOF = hashlib.sha256().digest_size
 _FULL_S = 0.1
-"""Until a connection is tried again for which the host had no descriptor or no thread."""
+"""Seconds until another attempt to accept a connection for which the host had no descriptor or no thread."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -52,7 +52,7 @@ class Credentials:
     secret: str = dataclasses.field(repr=False)
 
     def proof(self, side: bytes, servers: bytes, clients: bytes) -> bytes:
-        """The bytes by which a side (`b"client"` or `b"server"`) proves in this connection that it has the key."""
+        """The bytes by which a side (`b"client"` or `b"server"`) proves that it has the key, in this connection."""
         of = b"\0".join((side, hashlib.sha256(self.run.encode()).digest(), servers + clients))
         return hmac.digest(self.secret.encode(), of, "sha256")
 
@@ -61,7 +61,7 @@ def authenticate(connection: socket.socket, credentials: Credentials) -> None:
     """Run the client's half of the handshake on a connected socket; it waits no longer than the socket's timeout.
 
     Raises:
-        OSError: The server hung up, as it does with who has another key, or did not answer in time.
+        OSError: The server hung up, as it does on a client with another key, or did not answer in time.
         ValueError: The other side is no server of copies, or has another key.
     """
     challenge = _receive(connection, len(_MAGIC) + _RANDOM)
@@ -94,7 +94,8 @@ class _Pending:
     answer: bytes = b""
 
     def is_complete(self) -> bool:
-        """Read what has come; whether it is the whole answer. Never waits. Raises OSError where the client hung up."""
+        """Read what has come, without waiting, and return whether the answer is complete. Raises OSError on a
+        hang-up."""
         with contextlib.suppress(BlockingIOError):
             more = self.connection.recv(_RANDOM + _PROOF - len(self.answer))
             if not more:
@@ -119,11 +120,11 @@ class Gatekeeper:
         """Make one; `run` does the work.
 
         Args:
-            listener: The listening socket; whoever made it closes it.
+            listener: The listening socket; the caller closes it.
             credentials: What clients have to prove that they know.
             admit: Takes over a connection whose client has proved itself. It may raise RuntimeError or OSError where
                 there is no thread for it; it has closed the connection then.
-            report: Called with one line when somebody has failed to prove itself, at most once a minute.
+            report: Called with one line when a client has failed to prove itself, at most once a minute.
             handshake_s: The seconds that a handshake may take.
             pending: The handshakes that may be under way at once.
         """
@@ -142,8 +143,8 @@ class Gatekeeper:
         """Accept and authenticate until the server is closed.
 
         Args:
-            closed: Waits up to so many seconds for the server to be closed; whether it is. Whoever closes it shuts the
-                listener down as well, which wakes this thread.
+            closed: Waits up to the given seconds for the server to be closed, and returns whether it is. Closing also
+                shuts the listener down, which wakes this thread.
         """
         listener = self._listener
         listener.setblocking(False)
@@ -156,7 +157,7 @@ class Gatekeeper:
                             self._accept()
                         else:
                             self._hear(key.fileobj)  # type: ignore[arg-type]
-                    except (OSError, RuntimeError) as error:  # the server was closed, or somebody has opened too many
+                    except (OSError, RuntimeError) as error:  # the server was closed, or too many files are open
                         if not closed(_FULL_S):
                             _LOG.warning("a connection for copies was not taken: %s", error)
                 self._drop_late_ones()
@@ -223,7 +224,7 @@ class Gatekeeper:
             f"{address} asked for copies of {self._credentials.run!r} and did not prove that it has the job's token"
             f" ({self._failed} such connections so far)"
         )
-        self._reports_at = now + _TOLD_EVERY_S
+        self._reports_at = now + _REPORT_EVERY_S
 
     def _drop_late_ones(self) -> None:
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""Which pieces a copy has, what is kept of each, and where in its bytes: the same from version to version.
+"""Which slices a copy has, what is kept of each, and where in its bytes: the same from version to version.
 
-So it is looked at once. What there is to know for the digests of all of it (`table.py`), how it is written in a
-manifest, and what of it is taken in at a time stays in memory with it, and each version finds it there.
+So it is worked out once. The inputs for the digests (`table.py`), the text for a manifest, and the batches in which a
+copy is received stay in memory with it, and each version finds them there.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ntp_plugin.copies.slices import TensorSlice, read_piece
+from ntp_plugin.copies.slices import TensorSlice, read_slice
 from ntp_plugin.copies.table import AT_ONCE, Numbers, Table
 
 DTYPES = {
@@ -24,16 +24,16 @@ DTYPES = {
 }
 _ALIGNED = 64
 _REMEMBERED = 32
-"""Of one's own state, and of what others send."""
+"""Layouts kept in memory: of this rank's state, and of what others send."""
 
 type Kind = tuple[str, str, int]
-"""Of a piece's values: the name, the type, and where in the copy's bytes they begin."""
-type Pieces = tuple[tuple[TensorSlice, tuple[Kind, ...]], ...]
+"""One kind of a slice's values: the name, the type, and where in the copy's bytes they begin."""
+type SlicesAndKinds = tuple[tuple[TensorSlice, tuple[Kind, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CopyBatch:
-    """Pieces that follow one another, from the `first` on, and the bytes among which theirs are."""
+    """Consecutive slices, from the `first` on, and the range of bytes that holds theirs."""
 
     first: int
     until: int
@@ -42,22 +42,22 @@ class CopyBatch:
 
 
 class CopyLayout:
-    """Of a copy."""
+    """The layout of a copy."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: SlicesAndKinds) -> None:
         self.pieces = pieces
         self.values = [(piece, name, dtype, offset) for piece, kinds in pieces for name, dtype, offset in kinds]
         self.named = [(piece.tensor, name) for piece, name, _, _ in self.values]
-        """Tensor and name of each value, piece by piece."""
+        """Tensor and name of each value, slice by slice."""
         self.begins = [0, *np.cumsum([len(kinds) for _, kinds in pieces], dtype=np.intp).tolist()]
-        """Which value is each piece's first."""
+        """The number of each slice's first value."""
         self._sizes = [piece.size * DTYPES[dtype].itemsize for piece, _, dtype, _ in self.values]
         self.is_sound = all(size >= 0 <= offset for (*_, offset), size in zip(self.values, self._sizes, strict=True))
-        """Whether there is such a copy: memory is taken for as many elements as a stranger says."""
+        """Whether such a copy can exist: memory is taken for as many elements as a stranger says."""
         self.end: int = max(
             (offset + size for (*_, offset), size in zip(self.values, self._sizes, strict=True)), default=0
         )
-        """So many bytes it has to have."""
+        """The bytes that a copy must have."""
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, CopyLayout) and self.pieces == other.pieces)
@@ -66,20 +66,20 @@ class CopyLayout:
         return hash(self.pieces)
 
     def __str__(self) -> str:
-        return f"{len(self.values)} values of {len(self.pieces)} pieces"
+        return f"{len(self.values)} values of {len(self.pieces)} slices"
 
     @functools.cached_property
     def text(self) -> bytes:
-        """As manifests have it."""
+        """The layout as manifests have it."""
         return json.dumps([[_fields(piece), kinds] for piece, kinds in self.pieces]).encode()
 
-    # ------------------------------------------------ for machine code
+    # ------------------------------------------------ for native code
 
     @functools.cached_property
     def table(self) -> Table:
-        """Of all values."""
+        """The native code's table of all values."""
         for piece, *_ in self.values:
-            if piece.runs.size != piece.size:  # machine code would read what is behind it
+            if piece.runs.size != piece.size:  # native code would read past its end
                 raise ValueError(f"{piece.tensor} of {piece.size} elements has places for {piece.runs.size}")
         return Table([(piece.runs, DTYPES[dtype]) for piece, _, dtype, _ in self.values])
 
@@ -95,28 +95,28 @@ class CopyLayout:
 
     @functools.cached_property
     def is_aligned(self) -> bool:
-        """Whether each value begins where one of its type may."""
+        """Whether each value begins at a multiple of its type's size."""
         return all(offset % DTYPES[dtype].itemsize == 0 for *_, dtype, offset in self.values)
 
     @functools.cached_property
     def there(self) -> Numbers:
-        """For each row of the table: how many bytes of a copy have to be there for it and all before it."""
+        """For each row of the table: the bytes of a copy that must have arrived for it and all rows before it."""
         ends: Numbers = np.maximum.accumulate(self.offsets[self.table.of_row] + self.table.ends)
         return ends
 
-    # ------------------------------------------------ for who takes it in
+    # ------------------------------------------------ for the receiver
 
     @functools.cached_property
     def batches(self) -> tuple[CopyBatch, ...]:
-        """One piece at a time, or some small ones."""
+        """Batches to receive: one slice at a time, or some small ones."""
         return tuple(self._batches())
 
     def _batches(self) -> Iterator[CopyBatch]:
         at = 0
         for first, until in itertools.pairwise([0, *self._ends_of_batches()]):
-            of_it = range(self.begins[first], self.begins[until])
-            begin = min((self.values[number][-1] for number in of_it), default=at)
-            at = max((self.values[number][-1] + self._sizes[number] for number in of_it), default=at)
+            numbers = range(self.begins[first], self.begins[until])
+            begin = min((self.values[number][-1] for number in numbers), default=at)
+            at = max((self.values[number][-1] + self._sizes[number] for number in numbers), default=at)
             yield CopyBatch(first=first, until=until, begin=begin, end=at)
 
     def _ends_of_batches(self) -> Iterator[int]:
@@ -132,37 +132,37 @@ class CopyLayout:
 
 
 @functools.lru_cache(_REMEMBERED)
-def laid_out(pieces: Pieces) -> CopyLayout:
-    """The one that has these."""
+def laid_out(pieces: SlicesAndKinds) -> CopyLayout:
+    """The layout of these slices."""
     return CopyLayout(pieces)
 
 
 @functools.lru_cache(_REMEMBERED)
 def in_a_row(kinds: tuple[tuple[TensorSlice, tuple[tuple[str, torch.dtype], ...]], ...]) -> CopyLayout:
-    """The layout of these pieces, with the names and types of what is kept of each, one after the other."""
-    sizes = [piece.size * dtype.itemsize for piece, of_piece in kinds for _, dtype in of_piece]
+    """The layout of these slices one after the other, each with the names and types of what is kept of it."""
+    sizes = [piece.size * dtype.itemsize for piece, of_slice in kinds for _, dtype in of_slice]
     offsets = iter(places(sizes)[0])
     return laid_out(
         tuple(
-            (piece, tuple((name, dtype_name(dtype), next(offsets)) for name, dtype in of_piece))
-            for piece, of_piece in kinds
+            (piece, tuple((name, dtype_name(dtype), next(offsets)) for name, dtype in of_slice))
+            for piece, of_slice in kinds
         )
     )
 
 
 @functools.lru_cache(_REMEMBERED)
 def read_layout(text: bytes) -> CopyLayout:
-    """The one that a manifest tells of."""
+    """The layout that a manifest describes."""
     return laid_out(
         tuple(
-            (read_piece(piece), tuple((str(name), str(dtype), int(offset)) for name, dtype, offset in kinds))
+            (read_slice(piece), tuple((str(name), str(dtype), int(offset)) for name, dtype, offset in kinds))
             for piece, kinds in json.loads(text)
         )
     )
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where values of so many bytes begin, and how much all of them take."""
+    """Where values of these sizes in bytes begin, and the size of all of them."""
     offsets, at = [], 0
     for size in sizes:
         offsets.append(at)
@@ -172,13 +172,13 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests write it."""
+    """The name of a dtype, as manifests write it."""
     return str(dtype).removeprefix("torch.")
 
 
-_ALL_OF = operator.attrgetter(*(field.name for field in dataclasses.fields(TensorSlice)))
+_fields_of = operator.attrgetter(*(field.name for field in dataclasses.fields(TensorSlice)))
 
 
 def _fields(piece: TensorSlice) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = _ALL_OF(piece)
+    values: tuple[Any, ...] = _fields_of(piece)
     return values

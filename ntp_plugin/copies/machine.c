@@ -1,8 +1,8 @@
-/* The sums of digest.py, by whatever vector instructions the processor has, copying what is summed, and folding into a
+/* Makes the sums of digest.py with the processor's vector instructions, copies what is summed, and folds bytes into a
    parity; `machine.py` says when these are used.
 
-   All parts of a state come in one call. They are many and small, and a call from Python takes as long as to read some
-   ten thousand words. A page is copied right after its sum was made: it is read from memory once. */
+   One call covers all parts of a state. They are many and small, and a call from Python takes as long as to read some
+   ten thousand words. A page is copied right after its sum was made, so that it is read from memory once. */
 
 #include <stdint.h>
 #include <string.h>
@@ -12,8 +12,8 @@
 
 #define LINE 64 /* bytes of a processor's cache */
 #define BLOCK 128 /* words */
-#define AHEAD 8192 /* Bytes that are asked for before they are read. A processor sees by itself that words are read one
-                      after the other, but not beyond a page of memory, and keys are read beside them. */
+#define AHEAD 8192 /* Bytes to prefetch ahead. A processor detects by itself that words are read one after the other, but
+                      not beyond a page of memory, and keys are read beside them. */
 
 #if defined(__x86_64__) && defined(__linux__)
 #define ON_ANY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -33,11 +33,11 @@ typedef struct {
 
 typedef struct {
     uint64_t sum;
-    uint64_t largest; /* of the words, but for their highest bits: it tells whether any is no finite number */
+    uint64_t largest; /* of the words, but for their highest bits: it shows whether any number is not finite */
 } Found;
 
-/* Past the caches, which belong to the training: nobody reads a copy soon. Who calls this has to wait for the writes in
-   the end, if others are to see them. */
+/* Writes past the caches, which belong to the training: nobody reads a copy soon. The caller must wait for the writes
+   in the end, so that other threads see them. */
 static void copy(void *to, const void *from, uint64_t bytes)
 {
     uint64_t done = 0;
@@ -60,7 +60,7 @@ static void wait_for_writes(void)
 #endif
 }
 
-/* A word has 64 bits once its sign is extended, and then what overflows is the same with a sign and without. */
+/* A word has 64 bits once its sign is extended; then it overflows in the same way with a sign and without. */
 #define SUM_OF(NAME, WORD, BITS, LOWER_BITS)                                                                           \
     ON_ANY_PROCESSOR static void NAME(const Rectangle *one, Found *found)                                              \
     {                                                                                                                  \
@@ -93,8 +93,8 @@ SUM_OF(sum_of_8, uint8_t, uint8_t, 0x7f)
 SUM_OF(sum_of_16, int16_t, uint16_t, 0x7fff)
 SUM_OF(sum_of_32, int32_t, uint32_t, 0x7fffffff)
 
-/* What was `found` before is added to. Whoever changes the arguments has to change the name: a library that was built
-   before is not called then. */
+/* Adds to what was `found` before. A change of the arguments needs a new name, so that a library that was built before
+   is not called. */
 void ntp_sum_and_copy(const Rectangle *all, uint64_t count, Found *found)
 {
     for (uint64_t number = 0; number < count; number++) {
@@ -114,7 +114,7 @@ ON_ANY_PROCESSOR static void fold_one(const Bytes *one)
 {
     unsigned char *restrict to = one->to;
     const unsigned char *restrict from = one->from;
-    uint64_t bytes = one->bytes; /* which a write to bytes might change, for all that a compiler knows */
+    uint64_t bytes = one->bytes; /* a compiler must assume that a write to bytes changes one->bytes */
     for (uint64_t place = 0; place < bytes; place++)
         to[place] ^= from[place];
 }

@@ -1,10 +1,9 @@
-"""What a copy says of itself: whose state it is, of which step, in which layout, and the digests of all of it.
+"""The manifest describes a copy: whose state it is, of which step, in which layout, and the digests of all of it.
 
-A copy is bytes and a manifest. Whoever finds both can tell without anybody's help what they are, where each element
-stands in its tensor, and whether they are what was written. So a manifest is made last, when the bytes are there; bytes
-without one are nothing.
+A copy is bytes and a manifest. A reader of both knows what they are, where each element lies in its tensor, and whether
+they are what was written. So a manifest is written last, when the bytes are complete; bytes without one are nothing.
 
-It is a line of JSON for what is the same from version to version (`layout.py`), one for what is not, and a checksum of
+It is a line of JSON for what is the same from version to version (`layout.py`), a line for the rest, and a checksum of
 both.
 """
 
@@ -21,12 +20,12 @@ from ntp_plugin.copies.layout import DTYPES, CopyLayout, read_layout
 from ntp_plugin.copies.slices import TensorSlice
 
 type Values = Mapping[str, torch.Tensor]
-"""Of a piece, entry by entry."""
+"""The values of a slice, entry by entry."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Version:
-    """A state of the job: the steps that are in it, and the epoch from which on its layout is."""
+    """A state of the job: the steps that are in it, and the epoch since which it has its layout."""
 
     step: int
     epoch: int
@@ -37,18 +36,18 @@ class Version:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One kind of values for all elements of a piece: its main weights, a moment of Adam's."""
+    """One kind of values for all elements of a slice: its main weights, or a moment of Adam's."""
 
     name: str
     dtype: str
     offset: int
-    """In bytes."""
+    """The first byte."""
     digest: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopiedSlice:
-    """A piece of a tensor, its values, and the numbers that its optimizer keeps besides."""
+    """A slice of a tensor, its values, and the numbers that its optimizer keeps for it."""
 
     piece: TensorSlice
     entries: tuple[Entry, ...]
@@ -60,8 +59,11 @@ class CopiedSlice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Of one slot's state in one version. `holders` are all slots that have a part of that version, and `extras` what
-    the adapter had noted besides tensors."""
+    """Describes the copy of one slot's state in one version.
+
+    `holders` are all slots that have a part of that version, and `extras` is what the adapter has noted besides
+    tensors.
+    """
 
     run: str
     version: Version
@@ -70,14 +72,14 @@ class Manifest:
     size: int
     layout: CopyLayout
     digests: tuple[int, ...]
-    """Of all values, in its order."""
+    """The digests of all values, in their order."""
     numbers: tuple[Mapping[str, Any], ...]
-    """That go with each of its pieces."""
+    """The numbers that go with each slice."""
     extras: Mapping[str, Any]
 
     @functools.cached_property
     def held(self) -> tuple[CopiedSlice, ...]:
-        """Piece by piece: for who looks at some of it, which nobody does with each version."""
+        """The copy slice by slice, for a reader of some of it; most versions are never read so."""
         digests = iter(self.digests)
         return tuple(
             CopiedSlice(
@@ -91,30 +93,32 @@ class Manifest:
         )
 
     def encode(self) -> bytes:
-        """Bytes among the extras are told as hexadecimal digits."""
+        """The manifest as text; bytes among the extras become hexadecimal digits."""
         return self._encoded
 
     @functools.cached_property
     def _encoded(self) -> bytes:
         version = self.version.step, self.version.epoch
-        told = self.run, version, self.slot, self.holders, self.size, self.digests, self.numbers, self.extras
-        body = self.layout.text + b"\n" + json.dumps(told, default=bytes.hex).encode()
+        facts = self.run, version, self.slot, self.holders, self.size, self.digests, self.numbers, self.extras
+        body = self.layout.text + b"\n" + json.dumps(facts, default=bytes.hex).encode()
         return body + b"\n" + _checksum(body)
 
     @classmethod
     def decode(cls, text: bytes) -> "Manifest | None":
-        """None where it is not what was written, or an earlier version of the plugin wrote it; raises where what was
-        written is no manifest."""
+        """Read a manifest; None if it is not what was written, or an earlier version of the plugin wrote it.
+
+        Raises if what was written is no manifest.
+        """
         body, _, checksum = text.rpartition(b"\n")
         if checksum != _checksum(body):
             return None
-        of_layout, ends, told = body.partition(b"\n")
+        layout_text, ends, facts = body.partition(b"\n")
         if not ends:
             return None
-        run, (step, epoch), slot, holders, size, digests, numbers, extras = json.loads(told)
-        layout = read_layout(of_layout)
+        run, (step, epoch), slot, holders, size, digests, numbers, extras = json.loads(facts)
+        layout = read_layout(layout_text)
         if (len(digests), len(numbers)) != (len(layout.values), len(layout.pieces)):
-            raise ValueError(f"{len(digests)} digests and numbers of {len(numbers)} pieces are not those of {layout}")
+            raise ValueError(f"{len(digests)} digests and numbers of {len(numbers)} slices are not those of {layout}")
         found = cls(
             run=run,
             version=Version(step=step, epoch=epoch),
@@ -126,7 +130,7 @@ class Manifest:
             numbers=tuple(numbers),
             extras=extras,
         )
-        vars(found)["_encoded"] = text  # who hands it on, or keeps it, need not write it anew
+        vars(found)["_encoded"] = text  # a process that passes it on, or stores it, need not encode it again
         return found
 
     def salt(self, held: CopiedSlice, entry: Entry) -> str:
@@ -134,19 +138,22 @@ class Manifest:
 
 
 def salt(run: str, step: int, tensor: str, entry: str) -> str:
-    """Of the digest of some values. The layout is no part of it: they are the same values in every layout."""
+    """The salt of a value's digest. The layout is not part of it: the values are the same in every layout."""
     return f"{run} {step} {tensor} {entry}"
 
 
 def views(memory: torch.Tensor, held: CopiedSlice, since: int = 0) -> dict[str, torch.Tensor]:
-    """The values of a piece where they lie in a copy's bytes `since` this one, entry by entry."""
+    """The values of a slice in a copy's bytes `since` this one, entry by entry."""
     return {entry.name: view(memory, held, entry, since) for entry in held.entries}
 
 
 def view(memory: torch.Tensor, held: CopiedSlice, entry: Entry, since: int = 0) -> torch.Tensor:
-    """One kind of them. There are hundreds, and each call of torch takes as long as to read some thousand of them."""
+    """One entry of a slice.
+
+    There are hundreds, and each call of torch takes as long as to read some thousand values.
+    """
     dtype, start = DTYPES[entry.dtype], entry.offset - since
-    if start % dtype.itemsize or memory.numel() % dtype.itemsize:  # some bytes of a copy, or what a stranger laid out
+    if start % dtype.itemsize or memory.numel() % dtype.itemsize:  # some bytes of a copy, or the layout of a stranger
         return memory[start : start + held.bytes_of(entry)].view(dtype)
     return memory.view(dtype).narrow(0, start // dtype.itemsize, held.piece.size)
 

@@ -1,26 +1,26 @@
-"""The parity of several slots' copies, in place of a far copy of each: a g-th of the memory, for one loss among g.
+"""One parity in place of a far copy of each of several slots: a g-th of the memory, for one loss among g.
 
 What is it? Copies are files, byte after byte. Their parity is the XOR of the bytes of all members' near copies of one
-version, as long as the longest of them. Bytes between values are taken for zeros: no digest says what they are. A
-parity is itself a copy, of one tensor of words that nobody has but it, with a digest and a manifest like any other; and
-that manifest holds those of all members. So whoever finds a parity can tell what of each of them has to come out of it.
+version, as long as the longest of them. Bytes between values count as zeros, because no digest covers them. A parity is
+itself a copy, of one tensor of words that belongs to nobody else, with a digest and a manifest like any other. That
+manifest holds those of all members. So a process that finds a parity knows what must come out of it for each member.
 
-How does it come about? Each member sends its copy as it would send a far one, with the names of those who share. The
-parity host takes some pieces at a time, verifies them, and only then folds them into the parity. It counts those of
-each member that are in. So what breaks off in the middle of a piece has left no trace, and of what is sent again only
-the pieces that are not in yet are folded: none twice. It needs memory for a chunk of each member at a time, and for no
-copy.
+How is it made? Each member sends its copy as it would send a far one, with the names of the members. The parity host
+receives some slices at a time, verifies them, and only then folds them into the parity. It counts the slices of each
+member that are in. So a connection that breaks in the middle of a slice leaves no trace, and of a copy that is sent
+again only the missing slices are folded: none twice. The host needs memory for a chunk of each member at a time, and
+for no copy.
 
-A member that is told that its part arrived can rely on it: pieces of one version are never given up for another try at
-the same version, only for a newer one, which is begun when all slots have voted on the last. Who sends an older version
-than others, or names other members, is refused, and so the version is not committed. When all pieces of all members are
-in, and not before, the manifest is written, and with it the bytes have become a copy. There are two, in turns, like
-all.
+A member can rely on the answer that its part arrived. Slices of one version are never given up for another try at the
+same version, only for a newer one, which is begun when all slots have voted on the last. A sender of an older version
+than others, or of other members' names, is refused, and so the version is not committed. When all slices of all members
+are in, and not before, the manifest is written, and with it the bytes become a copy. There are two, used in turn, as of
+all copies.
 
-And back. Where a member's copies are gone, the parity and the other members' copies are folded together again, piece by
-piece and each verified, into a file of its own, `rebuilt-...`. It has to have the digests of the lost member's own
+How is it used? If a member's copies are lost, the parity and the other members' copies are folded together again, slice
+by slice and each verified, into a file of its own, `rebuilt-...`. It must have the digests of the lost member's own
 manifest. If it has not, and all that was folded in was right, then the parity is wrong. A rebuilt copy is a source like
-any other, for everybody, until there are copies of a newer epoch.
+any other, for all members, until there are copies of a newer epoch.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _MEMBERS = "members"
 
 
 class Unwanted(NtpError):
-    """What a member sent is no part of the parity that the others make."""
+    """What a member sent does not belong to the parity that the others make."""
 
 
 class WrongParity(NtpError):
@@ -53,18 +53,18 @@ class WrongParity(NtpError):
 
 
 def parity_place(place: CopyKey, members: Sequence[int]) -> CopyKey:
-    """Where the parity is kept that this copy goes into: it is named after the first member."""
+    """The key of the parity that this copy goes into: it is named after the first member."""
     return dataclasses.replace(place, kind=PARITY, slot=min(members))
 
 
 def members_of(parity: Manifest) -> tuple[Manifest, ...]:
-    """The manifests of the copies whose parity it is."""
+    """The manifests of the copies that went into a parity."""
     found = [Manifest.decode(text.encode()) for text in parity.extras[_MEMBERS]]
-    assert None not in found, "the manifest that they are in is what was written"
+    assert None not in found, "the manifest that contains them has the right checksum"
     return tuple(one for one in found if one is not None)
 
 
-# ---------------------------------------------------------------- keeping
+# ---------------------------------------------------------------- the parity host
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class _Staged:
     members: tuple[int, ...]
     manifests: dict[int, Manifest]
     folded: dict[int, int]
-    """Member -> how many of its pieces are in."""
+    """Member -> how many of its slices are in."""
     complete: bool = False
 
     @property
@@ -86,7 +86,7 @@ class _Staged:
 
 
 class ParityStore:
-    """Those that this process keeps for slots of other hosts."""
+    """The parities that this process keeps for slots of other hosts."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -100,7 +100,10 @@ class ParityStore:
         manifest: Manifest,
         batches: Iterable[tuple[CopyBatch, torch.Tensor]],
     ) -> list[str]:
-        """A member's copy, as it comes; what of it did not come as it was. Nothing of that is in."""
+        """Receive a member's copy and fold it in; returns which of its values arrived wrong.
+
+        Slices with such values are not folded in.
+        """
         with self._lock:
             staged = self._begun(place, members, manifest)
         for batch, memory in batches:
@@ -132,7 +135,7 @@ class ParityStore:
     def _begin(self, place: CopyKey, members: tuple[int, ...], version: Version, size: int) -> _Staged:
         self._staged = {of: staged for of, staged in self._staged.items() if of.epoch >= place.epoch}
         before = self._store.written(place)
-        self._staged.pop(place, None)  # if there is no room, nothing is left of the version that was there
+        self._staged.pop(place, None)  # if there is no room, the earlier version is lost as well
         self._store.open(place, max(size, 0 if before is None else len(before))).zero_()
         staged = _Staged(version=version, members=members, manifests={}, folded={})
         self._staged[place] = staged
@@ -141,19 +144,19 @@ class ParityStore:
     def _fold_once(
         self, place: CopyKey, staged: _Staged, manifest: Manifest, batch: CopyBatch, came: torch.Tensor
     ) -> None:
-        """But for those pieces that are in: they came before, over a connection that broke."""
+        """Fold in slices, except those that came before, over a connection that broke."""
         memory = self._store.written(place)
         if self._staged.get(place) is not staged or memory is None:
             raise Unwanted(f"{manifest.version} of slot {manifest.slot} came while a newer version was begun")
         folded = staged.folded[manifest.slot]
-        assert batch.first <= folded, "they come in their order"
+        assert batch.first <= folded, "slices come in their order"
         if folded < batch.until:
             fold_batch(memory, manifest, dataclasses.replace(batch, first=folded), came)
             staged.folded[manifest.slot] = batch.until
 
     def _complete(self, place: CopyKey, staged: _Staged) -> None:
         memory = self._store.written(place)
-        assert memory is not None, "somebody just wrote there"
+        assert memory is not None, "it was just written"
         self._store.complete(place, _manifest(place, memory, [staged.manifests[slot] for slot in staged.members]))
         staged.complete = True
 
@@ -163,13 +166,13 @@ def _refuse_others(staged: _Staged, members: tuple[int, ...], manifest: Manifest
     if version != staged.version:
         raise Unwanted(f"slot {slot} sent {version}, and others of {members} have sent {staged.version}")
     if members != staged.members or slot not in members:
-        raise Unwanted(f"slot {slot} shares a parity with {members}, and those with {staged.members}")
+        raise Unwanted(f"slot {slot} names {members} as members of its parity, and the others {staged.members}")
     if staged.manifests.get(slot, manifest) != manifest:
-        raise Unwanted(f"slot {slot} sent {version} before, and it was another state")
+        raise Unwanted(f"slot {slot} sent {version} before, with another state")
 
 
 def _manifest(place: CopyKey, memory: torch.Tensor, members: Sequence[Manifest]) -> Manifest:
-    """Of a parity that is whole."""
+    """The manifest of a complete parity."""
     first = members[0]
     words = memory.view(torch.int32)
     piece = TensorSlice(
@@ -192,11 +195,11 @@ def _whole_words(size: int) -> int:
     return max(4, places([size])[1])
 
 
-# ---------------------------------------------------------------- folding
+# ---------------------------------------------------------------- folding and rebuilding
 
 
 def fold(memory: torch.Tensor, held: CopiedSlice, values: Values) -> None:
-    """A piece of a copy into bytes that may be shorter than the copy: in, or if it is in, out again."""
+    """Fold a slice of a copy into bytes that may be shorter than the copy; folded a second time it is out again."""
     for entry in held.entries:
         if 0 <= entry.offset < len(memory):
             came = values[entry.name].reshape(-1).view(torch.uint8)
@@ -205,23 +208,23 @@ def fold(memory: torch.Tensor, held: CopiedSlice, values: Values) -> None:
 
 
 def fold_batch(memory: torch.Tensor, manifest: Manifest, batch: CopyBatch, came: torch.Tensor) -> None:
-    """The same of several pieces, in the bytes that came."""
-    by_machine, layout = machine(), manifest.layout
-    if by_machine is None:
+    """Fold several slices, from the bytes that came."""
+    native, layout = machine(), manifest.layout
+    if native is None:
         for held in manifest.held[batch.first : batch.until]:
             fold(memory, held, views(came, held, batch.begin))
         return
     values = slice(layout.begins[batch.first], layout.begins[batch.until])
     offsets, sizes = layout.offsets[values], layout.sizes[values]
     assert layout.end <= len(memory), "it has grown"
-    at, came_at = np.uint64(memory.data_ptr()), np.uint64((came.data_ptr() - batch.begin) % MODULUS)
-    by_machine.fold(np.stack((offsets + at, offsets + came_at, sizes), axis=1))
+    at, source = np.uint64(memory.data_ptr()), np.uint64((came.data_ptr() - batch.begin) % MODULUS)
+    native.fold(np.stack((offsets + at, offsets + source, sizes), axis=1))
 
 
 def rebuild(
     store: Store, place: CopyKey, parity: Manifest, lost: Manifest, read: Callable[[Manifest, int, CopiedSlice], Values]
 ) -> CopyKey:
-    """Put a member's copy together beside the parity; `read` gives verified pieces of the other members' copies."""
+    """Put a member's copy together beside the parity; `read` returns verified slices of the other members' copies."""
     target = dataclasses.replace(place, kind=REBUILT, slot=lost.slot)
     memory = store.open(target, lost.size)
     try:
@@ -232,7 +235,7 @@ def rebuild(
                     fold(memory, held, read(other, number, held))
         found = wrong_in(memory, lost)
         if found:
-            raise WrongParity(f"{found[0]} of slot {lost.slot} does not come out of it as it was")
+            raise WrongParity(f"{found[0]} of slot {lost.slot} comes out of it wrong")
         store.complete(target, lost)
     except BaseException:
         store.forget(target)
@@ -241,5 +244,5 @@ def rebuild(
 
 
 def is_rebuildable(slot: int, members: Iterable[int], there: Collection[int]) -> bool:
-    """Whether a parity of these members gives a slot back, by the slots whose copies are there."""
+    """Whether a parity of these members can restore a slot, given the slots whose copies are there."""
     return slot in members and all(other in there for other in members if other != slot)

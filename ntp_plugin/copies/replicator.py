@@ -1,21 +1,21 @@
-"""Copies of this slot's state, made beside the training: near into this host's memory, far into that of others, whole
-or as a part of a parity.
+"""Makes copies of this slot's state beside the training: near into this host's memory, far into that of other hosts.
 
-A snapshot begins where a step is over. From there on a thread copies the state, and the training may read it and must
-not change it: before the optimizer steps again it waits until all is `taken`, which it is long since, as a rule. Then
-the thread sends the copy to the hosts that keep it for this slot. That may take longer than a step; until it is over
-no other snapshot is begun. The training never waits for another host.
+A far copy is a copy of its own or a part of a parity. A snapshot begins after a step. From there on a thread copies the
+state, and the training may read it but must not change it: before the optimizer steps again it waits until all is
+`taken`, which usually happened long before. Then the thread sends the copy to the hosts that keep it for this slot.
+That may take longer than a step, and no other snapshot begins until it is over. The training never waits for another
+host.
 
-Whether all slots are through is told with the vote on each step, so that all begin the next snapshot at the same step
-and know of the same version that it is `committed`: everybody's copies of it are where they belong. That version is
-not touched until another one is.
+The vote on each step says whether all slots have finished, so all begin the next snapshot at the same step, and know of
+the same version that it is `committed`: everybody's copies of it are where they belong. That version is not touched
+until another one is committed.
 
-What goes wrong is told and tried again with the next version. It costs safety, and never the training. Where a far copy
-does not arrive for long, the newest version whose near copies everybody has is `kept`: it is not touched either until
-there is another, so that who dies while a copy is taken does not take the last of them along. That takes room for a
-third copy, as long as it lasts and there is any. A copy that takes long is told as well (`Lateness`), since a loss
-costs more steps then. State that is not finite becomes no copy, since a digest would only say that this is what the
-rank had: it has been written where the version was that is given up for it, and nobody takes it for one.
+Failures are reported, and the next version is another try. They cost safety, and never the training. If far copies do
+not arrive for long, the newest version whose near copies are complete on all hosts is `kept`: it is not touched either
+until there is another, so that a rank that dies while it takes a copy does not take its last one along. That takes room
+for a third copy, while it lasts and if there is room. A copy that takes long is reported as well (`Lateness`), since a
+loss costs more steps then. State that is not finite becomes no copy, since a digest would only prove that the rank had
+it: it is written over the version that is given up for it, but never counts as a copy.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from ntp_plugin.telemetry import Copied
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of a tensor where it lives: flat, entry by entry, and the numbers that go with it."""
+    """A slice of a tensor where it lives: flat, entry by entry, and the numbers that go with it."""
 
     piece: TensorSlice
     values: Mapping[str, torch.Tensor]
@@ -51,7 +51,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What is to be copied."""
+    """The state to copy."""
 
     version: Version
     holders: tuple[int, ...]
@@ -60,31 +60,31 @@ class Snapshot:
 
 
 class StateNotFinite(NtpError):
-    """State that nobody would want back."""
+    """The state has values that are not finite, and nobody would want it back."""
 
 
-_LOOK = 0.05
-"""So many times of what is late pass from one look to the next."""
+_POLLS = 0.05
+"""The polling interval, as a fraction of the time after which a copy is late."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Lateness:
-    """Whether a copy takes so long that it has to be told: once for all that do, until one is through in time."""
+    """Decides whether to report a late copy: once for all copies that are late, until one is in time."""
 
     after_s: float
-    told: bool = False
+    was_reported: bool = False
 
     def is_news(self, seconds: float) -> bool:
-        """Of one that has been under way for so long."""
-        if self.told or seconds < self.after_s:
+        """Whether to report a copy that has been under way for this long."""
+        if self.was_reported or seconds < self.after_s:
             return False
-        self.told = True
+        self.was_reported = True
         return True
 
     def ended(self, seconds: float, *, ok: bool) -> None:
-        """One that took so long; where it did not come to all who keep it that says nothing of the next."""
+        """Record a copy that took this long. A copy that did not reach all its hosts says nothing of the next one."""
         if ok and seconds < self.after_s:
-            self.told = False
+            self.was_reported = False
 
 
 def _not_finite(snapshot: Snapshot) -> StateNotFinite:
@@ -105,10 +105,10 @@ def _layout(parts: Sequence[Part]) -> CopyLayout:
 def _copied(
     lives: Sequence[torch.Tensor], layout: CopyLayout, memory: torch.Tensor, salts: Sequence[str]
 ) -> list[int] | None:
-    """The digests of what is in memory then, or none where it is not finite."""
-    by_machine = machine()
-    if by_machine is not None and all(live.is_cpu and live.is_contiguous() for live in lives):
-        return _copied_by_machine(by_machine, lives, layout, memory, salts)
+    """Copy into memory, and return the digests of what is there; None if a value is not finite."""
+    native = machine()
+    if native is not None and all(live.is_cpu and live.is_contiguous() for live in lives):
+        return _copied_by_native_code(native, lives, layout, memory, salts)
     asked = zip(lives, layout.values, salts, strict=True)
     several = [digest.Values(tensors=[live], runs=piece.runs, salts=[of_it]) for live, (piece, *_), of_it in asked]
     numbers = digest.digests_if_finite(several)
@@ -121,17 +121,17 @@ def _copied(
     return [number for (number,) in numbers]
 
 
-def _copied_by_machine(
-    by: NativeLibrary, lives: Sequence[torch.Tensor], layout: CopyLayout, memory: torch.Tensor, salts: Sequence[str]
+def _copied_by_native_code(
+    native: NativeLibrary, lives: Sequence[torch.Tensor], layout: CopyLayout, memory: torch.Tensor, salts: Sequence[str]
 ) -> list[int] | None:
-    """The same: each page is copied when its sum was made, so that it is read from memory once."""
+    """The same in native code: each page is copied right after its sum was made, and so read from memory once."""
     table, offsets = layout.table, layout.offsets
     sizes = [live.nbytes for live in lives]
-    if sizes != layout.sizes.tolist():  # more would be read than there is
+    if sizes != layout.sizes.tolist():  # native code would read past the end
         raise ValueError(f"values of {sizes} bytes are laid out as {layout.sizes.tolist()}")
     found, at = table.nothing_found(), np.array([live.data_ptr() for live in lives], dtype=np.uint64)
-    table.sums(by, at, found, to=offsets + np.uint64(memory.data_ptr()))
-    if not table.finite(found).all() or not digest.are_finite([lives[number] for number in table.untold]):
+    table.sums(native, at, found, to=offsets + np.uint64(memory.data_ptr()))
+    if not table.finite(found).all() or not digest.are_finite([lives[number] for number in table.undecided]):
         return None
     numbers: list[int] = digest.salted(found[:, 0], table.keys, salts).tolist()
     return numbers
@@ -141,7 +141,7 @@ type Beside = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def _beside(parts: Sequence[Part]) -> Beside | None:
-    """Where the state is on a GPU it is read on a stream of its own, after all that is under way now."""
+    """A stream of its own for reading state on a GPU, after all work that is under way now; None on a CPU."""
     devices = {live.device for part in parts for live in part.values.values() if live.is_cuda}
     if not devices:
         return None
@@ -160,7 +160,7 @@ def _beside(parts: Sequence[Part]) -> Beside | None:
 
 
 class Replicator:
-    """Makes copies for one slot."""
+    """Makes the copies of one slot."""
 
     def __init__(
         self,
@@ -177,10 +177,10 @@ class Replicator:
         self._store, self._run, self._secret, self._slot = store, run, secret, slot
         self._bytes_per_s, self._timeout_s = bytes_per_s, timeout_s
         self._trouble, self._done = trouble, done
-        self._lateness = Lateness(after_s=timeout_s)  # what a peer may take to answer is what a copy may take in all
+        self._lateness = Lateness(after_s=timeout_s)  # a peer may take as long to answer as a copy may take in all
         self._peers: dict[Address, Peer] = {}
         self._far: tuple[Sequence[Address], Sequence[int]] = (), ()
-        """Who keeps what is far of this slot's, and who shares it, where that is a parity."""
+        """The addresses that keep this slot's far copy; if that is a parity, also the slots that share it."""
         self._work: tuple[Snapshot, CopyKey, Beside | None] | None = None
         self._may_pin = True
         self._wake, self._taken, self._idle = threading.Event(), threading.Event(), threading.Event()
@@ -188,30 +188,31 @@ class Replicator:
         self._idle.set()
         self._closed, self._given_up = threading.Event(), threading.Event()
         self._under_way: tuple[Version, float] | None = None
-        """What is copied now, and since when."""
+        """The version that is being copied, and since when."""
         self._ok = self._near = True
         self._begun: CopyKey | None = None
         self._committed: CopyKey | None = None
-        """Of the newest version that all slots have said to be through with: it is not touched."""
+        """The key of the newest version that all slots have finished: it is not touched."""
         self._kept: CopyKey | None = None
-        """Of a newer one whose near copies all have."""
+        """The key of a newer version whose near copies are complete on all hosts."""
         self._may_keep = True
         self._far_number = 0
-        """Of the two places there, the one that is written to."""
+        """The one of the two far places that is written to."""
         works = {"ntp-copies-sender": self._run_thread, "ntp-copies-clock": self._look_if_late}
         self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in works.items()]
         for thread in self._threads:
             thread.start()
 
-    # ------------------------------------------------ by the training
+    # ------------------------------------------------ called by the training
 
     def send_to(self, far: Sequence[Address], *, members: Sequence[int] = ()) -> None:
-        """From now on; after a recovery. With `members` it goes into the parity that these slots share."""
+        """Set the hosts that keep far copies, after a recovery; with `members`, as parts of the parity that these
+        share."""
         self._far = far, members
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Copy this, which nobody changes until it is `taken`."""
-        self._idle.wait()  # one that was given up in a recovery may not have ended yet
+        """Begin to copy a snapshot, which nobody may change until it is `taken`."""
+        self._idle.wait()  # a copy that was given up in a recovery may not have ended yet
         epoch = snapshot.version.epoch
         if self._begun is None or self._begun.epoch != epoch:
             self._kept, self._may_keep, self._far_number = None, True, 0
@@ -225,20 +226,20 @@ class Replicator:
         self._wake.set()
 
     def wait_until_taken(self) -> None:
-        """What is being copied may be changed from then on."""
+        """Wait until the state may be changed."""
         self._taken.wait()
 
     def wait(self) -> None:
-        """Until there is nothing under way."""
+        """Wait until no copy is under way."""
         self._idle.wait()
 
     def wait_until_late(self) -> None:
-        """The same, but for what takes so long that it is told."""
+        """The same, but no longer than until a copy is reported as late."""
         self._idle.wait(self._lateness.after_s)
 
     @property
     def through(self) -> bool:
-        """Whether there is nothing under way."""
+        """Whether no copy is under way."""
         return self._idle.is_set()
 
     @property
@@ -248,12 +249,12 @@ class Replicator:
 
     @property
     def ok(self) -> bool:
-        """Whether the newest copy is wherever it should be."""
+        """Whether the newest copy is on all hosts that should have it."""
         return self._ok
 
     def commit(self) -> None:
-        """Everybody's copies of the newest snapshot are where they belong."""
-        assert self._begun is not None, "there was one"
+        """Commit the newest snapshot: everybody's copies of it are where they belong."""
+        assert self._begun is not None, "a snapshot was begun"
         last, self._committed = self._committed, self._begun
         self._far_number = 1 - self._far_number
         if last is None or last.epoch < self._begun.epoch:
@@ -264,19 +265,19 @@ class Replicator:
             self._store.forget(dataclasses.replace(self._committed, number=third))
 
     def keep(self) -> None:
-        """Everybody has the newest snapshot near, and somebody's is not where it belongs."""
+        """Keep the newest snapshot: everybody's near copies are complete, but somebody's far copy is not."""
         if self._may_keep:
             self._kept = self._begun
 
     def hold(self) -> None:
-        """In a recovery: what is under way is copied to its end here, and given up where it goes elsewhere."""
+        """In a recovery, finish the near copy under way, and give up sending it."""
         self._taken.wait()
         self._given_up.set()
         for peer in list(self._peers.values()):
             peer.give_up()
 
     def close(self) -> None:
-        """End the threads; the copies stay."""
+        """Stop the threads; the copies stay."""
         self.hold()
         self._idle.wait()
         self._closed.set()
@@ -286,7 +287,7 @@ class Replicator:
         for peer in self._peers.values():
             peer.close()
 
-    # ------------------------------------------------ by the thread
+    # ------------------------------------------------ run by the thread
 
     def _run_thread(self) -> None:
         while True:
@@ -294,13 +295,13 @@ class Replicator:
             self._wake.clear()
             if self._closed.is_set():
                 return
-            assert self._work is not None, "it is woken with some"
+            assert self._work is not None, "it is woken with work"
             began = time.monotonic()
             self._under_way = self._work[0].version, began
             try:
                 self._ok = self._copy(*self._work)
                 self._lateness.ended(time.monotonic() - began, ok=self._ok)
-            except Exception as error:  # whatever it is, the training must not wait for this thread for ever
+            except Exception as error:  # on any error: the training must not wait for this thread for ever
                 self._ok = False
                 self._trouble(f"a copy was not made: {error!r}")
             finally:
@@ -309,14 +310,17 @@ class Replicator:
                 self._idle.set()
 
     def _look_if_late(self) -> None:
-        """On a thread of its own, since the one that copies may be waiting for another host. It looks from time to
-        time: to begin a thread with each copy would take as long as to copy a megabyte."""
-        while not self._closed.wait(self._lateness.after_s * _LOOK):
+        """Report a late copy.
+
+        This runs on a thread of its own, since the one that copies may be waiting for another host. It polls, because
+        to start a thread with each copy would take as long as to copy a megabyte.
+        """
+        while not self._closed.wait(self._lateness.after_s * _POLLS):
             under_way = self._under_way
             if under_way is not None and self._lateness.is_news(time.monotonic() - under_way[1]):
                 self._trouble(
                     f"{under_way[0]} is not copied after {self._lateness.after_s:g} s, by slot {self._slot} to"
-                    f" {_told(self._far[0])}: it goes on, and until it is through a loss costs the steps since the"
+                    f" {_addresses(self._far[0])}: copying goes on, and until it ends a loss costs the steps since the"
                     " copy before it (look at that host, or raise copies.lag_steps)"
                 )
 
@@ -345,7 +349,7 @@ class Replicator:
         return all(sent)
 
     def _take(self, snapshot: Snapshot, place: CopyKey, *, pinned: bool) -> tuple[Manifest, torch.Tensor]:
-        """What is copied from a GPU into pinned memory is there when its stream is through."""
+        """Copy a snapshot into memory. A copy from a GPU into pinned memory is complete when its stream is."""
         layout = _layout(snapshot.parts)
         size = places(layout.sizes.tolist())[1]
         memory = self._store.open(place, size)
@@ -397,7 +401,7 @@ class Replicator:
             self._trouble(f"{manifest.version} was not copied: {error}")
             return False
         if found:
-            self._trouble(f"{manifest.version} was copied to {address[0]}, and {found[0]} did not come as it was")
+            self._trouble(f"{manifest.version} was copied to {address[0]}, and {found[0]} arrived wrong")
         return not found
 
     def _pace(self, began: float) -> Callable[[int], None]:
@@ -412,5 +416,5 @@ class Replicator:
         return wait
 
 
-def _told(far: Sequence[Address]) -> str:
+def _addresses(far: Sequence[Address]) -> str:
     return ", ".join(f"{host}:{port}" for host, port in far) or "its own host alone"

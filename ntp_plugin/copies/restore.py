@@ -1,16 +1,16 @@
-"""A version of the job's state, put together from copies, into whatever layout is wanted now.
+"""Restores a version of the job's state from copies, in whatever layout is wanted now.
 
-All members tell each other which copies of the version they can read. Then each fetches what it needs by itself: it
-knows where every element of every copy stands in its tensor, takes what its own copy has, then what others on its host
-have, then what it must ask other hosts for, until nothing is missing. Nothing is taken from a copy whose digests are
-not right, and such a copy is not asked again. A process that holds nothing of the version is no source.
+All members report which copies of the version they can read. Then each fetches what it needs by itself: it knows where
+every element of every copy lies in its tensor. It takes elements from its own copy, then from others on its host, then
+from other hosts, until nothing is missing. It takes nothing from a copy whose digests are wrong, and does not ask such
+a copy again. A process that holds nothing of the version is no source.
 
-Where no copy of a slot is there, or no sound one has what somebody lacks, a slot's copy is put together from a parity
-and the other members' copies (`parity.py`) by whoever has the parity, and everybody has one source more. All choose
-alike what is put together, since all have told each other what they found wrong or did not reach.
+If a slot has no copy, or no sound copy has what somebody lacks, the process that has a parity rebuilds the slot's copy
+from it and the other members' copies (`parity.py`), and all members have one source more. All choose alike what to
+rebuild, since all have reported which copies are wrong or out of reach.
 
-In the end the digests of what everybody has are added up, tensor by tensor, and compared with those that the copies
-were made with. A whole that differs is named, and nobody trains on it.
+In the end the digests of everybody's values are added up, tensor by tensor, and compared with those that the copies
+were made with. A tensor that differs is named, and nobody trains on it.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, WrongCopy, select
 from ntp_plugin.errors import StateLost
 
 type TellAll = Callable[[Any], list[Any]]
-"""What one member says to all, and all have said: they come together."""
+"""Gathers a value from each member, on all members; they call it together."""
 type Broken = tuple[int, CopyKey]
-"""A copy that is not what was written: the host that has it, and where."""
+"""A copy that is not what was written: its host, and its key."""
 
 
 class _OutOfReach(Exception):
-    """No sound copy of a member is to be had."""
+    """No sound copy of a member can be read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredBytes:
-    """How much came from where, in bytes: this slot's own copy, others on this host, other hosts."""
+    """The bytes restored from this slot's own copy, from others on this host, and from other hosts."""
 
     version: Version
     own: int = 0
@@ -62,19 +62,22 @@ class RestoredBytes:
     elsewhere: int = 0
     broken: tuple[str, ...] = ()
     rebuilt: tuple[str, ...] = ()
-    """What was put together from parities first."""
+    """The copies that were rebuilt from parities first."""
 
 
 # ---------------------------------------------------------------- which version
 
 
-def standable(told: Iterable[str]) -> list[Version]:
-    """The versions of which all parts are somewhere, or can be put together, newest first, from what all members have
-    `describe`d."""
+def standable(descriptions: Iterable[str]) -> list[Version]:
+    """The versions that can be restored, newest first: all their parts have a copy somewhere, or can be rebuilt.
+
+    Args:
+        descriptions: What each member returned from `describe`.
+    """
     there: defaultdict[Version, set[int]] = defaultdict(set)
     groups: defaultdict[Version, list[list[int]]] = defaultdict(list)
     wanted: dict[Version, set[int]] = {}
-    for text in told:
+    for text in descriptions:
         for step, epoch, of, holders in json.loads(text or "[]"):
             version = Version(step=step, epoch=epoch)
             wanted[version] = set(holders)
@@ -82,7 +85,7 @@ def standable(told: Iterable[str]) -> list[Version]:
                 groups[version].append(of)
             else:
                 there[version].add(of)
-    whole = [
+    complete = [
         version
         for version, holders in wanted.items()
         if all(
@@ -90,11 +93,11 @@ def standable(told: Iterable[str]) -> list[Version]:
             for slot in holders - there[version]
         )
     ]
-    return sorted(whole, key=lambda version: (version.step, version.epoch), reverse=True)
+    return sorted(complete, key=lambda version: (version.step, version.epoch), reverse=True)
 
 
 def describe(store: Store) -> str:
-    """Which copies this host has, for a report: each with its slot, or of a parity those of its members."""
+    """Describe this host's copies for a report: each with its slot, or for a parity with its members' slots."""
     return json.dumps(
         [
             [manifest.version.step, manifest.version.epoch, _slots_of(place, manifest), manifest.holders]
@@ -107,11 +110,11 @@ def _slots_of(place: CopyKey, manifest: Manifest) -> int | list[int]:
     return [member.slot for member in members_of(manifest)] if place.kind == PARITY else place.slot
 
 
-# ---------------------------------------------------------------- putting it together
+# ---------------------------------------------------------------- restoring it
 
 
 class Restoration:
-    """One attempt of all members to put a version together."""
+    """One attempt of all members to restore a version."""
 
     def __init__(
         self,
@@ -120,78 +123,89 @@ class Restoration:
         *,
         slot: int,
         host: int,
-        teller: bool,
+        is_host_leader: bool,
         tell_all: TellAll,
         address: Address,
         peer: Callable[[Address], Peer],
         trouble: Callable[[str], None],
     ) -> None:
-        """All come together. `teller` speaks for its host, and reads for others what is nobody's own."""
+        """All members make one together; the host leader also reads its host's other copies for all."""
         self.version, self._store, self._slot, self._host = version, store, slot, host
-        self._address, self._tell_all, self._peer, self._trouble = address, tell_all, peer, trouble
+        self._address, self._all_gather, self._peer, self._trouble = address, tell_all, peer, trouble
         self._broken: set[Broken] = set()
-        """What was found to be so, by this one or, as far as they have told it, by others."""
+        """The broken copies that this process, or others that have reported them, found."""
         self._unreached: set[tuple[Address, Broken]] = set()
         self._unreached_by_some: set[Broken] = set()
         self._tried: set[tuple[Broken, int]] = set()
         self.sources: list[Source] = []
         self._parities: list[Source] = []
-        self._share(self._mine(teller=teller))
+        self._share(self._mine(is_host_leader=is_host_leader))
         self._rebuild()
 
     def _share(self, copies: Sequence[tuple[CopyKey, Manifest]] = (), lacking: str | None = None) -> str | None:
-        """Tell all of these copies, of what is wrong or out of reach, and of what is lacking, and hear of theirs; what
-        somebody lacks."""
+        """Exchange with all members these copies, the wrong and unreachable ones, and what is lacking.
+
+        Returns:
+            What some member lacks; None if nobody lacks anything.
+        """
         mine = [(dataclasses.asdict(place), manifest.encode()) for place, manifest in copies]
         unreached = frozenset(copy for _, copy in self._unreached)
-        said = self._tell_all((self._host, self._address, mine, frozenset(self._broken), unreached, lacking))
-        for host, at, told, broken, missed, _ in said:
+        reports = self._all_gather((self._host, self._address, mine, frozenset(self._broken), unreached, lacking))
+        for host, at, copies_there, broken, missed, _ in reports:
             self._broken |= broken
             self._unreached_by_some |= missed
-            for place, text in told:
+            for place, text in copies_there:
                 source = Source(host=host, place=CopyKey(**place), manifest=_decoded(text), address=(at[0], at[1]))
                 (self._parities if source.place.kind == PARITY else self.sources).append(source)
         self.sources.sort(key=self._rank)
-        return next((theirs for *_, theirs in said if theirs is not None), None)
+        return next((theirs for *_, theirs in reports if theirs is not None), None)
 
-    def _mine(self, *, teller: bool) -> list[tuple[CopyKey, Manifest]]:
-        for place, version in self._store.broken() if teller else ():
+    def _mine(self, *, is_host_leader: bool) -> list[tuple[CopyKey, Manifest]]:
+        for place, version in self._store.broken() if is_host_leader else ():
             if version not in (None, self.version):
                 continue
-            self._trouble(f"{place} is left aside: it is not whole, or not as it was written")
+            self._trouble(f"{place} is not used: it is incomplete, or not as it was written")
             self._broken.add((self._host, place))
         return [
             (place, manifest)
             for place, manifest in self._store.found()
-            if manifest.version == self.version and (teller or (place.kind == NEAR and place.slot == self._slot))
+            if manifest.version == self.version
+            and (is_host_leader or (place.kind == NEAR and place.slot == self._slot))
         ]
 
     def _rank(self, source: Source) -> tuple[Any, ...]:
-        """Own, then this host, then others; of these the next one round the ring."""
+        """The order of sources: the own copy, this host's, then others, of these the next slot round the ring first."""
         own = source.host == self._host and source.place.kind == NEAR and source.place.slot == self._slot
         return not own, source.host != self._host, (source.place.slot - self._slot) % 1024, source.host, source.place
 
     def kinds(self) -> dict[str, CopiedSlice]:
-        """Tensor -> what is kept for it, as anybody's copy has it; raises on all members alike where the copies of some
-        slot have gone since they were described."""
+        """Tensor -> what its copies keep for it.
+
+        Raises:
+            StateLost: Copies of some slot were lost after the report; all members raise it alike.
+        """
         there = {source.manifest.slot for source in self.sources}
         wanted = self._holders()
         if not wanted or wanted - there:
-            gone = ", ".join(map(str, sorted(wanted - there))) or "all slots"
+            lost = ", ".join(map(str, sorted(wanted - there))) or "all slots"
             raise StateLost(
-                f"the copies of {self.version} of {gone} are gone{self._trouble_told()}", way_out="an older version"
+                f"the copies of {self.version} of {lost} are lost{self._reported_trouble()}", way_out="an older version"
             )
         return {held.piece.tensor: held for source in self.sources for held in source.manifest.held}
 
     def extras(self) -> Mapping[str, Any]:
-        """What was noted besides tensors; this slot's own, if it had any."""
+        """What was noted besides tensors: this slot's own, if it had any."""
         return self.sources[0].manifest.extras
 
     def _holders(self) -> set[int]:
         return {slot for source in (*self.sources, *self._parities) for slot in source.manifest.holders}
 
     def fill(self, parts: Sequence[Part]) -> RestoredBytes:
-        """Have all values in these parts; raises on all members alike where something is nowhere."""
+        """Fill all values of these parts.
+
+        Raises:
+            StateLost: Some values are in no sound copy; all members raise it alike.
+        """
         amounts = {"own": 0, "here": 0, "elsewhere": 0}
         missing = [torch.ones(part.piece.size, dtype=torch.bool) for part in parts]
         while True:
@@ -200,7 +214,8 @@ class Restoration:
                 break
             if not self._rebuild():
                 raise StateLost(
-                    f"no sound copy of {self.version} has {nowhere}{self._trouble_told()}", way_out="an older version"
+                    f"no sound copy of {self.version} has {nowhere}{self._reported_trouble()}",
+                    way_out="an older version",
                 )
         rebuilt = _named((source.host, source.place) for source in self.sources if source.place.kind == REBUILT)
         return RestoredBytes(
@@ -208,7 +223,7 @@ class Restoration:
         )
 
     def _fill(self, parts: Sequence[Part], missing: Sequence[torch.Tensor], amounts: dict[str, int]) -> str | None:
-        """With what is there; what somebody lacks then."""
+        """Fill from the sources so far, and return what some member still lacks."""
         nowhere: str | None = None
         for part, of_it in zip(parts, missing, strict=True):
             left = self._fill_part(part, of_it, amounts) if of_it.any() else 0
@@ -216,14 +231,14 @@ class Restoration:
                 nowhere = nowhere or f"{left} elements of {part.piece.tensor}"
         return self._share(lacking=nowhere)
 
-    def _trouble_told(self) -> str:
+    def _reported_trouble(self) -> str:
         found = f"; not as they were written: {', '.join(_named(self._broken))}" if self._broken else ""
         if self._unreached_by_some:
             found += f"; not reached: {', '.join(_named(self._unreached_by_some))}"
         return found
 
     def _fill_part(self, part: Part, missing: torch.Tensor, amounts: dict[str, int]) -> int:
-        """How many elements are nowhere."""
+        """Fill one part, and return how many elements no source has."""
         for source in self.sources:
             for number, held in enumerate(source.manifest.held):
                 if held.piece.tensor != part.piece.tensor or not missing.any():
@@ -247,22 +262,23 @@ class Restoration:
         return "own" if (source.place.kind, source.place.slot) == (NEAR, self._slot) else "here"
 
     def _read(self, source: Source, number: int, held: CopiedSlice, wanted: Common) -> dict[str, torch.Tensor] | None:
-        """None where the copy is not what was written, or whoever has it does not answer."""
+        """Read elements of a slice; None if the copy is not what was written, or its process does not answer."""
         runs = Runs(starts=wanted.theirs, lengths=wanted.lengths)
         try:
             if source.host == self._host:
                 return self._read_here(source, held, runs)
             return self._peer(source.address).get(source.place, number, held, runs)
         except WrongCopy as error:
-            self._trouble(f"{source.place} of {self.version} is left aside: {error}")
+            self._trouble(f"{source.place} of {self.version} is not used: {error}")
             self._broken.add((source.host, source.place))
         except PeerTrouble as error:
-            self._trouble(f"{source.place} of {self.version} is left aside: {error}")
+            self._trouble(f"{source.place} of {self.version} is not used: {error}")
             self._unreached.add((source.address, (source.host, source.place)))
         return None
 
     def _is_aside(self, source: Source) -> bool:
-        """A copy that is wrong is so whoever reads it; one that was not reached may be by another process."""
+        """Whether not to read a copy. A wrong one is wrong for all; an unreachable one may be in reach of another
+        process."""
         copy = source.host, source.place
         return copy in self._broken or (source.address, copy) in self._unreached
 
@@ -279,8 +295,11 @@ class Restoration:
     # ------------------------------------------------ from parities
 
     def _rebuild(self) -> bool:
-        """Put together what no sound copy has, each by the process that told of the parity; whether there was anything
-        to be tried. All choose alike."""
+        """Rebuild the copies that have no sound source, each in the process that reported the parity; all choose alike.
+
+        Returns:
+            Whether there was anything to try.
+        """
         chosen = list(self._rebuildable())
         if not chosen:
             return False
@@ -293,7 +312,7 @@ class Restoration:
         return True
 
     def _rebuildable(self) -> Iterator[tuple[Source, Manifest]]:
-        """Parities, each with the member whose copies are gone or wrong while those of all others are there."""
+        """Yield each parity with a member whose copies are lost or wrong, if those of all other members are there."""
         aside = self._broken | self._unreached_by_some
         there = {source.manifest.slot for source in self.sources if (source.host, source.place) not in aside}
         for parity in self._parities:
@@ -309,18 +328,18 @@ class Restoration:
         try:
             place = rebuild(self._store, parity.place, parity.manifest, lost, self._read_whole)
         except _OutOfReach:
-            return []  # which was told when it was tried
+            return []  # reported when it was tried
         except NoRoom as error:
             self._trouble(str(error))
             return []
         except (WrongParity, OSError, EOFError) as error:
-            self._trouble(f"{parity.place} of {self.version} is left aside: {error}")
+            self._trouble(f"{parity.place} of {self.version} is not used: {error}")
             self._broken.add((parity.host, parity.place))
             return []
         return [(place, lost)]
 
     def _read_whole(self, member: Manifest, number: int, held: CopiedSlice) -> Mapping[str, torch.Tensor]:
-        """A piece of another member's copy, which has to be the one that went into the parity."""
+        """Read a slice of another member's copy, which must be the one that went into the parity."""
         size = torch.tensor([held.piece.size])
         everything = Common(mine=torch.zeros_like(size), theirs=torch.zeros_like(size), lengths=size)
         for source in self.sources:
@@ -330,10 +349,14 @@ class Restoration:
                     return values
         raise _OutOfReach(f"{held.piece.tensor} of slot {member.slot}")
 
-    # ------------------------------------------------ in the end
+    # ------------------------------------------------ verifying
 
     def verify(self, parts: Sequence[Part]) -> None:
-        """Raise unless the replica digests of what everybody has now are those of the copies; all members together."""
+        """Compare the digests of everybody's values with those of the copies; all members call this together.
+
+        Raises:
+            StateLost: They differ.
+        """
         run = self.sources[0].manifest.run
         mine: dict[tuple[str, str, str], int] = {}
         for part in parts:
@@ -342,19 +365,19 @@ class Restoration:
             for name, number in zip(part.values, numbers, strict=True):
                 key = part.piece.tensor, name, part.piece.whole
                 mine[key] = (mine.get(key, 0) + number) % MODULUS
-        told: list[dict[tuple[str, str, str], int]] = self._tell_all(mine)
+        gathered: list[dict[tuple[str, str, str], int]] = self._all_gather(mine)
         now: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-        for theirs in told:
+        for theirs in gathered:
             for (tensor, name, whole), number in theirs.items():
-                replica_digests = now[tensor, name]
-                replica_digests[whole] = (replica_digests.get(whole, 0) + number) % MODULUS
+                instances = now[tensor, name]
+                instances[whole] = (instances.get(whole, 0) + number) % MODULUS
         before = _replica_digests(self.sources)
-        for (tensor, name), replica_digests in now.items():
+        for (tensor, name), instances in now.items():
             then = before.get((tensor, name), {})
-            if len({*replica_digests.values(), *then.values()}) > 1:
+            if len({*instances.values(), *then.values()}) > 1:
                 raise StateLost(
                     f"{tensor} ({name}) of {self.version} is not what was copied: "
-                    + ", ".join(f"now {whole or 'in all'} {number:016x}" for whole, number in replica_digests.items())
+                    + ", ".join(f"now {whole or 'in all'} {number:016x}" for whole, number in instances.items())
                     + "; "
                     + ", ".join(f"then {whole or 'in all'} {number:016x}" for whole, number in then.items()),
                     way_out="restart from the last checkpoint",
@@ -362,7 +385,7 @@ class Restoration:
 
 
 def _replica_digests(sources: Iterable[Source]) -> dict[tuple[str, str], dict[str, int]]:
-    """(tensor, entry) -> whole -> its digest, of those replica digests all of whose parts somebody has told."""
+    """(tensor, entry) -> instance of the tensor -> its digest, for instances with copies of all their parts."""
     parts: dict[tuple[str, str], dict[str, dict[tuple[int, int], tuple[int, TensorSlice]]]] = {}
     for source in sources:
         for number, held in enumerate(source.manifest.held):
@@ -370,11 +393,11 @@ def _replica_digests(sources: Iterable[Source]) -> dict[tuple[str, str], dict[st
                 of = parts.setdefault((held.piece.tensor, entry.name), {}).setdefault(held.piece.whole, {})
                 of[source.manifest.slot, number] = entry.digest, held.piece
     found: dict[tuple[str, str], dict[str, int]] = {}
-    for key, replica_digests in parts.items():
-        for whole, told in replica_digests.items():
-            pieces = [piece for _, piece in told.values()]
+    for key, instances in parts.items():
+        for whole, digests in instances.items():
+            pieces = [piece for _, piece in digests.values()]
             if sum(piece.size for piece in pieces) == torch.Size(pieces[0].shape).numel():
-                found.setdefault(key, {})[whole] = sum(number for number, _ in told.values()) % MODULUS
+                found.setdefault(key, {})[whole] = sum(number for number, _ in digests.values()) % MODULUS
     return found
 
 
@@ -383,7 +406,7 @@ def _named(copies: Iterable[Broken]) -> list[str]:
 
 
 def _still(found: Common, missing: torch.Tensor) -> Common:
-    """What of that is missing yet."""
+    """The part of that which is still missing."""
     if missing.all():
         return found
     mine = indices(found.mine, found.lengths)

@@ -1,9 +1,9 @@
-"""Where the elements of a part stand in the whole tensor, and the keys of these places.
+"""Where the elements of a part lie in the full tensor, and the keys of these places.
 
-Each place has a key, an odd number of 64 bits. It is that of the place in its page, which is the same for all pages and
-stays in a processor's cache, times that of the page. A page is some rows of the tensor. So a part has the same places
-in one page as in the next, be it cut by rows or by columns, and its pages are a matrix with one vector of keys
-(`Rectangle`).
+Each place has a key, an odd number of 64 bits. It is the key of the place in its page, which is the same for all pages
+and stays in a processor's cache, times the key of the page. A page is some rows of the tensor. So a part has the same
+places in one page as in the next, whether it is cut by rows or by columns, and its pages are a matrix with one vector
+of keys (`Rectangle`).
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 MODULUS = 1 << 64
 PAGE = 1 << 13
-"""Elements: of a page as many rows as fit, and one if it is longer."""
+"""Elements of a page: as many rows as fit, or one if it is longer."""
 _LONGEST = 8 * PAGE
 """Elements of a row."""
 _REMEMBERED = 256
-"""Cuts: the layers of a model are alike, and copied step after step. To look at the places of a small part costs more
-than the product."""
+"""Cuts kept in memory: the layers of a model are alike, and copied step after step. To work out the places of a small
+part costs more than the product."""
 
 type Words = NDArray[np.int64]
-"""Or of fewer bits, before they are converted."""
+"""Words of 64 bits, or of fewer before they are converted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class Rectangle:
     offset: int
     """Where they begin in the part."""
     pages: Words
-    """Their keys."""
+    """The keys of the pages."""
     keys: Words
-    """Those of the places in one of them."""
+    """The keys of the places in one page."""
 
     def of_keys(self) -> int:
         """The sum of the keys of all places."""
@@ -45,13 +45,13 @@ class Rectangle:
 
     @functools.cached_property
     def in_memory(self) -> tuple[int, int, int, int]:
-        """Where the keys of the places are, and those of the pages, and how many."""
+        """The addresses of the keys of the places and of the pages, and their numbers."""
         return self.keys.ctypes.data, self.pages.ctypes.data, len(self.keys), len(self.pages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Places in the whole tensor, told as runs of flat indices, in the order in which a part holds them."""
+    """Places in the full tensor as runs of flat indices, in the order in which a part holds them."""
 
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -64,16 +64,16 @@ class Runs:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """Where in the part each run begins."""
+        """Where each run begins in the part."""
         return self.lengths.cumsum(0) - self.lengths
 
     def of_words(self, size: int) -> "Runs":
-        """The same of the words of elements of so many bytes."""
+        """The places of words, if an element has this many bytes."""
         return self if size < 8 else self._of_two_words
 
     @functools.cached_property
     def _of_two_words(self) -> "Runs":
-        """Where each element is two."""
+        """The places of words, if each element is two of them."""
         return Runs(starts=self.starts * 2, lengths=self.lengths * 2, page=self.page * 2)
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class Runs:
             yield Rectangle(offset=int(offsets[begin]), pages=page_keys[number:until].numpy(), keys=keys)
 
     def _cut_at_pages(self) -> "Runs":
-        """Each run within one page."""
+        """Cut the runs, so that each is within one page."""
         first = self.starts // self.page
         counts = (self.starts + self.lengths - 1) // self.page - first + 1
         run = torch.repeat_interleave(torch.arange(len(counts)), counts)
@@ -112,7 +112,7 @@ class Runs:
 def runs_of(
     shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]], start: int = 0, stop: int | None = None
 ) -> Runs:
-    """All of a tensor of this shape, but along `dim`, where it is these ranges; of that, the elements from `start` to
+    """The runs of a tensor of this shape whose `dim` is cut to these ranges; of that, the elements `start` to
     `stop`."""
     return _runs_of(tuple(shape), dim, tuple(ranges), start, stop)
 
@@ -140,7 +140,7 @@ def _all_runs_of(shape: tuple[int, ...], dim: int, ranges: tuple[tuple[int, int]
 
 
 def _clipped(runs: Runs, start: int, stop: int | None) -> Runs:
-    """Those elements of a part from `start` to `stop`."""
+    """The elements of a part from `start` to `stop`."""
     begins, ends = runs.offsets, runs.offsets + runs.lengths
     first, last = begins.clamp(min=start), ends.clamp(max=stop if stop is not None else runs.size)
     left = last > first
@@ -148,14 +148,14 @@ def _clipped(runs: Runs, start: int, stop: int | None) -> Runs:
 
 
 def _page(shape: Sequence[int]) -> int:
-    """A row is all that comes after the first dim, or after the second one where that is too much, and so on."""
+    """The elements of a page. A row is all dims after the first; if that is too long, after the second, and so on."""
     rows = (_product(shape[dim:]) for dim in range(1, len(shape) + 1))
     row = next((row for row in rows if row <= _LONGEST), 1)
     return max(1, PAGE // row) * row if row else PAGE
 
 
 def _unlike_the_one_before(counts: torch.Tensor, runs: torch.Tensor) -> list[int]:
-    """The pages of whose runs, so many, one is not like that in the page before."""
+    """The pages that have other runs than the page before them, given the number of runs in each."""
     before = torch.arange(runs.shape[1]) - torch.repeat_interleave(counts, counts)
     differing = (runs != runs[:, before.clamp(min=0)]).any(0).cumsum(0)[counts.cumsum(0) - 1]
     unlike = torch.ones(len(counts), dtype=torch.bool)
@@ -165,7 +165,7 @@ def _unlike_the_one_before(counts: torch.Tensor, runs: torch.Tensor) -> list[int
 
 
 def _keys_at(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Of places in a page."""
+    """The keys of places in a page."""
     keys = keys_in_page(torch.device("cpu"))
     if len(starts) == 1:
         return keys.narrow(0, int(starts), int(lengths))
@@ -176,12 +176,12 @@ def _keys_at(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def keys_in_page(device: torch.device) -> torch.Tensor:
-    """Of the places in a page: not those of any page."""
+    """The keys of the places in a page, which are the keys of no page."""
     return odd_numbers(-1 - torch.arange(2 * _LONGEST, device=device))
 
 
 def odd_numbers(numbers: torch.Tensor) -> torch.Tensor:
-    """Pseudo-random ones: the finalizer of splitmix64."""
+    """Pseudo-random odd numbers: the finalizer of splitmix64."""
     numbers = numbers * -0x61C8864680B583EB
     numbers = (numbers ^ _shifted(numbers, 30)) * -0x40A7B892E31B1A47
     numbers = (numbers ^ _shifted(numbers, 27)) * -0x6B2FB644ECCEEE15
@@ -189,15 +189,15 @@ def odd_numbers(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, filled with zeros: torch fills with the sign."""
+    """Shift to the right, filled with zeros: torch fills with the sign."""
     return (numbers >> by) & ((1 << (64 - by)) - 1)
 
 
 def blocks(runs: Runs, size: int, device: torch.device | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-    """So many elements of the part at a time: where the block begins, and the places of its elements."""
+    """Yield blocks of `size` elements of the part: where each begins, and the places of its elements."""
     ends, total = runs.lengths.cumsum(0), runs.size
     steps = torch.arange(min(size, total), device=device)
-    ahead = runs.starts - (ends - runs.lengths)  # what is added to an index of the part, run by run
+    ahead = runs.starts - (ends - runs.lengths)  # added to an index of the part, run by run
     for begin in range(0, total, size):
         end = min(begin + size, total)
         first, last = torch.searchsorted(ends, torch.tensor([begin, end - 1]), right=True).tolist()

@@ -1,13 +1,13 @@
-"""Some numbers for a model's values, by which two runs can be told to agree without either having the other's values.
+"""Numbers for a model's values that show whether two runs agree but for rounding, without the other run's values.
 
-Each place of a whole tensor has one of `SIZE` sums, and a sign, drawn from the place and the tensor's name. Its value
-is added to that sum with that sign. So the sums over all parts of a model are the same however it is cut, but for
-rounding. The distance between the sums of two runs is that between all their values: of one value that differs
-exactly, and of many in the mean of its square, whose deviation is a part of sqrt(2 / SIZE), so that the distance is
-told within one part in ten or so. (A count sketch: Charikar, Chen and Farach-Colton, 2002.)
+Each place of a full tensor has one of `SIZE` sums, and a sign, drawn from the place and the tensor's name. Its value is
+added to that sum with that sign. So the sums over all parts of a model are the same however it is cut, but for
+rounding. The distance between the sums of two runs estimates that between all their values. It is exact if one value
+differs. For many values it is right in the mean of its square, whose deviation is sqrt(2 / SIZE) of it, so the distance
+is right within one part in ten or so. (A count sketch: Charikar, Chen and Farach-Colton, 2002.)
 
-A digest (`digest.py`) finds any bit that differs. This says how much it matters, between runs that are to differ by
-rounding.
+A digest (`digest.py`) finds any bit that differs. This says how much a difference matters, between runs that are to
+differ by rounding.
 """
 
 import hashlib

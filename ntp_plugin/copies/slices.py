@@ -1,10 +1,10 @@
-"""Which elements of a tensor somebody holds, and what two holders have in common.
+"""Which elements of a tensor a process holds, and what two holders have in common.
 
-However a framework shards, what one process holds of a tensor can be told in few numbers: ranges of the whole along the
-dim that is cut, put one after the other and made flat, and of that the elements from `start` to `stop`. A slot's part
-is that with all of its elements; a shard of it, or of what a lane packs, has others for its ends.
+However a framework shards, a few numbers describe what one process holds of a tensor: ranges of the full tensor along
+the dim that is cut, concatenated and flattened, and of that the elements from `start` to `stop`. A slot's part has all
+of these elements; a shard of it, or of what a lane packs, has others for its ends.
 
-Shapes and places are of the whole tensor, so that whoever reads a copy needs to know nothing of who wrote it.
+Shapes and places are those of the full tensor, so a reader of a copy needs to know nothing of its writer.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ntp_plugin.planning.spans import Spans
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSlice:
-    """Elements of one tensor. Those of all pieces with one `whole` are the whole tensor, each once."""
+    """Elements of one tensor. All slices with the same `whole` together are the full tensor, each element once."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -34,13 +34,13 @@ class TensorSlice:
 
     @property
     def runs(self) -> Runs:
-        """Where they stand in the whole."""
+        """Where they lie in the full tensor."""
         return runs_of(self.shape, self.dim, self.ranges, self.start, self.stop)
 
 
-def read_piece(told: Sequence[object]) -> TensorSlice:
-    """From the values of its fields, as JSON has them."""
-    tensor, shape, dim, ranges, start, stop, whole = told
+def read_slice(fields: Sequence[object]) -> TensorSlice:
+    """Make a slice from the values of its fields, as JSON has them."""
+    tensor, shape, dim, ranges, start, stop, whole = fields
     return TensorSlice(
         tensor=str(tensor),
         shape=tuple(shape),  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def read_piece(told: Sequence[object]) -> TensorSlice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Common:
-    """What two parts have both: run by run, where it begins in the one and in the other, and how long it is."""
+    """What two parts have in common: for each run, where it begins in either part, and its length."""
 
     mine: torch.Tensor
     theirs: torch.Tensor
@@ -66,7 +66,7 @@ class Common:
 
 
 def common(mine: Runs, theirs: Runs) -> Common:
-    """In ascending order of the places in the whole tensor."""
+    """The common runs of two parts, in ascending order of the places in the full tensor."""
     my_starts, my_ends, my_offsets = _sorted(mine)
     their_starts, their_ends, their_offsets = _sorted(theirs)
     first = torch.searchsorted(their_ends, my_starts, right=True)

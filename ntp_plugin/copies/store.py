@@ -1,17 +1,17 @@
 """Copies in the memory of a host: files in shared memory, which stay when a process is killed.
 
-    HOST/near-3-e2-0        the bytes of slot 3's own state, laid out as from epoch 2 on; there are two, 0 and 1, and a
+    HOST/near-3-e2-0        the bytes of slot 3's own state, in the layout of epoch 2; there are two, 0 and 1, and a
                             third one while far copies do not arrive
-    HOST/near-3-e2-0.json   their manifest: as long as it is there, the bytes are whole
+    HOST/near-3-e2-0.json   their manifest: as long as it is there, the bytes are complete
     HOST/far-3-e2-0         the same, as a slot of another host has sent it here
     HOST/parity-3-e2-0      the parity of slot 3 and others behind it, which are on other hosts (`parity.py`)
-    HOST/rebuilt-3-e2-0     the same as slot 3's own, put together from a parity and the other members' copies
+    HOST/rebuilt-3-e2-0     the same as slot 3's own, rebuilt from a parity and the other members' copies
 
-A version is written where the older of the two is; its manifest goes first and comes last, so whatever a death leaves
-behind is either a whole copy or none. All processes of a host see all of its copies, those of the dead as well. Only
-the owner may read them. What a copy takes is taken at once, so a full memory is found before anything is written.
-Beside the two versions of a parity there has to be room for one member's bytes, within what copies may take: a host
-that is full must not find it out when that member is lost.
+A version is written over the older of the two. Its manifest is removed first and written last, so a death leaves either
+a complete copy or none. All processes of a host see all of its copies, also those of dead processes. Only the owner may
+read them. The memory of a copy is taken at once, so a full memory is found before anything is written. Beside the two
+versions of a parity there must be room for one member's bytes, within the limit for copies: a full host must not find
+that out when the member is lost.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from ntp_plugin.errors import NtpError
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 NEAR, FAR, PARITY, REBUILT = "near", "far", "parity", "rebuilt"
 _REMEMBERED = 256
-"""Places, of those that a process has to do with."""
+"""Paths kept in memory, of the copies that a process works with."""
 _NAME = re.compile(rf"({NEAR}|{FAR}|{PARITY}|{REBUILT})-(\d+)-e(\d+)-([012])")
 
 
@@ -43,7 +43,7 @@ class NoRoom(NtpError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class CopyKey:
-    """Where a copy lies in a host's folder."""
+    """The name of a copy in a host's folder."""
 
     kind: str
     slot: int
@@ -70,7 +70,7 @@ class Store:
 
         Args:
             folder: The host's folder within that of a run.
-            at_most: How many bytes all copies of this host together may take.
+            at_most: The bytes that all copies of this host may take together.
             makes: Whether to create the folder; a reader does not, because its run may have removed it meanwhile.
         """
         self.folder, self._at_most = folder, at_most
@@ -78,36 +78,37 @@ class Store:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # also one that was there
         self._maps: dict[CopyKey, tuple[int, torch.Tensor]] = {}
-        """What this process writes to: the file, by its inode, and its bytes."""
+        """The files that this process writes: the inode, and the bytes."""
         self._pinned: set[CopyKey] = set()
 
     # ------------------------------------------------ writing
 
     def open(self, place: CopyKey, size: int) -> torch.Tensor:
-        """Room for a copy; what was there is no copy any more."""
+        """Make room for a copy; the copy that was there is given up."""
         self._manifest_path(place).unlink(missing_ok=True)
         if not self._is_there(place, max(1, size)):
             self._maps[place] = self._take(place, max(1, size))
         return self._maps[place][1][:size]
 
     def pin(self, place: CopyKey) -> None:
-        """Have a GPU write there by itself, as long as this process does; raises where the driver does not allow it."""
+        """Pin the memory of a copy for a GPU, as long as this process lives; raises if the driver does not allow it."""
         memory = self._maps[place][1]
         if place not in self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
             self._pinned.add(place)
 
     def grow(self, place: CopyKey, size: int) -> None:
-        """More room for what this process writes there; what is there stays, and what is added is zero."""
+        """Make more room for a copy that this process writes; its bytes stay, and new ones are zero."""
         self._check_room(place, size)
         self._maps[place] = self._mapped(self._path(place), os.O_RDWR, size)
 
     def written(self, place: CopyKey) -> torch.Tensor | None:
-        """What this process writes there, as long as nobody has given it up."""
+        """The bytes that this process writes there, unless the copy was given up."""
         return self._maps.get(place, (0, None))[1]
 
     def _is_there(self, place: CopyKey, size: int) -> bool:
-        """Whether what is mapped is the file, and all of it: to write behind the end of one ends the process."""
+        """Whether the mapped file is the current one and has this size: a write past the end of a file kills the
+        process."""
         inode, memory = self._maps.get(place, (0, torch.empty(0)))
         try:
             now = self._path(place).stat()
@@ -116,7 +117,7 @@ class Store:
         return (now.st_ino, now.st_size) == (inode, size) and len(memory) == size
 
     def complete(self, place: CopyKey, manifest: Manifest) -> None:
-        """The bytes are there: from now on it is a copy."""
+        """Write the manifest of bytes that are complete: from now on they are a copy."""
         self.complete_raw(place, manifest.encode())
 
     def complete_raw(self, place: CopyKey, manifest: bytes) -> None:
@@ -143,7 +144,7 @@ class Store:
     def _take(self, place: CopyKey, size: int) -> tuple[int, torch.Tensor]:
         path = self._path(place)
         self._let_go(place)
-        path.unlink(missing_ok=True)  # whoever still reads the old bytes goes on reading them
+        path.unlink(missing_ok=True)  # a reader of the old bytes keeps them
         self._check_room(place, size)
         try:
             return self._mapped(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, size)
@@ -190,7 +191,7 @@ class Store:
     # ------------------------------------------------ finding
 
     def found(self) -> Iterator[tuple[CopyKey, Manifest]]:
-        """All whole copies on this host."""
+        """Yield all complete copies on this host."""
         for path in sorted(self.folder.glob("*.json")):
             place = CopyKey.read(path.stem)
             manifest = self.manifest(place) if place is not None else None
@@ -198,18 +199,18 @@ class Store:
                 yield place, manifest
 
     def versions(self) -> Iterator[tuple[CopyKey, Version, tuple[int, ...]]]:
-        """The same in few words: the versions, and who has parts of them."""
+        """Yield, for each of these, its version and the slots that have parts of the version."""
         for place, manifest in self.found():
             yield place, manifest.version, manifest.holders
 
     def manifest(self, place: CopyKey) -> Manifest | None:
-        """None where there is no whole copy."""
+        """The manifest of a copy; None if there is no complete copy."""
         manifest = self._manifest(place)
         whole = manifest is not None and _size(self._path(place)) >= manifest.size
         return manifest if whole else None
 
     def broken(self) -> Iterator[tuple[CopyKey, Version | None]]:
-        """Those that were whole once: the manifest is there, and either it or the bytes are not as they were."""
+        """Yield the copies that were complete once: the manifest is there, but it or the bytes are not as they were."""
         for path in sorted(self.folder.glob("*.json")):
             place = CopyKey.read(path.stem)
             if place is not None and self.manifest(place) is None and path.exists():
@@ -223,7 +224,7 @@ class Store:
             return None
 
     def read(self, place: CopyKey, held: CopiedSlice) -> dict[str, torch.Tensor]:
-        """The values of a piece, entry by entry: bytes of their own, which nobody changes after they were looked at."""
+        """Read the values of a slice, entry by entry, into memory that nobody changes after they were verified."""
         values = {}
         with self._path(place).open("rb") as file:
             for entry in held.entries:
@@ -235,13 +236,13 @@ class Store:
         return values
 
     def read_into(self, place: CopyKey, memory: torch.Tensor) -> None:
-        """So many of its bytes, from the first on."""
+        """Read the first bytes of a copy, as many as fit."""
         with self._path(place).open("rb") as file:
             if file.readinto(memory.numpy()) != len(memory):
                 raise EOFError(f"{place} ends before {len(memory)} bytes")
 
     def copy(self, place: CopyKey, into: "Store") -> bool:
-        """Have the same copy in another store, while others may write here; False where they have overwritten it."""
+        """Copy a copy into another store while others may write here; False if it was overwritten."""
         before = self.manifest(place)
         if before is None:
             return False
@@ -250,21 +251,21 @@ class Store:
             self.read_into(place, memory)
         except (FileNotFoundError, EOFError):
             return False
-        if self.manifest(place) != before:  # it goes before the first byte changes, so what was read is what it tells
+        if self.manifest(place) != before:  # it is removed before the first byte changes, so it describes what was read
             return False
         into.complete(place, before)
         return True
 
-    # ------------------------------------------------ letting go
+    # ------------------------------------------------ removing
 
     def forget(self, place: CopyKey) -> None:
-        """It is no copy any more, and takes nothing."""
+        """Remove a copy, and release its memory."""
         self._manifest_path(place).unlink(missing_ok=True)
         self._path(place).unlink(missing_ok=True)
         self._let_go(place)
 
     def forget_before(self, epoch: int) -> None:
-        """All of layouts that are over, whoever wrote them."""
+        """Remove all copies in layouts of earlier epochs, whoever wrote them."""
         for place in list(self._maps):  # other threads add to it
             if place.epoch < epoch:
                 self._let_go(place)
@@ -275,7 +276,7 @@ class Store:
                     self.forget(found)
 
     def forget_since(self, step: int) -> None:
-        """All that are of later steps, whoever wrote them, and those that are not whole, of which nobody can tell."""
+        """Remove all copies of later steps, whoever wrote them, and incomplete ones, whose step is unknown."""
         kept = {place for place, manifest in self.found() if manifest.version.step <= step}
         for path in list(self.folder.iterdir()):
             found = CopyKey.read(path.name.removesuffix(".json"))
@@ -283,18 +284,18 @@ class Store:
                 self.forget(found)
 
     def forget_all(self) -> None:
-        """Be empty."""
+        """Remove all copies."""
         for path in list(self.folder.iterdir()):
             if (found := CopyKey.read(path.name.removesuffix(".json"))) is not None:
                 self.forget(found)
 
     def close(self) -> None:
-        """Let go of the memory; the copies stay."""
+        """Release the memory; the copies stay."""
         for place in list(self._maps):
             self._let_go(place)
 
     def _let_go(self, place: CopyKey) -> None:
-        _, memory = self._maps.pop(place, (0, None))  # the mapping ends with the last tensor that shows it
+        _, memory = self._maps.pop(place, (0, None))  # the mapping ends with the last tensor on it
         if memory is not None and place in self._pinned:
             self._pinned.remove(place)
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))  # type: ignore[no-untyped-call]
@@ -308,12 +309,12 @@ class Store:
 
 @functools.lru_cache(_REMEMBERED)
 def _paths(folder: Path, place: CopyKey) -> tuple[Path, Path]:
-    """Of the bytes, and of their manifest: to put them together takes as long as what the system does with them."""
+    """The paths of the bytes and of their manifest; to build them takes as long as what the system does with them."""
     return folder / str(place), folder / f"{place}.json"
 
 
 def _claimed(sizes: Mapping[CopyKey, int]) -> int:
-    """With room for one member of each parity; what is rebuilt is in that room."""
+    """Bytes with room for one member of each parity; rebuilt copies are in that room."""
     rooms: dict[tuple[int, int], int] = {}
     for place, size in sizes.items():
         if place.kind == PARITY:

@@ -1,4 +1,4 @@
-"""Whether the values of a copy are what was written, by the digests in its manifest."""
+"""Checks whether the values of a copy are what was written, by the digests in its manifest."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ _WIDEST = max(dtype.itemsize for dtype in DTYPES.values())
 
 
 def wrong(manifest: Manifest, held: CopiedSlice, values: Values) -> list[str]:
-    """Which of these values of a piece are not what was written."""
+    """The values of a slice that are not what was written."""
     return wrong_of(manifest, [(held, values)])
 
 
 def wrong_in(
     memory: torch.Tensor, manifest: Manifest, *, first: int = 0, until: int | None = None, since: int = 0
 ) -> list[str]:
-    """The same of all the values of a copy, or of some pieces of it, in its bytes `since` this one."""
+    """The wrong values of a copy, or of some slices of it, in its bytes `since` this one."""
     pieces = slice(first, until)
     checked = Checked.begun(memory, manifest, pieces=pieces, since=since)
     if checked is None:
@@ -31,11 +31,11 @@ def wrong_in(
 
 
 class Checked:
-    """Values of a copy that are verified as they come, by machine code, as long as a processor's cache has them."""
+    """Verifies the values of a copy as they arrive, in native code, while they are in a processor's cache."""
 
     def __init__(
         self,
-        by: NativeLibrary,
+        native: NativeLibrary,
         memory: torch.Tensor,
         manifest: Manifest,
         *,
@@ -51,32 +51,32 @@ class Checked:
             raise ValueError(f"{manifest.version} of slot {manifest.slot} has values beyond its bytes")
         rows = np.searchsorted(table.of_row, [self._values.start, self._values.stop])
         self._done, self._end = map(int, rows)
-        self._by, self._manifest, self._found = by, manifest, table.nothing_found()
+        self._native, self._manifest, self._found = native, manifest, table.nothing_found()
         self._at = layout.offsets + np.uint64((memory.data_ptr() - since) % MODULUS)
-        self._memory = memory  # whose address is used
+        self._memory = memory  # its address is used
 
     @classmethod
     def begun(
         cls, memory: torch.Tensor, manifest: Manifest, *, pieces: slice = slice(None), since: int = 0
     ) -> "Checked | None":
-        """None where there is no machine code for it."""
-        by = machine()
-        if by is None or not manifest.layout.is_aligned or (memory.data_ptr() - since) % _WIDEST:
+        """Begin to verify; None if native code cannot do it."""
+        native = machine()
+        if native is None or not manifest.layout.is_aligned or (memory.data_ptr() - since) % _WIDEST:
             return None
-        return cls(by, memory, manifest, pieces=pieces, since=since)
+        return cls(native, memory, manifest, pieces=pieces, since=since)
 
     def come(self, there: int) -> None:
-        """So many bytes of the copy are there by now."""
+        """Verify what is complete, given how many bytes of the copy have arrived."""
         layout = self._manifest.layout
         end = min(self._end, int(np.searchsorted(layout.there, there, side="right")))
         if end > self._done:
-            layout.table.sums(self._by, self._at, self._found, rows=slice(self._done, end))
+            layout.table.sums(self._native, self._at, self._found, rows=slice(self._done, end))
             self._done = end
 
     def wrong(self) -> list[str]:
-        """Which of them are not what was written; all are there."""
+        """The values that are not what was written, when all bytes have arrived."""
         layout, manifest, values = self._manifest.layout, self._manifest, self._values
-        layout.table.sums(self._by, self._at, self._found, rows=slice(self._done, self._end))
+        layout.table.sums(self._native, self._at, self._found, rows=slice(self._done, self._end))
         self._done = self._end
         named = layout.named[values]
         salts = (salt(manifest.run, manifest.version.step, tensor, name) for tensor, name in named)
@@ -86,7 +86,7 @@ class Checked:
 
 
 def wrong_of(manifest: Manifest, pieces: Sequence[tuple[CopiedSlice, Values]]) -> list[str]:
-    """The same of several pieces."""
+    """The wrong values of several slices."""
     several = [
         digest.Values(
             tensors=[values[entry.name] for entry in held.entries],

@@ -1,15 +1,16 @@
-"""Copies between hosts: a socket of ours beside the job's groups, so that nothing of it can hold up a collective.
+"""Sends and serves copies between hosts.
 
-Each process serves the copies of its host, and takes those that others send to it. A request is a line of JSON, then
-bytes, and so is the answer:
+It uses its own sockets beside the job's groups, so that no copy can hold up a collective. Each process serves the
+copies of its host, and receives those that others send to it. A request is a line of JSON, then bytes, and so is the
+answer:
 
-    put  a copy's manifest, as long as the request says, and its bytes; taken for a copy when all digests are right, or
-         as a part of a parity
-    get  some elements of a piece; they are verified before they go, and their own digest goes with them
+    put  a copy's manifest, as long as the request says, and its bytes; when all digests are right, they are kept as a
+         copy or as a part of a parity
+    get  some elements of a slice; they are verified before they are sent, and their own digest goes with them
 
-Both ends first prove that they have the job's key (`handshake.py`). Until then nothing is read but the proof, so a
-stranger costs no memory; and neither does a run of the same name with another key get an answer.
-Whatever is wrong with a request, its connection ends and no more than that.
+Both ends first prove that they have the job's key (`handshake.py`). Until then only the proof is read, so a stranger
+costs no memory, and a run of the same name with another key gets no answer. A malformed request ends its connection,
+and nothing else.
 """
 
 import contextlib
@@ -38,11 +39,11 @@ from ntp_plugin.errors import NtpError
 
 CHUNK = 16 << 20
 _VERIFIED_PER_S = 5e7
-"""Bytes, at the least: whoever takes a copy answers when it is verified, and all who share a parity send at once."""
+"""The least rate: a receiver answers when a copy is verified, and all members of a parity send at once."""
 _LINE = 1 << 26
-"""A manifest has some hundred bytes for each tensor."""
+"""The largest line in bytes: a manifest has some hundred bytes for each tensor."""
 _QUOTED = 50
-"""Letters of what a peer said: it goes into a log."""
+"""The characters of a peer's text that go into a log."""
 _MALFORMED = (
     OSError,
     EOFError,
@@ -57,7 +58,7 @@ _LOG = logging.getLogger(__name__)
 
 type Address = tuple[str, int]
 type Wrong = Callable[[str], None]
-"""Is told what was found to be wrong with a copy that somebody else made."""
+"""Called with what was found to be wrong with a copy that another process made."""
 
 
 class PeerTrouble(NtpError):
@@ -68,11 +69,11 @@ class WrongCopy(NtpError):
     """A copy is not what was written."""
 
 
-# ---------------------------------------------------------------- serving
+# ---------------------------------------------------------------- the server
 
 
 class Server:
-    """Takes and gives copies, on threads of its own."""
+    """Receives and serves copies, on threads of its own."""
 
     def __init__(
         self,
@@ -89,12 +90,12 @@ class Server:
         Args:
             store: Where copies are kept.
             run: The name of the run.
-            secret: What the job's processes alone know: a client proves that it has it before a request is read.
+            secret: The job's secret: a client proves that it has it before a request is read.
             host: The address to listen on.
             told: Called with what was found to be wrong.
             handshake_s: The seconds that a client has for its proof.
         """
-        self._store, self._told = store, told
+        self._store, self._report = store, told
         self._socket = socket.create_server((host, 0), backlog=64)
         self.address: Address = (host, self._socket.getsockname()[1])
         self._threads: list[threading.Thread] = []
@@ -121,7 +122,7 @@ class Server:
         return self._gatekeeper.pending
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Stop serving."""
         self._closed.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._acceptor.join()
@@ -136,7 +137,7 @@ class Server:
     def _begin(self, connection: socket.socket) -> None:
         thread = threading.Thread(target=self._serve, args=(connection,), name="ntp-copies", daemon=True)
         with self._lock:
-            self._open.add(connection)  # before it is served: who looks for open ones shall not miss it
+            self._open.add(connection)  # before it is served, so that `close` finds it
             try:
                 thread.start()
             except RuntimeError:
@@ -149,10 +150,10 @@ class Server:
         try:
             while (request := _read_line(connection)) is not None:
                 if not isinstance(request, dict):
-                    raise ValueError("a request that is none")
+                    raise ValueError("a request that is not an object")
                 {"put": self._put, "get": self._get}[request["do"]](connection, request)
         except _MALFORMED as error:
-            _LOG.info("a connection for copies ended: %s", error)  # whoever asked notices, and asks elsewhere
+            _LOG.info("a connection for copies ended: %s", error)  # the client notices, and asks elsewhere
         finally:
             with self._lock:
                 self._open.discard(connection)
@@ -162,25 +163,25 @@ class Server:
         text = _read_bytes(connection, int(request["manifest"]))
         manifest = Manifest.decode(text)
         if manifest is None or not manifest.layout.is_sound or manifest.layout.end > manifest.size:
-            raise ValueError("a manifest came that is not what was written")
-        place, coming = _place(request, FAR, PARITY), _Coming(connection, manifest)
+            raise ValueError("a manifest arrived wrong")
+        place, coming = _place(request, FAR, PARITY), _Arriving(connection, manifest)
         try:
             if place.kind == PARITY:
                 found = self._parities.take(place, tuple(request["members"]), manifest, coming.batches())
             else:
                 found = self._take(place, manifest, text, coming)
         except (NoRoom, Unwanted) as error:
-            self._told(str(error))
+            self._report(str(error))
             answer: dict[str, Any] = {"refused" if isinstance(error, NoRoom) else "unwanted": str(error)}
         else:
             if found:
-                self._told(f"slot {manifest.slot} sent {found[0]} of {manifest.version} and it did not come as it was")
+                self._report(f"slot {manifest.slot} sent {found[0]} of {manifest.version}, which arrived wrong")
             answer = {"wrong": found}
         coming.skip_to(manifest.size)
         _send_line(connection, answer)
 
-    def _take(self, place: CopyKey, manifest: Manifest, text: bytes, coming: "_Coming") -> list[str]:
-        """A copy of its own; what of it did not come as it was."""
+    def _take(self, place: CopyKey, manifest: Manifest, text: bytes, coming: "_Arriving") -> list[str]:
+        """Receive a copy, and return which of its values arrived wrong."""
         with self._one_at_a_time[place]:
             memory = self._store.open(place, manifest.size)
             found = coming.whole(memory)
@@ -198,11 +199,11 @@ class Server:
             _send_line(connection, {"gone": True})
             return
         if not _is_within(held.piece.size, starts=wanted[0], lengths=wanted[1]):
-            raise ValueError(f"of {held.piece.tensor} there are {held.piece.size} elements, and others were asked for")
+            raise ValueError(f"a request for elements beyond the {held.piece.size} of {held.piece.tensor}")
         values = self._store.read(place, held)
         found = wrong(manifest, held, values)
         if found:
-            self._told(f"{place} holds {found[0]} of {manifest.version}, and not as it was written")
+            self._report(f"{place} holds {found[0]} of {manifest.version}, which is not as it was written")
             _send_line(connection, {"wrong": found})
             return
         selected = select(values, starts=wanted[0], lengths=wanted[1])
@@ -212,15 +213,15 @@ class Server:
             _send(connection, those.view(torch.uint8))
 
 
-class _Coming:
-    """The bytes of a copy that is on its way."""
+class _Arriving:
+    """The bytes of a copy that is arriving."""
 
     def __init__(self, connection: socket.socket, manifest: Manifest) -> None:
         self._connection, self._manifest, self._at = connection, manifest, 0
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def whole(self, memory: torch.Tensor) -> list[str]:
-        """All of them; what of it did not come as it was."""
+        """Receive all bytes, and return which values arrived wrong."""
         checked = Checked.begun(memory, self._manifest)
         if checked is None:
             self._into(memory)
@@ -231,7 +232,7 @@ class _Coming:
         return checked.wrong()
 
     def batches(self) -> Iterator[tuple[CopyBatch, torch.Tensor]]:
-        """Those of some pieces at a time, in memory that the next ones take."""
+        """Yield batches of slices with their bytes, in memory that the next batch reuses."""
         for batch in self._manifest.layout.batches:
             self.skip_to(batch.begin)
             if self._room.numel() < batch.end - batch.begin:
@@ -245,7 +246,7 @@ class _Coming:
         self._at += len(memory)
 
     def skip_to(self, offset: int) -> None:
-        """Leave those before it aside."""
+        """Discard the bytes before this one."""
         if offset != self._at:
             _drain(self._connection, offset - self._at)
             self._at = offset
@@ -254,7 +255,7 @@ class _Coming:
 def select(
     values: Mapping[str, torch.Tensor], *, starts: torch.Tensor, lengths: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Some elements of a piece, by their indices in it, entry by entry."""
+    """Some elements of a slice, by their indices in it, entry by entry."""
     if len(starts) == 1:
         first, size = int(starts[0]), int(lengths[0])
         return {name: those[first : first + size] for name, those in values.items()}
@@ -263,15 +264,15 @@ def select(
 
 
 def _place(request: Mapping[str, Any], *kinds: str) -> CopyKey:
-    """Where it says, if a copy of one of these kinds may lie there; by its name it would lie in another folder."""
+    """The key in a request, if a copy of one of these kinds may have it; another name could lead to another folder."""
     place = CopyKey(**request["place"])
     if CopyKey.read(str(place)) is None or (kinds and place.kind not in kinds):
-        raise ValueError(f"{str(place)[:_QUOTED]!r} is no place for a copy")
+        raise ValueError(f"{str(place)[:_QUOTED]!r} is no name of a copy")
     return place
 
 
 def _is_within(size: int, *, starts: torch.Tensor, lengths: torch.Tensor) -> bool:
-    """Whether these are elements of so many, and no more than that: memory is taken for as many as are asked for."""
+    """Whether these runs are within the slice, and together no longer: as much memory is taken as they ask for."""
     if not len(starts):
         return True
     ends_within = starts.min() >= 0 and lengths.min() >= 0 and starts.max() <= size and lengths.max() <= size
@@ -279,20 +280,20 @@ def _is_within(size: int, *, starts: torch.Tensor, lengths: torch.Tensor) -> boo
 
 
 def _written(held: CopiedSlice) -> list[int]:
-    """What tells a version of a piece from another that lies in its place by now."""
+    """The digests that tell this version of a slice from another that has replaced it."""
     return [entry.digest for entry in held.entries]
 
 
 def _digests(values: Mapping[str, torch.Tensor], runs: Runs) -> list[int]:
-    """Of what goes over the wire, by where it stands in its piece."""
+    """Digests of values on the wire, by their places in the slice."""
     return digest.digests(list(values.values()), runs, salts=list(values))
 
 
-# ---------------------------------------------------------------- asking
+# ---------------------------------------------------------------- the client
 
 
 class Peer:
-    """Another process's server."""
+    """The server of another process."""
 
     def __init__(self, address: Address, *, run: str, secret: str, timeout_s: float) -> None:
         self._address, self._credentials = address, Credentials(run=run, secret=secret)
@@ -309,7 +310,7 @@ class Peer:
         pace: Callable[[int], None],
         members: Sequence[int] = (),
     ) -> list[str]:
-        """Send a copy, or a part in the parity of these members; which of its values did not come as they were."""
+        """Send a copy, or a part of the parity of these members; returns which of its values arrived wrong."""
         with self._connected() as connection:
             text = manifest.encode()
             of = {"place": dataclasses.asdict(place), "manifest": len(text), "members": list(members)}
@@ -329,7 +330,7 @@ class Peer:
         return found
 
     def get(self, place: CopyKey, number: int, held: CopiedSlice, runs: Runs) -> dict[str, torch.Tensor]:
-        """Elements of a piece, the `number`th of a copy; raises where the copy is not what was written."""
+        """Get elements of slice `number` of a copy; raises if the copy is not what was written."""
         with self._connected() as connection:
             request = {"do": "get", "place": dataclasses.asdict(place), "piece": number, "runs": len(runs.starts)}
             request["written"] = _written(held)
@@ -337,25 +338,25 @@ class Peer:
             _send(connection, torch.stack([runs.starts, runs.lengths]).view(-1).view(torch.uint8))
             answer = self._answer(connection)
             if "gone" in answer:
-                raise PeerTrouble(f"{self} has {place} no more")
+                raise PeerTrouble(f"{self} no longer has {place}")
             if answer["wrong"]:
-                raise WrongCopy(f"{self} has {place}, and {answer['wrong'][0]} in it is not as it was written")
+                raise WrongCopy(f"{self} has {place}, but {answer['wrong'][0]} in it is not as it was written")
             values = {entry.name: torch.empty(runs.size, dtype=DTYPES[entry.dtype]) for entry in held.entries}
             for received in values.values():
                 _receive(connection, received.view(torch.uint8))
         if _digests(values, runs) != answer["digests"]:
-            raise PeerTrouble(f"{self} sent a part of {held.piece.tensor}, and it did not come as it was")
+            raise PeerTrouble(f"{self} sent a part of {held.piece.tensor}, which arrived wrong")
         return values
 
     def give_up(self) -> None:
-        """Whatever is under way fails; by any thread."""
+        """Make the request under way fail; any thread may call this."""
         connection, self._given_up = self._connection, True
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -388,18 +389,18 @@ class Peer:
 # ---------------------------------------------------------------- bytes
 
 
-def _send_line(connection: socket.socket, told: Mapping[str, Any], then: bytes = b"") -> None:
-    text = json.dumps(told).encode()
+def _send_line(connection: socket.socket, message: Mapping[str, Any], then: bytes = b"") -> None:
+    text = json.dumps(message).encode()
     connection.sendall(len(text).to_bytes(8) + text + then)
 
 
 def _read_line(connection: socket.socket) -> dict[str, Any] | None:
-    """None where the other side has hung up."""
+    """The next line; None if the other side has hung up."""
     head = bytearray(8)
     if not _receive_into(connection, memoryview(head), may_end=True):
         return None
-    told: dict[str, Any] = json.loads(_read_bytes(connection, int.from_bytes(head)))
-    return told
+    message: dict[str, Any] = json.loads(_read_bytes(connection, int.from_bytes(head)))
+    return message
 
 
 def _read_bytes(connection: socket.socket, size: int) -> bytes:

@@ -1,22 +1,23 @@
-"""From a death to the next step.
+"""Takes a training job from a lost rank to its next step: interrupt, agree, plan, regroup, move state, verify, go on.
 
-membership/failure_detector.py    PURE: who is gone, from signals to verdicts
-trainer.py     what an adapter provides
-job_copies.py  copies of what only one rank holds, beside the training and in a recovery
-voted_sections.py        a framework's training loop as sections, each of which ends with a vote
-replica_comparison.py  replicas compared while they train
-comparison_interval.py  PURE: when that is due
-exporting.py   a run that is there only to write copies as a checkpoint
-joining.py    a process that starts up alone, where its framework asks all others
-membership/admission.py   joining ranks come in between two steps, where the members let them
-driver.py      the recovery itself
-fault_points.py     the moments of a step and of a recovery, for whoever makes something happen there
-membership/heartbeat.py   how a rank tells its host's supervisor that it lives and moves
-membership/wakeup.py        how the supervisor wakes them when there is a newer epoch
-fingerprint.py PURE: what the result of a training depends on, in words that two processes can compare
-same_settings.py  all ranks compare these words, and a joining rank with those of the job
-data_identity.py  which data a process trains on
-rank_context.py       where a process stands in its job, from its environment
-script_failure.py  PURE but for its file: an exception of a worker's script, and whether it is the job's error
-elastic_rank.py        this process in its job: its connections, its groups, its driver and its heart
+An adapter (`ntp_plugin/plain`, `megatron`, `deepspeed`) implements `Trainer`, makes an `ElasticRank` in every process,
+and runs each step through its `Driver`. When a rank is lost, the driver recovers and runs the step again.
+
+    driver.py               the recovery: from a lost rank to the agreed step
+    trainer.py              what an adapter provides, so that the driver can recover its job
+    elastic_rank.py         one process of the job: its store, process groups, driver and heartbeat
+    rank_context.py         the job settings that `ntp run` passes to a process in its environment
+    voted_sections.py       a training loop as numbered sections, each of which ends with a vote
+    joining.py              answers a framework's start-up collectives in a process that starts alone
+    job_copies.py           copies of unreplicated state: made beside the training, restored in a recovery
+    exporting.py            a run that only writes another run's copies as a checkpoint
+    replica_comparison.py   compares the weights of replicas during training, to find silent corruption
+    comparison_interval.py  PURE: how many steps lie between two comparisons
+    fingerprint.py          PURE: what the result of a training depends on, as names and values to compare
+    same_settings.py        raises `Refused` unless all ranks train by the same settings
+    data_identity.py        identifies data files by their contents instead of their paths
+    script_failure.py       PURE but for its file: reports an exception of the user's script to the supervisor
+    fault_points.py         named points of a step and of a recovery, where tests inject faults
+
+Failure detection, agreement, admission and heartbeats are in `ntp_plugin/membership`: read it next.
 """

@@ -1,7 +1,7 @@
-"""Which data a process trains on, by what the files hold and not by where they lie.
+"""Identifies the data that a process trains on by the contents of its files instead of their paths.
 
-Hosts may mount the same files under other folders, so folders are free to differ. A file of a corpus may have
-terabytes: its size is compared, and blocks all over it.
+Hosts may mount the same files under other folders, so paths are free to differ. A corpus file may have terabytes: its
+size is compared, and blocks all over it.
 """
 
 import hashlib
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _BLOCKS, _BLOCK = 16, 1 << 16
-"""So many blocks of a file are read, of so many bytes each."""
+"""The number of blocks of a file that are read, and the bytes of each."""
 
 
 def digest_of_file(path: Path) -> str:
-    """The size of a file, and a digest of blocks that are spread evenly over it; of a small file all is read."""
+    """Return a file's size and a digest of blocks spread evenly over it; a small file is read in full."""
     seen = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -25,15 +25,15 @@ def digest_of_file(path: Path) -> str:
 
 
 def identity_of_files(words: Iterable[str], *, endings: Iterable[str]) -> dict[str, str]:
-    """What the files behind the words of a data argument hold.
+    """Describe the contents of the files that a data argument names.
 
     Args:
-        words: paths, prefixes of paths, and numbers that weigh them, in the order of the argument.
-        endings: what follows a prefix in the name of a file.
+        words: Paths, path prefixes, and numbers that weigh them, in the order of the argument.
+        endings: What follows a prefix in the name of a file.
 
     Returns:
-        For each word by its number: its last part, and the contents of the files that it names. Empty where no such
-        file is on this host, which then reads none.
+        For each word by its number: its last part, and the contents of the files that it names. Empty if this host has
+        none of the files, because it then reads none.
     """
     names, contents = {}, {}
     for number, word in enumerate(words, start=1):

@@ -1,8 +1,14 @@
-"""The recovery: signal, break out, agree, plan, regroup, move, verify, go on.
+"""The recovery driver: interrupt, agree, plan, regroup, move, verify, go on.
 
-A watcher thread looks for a newer epoch and breaks the main thread out of whatever collective it is in; it changes
-nothing else. The main thread recoveries. A second loss anywhere in the recovery brings a newer view, and the recovery
-starts again from the agreement.
+1. Interrupt: a watcher thread sees a newer epoch, and interrupts the collective that the main thread waits in. It
+   changes nothing else; the main thread does the rest.
+2. Agree: all members report their state, and agree on the view and the step (`membership/agreement.py`).
+3. Plan: the trainer plans the new layout, and all members compare the digests of their plans.
+4. Regroup: the process groups are edited for the new members (`groups/process_groups.py`).
+5. Move and verify: the trainer transfers state and compares its digests (`Trainer.resume_from`).
+6. Go on: the step runs again.
+
+A second loss at any point of the recovery brings a newer view, and the recovery starts again from the agreement.
 """
 
 import contextlib
@@ -27,26 +33,28 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long the driver waits for what."""
+    """How long the driver waits, and for what."""
 
     look_s: float = 0.005
-    """Between two looks at the store for a view that is about to come."""
+    """Seconds between two polls of the store for a view that is about to come."""
     agree_s: float = 60.0
-    """For a whole agreement. Who is frozen or hung in it is put out by the detector, which must come first."""
+    """Seconds for a whole agreement. The failure detector evicts a frozen or hung member, and must do so earlier."""
     agree_at_the_end_s: float = 600.0
-    """The same where this member has come to the end: another one may write a model alone before it hears of a loss."""
+    """The same for a member that has reached the end: another member may write a model alone before it hears of a
+    loss."""
     regroup_s: float = 5.0
-    """For a member to come into the edit of a group; gloo then gives its connections five times as long. A death ends
-    the edit at once, so that this is only for trouble that nobody detects."""
+    """Seconds for a member to enter the edit of a group; gloo then gives its connections five times as long. A loss
+    ends the edit at once, so this limit is only for failures that nobody detects."""
     regroup_again: int = 3
-    """So often an edit that failed while nobody was lost is tried again, in an epoch of its own."""
+    """How often an edit that failed without a loss is tried again, each time in a new epoch."""
     publish_s: float = 2.0
-    """From a broken connection to the view that says who is lost; a job's own error is held back as long. Only time in
-    which the host's supervisor looks counts: one that is stopped publishes nothing."""
+    """Seconds from a broken connection to the view that names the lost rank; the driver holds back an error of the job
+    itself for as long. Only time in which the host's supervisor polls counts: a stopped supervisor publishes
+    nothing."""
 
 
 class Driver:
-    """Takes one process from epoch to epoch."""
+    """Runs one process's steps, and recovers from losses between them."""
 
     def __init__(
         self,
@@ -59,33 +67,33 @@ class Driver:
         trainer: Trainer,
         patience: Patience | None = None,
     ) -> None:
-        """`newest_epoch` and `looks` tell what the host's supervisor has found, and how often it has looked."""
+        """`newest_epoch` and `looks` return the newest epoch that the supervisor knows, and how often it has polled."""
         self._agreement = agreement
         self._newest_epoch, self._looks, self._wakeup = newest_epoch, looks, wakeup
         self._groups = groups
         self._trainer = trainer
         self._patience = patience or Patience()
         self._is_at_the_end = False
-        """Whether this member has nothing left to do but to end with the others."""
-        self._walking_since: float | None = None
+        """Whether this member has only to end with the others."""
+        self._recovering_since: float | None = None
         self._phases: dict[str, float] = {}
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ntp-watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; a joining rank joins first thing."""
+        """Start the watcher; a joining rank joins the job here."""
         self._watcher.start()
         if self._agreement.member.phase is not protocol.Phase.RUNNING:
             self._recovery()
 
     def stop(self) -> None:
-        """End the watcher."""
+        """Stop the watcher."""
         self._stopping.set()
         self._wakeup.wake()
         self._watcher.join()
 
     def carry_through[Result](self, step: Callable[[], Result]) -> Result:
-        """Run a step, and after each recovery run it again, until it comes through."""
+        """Run a step, and run it again after each recovery, until it succeeds."""
         while True:
             try:
                 self._groups.check()
@@ -98,7 +106,11 @@ class Driver:
                 self._recovery()
 
     def let_go[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
-        """Run something that may be left out; None where a loss has interrupted it."""
+        """Run optional work.
+
+        Returns:
+            The result in a tuple; None if a loss interrupted the work.
+        """
         try:
             self._groups.check()
             return (work(),)
@@ -110,24 +122,26 @@ class Driver:
             return None
 
     def at_the_end(self, work: Callable[[], None]) -> None:
-        """Run something with all members when nobody has anything else left to do, and end with them, through whatever
-        losses; after a loss all run it again, because some may not have come through it. Until all have come nobody
-        waits in a collective, where a script that still saves a model would seem to hang."""
+        """Run the last work of the job with all members, and end with them.
+
+        After a loss all members run it again, because some may not have completed it. Until all have arrived nobody
+        waits in a collective: a script that still saves a model would seem to hang there.
+        """
 
         def attempt() -> None:
             with self._waiting() as collective_wait:
                 all_have_come = self._agreement.everybody_has_come(collective_wait.poll)
             if not all_have_come:
-                raise PeerLost("the membership changes before all have come to the end")
+                raise PeerLost("the membership changed before all members reached the end")
             work()
             if not self._everybody_is_done():
-                raise PeerLost("the membership changes before all are done")
+                raise PeerLost("the membership changed before all members were done")
 
         self._is_at_the_end = True
         self.carry_through(attempt)
 
     def finish(self) -> None:
-        """Wait until all members are done, through whatever losses: who just ends is missed by the others, and lost."""
+        """Wait, through any losses, until all members are done. A process that ends without this counts as lost."""
         self._is_at_the_end = True
         while not self._everybody_is_done():
             self._recovery()
@@ -137,33 +151,33 @@ class Driver:
             return self._agreement.everybody_is_done(collective_wait.poll)
 
     def _waiting(self) -> contextlib.AbstractContextManager[CollectiveWait]:
-        """A wait for others, in which they may take longer where this member has nothing else left to do."""
+        """A wait for the other members; they may take longer when this member has nothing else to do."""
         waiting = self._groups.waiting()
         return waiting.at_the_end() if self._is_at_the_end else waiting
 
     @property
     def heading_for(self) -> int:
-        """The epoch that a recovery leads to; without one, that of now."""
+        """The epoch that the recovery leads to; outside a recovery, the current one."""
         return self._agreement.member.view.epoch
 
     def walked(self) -> tuple[float, dict[str, float]]:
-        """As the trainer ends its part of a recovery: the seconds of all of it, and how they were spent."""
-        assert self._walking_since is not None, "the trainer is called in a recovery"
-        seconds = time.monotonic() - self._walking_since
+        """The seconds of the recovery so far, and the seconds of each phase, as the trainer ends its part."""
+        assert self._recovering_since is not None, "the trainer is called in a recovery"
+        seconds = time.monotonic() - self._recovering_since
         return seconds, {**self._phases, "move": seconds - sum(self._phases.values())}
 
     # ------------------------------------------------ the recovery
 
     def _recovery(self) -> None:
         failures = 0
-        self._walking_since, self._phases = time.monotonic(), dict.fromkeys(("agree", "regroup"), 0.0)
+        self._recovering_since, self._phases = time.monotonic(), dict.fromkeys(("agree", "regroup"), 0.0)
         while True:
             with self._timed("agree"):
                 agreed = self._agree()
             if agreed is None:
                 continue
             try:
-                if self._some_are_put_out(agreed):
+                if self._evicts_joiners(agreed):
                     continue
                 with self._timed("regroup"):
                     self._regroup(agreed)
@@ -185,7 +199,7 @@ class Driver:
             self._phases[phase] += time.monotonic() - since
 
     def _agree(self) -> Agreed | None:
-        """None where that takes another epoch, without some of the members."""
+        """None if the agreement needs another epoch, without some of the members."""
         try:
             return self._agreement.run(
                 lost=frozenset,
@@ -209,30 +223,34 @@ class Driver:
         self._groups.regroup(agreed.view.epoch, offers, timeout_s=self._patience.regroup_s)
 
     def _try_again(self, agreed: Agreed, failures: int) -> bool:
-        """After an edit that failed while nobody was lost, or groups for the epoch that did not come about in time:
-        without joining ranks, who may be what it failed by."""
+        """Whether to regroup again, in a new epoch and without joining ranks.
+
+        Called after an edit that failed without a loss, or when groups were not ready in time. The joining ranks may be
+        the cause.
+        """
         reports, came = agreed.reports, agreed.view.joiners
         joiners = [slot for slot, report in reports.items() if report.joiner or slot in came]
         if failures > self._patience.regroup_again or len(joiners) == len(agreed.reports):
             return False
         if joiners:
-            _LOG.warning("connecting failed, and goes on without the joining ranks: slots %s", joiners)
+            _LOG.warning("connecting failed; going on without the joining ranks: slots %s", joiners)
         self._agreement.go_on_without(joiners)
         return True
 
-    def _some_are_put_out(self, agreed: Agreed) -> bool:
-        """Joiners that did not make the groups that the others have with them: a job must not die of these."""
+    def _evicts_joiners(self, agreed: Agreed) -> bool:
+        """Evict joining ranks that lack some of the others' groups: they must not end the job. True if there are
+        any."""
         unmatched = self._groups.unmatched({slot: report.offer for slot, report in agreed.reports.items()})
         if not unmatched:
             return False
-        told = "; ".join(f"slot {slot} lacks {', '.join(names)}" for slot, names in sorted(unmatched.items()))
+        missing = "; ".join(f"slot {slot} lacks {', '.join(names)}" for slot, names in sorted(unmatched.items()))
         if not unmatched.keys() <= set(agreed.view.joiners):
             raise Refused(
-                f"this process made groups that others have not made: {told}",
+                f"this process made groups that others have not made: {missing}",
                 way_out="make the same groups in the same order in every process before it starts to train, and"
                 " destroy those that are made later",
             )
-        _LOG.warning("a joining rank did not make all groups, and is left out: %s", told)
+        _LOG.warning("evicting a joining rank that did not make all groups: %s", missing)
         self._agreement.go_on_without(unmatched)
         return True
 
@@ -240,14 +258,14 @@ class Driver:
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
-            self._groups.break_out(self._newest_epoch())  # before any wait: it may have been told when nobody heard
+            self._groups.break_out(self._newest_epoch())  # before any wait: the wake-up may have come earlier
             self._wakeup.wait()
 
     def _a_loss_follows(self) -> bool:
-        """Whether an error is followed by a newer view: connections break a moment before their loss is published.
+        """Whether a newer view follows an error: connections break a moment before their loss is published.
 
-        An error that is the job's own is raised when no view has come; if it happens beside a loss, it comes back when
-        the step is run again.
+        If no view comes, the error is the job's own and is raised. If such an error happens beside a loss, it comes
+        back when the step runs again.
         """
         return self._a_newer_view_comes()
 

@@ -1,11 +1,13 @@
-"""This process in its job: connections opened, groups attached, a driver for its trainer, and a heart.
+"""One process of the job: its store connections, process groups, driver and heartbeat.
 
-rank = ElasticRank(Place.read())
-driver = rank.drive(trainer)        # the trainer may need rank.groups
-rank.start()
-... driver.carry_through(step) ...
-driver.finish()                     # with the others: a process that ends without it is lost, whatever its code
-rank.leave()
+Example:
+
+    rank = ElasticRank(RankContext.read())
+    driver = rank.drive(trainer)        # the trainer may need rank.groups
+    rank.start()
+    ... driver.carry_through(step) ...
+    driver.finish()                     # with the others: a process that ends without it is lost, whatever its code
+    rank.leave()
 """
 
 import dataclasses
@@ -33,17 +35,17 @@ _LOG = logging.getLogger(__name__)
 
 
 class ElasticRank:
-    """What every elastic process has, whatever it trains."""
+    """The connections, groups and threads that every elastic process has, whatever it trains."""
 
     is_there = False
-    """Whether this process has one: its world is made already, or just now."""
+    """Whether this process has one: its world exists already, or is being made."""
 
     def __init__(
         self, place: RankContext, *, backend: str = "gloo", timeout: timedelta = timedelta(minutes=30)
     ) -> None:
-        """`backend` and `timeout` are torch's own, of the world and of groups made from it."""
+        """`backend` and `timeout` are those of torch, for the world and for groups made from it."""
         self.place, ElasticRank.is_there = place, True
-        # One connection for each use, all opened now and none while recovering.
+        # One connection for each use. All are opened now, and none during a recovery.
         agreeing, meeting = (TCPStore(place.store_host, place.store_port, None, False) for _ in range(2))
         store = TorchStore(agreeing, corner=place.corner, token=place.token)
         self._agreeing = RestoredKeys(store, report=lambda _, what: _LOG.warning("%s", what))
@@ -58,10 +60,10 @@ class ElasticRank:
         )
         self._driver: Driver | None = None
         self.settings = ""
-        """The digest of what this process trains by, once it was found to be that of all others."""
+        """The digest of this process's training settings, once all ranks have compared theirs."""
 
     def drive(self, trainer: Trainer) -> Driver:
-        """The driver for a trainer; a joining rank announces itself here, so do it when all is ready."""
+        """Make the driver for a trainer. A joining rank announces itself here, so call this when all else is ready."""
         place = self.place
         joined = Agreement.joining if place.joining else Agreement.founding
         agreement = joined(self._agreeing, place.first_view, place.member_id)
@@ -84,7 +86,7 @@ class ElasticRank:
         return self._driver
 
     def leave_word(self, name: str, value: object) -> None:
-        """For joining ranks, by one founder: what all of them know alike, and a joining rank cannot find out by itself.
+        """Publish a value that all members know and a joining rank cannot find out. One founder calls this.
 
         Raises:
             NotData: The value is of a type that cannot be written as data (`plain_data.py`).
@@ -92,19 +94,22 @@ class ElasticRank:
         self._agreeing.create(f"word/{name}", encode(value, what=name))
 
     def word(self, name: str, *, kinds: tuple[type, ...] = ()) -> Any:
-        """What was left, as a joining rank reads it; `kinds` are the data classes that may be in it."""
+        """Read a published value on a joining rank; `kinds` are the data classes that may be in it."""
         value = self.word_if_left(name, kinds=kinds)
-        assert value is not None, "joiners come when founders have begun"
+        assert value is not None, "a joining rank comes after the founders have begun"
         return value
 
     def word_if_left(self, name: str, *, kinds: tuple[type, ...] = ()) -> Any:
-        """The same, or None."""
+        """Read a published value, or None if there is none."""
         value = self._agreeing.read(f"word/{name}")
         return None if value is None else decode(value, what=name, kinds=kinds)
 
     def wait_to_be_let_in(self, together: Collection[int] = ()) -> None:
-        """As a joining rank, before it is driven: until the members open for it, and for those with whom alone it can
-        train."""
+        """Wait on a joining rank, before `drive`, until the members admit it.
+
+        Args:
+            together: The slots that it can only train with; they are admitted with it.
+        """
         wait_to_be_let_in(
             self._agreeing,
             self.place.first_view,
@@ -114,33 +119,32 @@ class ElasticRank:
         )
 
     def trains_by(self, settings: str) -> None:
-        """All others train by the settings of this digest as well; a process that asks under another one is not
-        admitted."""
+        """Record the settings digest that all ranks share; the members admit no process with another one."""
         self.settings = settings
         if self._driver is not None:
             self.doorkeeper.settings = settings
 
     def walked(self) -> tuple[float, dict[str, float]]:
-        """How long the recovery under way has taken, and by phases."""
-        assert self._driver is not None, "it is a driver that recoveries"
+        """The seconds of the recovery under way, in all and by phase."""
+        assert self._driver is not None, "only a driver recovers"
         return self._driver.walked()
 
     def start(self) -> None:
-        """Begin to beat and to watch; a joining rank comes in."""
+        """Start the heartbeat and the watcher; a joining rank joins the job here."""
         self.beat()
         self.watch()
 
     def watch(self) -> None:
-        """Begin to watch for losses; a joining rank comes in."""
-        assert self._driver is not None, "there is a trainer to drive"
+        """Start to watch for losses; a joining rank joins the job here."""
+        assert self._driver is not None, "`drive` comes first"
         self._driver.start()
 
     def beat(self) -> None:
-        """Begin to beat: from now on a process that stands still is taken for lost."""
+        """Start the heartbeat: from now on the supervisor takes this process for lost when it hangs."""
         self._heartbeat.start()
 
     def leave(self) -> None:
-        """End the threads, and leave torch as it was."""
+        """Stop the threads, and restore torch as it was."""
         if self._driver is not None:
             self._driver.stop()
         self._wakeup.close()

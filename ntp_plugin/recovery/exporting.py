@@ -1,8 +1,8 @@
-"""A run that is there only to write what another has left in memory as a checkpoint of its framework.
+"""A run that only writes the copies that another run left in memory, as a checkpoint of its framework.
 
-It is the job's own script, started once more. When the model is built its state is put in from the copies, as in a job
-that resumes; the framework's own function saves it; and the process ends where the script would go on. Nothing is read
-but the copies, and no step is taken. A loss meanwhile ends it: the copies are as they were, so it can be started again.
+It is the job's own script, started once more. When the model is built, its state is restored from the copies, as in a
+job that resumes. The framework's own function saves it, and the process ends where the script would go on. The run
+reads only the copies and takes no step. A loss ends it; the copies are unchanged, so it can be started again.
 """
 
 import shutil
@@ -18,19 +18,19 @@ from ntp_plugin.recovery.driver import Driver
 from ntp_plugin.telemetry import Exported, Teller
 
 _FULL = 1 << 20
-"""Bytes: with less left, that is what was wrong; a framework's own message names the kind of the error only."""
+"""Bytes: with less left the disk was full. A framework's own message names only the kind of the error."""
 
 
 class NotWritten(NtpError):
-    """There was no room for a checkpoint, or its folder could not be written to."""
+    """There was no room for a checkpoint, or its folder could not be written."""
 
 
 def write(save: Callable[[], object], driver: Driver, folder: Path, *, step: int, teller: Teller) -> None:
-    """The state of now, into a folder that is empty; all ranks come together."""
+    """Write the current state into an empty folder; all ranks call this together."""
     try:
         saved = driver.let_go(save)
     except (Exception, CheckpointException) as error:
-        failed = _said_by_the_disk(error)
+        failed = _disk_error(error)
         if failed is None:
             raise
         if not failed:
@@ -52,8 +52,8 @@ def _room(folder: Path) -> str:
     return f"{full} ({disk.free / 1e6:.1f} of {disk.total / 1e6:.1f} MB are free)"
 
 
-def _said_by_the_disk(error: BaseException) -> str | None:
-    """In a line, if that is what it was; empty where another process has it, which gathers it from all who write."""
+def _disk_error(error: BaseException) -> str | None:
+    """The disk's error in one line, None for any other error; empty if another process has the error and reports it."""
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
     if isinstance(error, OSError) or "PytorchStreamWriter" in str(error):

@@ -1,8 +1,7 @@
-"""The moments of a step and of a recovery, by name, for whoever makes something happen there: rehearsals and tests.
+"""Named points of a step and of a recovery, at which tests and the CPU emulation inject faults.
 
-A moment is of a step, by its number, or of a recovery, by the epoch that it leads to. Nothing of this is in place in an
-ordinary run: an adapter's `fault_points.py` puts it around the methods that a moment lies before or behind, when asked
-to.
+A fault point belongs to a step, by its number, or to a recovery, by the epoch that it leads to. An ordinary run has
+none of this: an adapter's `fault_points.py` wraps the methods around a fault point only when asked to.
 """
 
 import dataclasses
@@ -10,14 +9,14 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # names of moments are read where there is no torch
+if TYPE_CHECKING:  # the names of fault points are read without torch
     import torch
 
     from ntp_plugin.copies.slices import TensorSlice
     from ntp_plugin.recovery.driver import Driver
 
 OF_STEPS: Mapping[str, str] = {
-    "compare": "before replicas are compared, if it is time for that (Megatron)",
+    "compare": "before replicas are compared, if that is due (Megatron)",
     "step": "a step begins (Megatron)",
     "forward": "before the forward of a micro-batch",
     "backward": "before the backward of a micro-batch",
@@ -25,69 +24,69 @@ OF_STEPS: Mapping[str, str] = {
     "exchange": "before it sends to another stage, or receives from it (Megatron)",
     "reduce": "before its gradients are reduced, while those of others may be",
     "reduced": "all micro-batches are done, and their gradients reduced over the lanes (Megatron)",
-    "vote": "the reduced gradients are there, and nobody has applied them",
+    "vote": "the gradients are reduced, and nobody has applied them",
     "apply": "after the vote, before the optimizer changes anything",
     "gather": "before a sharded optimizer gathers the new weights",
     "applied": "the optimizer has stepped",
-    "scheduled": "a step is over, and told from memory because a loss followed its vote (Megatron)",
+    "scheduled": "a step is over, and its result comes from memory, as a loss followed its vote (Megatron)",
     "stepped": "after the engine's step (DeepSpeed)",
-    "between": "in what the framework does together between two steps (Megatron)",
+    "between": "in the framework's collectives between two steps (Megatron)",
     "save": "before a checkpoint is written",
     "written": "after it",
 }
 OF_RECOVERIES: Mapping[str, str] = {
-    "report": "broken out of the work, before it reports where it stands",
+    "report": "the work is interrupted, before the rank reports its state",
     "plan": "all have reported; before it plans",
     "regroup": "before the process groups are edited",
     "resume": "before state is moved",
     "rolled": "a step that others had applied is applied here too (DeepSpeed)",
-    "moved": "the state is there; before the model is put into the new layout (Megatron)",
+    "moved": "state has moved; before the model is put into the new layout (Megatron)",
     "built": "the model has its new layout; before its buffers are made again (Megatron)",
     "made": "after that (Megatron)",
     "resumed": "at the end of a recovery, before the step is taken again",
-    "arriving": "in the first step of a slot that came back, before all have what its optimizer keeps (Megatron)",
+    "arriving": "in the first step of a joining rank, before its optimizer state has arrived (Megatron)",
     "arrived": "after that (Megatron)",
 }
 FAULT_POINTS = (*OF_STEPS, *OF_RECOVERIES)
 ALL_DONE = "all done"
-"""Behind all others: every member has ended its training. Nothing is made to happen there."""
+"""The last point: every member has ended its training. No fault is injected there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A tensor that is trained, as far as this process has it."""
+    """A trained tensor, as far as this process holds it."""
 
     piece: "TensorSlice"
     values: "torch.Tensor"
     is_cut: bool
-    """Over the TP slots; else each of them has it."""
+    """Whether it is cut over the TP slots; otherwise each slot holds all of it."""
 
 
 class Reached(Protocol):
-    """Hears of every moment that this process comes to; what it does there it does to this process."""
+    """Called at every fault point that this process reaches. What it does there it does to this process."""
 
     def __call__(self, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None: ...
 
 
 type Weights = Callable[[], Iterable[Weight]]
-"""Those of this process in the layout of now."""
+"""The weights of this process in the current layout."""
 type IsHere = Callable[[str, Weights], None]
-"""Hears that this process has a slot of a job, and how to come by its weights."""
+"""Called when this process has a slot of a job, with the slot and a way to get its weights."""
 
 
 class FaultPoints:
-    """Puts the telling around methods, of one kind of moments."""
+    """Wraps methods so that they report the fault points of one kind."""
 
     def __init__(self, reached: Reached, kind: str, number: Callable[[], int]) -> None:
-        """`kind`: step or epoch, whichever number they go by."""
+        """`kind` says whether the points are numbered by step or by epoch; `number` returns that number."""
         self._reached, self._kind, self._number = reached, kind, number
 
     def at(self, owner: Any, name: str, before: str | None, after: str | None = None) -> None:
-        """Calls of this method are between these two moments. The numbers are those from before it."""
+        """Report these points before and after each call of a method. Both have the number from before the call."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             where: dict[str, Any] = {self._kind: self._number()}
             if before:
                 self._reached(before, **where)
@@ -96,11 +95,11 @@ class FaultPoints:
                 self._reached(after, **where)
             return result
 
-        setattr(owner, name, told)
+        setattr(owner, name, wrapped)
 
 
 def of_recoveries(driver: "Driver", trainer: Any, reached: Reached) -> FaultPoints:
-    """Those that every recovery has, and the end of all; more of an adapter's own may follow."""
+    """Install the fault points that every recovery has, and the end; an adapter may add its own."""
     fault_points = FaultPoints(reached, "epoch", lambda: driver.heading_for)
     fault_points.at(driver, "_report", "report")
     fault_points.at(trainer, "plan", "plan")

@@ -1,10 +1,10 @@
-"""What the result of a training depends on, in words that two processes can compare.
+"""What the result of a training depends on, as names and values that two processes can compare. PURE.
 
 A process that joins with another seed, data set or plugin version trains on without an error, and the losses are wrong
 from then on. So each process writes down what its training depends on, section by section: arguments, policy, versions,
 environment, model, data. A section that a process does not have is not compared: a middle pipeline stage has no data.
 
-This module decides; `same_settings.py` exchanges the words. No torch, no store, no clock.
+This module decides; `same_settings.py` exchanges the sections. No torch, no store, no clock.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ RELEVANT_VARIABLES = (
     "TORCHDYNAMO_DISABLE",
     "TORCHINDUCTOR_",
 )
-"""The beginnings of names of environment variables that choose how numbers are computed. Others name hosts, devices,
-folders and addresses, which differ from process to process."""
+"""Prefixes of environment variables that choose how numbers are computed. Other variables name hosts, devices, folders
+and addresses, which differ from process to process."""
 _FREE_VARIABLES = ("MEGATRON_LOGGING_LEVEL", "TORCHINDUCTOR_CACHE_DIR", "DS_BUILD_", "DS_IGNORE_CUDA_DETECTION")
-"""Beginnings of those that choose nothing of that, although their names begin like the others."""
+"""Prefixes of variables that choose nothing of that, although one of the prefixes above fits them."""
 
 type Section = Mapping[str, str]
-"""Name -> value in words."""
+"""Name -> value as text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,15 @@ def encode(section: Section) -> str:
 
 
 def decode(text: str) -> Section:
-    """A section from JSON; raises ValueError where it is none."""
+    """A section from JSON; raises ValueError if it is not one."""
     words = json.loads(text)
     if not isinstance(words, dict) or not all(isinstance(value, str) for value in words.values()):
-        raise ValueError("a section has names and values in words")
+        raise ValueError("a section has names and values that are text")
     return words
 
 
 def in_words(settings: Mapping[str, Any], *, free: Collection[str] = ()) -> Section:
-    """Settings as a section: nested ones under dotted names, without those that are free to differ."""
+    """Settings as a section: nested ones under dotted names, without the `free` ones, which may differ."""
     return {name: words for name, words in sorted(_flattened(settings)) if name not in free}
 
 
@@ -115,7 +115,7 @@ def in_short(found: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """A section in which ranks differ: the ranks with another digest than most, and one of most."""
+    """A section in which ranks differ: the ranks without the most frequent digest, and one rank that has it."""
 
     section: str
     ranks: tuple[int, ...]
@@ -123,22 +123,22 @@ class Deviation:
 
     @property
     def asked(self) -> tuple[int, int]:
-        """The two ranks whose words say what differs."""
+        """The two ranks whose sections show what differs."""
         return self.usual, self.ranks[0]
 
 
 def deviations(digests: Sequence[Mapping[str, str]]) -> list[Deviation]:
-    """The sections in which ranks differ, from the digests of each rank.
+    """Find the sections in which ranks differ, from the digests of each rank.
 
     Of two groups of the same size the one with the lowest rank is taken for usual, so that all ranks find the same.
     """
     found = []
     for section in sorted({section for theirs in digests for section in theirs}):
-        told = {rank: theirs[section] for rank, theirs in enumerate(digests) if section in theirs}
-        usual = Counter(told.values()).most_common(1)[0][0]  # of equal counts the one that came first
-        others = tuple(rank for rank, digest in told.items() if digest != usual)
+        by_rank = {rank: theirs[section] for rank, theirs in enumerate(digests) if section in theirs}
+        usual = Counter(by_rank.values()).most_common(1)[0][0]  # of equal counts the first
+        others = tuple(rank for rank, digest in by_rank.items() if digest != usual)
         if others:
-            first = next(rank for rank, digest in told.items() if digest == usual)
+            first = next(rank for rank, digest in by_rank.items() if digest == usual)
             found.append(Deviation(section=section, ranks=others, usual=first))
     return found
 
@@ -156,7 +156,7 @@ def _flattened(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _words(value: Any) -> str:
-    """An object that has no words of its own is told by its type: its address differs from process to process."""
+    """The text of a value. An object without one is named by its type, since addresses differ between processes."""
     words = repr(value)
     return words if " at 0x" not in words else f"{type(value).__module__}.{type(value).__qualname__}"
 

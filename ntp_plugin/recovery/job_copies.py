@@ -1,14 +1,14 @@
-"""Copies of what data parallelism does not hold twice, in a live job, whatever framework it is of.
+"""Copies of unreplicated state in a live job, for any framework: made beside the training, restored in a recovery.
 
-When. A snapshot begins where a step is over, and is through some time in the next one, as a rule; whether everybody is,
-is told with the vote. So a loss costs the step in flight and the one before it, where the lost rank's copy of that was
-not through; with `copies.lag_steps` as many more.
+When: a snapshot begins after a step, and is usually complete during the next one. The vote of each step says whether
+all ranks have completed it. So a loss costs the step in flight, and the step before it if the lost rank's copy of that
+was not complete; with `copies.lag_steps` as many more.
 
-What. Pieces of what the optimizer of a rank steps (`reduction/stepped.py`), and with them what the adapter has
-`Carried` along: how far the job had come.
+What: slices of what the rank's optimizer steps (`reduction/stepped.py`), and the progress of the job that the adapter
+adds (`Carried`).
 
-Going back. The state that is put together may be of an earlier step than the one the job has come to. The steps that
-are missing are taken again, each framework in its way.
+Restoring: the restored state may be of an earlier step than the job has reached. Each framework runs the missing steps
+again in its own way.
 """
 
 import contextlib
@@ -42,25 +42,25 @@ from ntp_plugin.telemetry import CopyTrouble, Teller
 _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 WORDS = 3
-"""That are told of copies in a vote."""
+"""The number of values that a vote carries about copies."""
 
 type Parts = Callable[[], Sequence[Part]]
 type MakeRoom = Callable[[Mapping[str, Any]], Sequence[Part]]
 
 
 class Carried(Protocol):
-    """What goes with the tensors."""
+    """The state that an adapter copies besides tensors."""
 
     def extras(self) -> dict[str, Any]:
-        """As it is now, in what JSON has, and bytes: those are told as hexadecimal digits."""
+        """Return its current value, of JSON types and bytes; bytes are written as hexadecimal digits."""
 
     def go_back(self, extras: Mapping[str, Any]) -> None:
-        """Have it so again."""
+        """Restore that value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WhoTrains:
-    """The slots that have parts of the state in an epoch, those that are there, and the hosts that are not."""
+    """The slots that hold parts of the state in an epoch, the slots that are present, and the lost hosts."""
 
     trains: tuple[Slot, ...]
     present: tuple[Slot, ...]
@@ -68,7 +68,7 @@ class WhoTrains:
 
 
 class JobCopies:
-    """The copies of this rank, those that it keeps for others, and how far the state has come."""
+    """This rank's copies, the copies that it keeps for other ranks, and the steps that the state has reached."""
 
     def __init__(
         self,
@@ -111,11 +111,11 @@ class JobCopies:
         self._last: int | None = None
         self._chosen: list[Version] = []
         self._resumed: Path | None = None
-        """What is not needed any more once there are copies of this run."""
+        """The folder of the copies that this run resumed from, until it has copies of its own."""
         self.steps = steps
-        """Training steps that are over, everywhere."""
+        """Training steps that are over on all ranks."""
         self.state_of = steps
-        """Those that this rank's state has in it."""
+        """Training steps that are in this rank's state."""
 
     @property
     def are_near_only(self) -> bool:
@@ -127,16 +127,16 @@ class JobCopies:
     # ------------------------------------------------ beside the training
 
     def settle(self, who: WhoTrains, parts: Parts) -> None:
-        """From now on the state of this rank is these parts; all members come together, in each epoch."""
+        """Set the parts that make up this rank's state in an epoch; all members call this together, in each epoch."""
         self._parts, self._epoch = parts, self._rank.groups.epoch
         self._holders = tuple(sorted(map(self._topology.rank_of, who.trains)))
-        present: dict[int, Address] = dict(_tell_all((self._slot, self._server.address)))
+        present: dict[int, Address] = dict(_all_gather((self._slot, self._server.address)))
         parity_hosts, members = self._parity_hosts(who) if self._slot in self._holders else ([], [])
         self._replicator.send_to([present[slot] for slot in parity_hosts], members=members)
         self._may_begin, self._last = True, None
 
     def _parity_hosts(self, who: WhoTrains) -> tuple[list[int], list[int]]:
-        """The slots that keep what is far of this one's, and where that is a parity, those that share it."""
+        """The slots that keep this slot's far copy; if that is a parity, also the slots that share it."""
         if self.are_near_only:
             return [], []
         mine, members = self._topology.slot_of(self._slot), list[int]()
@@ -150,7 +150,7 @@ class JobCopies:
         return [self._topology.rank_of(slot) for slot in found], members if len(members) > 1 else []
 
     def begin(self) -> None:
-        """A section begins: copy the state, if it is new and nothing is under way."""
+        """Begin a copy of the state, if the state is new and no copy is under way. Called when a section begins."""
         due = self._last is None or self.state_of - self._last > self._policy.lag_steps
         if not (self._may_begin and due) or self._slot not in self._holders:
             return
@@ -164,26 +164,29 @@ class JobCopies:
                 extras=self._carried.extras(),
             )
         )
-        if first:  # the job has nothing to go back to yet
+        if first:  # the job has no earlier copy to restore
             self._replicator.wait_until_late()
 
     def catch_up(self, vote: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
-        """Have copies of the state as it is, for what takes long and shall not cost a step besides; where they come in
-        time, and lag behind by none. All members come together; `vote` says which words all have said."""
-        for _ in range(2):  # what is under way, and what follows it
+        """Copy the current state and wait for the copy, before long work, so that a loss then costs no extra step.
+
+        All members call this together; `vote` returns which values are true on all ranks. A late copy is not waited
+        for, and with `copies.lag_steps` the copy may still be of an earlier step.
+        """
+        for _ in range(2):  # the copy under way, and the one after it
             self.begin()
             self._replicator.wait_until_late()
             self.heard(vote(self.words()))
 
     def words(self) -> tuple[bool, ...]:
-        """For the vote, so many as `WORDS`: whether nothing is under way here, all that was is in this host's memory,
-        and where it belongs besides."""
+        """The values for the vote: no copy is under way here, the newest is in this host's memory, and it is on all
+        hosts."""
         made = self._replicator
         through = made.through
         return through, through and made.near, through and made.ok
 
     def heard(self, words: Sequence[bool]) -> None:
-        """Which of them all said in the vote."""
+        """Act on the values of a vote: those that are true on all ranks."""
         through, near, ok = words
         if not through or self._may_begin or self._last is None:
             return
@@ -192,18 +195,18 @@ class JobCopies:
             return
         if ok:
             self._replicator.commit()
-            self._let_go_of_what_it_resumed()
+            self._remove_resumed()
         elif near:
             self._replicator.keep()
 
-    def _let_go_of_what_it_resumed(self) -> None:
+    def _remove_resumed(self) -> None:
         first_here = min(slot for slot in self._holders if self._host_of(slot) == self._host)
         if self._resumed is not None and self._slot == first_here:
             shutil.rmtree(self._resumed, ignore_errors=True)
         self._resumed = None
 
     def stepped(self, apply: Callable[[], Any]) -> Any:
-        """The state changes."""
+        """Change the state, after the copy under way has been taken."""
         self._replicator.wait_until_taken()
         result = apply()
         self.state_of += 1
@@ -216,17 +219,17 @@ class JobCopies:
     # ------------------------------------------------ in a recovery
 
     def describe(self) -> str:
-        """Which copies this host has, for the report; what is being copied is copied to its end first."""
+        """Describe this host's copies for the report, after the copy under way has been taken."""
         self._replicator.hold()
         return restore.describe(self._store)
 
-    def choose(self, told: Iterable[str]) -> list[Version]:
-        """The versions that everybody can stand on, newest first, by what all have described."""
-        self._chosen = restore.standable(told)
+    def choose(self, descriptions: Iterable[str]) -> list[Version]:
+        """Choose the versions that all members can resume from, newest first, by their descriptions."""
+        self._chosen = restore.standable(descriptions)
         return self._chosen
 
     def restore(self, make_room: MakeRoom, members: Sequence[int]) -> None:
-        """Have the newest version of which sound copies are there; all members come together."""
+        """Restore the newest version that has sound copies; all members call this together."""
         self._restore(make_room, members, self._store, self._server.address)
 
     def _restore(self, make_room: MakeRoom, members: Sequence[int], store: Store, address: Address) -> None:
@@ -236,24 +239,24 @@ class JobCopies:
                 contextlib.closing(Peer(address, run=self._run, secret=self._secret, timeout_s=_TIMEOUT_S))
             )
 
-        teller = min(slot for slot in members if self._host_of(slot) == self._host)
+        host_leader = min(slot for slot in members if self._host_of(slot) == self._host)
         with contextlib.ExitStack() as opened:
-            self._put_together(
+            self._restore_newest(
                 make_room,
                 lambda version: Restoration(
                     version,
                     store,
                     slot=self._slot,
                     host=self._host,
-                    teller=teller == self._slot,
-                    tell_all=_tell_all,
+                    is_host_leader=host_leader == self._slot,
+                    tell_all=_all_gather,
                     address=address,
                     peer=peer,
                     trouble=self._trouble,
                 ),
             )
 
-    def _put_together(self, make_room: MakeRoom, restoration_of: Callable[[Version], Restoration]) -> None:
+    def _restore_newest(self, make_room: MakeRoom, restoration_of: Callable[[Version], Restoration]) -> None:
         failed: StateLost | None = None
         for version in self._chosen:
             restoration = restoration_of(version)
@@ -270,7 +273,7 @@ class JobCopies:
             self._teller.tell(
                 telemetry.Restored(
                     step=version.step,
-                    again=max(0, self.steps - version.step),  # who comes in has taken none
+                    again=max(0, self.steps - version.step),  # a joining rank has taken none
                     own=done.own,
                     here=done.here,
                     elsewhere=done.elsewhere,
@@ -278,18 +281,20 @@ class JobCopies:
                 )
             )
             return
-        assert failed is not None, "there was a version"
+        assert failed is not None, "there was a version to restore"
         raise StateLost(failed.what, way_out="restart from the last checkpoint") from failed
 
     def resume(self, folder: Path, make_room: MakeRoom, members: Sequence[int]) -> int:
-        """Begin from the copies of a dead run, whatever its layout was; the step that they were made after. All members
-        come together, before the first section."""
+        """Resume from the copies of a dead run, in any layout, and return the step that they were made after.
+
+        All members call this together, before the first section.
+        """
         require_private(folder)
         there = Store(_of_this_host(folder, self._host))
-        self._chosen = restore.standable(_tell_all(restore.describe(there)))
+        self._chosen = restore.standable(_all_gather(restore.describe(there)))
         if not self._chosen:
             raise StateLost(
-                f"in {folder} there is no version of which all parts are copied",
+                f"no version in {folder} has copies of all its parts",
                 way_out="begin without --ntp-resume, from the last checkpoint",
             )
         server = Server(there, run=self._run, secret=self._secret, host=self._server.address[0], told=self._trouble)
@@ -303,8 +308,10 @@ class JobCopies:
         return self.steps
 
     def distrust_since(self, step: int) -> None:
-        """The job stops, and what is on this host is no copy any more if it was made of a later step than this one.
-        Nothing comes in meanwhile: whoever of this host is the last here removes what others have still taken in."""
+        """Remove this host's copies of steps later than this one, because the job stops.
+
+        No copies arrive meanwhile: the last process of this host removes what others have still received.
+        """
         self._replicator.close()
         self._server.close()
         self._store.forget_since(step)
@@ -313,19 +320,19 @@ class JobCopies:
         return self._topology.node_of(self._topology.slot_of(slot))
 
     def close(self) -> None:
-        """The job is over."""
+        """Stop the threads at the end of the job; the copies stay."""
         self._replicator.close()
         self._server.close()
         self._store.close()
 
 
 def _of_this_host(folder: Path, host: int) -> Path:
-    """What is in memory here, whatever number this host had in the run that is dead; a rehearsal may have several."""
+    """The copies in this host's memory, whatever its number in the dead run; a CPU emulation may have several hosts."""
     hosts = list(folder.glob("host-*"))
     return hosts[0] if len(hosts) == 1 else folder / f"host-{host}"
 
 
-def _tell_all(what: Any) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, what)
-    return told
+def _all_gather(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

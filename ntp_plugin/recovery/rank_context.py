@@ -1,4 +1,4 @@
-"""Where a process stands in its job, as `ntp run` tells it through its environment."""
+"""The place of a process in its job, and the job's settings, as `ntp run` passes them in the environment."""
 
 import dataclasses
 import hmac
@@ -17,17 +17,17 @@ from ntp_plugin.planning.topology import Topology
 from ntp_plugin.telemetry import Began
 from ntp_plugin.telemetry.whereabouts import here
 
-_TOLD_BY = "NTP_HEARTBEATS"
+_MARKER = "NTP_HEARTBEATS"
 
 
 def corner(run_id: str) -> str:
-    """The corner of the store that belongs to a job, so that several jobs can share one."""
+    """The prefix of a job's keys in the store, so that several jobs can share one store."""
     return f"ntp/{run_id}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """Where a process stands in its job: read once, at start."""
+    """The place of a process in its job and the job's settings: read once, at start."""
 
     slot: int
     slots: int
@@ -36,23 +36,24 @@ class RankContext:
     store_port: int
     corner: str
     token: str
-    """That what the job writes into its store is signed with."""
+    """The token that signs what the job writes into its store."""
     heartbeats: Path
     heartbeat_s: float
     hung_s: float
-    """For so long who holds the others up may do so."""
+    """Seconds after which a member that holds up the others is taken for hung."""
     publish_s: float = 0.0
-    """For so long at least a loss may be unpublished: that of a whole host is noticed when its beats are missed."""
+    """Seconds in which a loss may be unpublished, at least: the loss of a whole host shows only in missed
+    heartbeats."""
     per_host: int
     """Processes of the job on each host."""
     copies: Path
-    """Where copies of training state are kept on this host."""
+    """The folder of this host's copies of training state."""
     resume: Path | None = None
-    """Where a run that is dead kept its copies, if this one begins from these."""
+    """The folder of the copies of a dead run, if this run resumes from them."""
     export: Path | None = None
-    """Where these are to be written as a checkpoint, if that is all that this run is for."""
+    """The folder to write these copies to as a checkpoint, if the run does only that."""
     events: Path | None = None
-    """Where the run keeps its record, if it has one."""
+    """The folder of the run's record, if it has one."""
 
     @property
     def member_id(self) -> MemberId:
@@ -60,34 +61,40 @@ class RankContext:
 
     @property
     def first_view(self) -> View:
-        """Everybody, as the job was started."""
+        """The view of all slots, as the job starts."""
         return first_view(self.slots)
 
     def secret_for(self, purpose: str) -> str:
-        """A secret of the job's, for one purpose: it follows from the token, so no process has to be told it.
+        """Derive a secret of the job for one purpose from its token, so that no process has to receive it.
 
         Args:
-            purpose: What it is for; another purpose, another run, or another token has another secret.
+            purpose: What the secret is for; another purpose, run or token has another secret.
         """
-        of = f"{purpose}\0{self.corner}".encode()
-        return hmac.digest(self.token.encode(), of, "sha256").hex()
+        message = f"{purpose}\0{self.corner}".encode()
+        return hmac.digest(self.token.encode(), message, "sha256").hex()
 
     def topology(self, policy: TrainingPolicy, *, tp: int = 1, pp: int = 1) -> Topology:
-        """The nominal layout of the job, and on how many hosts it stands."""
+        """The nominal layout of the job, and its hosts."""
         if self.slots % (tp * pp):
             raise Refused(
-                f"{self.slots} processes do not make whole replicas of {tp * pp}",
+                f"{self.slots} processes do not make full-width replicas of {tp * pp}",
                 way_out=f"start a multiple of {tp * pp}",
             )
-        said = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
-        told = {name: value for name, value in said.items() if value is not None}
-        return Topology.of(Parallel(tp=tp, pp=pp, dp=self.slots // (tp * pp), gpus_per_node=self.per_host, **told))
+        levels = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
+        known = {name: value for name, value in levels.items() if value is not None}
+        return Topology.of(Parallel(tp=tp, pp=pp, dp=self.slots // (tp * pp), gpus_per_node=self.per_host, **known))
 
     def beginning(
         self, policy: TrainingPolicy, topology: Topology, *, micro_batches: int, framework: Mapping[str, str]
     ) -> Began:
-        """What this process tells before its first step; `micro_batches` of each replica, and the framework's version
-        by its name."""
+        """The event that this process records before its first step.
+
+        Args:
+            policy: The policy of the training.
+            topology: The nominal layout of the job.
+            micro_batches: The micro-batches of each replica.
+            framework: The framework's version by its name.
+        """
         ours = {"ntp-plugin": ntp_plugin.__version__, "torch": torch.__version__}
         return Began(
             pid=os.getpid(),
@@ -104,18 +111,18 @@ class RankContext:
 
     @property
     def joining(self) -> bool:
-        """Whether this process takes the place of one that was lost."""
-        return self.incarnation != founding_incarnation(self.slot)  # asked in each step: not of a view of all slots
+        """Whether this process takes the place of a lost one."""
+        return self.incarnation != founding_incarnation(self.slot)  # read in each step: no view is built
 
     @staticmethod
     def is_told(environment: Mapping[str, str] = os.environ) -> bool:
         """Whether `ntp run` started this process."""
-        return _TOLD_BY in environment
+        return _MARKER in environment
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> "RankContext":
-        """From the environment that `ntp run` made."""
-        if _TOLD_BY not in environment:
+        """Read the environment that `ntp run` made."""
+        if _MARKER not in environment:
             raise ConfigError("this process was not started by `ntp run`", way_out="ntp run takes torchrun's flags")
         host_incarnation = int(environment.get("NTP_HOST_INCARNATION", "0"))
         return cls(
@@ -132,28 +139,27 @@ class RankContext:
             hung_s=float(environment["NTP_HUNG_S"]),
             publish_s=float(environment.get("NTP_PUBLISH_S", "0")),
             copies=Path(environment.get("NTP_COPIES") or Path(environment["NTP_HEARTBEATS"]).parent / "copies"),
-            resume=Path(told) if (told := environment.get("NTP_RESUME")) else None,
-            export=Path(told) if (told := environment.get("NTP_EXPORT")) else None,
-            events=Path(told) if (told := environment.get("NTP_EVENTS")) else None,
+            resume=Path(folder) if (folder := environment.get("NTP_RESUME")) else None,
+            export=Path(folder) if (folder := environment.get("NTP_EXPORT")) else None,
+            events=Path(folder) if (folder := environment.get("NTP_EVENTS")) else None,
             per_host=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
         )
 
 
 def founding_incarnation(slot: int, host_incarnation: int = 0) -> str:
-    """The process that has a slot from its host's start; a machine that takes a host's place is the next
-    incarnation."""
+    """The incarnation of a slot's first process; a machine that replaces a host starts the host's next incarnation."""
     return f"{slot}/0" + f"@{host_incarnation}" * bool(host_incarnation)
 
 
 def first_view(slots: int) -> View:
-    """Everybody, as a job of so many slots is started."""
+    """The view of all slots, as a job of this size starts."""
     return View(
         epoch=0, member_ids=tuple(MemberId(slot=slot, incarnation=founding_incarnation(slot)) for slot in range(slots))
     )
 
 
 def _in_words(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """All that have a value."""
+    """The names and values of all settings that are set."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", word) for inner, word in _in_words(value))

@@ -1,9 +1,9 @@
-"""All ranks compare what their training depends on: founders among each other, a joining rank with what they left.
+"""All ranks compare what their training depends on: founders with each other, a joining rank with the founders.
 
-Founders exchange digests only; where these differ, the two ranks that can say what differs tell their words, and every
-rank raises `Refused` with the names. A founder of the first replica leaves its words in the job's store before that, so
-a rank that has come through the comparison knows that they are there. A joining rank reads them, and is refused by
-itself. Members need not believe that it did: it asks to be admitted under the digest of its settings
+Founders exchange digests only. Where these differ, the two ranks that can show the difference send their sections, and
+every rank raises `Refused` with the names. Before that, a founder of the first replica publishes its sections in the
+job's store, so a rank that has passed the comparison knows that they are there. A joining rank reads them, and refuses
+to join by itself. Members need not trust that it did: it asks to be admitted under the digest of its settings
 (`membership/admission.py`), and they look for their own digest only.
 """
 
@@ -26,13 +26,13 @@ from ntp_plugin.recovery.fingerprint import Fingerprint
 
 _WORD = "fingerprint/{}"
 DATA = "data"
-"""The section of a data set, which founders may not have yet where they compare."""
+"""The section of a data set, which founders may not have yet when they compare."""
 _OF_A_PLACE = ("--local_rank", "--local-rank", "--rank", "--node_rank", "--node-rank")
-"""Arguments of a script that say where a process stands."""
+"""Arguments of a script that name the place of a process."""
 
 
 def settings(arguments: fp.Section, policy: fp.Section, *, framework: Mapping[str, str]) -> Fingerprint:
-    """What is known before a model is built; `framework`: its version by its name."""
+    """What is known before a model is built; `framework` is the framework's version by its name."""
     versions = {
         **framework,
         "ntp-plugin": ntp_plugin.__version__,
@@ -50,7 +50,7 @@ def settings(arguments: fp.Section, policy: fp.Section, *, framework: Mapping[st
 
 
 def arguments_of_script() -> fp.Section:
-    """The words that the script was started with, and a digest of its file."""
+    """The arguments that the script was started with, and a digest of its file."""
     words = [word for word in sys.argv[1:] if not word.startswith(_OF_A_PLACE)]
     file = getattr(sys.modules["__main__"], "__file__", None)
     known = {f"argument {number}": word for number, word in enumerate(words, start=1)}
@@ -66,9 +66,9 @@ def require_same(rank: ElasticRank, mine: Fingerprint, *, leaves: bool) -> None:
     """Raise `Refused`, with the names of what differs, unless all ranks train by the same settings.
 
     Args:
-        rank: this process. All founders call this together; a joining rank calls it alone.
-        mine: what its training depends on.
-        leaves: whether this founder is in the first replica, whose words joining ranks compare with theirs.
+        rank: This process. All founders call this together; a joining rank calls it alone.
+        mine: What its training depends on.
+        leaves: Whether this founder is in the first replica, which publishes its sections for joining ranks.
     """
     if rank.place.joining:
         _require_same_as_job(rank, mine)
@@ -76,9 +76,9 @@ def require_same(rank: ElasticRank, mine: Fingerprint, *, leaves: bool) -> None:
     if leaves:
         for section, words in mine.sections.items():
             rank.leave_word(_WORD.format(section), fp.encode(words))
-    told: list[Mapping[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, dict(mine.digests))
-    found = fp.deviations(told)
+    digests: list[Mapping[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(digests, dict(mine.digests))
+    found = fp.deviations(digests)
     if found:
         raise Refused(
             f"the ranks of this job differ in what their training depends on: {_named(found, mine)}",
@@ -89,14 +89,16 @@ def require_same(rank: ElasticRank, mine: Fingerprint, *, leaves: bool) -> None:
 def _named(found: list[fp.Deviation], mine: Fingerprint) -> str:
     asked = {(rank, deviation.section) for deviation in found for rank in deviation.asked}
     my_rank = dist.get_rank()
-    words = {section: mine.sections[section] for rank, section in asked if rank == my_rank}
-    told: list[Mapping[str, fp.Section]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, words)
+    own = {section: mine.sections[section] for rank, section in asked if rank == my_rank}
+    sections: list[Mapping[str, fp.Section]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(sections, own)
     lines = []
     for deviation in found:
         usual, other = deviation.asked
         ranks = ", ".join(map(str, deviation.ranks))
-        names = fp.differences(deviation.section, told[other][deviation.section], told[usual][deviation.section])
+        names = fp.differences(
+            deviation.section, sections[other][deviation.section], sections[usual][deviation.section]
+        )
         lines.append(f"rank {ranks} (here) and rank {usual} (there): {fp.in_short(names)}")
     return "; ".join(lines)
 
@@ -105,7 +107,7 @@ def _require_same_as_job(rank: ElasticRank, mine: Fingerprint) -> None:
     found: list[str] = []
     for section, words in mine.sections.items():
         left: Any = rank.word_if_left(_WORD.format(section))
-        if left is None and section == DATA:  # the job's script saved before it had a loader
+        if left is None and section == DATA:  # the job's script saved a checkpoint before it had a loader
             continue
         if left is None:
             found.append(f"{section} is known here alone")

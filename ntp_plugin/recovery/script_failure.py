@@ -1,12 +1,12 @@
-"""How a worker reports an exception of its own script to its host's supervisor, and what the supervisor makes of it.
+"""Reports an exception of the user's script to the host's supervisor, which decides whether it is the job's error.
 
 A process that ends by an exception looks, from outside, like one whose host has failed: it ends with code 1. So the
 worker writes the exception to a file, named by its pid, in the folder of the run before it ends. The supervisor reads
-the file when it sees the end. No file: a signal, an exit in C code, or `os._exit` has ended the process, and it is lost
-as by any fault.
+the file when it sees the end. Without a file a signal, an exit in C code, or `os._exit` has ended the process, and it
+is lost as by any fault.
 
-An exception that a fault has caused is not the script's: an error of this package (a loss, a store that is gone), an
-error of a collective, or an error of the device, also where the script has raised another one from it.
+An exception that a fault has caused is not the script's: an error of this package (a loss, a lost store), of a
+collective, or of the device, also if the script raised another one from it.
 
 No torch: classes of torch are known by their names.
 """
@@ -32,13 +32,13 @@ _FAULT_WORDS = re.compile(
     r"gloo|NCCL|CUDA (driver )?error|HIP error|uncorrectable|\bECC\b|\[c10d\]|connectFullMesh", re.I
 )
 _BUG_WORDS = re.compile(r"device-side assert|out of memory", re.I)
-"""The device says so, and the script is the cause."""
+"""The device reports these errors, but the script is their cause."""
 _FAILURE, _CODE = "json", "code"
-"""How the names of reports end."""
+"""The suffixes of the names of reports."""
 _LONGEST = 16_000
 """Characters of a traceback; its end is what counts."""
 _FIRST_OF_SIGNALS = 128
-"""A script that is asked to end by signal n exits with 128 + n; that is no error of its own."""
+"""A script that ends on request of signal n exits with 128 + n; that is no error of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,25 +52,25 @@ class ScriptFailure:
     """The innermost frame: file, line, function."""
     traceback: str
     by_a_fault: bool = False
-    """A collective or the device has failed, and this is the consequence."""
+    """Whether it is the consequence of a failed collective or device."""
 
     def encode(self) -> str:
-        """As one line of JSON."""
+        """The failure as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> "ScriptFailure":
-        """From `encode`; raises `ValueError` or `TypeError` where it is something else."""
+        """Read the text that `encode` wrote; raises `ValueError` or `TypeError` for any other text."""
         return cls(**json.loads(text))
 
     @property
     def identity(self) -> str:
-        """The same for failures of the same kind at the same place."""
+        """Equal for failures of the same kind at the same place."""
         return f"{self.kind} at {self.place}"
 
     @property
     def in_words(self) -> str:
-        """One line, for a message."""
+        """The failure as one line for a message."""
         first = self.message.strip().splitlines()[:1]
         return f"{self.kind}: {first[0] if first else '(no message)'} ({self.place})"
 
@@ -90,9 +90,9 @@ def ends_the_job(
         failure: What the rank reported.
         on_error: The user's choice (`--ntp-on-error`).
         again: A member of the job has failed in the same way before.
-        is_member: The rank has been in a view. The others do without a rank that fails before it joins them.
+        is_member: The rank has been in a view. The others go on without a rank that fails before it joins them.
         beside_a_loss: A rank was lost a moment before, which may have caused this failure.
-        others_are_done: The others have come to the end: nobody may do again what this one did, saving a model, say.
+        others_are_done: The others have reached the end: none may repeat the work of this one, such as saving a model.
     """
     if on_error == "evict" or failure.by_a_fault:
         return False
@@ -104,13 +104,14 @@ def ends_the_job(
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Report what the script raises, and let it go on to whoever handles it."""
+    """Report an exception of the script, and raise it again."""
     try:
         yield
     except (Exception, SystemExit) as error:
         folder = os.environ.get(FOLDER)
         if folder is not None:
-            with contextlib.suppress(OSError):  # then it is lost as by a fault, and its traceback is in its output
+            # Without a report the rank is lost as by a fault, and its output has the traceback.
+            with contextlib.suppress(OSError):
                 _report(Path(folder), error)
         raise
 
@@ -124,7 +125,7 @@ def _report(folder: Path, error: BaseException) -> None:
 
 
 def failure_of(error: BaseException) -> ScriptFailure | None:
-    """What to report of an exception; None for an end that this package or a signal has brought about."""
+    """The report of an exception; None for an end that this package or a signal has caused."""
     chain = list(_chain(error))
     if any(isinstance(one, NtpError) for one in chain):
         return None
@@ -136,9 +137,9 @@ def failure_of(error: BaseException) -> ScriptFailure | None:
         kind, message = type(error).__qualname__, str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "no frame"
-    told = "".join(traceback.format_exception(error))[-_LONGEST:]
+    text = "".join(traceback.format_exception(error))[-_LONGEST:]
     by_a_fault = any(_is_a_fault(one) for one in chain)
-    return ScriptFailure(kind=kind, message=message, place=place, traceback=told, by_a_fault=by_a_fault)
+    return ScriptFailure(kind=kind, message=message, place=place, traceback=text, by_a_fault=by_a_fault)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -167,7 +168,7 @@ def _write(folder: Path, kind: str, text: str) -> None:
 
 
 def read_failure(folder: Path, pid: int) -> ScriptFailure | None:
-    """What a process that has ended had reported; None where it reported nothing."""
+    """Read the report of a process that has ended; None if there is none."""
     try:
         return ScriptFailure.decode((folder / f"{pid}.{_FAILURE}").read_text())
     except (OSError, ValueError, TypeError):
@@ -175,14 +176,16 @@ def read_failure(folder: Path, pid: int) -> ScriptFailure | None:
 
 
 def forget(folder: Path, pid: int) -> None:
-    """What a process with this number had reported: the number belongs to another one now."""
+    """Remove the reports of an earlier process with this pid."""
     for kind in (_FAILURE, _CODE):
         (folder / f"{pid}.{kind}").unlink(missing_ok=True)
 
 
 def read_code(folder: Path, pid: int) -> int | None:
-    """The exit code that a process was about to end with by an error of this package; None where there is none. It may
-    have been killed since: a busy machine takes long to unload a process."""
+    """Read the exit code of a process that was ending by an error of this package; None if there is none.
+
+    It may have been killed since: a busy machine takes long to unload a process.
+    """
     try:
         return int((folder / f"{pid}.{_CODE}").read_text())
     except (OSError, ValueError):

@@ -1,12 +1,12 @@
-"""A framework's training loop as a sequence of sections, each of which ends with a vote.
+"""Runs a framework's training loop as numbered sections, each of which ends with a vote.
 
-A section is a training step, an evaluation, or a checkpoint. It is numbered, in the same order on all ranks; its number
-is what members report, and decide on, in a recovery. Before the vote nothing has been applied, so that everybody does
-the section again. Whoever has left the vote knows that all have come to it: it applies, and if a loss keeps others from
-leaving, they apply in the next recovery (`roll_forward`).
+A section is a training step, an evaluation, or a checkpoint. All ranks number sections in the same order, and members
+report and agree on these numbers in a recovery. Before the vote nothing has been applied, so all members can run the
+section again. A member that has left the vote knows that all have reached it. It applies the section; members that a
+loss kept from leaving the vote apply it in the next recovery (`roll_forward`).
 
-The vote is one sum over the world, of a few numbers, so that what is to be told of a section is known to
-all who left it; who rolls forward is told by one of them.
+The vote is one sum of a few numbers over the world, so all members that leave it know the results of the section. A
+member that rolls forward gets them from one of these.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,54 +21,60 @@ from ntp_plugin.recovery.driver import Driver
 
 
 class Recalled(Protocol):
-    """What the loop around the sections was like when one of them began."""
+    """The state of the surrounding loop when a section began."""
 
     def restore(self) -> None:
-        """Have it so again: the section is done once more, from its beginning."""
+        """Restore that state: the section runs again, from its beginning."""
 
 
 class Surroundings(Protocol):
-    """The loop around the sections."""
+    """The framework's loop around the sections."""
 
     def recall(self) -> Recalled:
-        """What it is like now."""
+        """Capture its current state."""
 
     def begin_work(self) -> None:
-        """A section is begun, for the first time or again."""
+        """Called when a section begins, for the first time or again."""
 
 
 class Loop:
-    """Where this rank is in the sequence."""
+    """The place of this rank in the sequence of sections."""
 
     def __init__(self, groups: ElasticGroups, surroundings: Surroundings, *, joiner: bool) -> None:
         self._groups, self._surroundings = groups, surroundings
         self.driver: Driver | None = None
-        """Once the job is driven."""
+        """Set once the job is driven."""
         self.done = 0
-        """Sections that are over, everywhere."""
+        """Sections that are over on all ranks."""
         self.prepared = False
-        """Whether this rank came to the vote of the section in flight."""
+        """Whether this rank has reached the vote of the section in flight."""
         self.outcome = torch.zeros(0)
-        """The numbers that the last vote summed."""
+        """The sums of the last vote."""
         self.voted_in = 0
-        """The epoch that it was held in: whose work it was on, also where what follows it comes in a later one."""
+        """The epoch of the last vote, also if what follows the vote runs in a later one."""
         self.kinds: Mapping[str, int] | None = None
-        """Of the losses that a step's vote sums: name -> how many numbers. Once a step is done all know them."""
+        """The losses that a step's vote sums: name -> how many numbers. All ranks know them once a step is done."""
         self.in_step = False
         """Whether the section in flight is a training step."""
         self.not_finite: Callable[[], None] = _nothing_to_compare
-        """Called by all ranks together where the numbers of a vote are not finite, before anything is applied."""
+        """Called by all ranks together if a sum of a vote is not finite, before anything is applied."""
         self._apply: Callable[[bool], Any] = _nothing
         self.inside = False
-        """Whether there is a section in flight."""
+        """Whether a section is in flight."""
         self._apart = joiner
-        """Others may be past what lies between here and the next section; where a joining rank starts, they are."""
+        """Whether others may be past the work between here and the next section, as they are when a joining rank
+        starts."""
 
     def section[Result](
-        self, work: Callable[[], Result], told: Callable[[], Result], *, is_step: bool = False
+        self, work: Callable[[], Result], replayed: Callable[[], Result], *, is_step: bool = False
     ) -> Result:
-        """Do it, through whatever losses. `work` calls `vote` once; `told` says its result where the vote was followed
-        by a loss."""
+        """Run a section through any losses, and return its result.
+
+        Args:
+            work: Does the section; it calls `vote` once.
+            replayed: Returns the section's result if a loss followed the vote.
+            is_step: Whether the section is a training step.
+        """
         if self.inside:  # a part of another section
             return work()
         assert self.driver is not None, "sections are part of a driven job"
@@ -79,7 +85,7 @@ class Loop:
             nonlocal first
             if self.done == number:
                 self._apart = True
-                return told()
+                return replayed()
             if not first:
                 recalled.restore()
             first, self._apart = False, False
@@ -93,9 +99,9 @@ class Loop:
             self.inside = self.in_step = False
 
     def vote[Result](self, apply: Callable[[bool], Result], numbers: torch.Tensor) -> Result:
-        """Wait for all to come here, have the sums of these numbers, and apply.
+        """Wait for all members, sum these numbers over them, and apply.
 
-        `apply` is told whether it shall change the training: not where a recovery has other state put in its place.
+        `apply` gets whether it shall change the training: not if a recovery has put other state in its place.
         """
         self._groups.confirm()
         self._apply, self.prepared, self.voted_in = apply, True, self._groups.epoch
@@ -106,7 +112,7 @@ class Loop:
         return result
 
     def vote_again[Result](self, apply: Callable[[torch.Tensor], Result], numbers: torch.Tensor) -> Result:
-        """The vote on a step that was over before, and is taken again within this section."""
+        """Vote on a step that was over before, and runs again within this section."""
         self._groups.confirm()
         return apply(self._sum(numbers))
 
@@ -116,27 +122,30 @@ class Loop:
         return summed.cpu()
 
     def roll_forward(self, *, mine: bool, joiner: bool, really: bool = True) -> None:
-        """All members call this when some left the vote and others, this one if `mine`, did not."""
-        told: list[list[float] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, None if mine or joiner else self.outcome.tolist())
+        """Give the sums of a vote to members that did not leave it, and apply the section there.
+
+        All members call this together; `mine` says that this one did not leave the vote.
+        """
+        outcomes: list[list[float] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, None if mine or joiner else self.outcome.tolist())
         if mine:
-            numbers = next(numbers for numbers in told if numbers is not None)
+            numbers = next(numbers for numbers in outcomes if numbers is not None)
             self.outcome = torch.tensor(numbers, dtype=torch.float64)
             self.apply(really=really)
 
     def apply(self, *, really: bool = True) -> Any:
-        """What the section in flight was about; it is over with that."""
+        """Apply the section in flight, which ends it."""
         assert self.prepared, "nothing is applied before the vote"
         result = self._apply(really)
         self._apply, self.prepared, self.done = _nothing, False, self.done + 1
         return result
 
     def begin_again(self) -> None:
-        """The section in flight is not over: whoever was ready for its vote does it again."""
+        """Forget the vote of the section in flight: it is not over, and runs again."""
         self._apply, self.prepared = _nothing, False
 
     def between[Result](self, work: Callable[[], Result], instead: Callable[[], Result]) -> Result:
-        """Something that the framework does together between two sections, and can do without."""
+        """Run optional work of the framework between two sections, or `instead` if others may not come to it."""
         if self.inside or (self.driver is None and not self._apart):
             return work()
         if self.driver is not None and not self._apart:
@@ -148,8 +157,8 @@ class Loop:
 
 
 def _nothing(_: bool) -> None:
-    """Sections that only wait for each other apply nothing."""
+    """A section that only waits for other members applies nothing."""
 
 
 def _nothing_to_compare() -> None:
-    """There are no replicas that could be compared."""
+    """The job has no replicas to compare."""

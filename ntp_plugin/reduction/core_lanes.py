@@ -1,20 +1,20 @@
-"""Gradients summed over the replicas by way of core slots: the NTP paper's route.
+"""Sums gradients over the replicas by way of core slots: the `via_core` route of the NTP paper.
 
-Every group has as many *cores* as the narrowest group has slots. The other slots lend the cores what they hold
+Every group has as many *cores* as the narrowest group has slots. The other slots send what they hold to the cores
 (`core_slices.py`), inside the group and so inside the scale-up domain. Core number c of every replica then has the same
-units, and they are summed one to one. What was lent goes back. There is one process group for each core and one for
-each group that lends, however many owner tuples there are.
+units, and they are summed one to one. Then the sums go back to the slots. There is one process group for each core and
+one for each group that sends, however many owner tuples there are.
 
-What is lent travels in one all-to-all per reduction and direction. Nobody waits for it while gradients are being
-computed: it is under way until the *next* reduction begins (`LaneOrder`), and only then are the cores' sums begun. So
-every rank issues everything in one order, with several buckets as with one.
+A reduction uses one all-to-all in each direction. Nobody waits for it while gradients are being computed: it is under
+way until the *next* reduction begins (`LaneOrder`), and only then do the cores begin their sums. So every rank issues
+everything in one order, with several buckets as with one.
 
-The members of a core's group add the same units in the same order, and a slot that lent gets the sum that its core
-has: all replicas have the same bits. Replicated parameters do not come here; they ride on a lane that covers all ranks
+The members of a core's group add the same units in the same order, and a slot that sent units gets its core's sum: all
+replicas have the same bits. Replicated parameters do not use this route; they use a lane that covers all ranks
 (`gradient_lanes.py`).
 
-With sharded optimizer state a core's group shards what it reduces. Sums are not sent back then, but parameters are.
-The parts of the parameters cost one more copy of them.
+With sharded optimizer state a core's group shards what it reduces. Then parameters are sent back instead of sums. The
+parts of the parameters cost one more copy of them.
 """
 
 import math
@@ -31,28 +31,29 @@ from ntp_plugin.reduction.sharded_optimizer import LaneShard, LaneShards
 type Tensors = Mapping[str, torch.Tensor]
 
 
-class InTurn(Protocol):
-    """A reduction that goes on when the next one has begun."""
+class Continuing(Protocol):
+    """A reduction that continues when the next one has begun."""
 
     def add_up(self) -> None:
-        """Have the cores begin their sums, if they have not."""
+        """Begin the cores' sums, unless they have begun."""
 
 
 class LaneOrder:
     """The reductions of a rank, in the order in which they begin."""
 
     def __init__(self) -> None:
-        self._last: InTurn | None = None
+        self._last: Continuing | None = None
 
-    def take(self, reduction: InTurn) -> None:
-        """One has begun: what the one before it lent has had all the time until now."""
+    def take(self, reduction: Continuing) -> None:
+        """Register a reduction that has begun, and begin the sums of the one before it."""
         if self._last is not None:
             self._last.add_up()
         self._last = reduction
 
 
 class CoreExchange:
-    """The way to the cores and back. `domain` are the ranks of this group, `members` those with this rank's core."""
+    """Sends tensors to the cores and back. `domain` is this group's ranks, `members` the ranks with this rank's
+    core."""
 
     def __init__(
         self,
@@ -60,23 +61,23 @@ class CoreExchange:
         *,
         domain: dist.ProcessGroup | None,
         members: dist.ProcessGroup | None,
-        turns: LaneOrder | None = None,
+        order: LaneOrder | None = None,
     ) -> None:
-        """Without a domain nothing is lent; without members this rank is no core, or the only one of its number."""
-        assert domain is not None or not core_slices.moving, "what is lent goes through a group"
+        """Without a domain nothing is sent; without members this rank is no core, or the only one of its number."""
+        assert domain is not None or not core_slices.moving, "what is sent goes through a group"
         self.core_slices, self.domain, self.members = core_slices, domain, members
-        self.turns = turns or LaneOrder()
+        self.order = order or LaneOrder()
 
     def only(self, names: Collection[str]) -> "CoreExchange":
-        """The same for these tensors alone; without any of them there is nothing to cross."""
-        return CoreExchange(self.core_slices.only(names), domain=self.domain, members=self.members, turns=self.turns)
+        """The same exchange for these tensors alone; without any of them nothing is exchanged."""
+        return CoreExchange(self.core_slices.only(names), domain=self.domain, members=self.members, order=self.order)
 
     def go(self, tensors: Tensors, parts: Tensors) -> Callable[[], None]:
-        """Begin to fill the parts of all cores; what is returned waits for it."""
+        """Begin to fill the parts of all cores; the returned function waits for it."""
         return self._exchange(self.core_slices.out, tensors, self.core_slices.into, parts)
 
     def come_back(self, parts: Tensors, tensors: Tensors) -> Callable[[], None]:
-        """Begin to put the parts of all cores back where they came from; what is returned waits for it."""
+        """Begin to put the parts of all cores back where they came from; the returned function waits for it."""
         return self._exchange(self.core_slices.into, parts, self.core_slices.out, tensors)
 
     def _exchange(
@@ -109,47 +110,48 @@ class CoreExchange:
 
 
 def _empty_parts(core_slices: CoreSlices, like: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The parts of a core, side by side in one buffer."""
+    """Allocate the parts of a core, side by side in one buffer."""
     sizes = [math.prod(shape) for shape in core_slices.parts.values()]
     filled = sum(elements(slices, core_slices.parts) for slices in core_slices.into)
-    assert filled == sum(sizes), f"a core of {sum(sizes)} elements is lent {filled}"
+    assert filled == sum(sizes), f"a core of {sum(sizes)} elements receives {filled}"
     flat = like.new_empty(filled)
     views = zip(core_slices.parts.items(), torch.split(flat, sizes), strict=True)
     return flat, {name: values.view(shape) for (name, shape), values in views}
 
 
 class Lending:
-    """What one reduction lends: under way until the next one has begun, or until it is waited for."""
+    """Sends the tensors of one reduction to the cores; under way until the next reduction begins, or until waited
+    for."""
 
     flat: torch.Tensor
     parts: dict[str, torch.Tensor]
 
     def __init__(self, core_exchange: CoreExchange, arrived: Callable[[], object]) -> None:
-        """`arrived` begins what the cores do with it."""
+        """`arrived` begins what the cores do with the tensors."""
         self._core_exchange, self._arrived = core_exchange, arrived
         self._arrive: Callable[[], None] | None = None
 
     def begin(self, gradients: Tensors) -> None:
-        """Lend; until they have arrived the gradients stay as they are."""
+        """Begin to send; until they have arrived the gradients stay as they are."""
         assert self._arrive is None, "one step at a time"
         self.flat, self.parts = _empty_parts(self._core_exchange.core_slices, next(iter(gradients.values())))
         self._arrive = self._core_exchange.go(gradients, self.parts)
-        self._core_exchange.turns.take(self)
+        self._core_exchange.order.take(self)
 
     def add_up(self) -> None:
-        """Have it, and begin what comes of it, unless that is begun."""
+        """Wait for the tensors and begin the cores' work on them, unless that has begun."""
         if self._arrive is not None:
             self._arrive()
             self._arrive = None
             self._arrived()
 
     def let_go(self) -> None:
-        """Of the parts."""
+        """Release the parts."""
         del self.flat, self.parts
 
 
 class CoreSums:
-    """The sums of some gradients, step after step."""
+    """Sums some gradients over the cores, step after step."""
 
     def __init__(self, core_exchange: CoreExchange) -> None:
         self._core_exchange = core_exchange
@@ -157,7 +159,7 @@ class CoreSums:
         self._work: dist.Work | None = None
 
     def begin(self, gradients: Tensors) -> "CoreSums":
-        """Lend; until `finish` the gradients stay as they are."""
+        """Begin to send; until `finish` the gradients stay as they are."""
         self._gradients = gradients
         self._lending.begin(gradients)
         return self
@@ -193,7 +195,7 @@ class CoreShards(LaneShards):
         self._lending = Lending(core_exchange, self._sum)
 
     def shard(self, names: Collection[str], parameters: Tensors, *, dtype: torch.dtype) -> list[LaneShard]:
-        """Shards of the parts of these parameters; all ranks of a group call this together."""
+        """Make shards of the parts of these parameters; all ranks of a group call this together."""
         core_exchange = self._core_exchange.only(names)
         _, parts = _empty_parts(core_exchange.core_slices, next(iter(parameters.values())))
         with torch.no_grad():
@@ -203,7 +205,7 @@ class CoreShards(LaneShards):
         return fresh
 
     def gather(self, mine: Callable[[LaneShard], torch.Tensor], into: Tensors) -> None:
-        """Have there, in the shape of the parameters, what the cores have each shards of."""
+        """Gather into these tensors, in the shape of the parameters, what the cores hold shards of."""
         for core_exchange, _, _, shards in self._lent:
             _, parts = _empty_parts(core_exchange.core_slices, next(iter(into.values())))
             for shard in shards:
@@ -211,7 +213,7 @@ class CoreShards(LaneShards):
             core_exchange.come_back(parts, into)()
 
     def cut(self, tensors: Tensors) -> Iterator[tuple[LaneShard, torch.Tensor]]:
-        """The shards of what is lent to the cores now."""
+        """Yield the shards, with their values of these tensors."""
         for core_exchange, _, _, shards in self._lent:
             _, parts = _empty_parts(core_exchange.core_slices, next(iter(tensors.values())))
             core_exchange.go(tensors, parts)()
@@ -219,7 +221,7 @@ class CoreShards(LaneShards):
                 yield shard, shard.cut(parts)
 
     def begin(self, gradients: Tensors) -> "CoreShards":
-        """Lend."""
+        """Begin to send the gradients to the cores."""
         self._lending.begin(gradients)
         return self
 
@@ -227,7 +229,7 @@ class CoreShards(LaneShards):
         super().begin(self._lending.parts)
 
     def finish(self) -> None:
-        """Have every shard's sums; nobody else needs them."""
+        """Wait for every shard's sums; no other rank needs them."""
         self._lending.add_up()
         super().finish()
         self._lending.let_go()
@@ -239,11 +241,11 @@ class CoreShards(LaneShards):
 
     @property
     def on_its_way(self) -> bool:
-        """Whether parameters are; who only lends has none of its own under way, and waits for them too."""
+        """Whether parameters are under way; a slot that only sends has none of its own, but waits for them too."""
         return self._returning
 
     def finish_spread(self) -> None:
-        """Have them in place, and give those of a core to whoever lent them; all ranks of a group in one order."""
+        """Wait for the parameters, and return them from the cores to their slots; all ranks of a group in one order."""
         if not self._returning:
             return
         super().finish_spread()

@@ -1,10 +1,10 @@
-"""Which slices of a slot's tensors go to which core of its group, and where they stand there. PURE.
+"""Which slices of a slot's tensors go to which core of its group, and where they lie there. PURE.
 
-The route over the cores is planned in units (`planning/core_route.py`). Here it is told in the tensors of one slot. A
-core keeps a *part* of each tensor: the units that it reduces, in the same order in every replica, so that the parts of
-core number c have the same shape everywhere and are summed one to one.
+The route over the cores is planned in units (`planning/core_route.py`). This module describes it in the tensors of one
+slot. A core keeps a *part* of each tensor: the units that it reduces, in the same order in every replica, so that the
+parts of core number c have the same shape everywhere and are summed one to one.
 
-Slots are named by their place among the living ones of their group, as a process group of these ranks them.
+Slots are numbered by their place among the living slots of their group, which is their rank in its process group.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ type Slices = tuple[Slice, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoreSlices:
-    """What one slot lends and is lent, by place: `out` in its own tensors, `into` in the parts that it reduces.
+    """What one slot sends and receives, by place: `out` in its own tensors, `into` in the parts that it reduces.
 
-    What stays is at its own `place`. A slot that is no core has no parts.
+    What stays on the slot is at its own `place`. A slot that is no core has no parts.
     """
 
     place: int
     core: int | None
     parts: Mapping[str, tuple[int, ...]]
     places: Mapping[str, Spans]
-    """Of the parts in the whole tensors, along the dims that these are cut by."""
+    """The ranges of the parts in the full tensors, along the dims that these are cut by."""
     out: tuple[Slices, ...]
     into: tuple[Slices, ...]
     moving: frozenset[str]
-    """Tensors of which something moves in this group, whoever lends it."""
+    """Tensors with units that move in this group, between any of its slots."""
 
     def only(self, names: Collection[str]) -> "CoreSlices":
         """The same for these tensors alone."""
@@ -45,14 +45,14 @@ class CoreSlices:
             self,
             parts={name: shape for name, shape in self.parts.items() if name in names},
             places={name: places for name, places in self.places.items() if name in names},
-            out=tuple(tuple(piece for piece in slices if piece.name in names) for slices in self.out),
-            into=tuple(tuple(piece for piece in slices if piece.name in names) for slices in self.into),
+            out=tuple(tuple(part for part in slices if part.name in names) for slices in self.out),
+            into=tuple(tuple(part for part in slices if part.name in names) for slices in self.into),
             moving=self.moving.intersection(names),
         )
 
 
 def find_core_slices(route: CoreRoute, units: StageUnits, *, tp: int, pattern: Pattern, slot: int) -> CoreSlices:
-    """The seat of a TP slot of a group with this pattern."""
+    """The slices of one TP slot, in a group with this pattern."""
     assignment = route.assignment(pattern)
     living = [other for other in range(tp) if other not in pattern]
     held = {family.name: lay_out(family, tp, pattern).holdings[slot] for family in units.families}

@@ -1,7 +1,7 @@
-"""The lanes of an epoch, by the direct route: a group for everybody who trains, and one for each owner tuple.
+"""Makes the lanes of an epoch by the direct route: one group of all slots that train, and one for each owner tuple.
 
-Cut parameters are summed lane by lane, replicated ones over all who train, where one slot of each replica speaks for
-it (`gradient_lanes.py`). For jobs without pipeline stages, whose groups a framework does not make.
+Cut parameters are summed lane by lane. Replicated ones are summed over all slots that train, and one slot of each
+replica contributes (`gradient_lanes.py`). For jobs without pipeline stages, whose groups a framework does not make.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,22 @@ from ntp_plugin.resharding.cuts import local_ranges
 from ntp_plugin.resharding.reshard_plan import RelayoutPlan
 
 _CONNECT_S = 5.0
-"""For a member to come into a lane; a death ends that at once, so that this is only for trouble that nobody detects."""
+"""Seconds for a member to enter a lane. A loss ends the wait at once, so this limit is only for failures that nobody
+detects."""
 
 
 class DirectLanes:
-    """Of one plan, as one slot is in them."""
+    """The lanes of one plan, as one slot is in them."""
 
     def __init__(self, plan: RelayoutPlan, groups: ElasticGroups, *, within_replicas: bool = False) -> None:
-        """Make the groups; all members of the world come together. `within_replicas`: those of replicas as well, which
-        a framework has not made."""
+        """Make the groups; all members of the world call this together.
+
+        `within_replicas` makes the groups of replicas as well, if a framework has not made them.
+        """
         self._plan = plan
         self._slot = plan.nominal.topology.slot_of(groups.slot)
         self.within: dist.ProcessGroup | None = None
-        """Of this slot's replica, if it was asked for and has more slots."""
+        """The group of this slot's replica, if asked for and if the replica has more slots."""
         self.gradients: list[GradientLane] = []
         self._connect(groups, plan.surviving.replicas if within_replicas else ())
 
@@ -59,7 +62,7 @@ class DirectLanes:
         )
 
     def _slices(self, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
-        """Where the units of a lane stand in this slot's gradients."""
+        """Where the units of a lane lie in this slot's gradients."""
         tensors = [tensor for tensor, _ in self._plan.nominal.units.stages[0].tensors if tensor.family in units]
         return tuple(
             Slice(
@@ -73,5 +76,5 @@ class DirectLanes:
 
 
 def is_replica_leader(plan: RelayoutPlan, slot: Slot) -> bool:
-    """Whether a slot speaks for its replica in sums to which all of its slots would add the same: the first does."""
+    """Whether a slot contributes for its replica to sums to which all its slots would add the same: the first does."""
     return slot in plan.training and slot == min(other for other in plan.training if other.replica == slot.replica)

@@ -1,17 +1,16 @@
-"""Optimizer state sharded over the members of each lane (ZeRO-1, lane by lane).
+"""Shards optimizer state over the members of each lane (ZeRO-1, lane by lane).
 
-The members of a lane hold the same units, so each of them needs to keep the optimizer's state of a part of them only.
-What a lane holds is packed into one flat buffer, in the lane's order, padded to equal shards. A step sums the
-gradients so that each member gets its shard of them, applies the optimizer to its shard, and gathers the parameters
-back from all. Sums and gathers are begun and finished apart, so that they are under way while something is computed;
-each costs one more copy of what is under way.
+The members of a lane hold the same units, so each needs to keep the optimizer's state for only a part of them. What a
+lane holds is packed into one flat buffer, in the lane's order, padded to equal shards. A step sums the gradients so
+that each member gets its shard of them, applies the optimizer to its shard, and gathers the parameters back from all
+members. Sums and gathers are begun and finished separately, so that they run while something is computed; each costs
+one more copy of what is under way.
 
-In a whole layout the lanes are the TP slots, which is how frameworks shard anyway. When a slot is lost only its own
-lane falls apart into lanes of what was dealt; the members and shards of all others stay.
+In the nominal layout the lanes are the TP slots, which is how frameworks shard anyway. When a slot is lost, only its
+own lane falls apart, into lanes of the orphans that were dealt; the members and shards of all others stay.
 
-A shard is an ordinary `nn.Parameter` in the precision of the optimizer; which optimizer it is given to is not our
-business, as long as that is element-wise. Every element is in exactly one shard of the whole job, so a norm over all
-shards counts everything once.
+A shard is an ordinary `nn.Parameter` in the precision of the optimizer. Any element-wise optimizer can step it. Every
+element is in exactly one shard of the job, so a norm over all shards counts everything once.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ type Tensors = Mapping[str, torch.Tensor]
 
 
 type _UnderWay = tuple[dist.Work | None, torch.Tensor]
-"""What is waited for, if others are in it, and what it will fill."""
+"""The collective to wait for, if there is one, and the tensor that it fills."""
 
 
 def _waited(under_way: _UnderWay) -> torch.Tensor:
@@ -41,30 +40,31 @@ class LaneShard:
     def __init__(self, lane: GradientLane, parameters: Tensors, *, dtype: torch.dtype) -> None:
         self.lane, self._parameters = lane, parameters
         self._members = dist.get_world_size(lane.group) if lane.group is not None else 1
-        # torch's get_rank goes by the world, which is another one while only some train.
+        # torch's get_rank goes by the world, which differs while only some slots train.
         self._place = lane.group.rank() if lane.group is not None else 0
         with torch.no_grad():
             mine = self._mine(self._packed(parameters))
             self.parameter = torch.nn.Parameter(mine.to(dtype, copy=True))
         self.gradient = torch.zeros_like(self.parameter)
-        """Of the shard, when a step's sums are finished."""
+        """The gradient of the shard, when a step's sums are finished."""
         self._sums: _UnderWay | None = None
         self._spread: _UnderWay | None = None
 
     def holds(self) -> Iterator[tuple[Slice, int, int, int]]:
-        """Of each slice that it has some elements of: from which one to which, made flat, and where they begin here."""
+        """Yield each slice with elements in the shard: its first and last flat element, and where they begin in the
+        shard."""
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         size, at = self.parameter.numel(), 0
         first = self._place * size
-        for piece in self.lane.slices:
-            count = elements([piece], shapes)
+        for lane_slice in self.lane.slices:
+            count = elements([lane_slice], shapes)
             start, stop = max(first, at), min(first + size, at + count)
             if start < stop:
-                yield piece, start - at, stop - at, start - first
+                yield lane_slice, start - at, stop - at, start - first
             at += count
 
     def gather(self, mine: torch.Tensor, into: Tensors) -> None:
-        """Have there what the members have each a shard of; all come together."""
+        """Gather into these tensors what each member has a shard of; all members call this together."""
         whole = mine
         if self.lane.group is not None:
             whole = torch.empty(mine.numel() * self._members, dtype=mine.dtype, device=mine.device)
@@ -72,11 +72,11 @@ class LaneShard:
         unpack(self.lane.slices, into, whole[: self._elements])
 
     def cut(self, tensors: Tensors) -> torch.Tensor:
-        """This member's shard of what all of them have."""
+        """This member's shard of the full values."""
         return self._mine(self._packed(tensors))
 
     def begin_sums(self, gradients: Tensors) -> None:
-        """Each member will have its shard of the sums."""
+        """Begin to sum; each member will have its shard of the sums."""
         assert self._sums is None, "one step at a time"
         buffer = self._packed(gradients)
         if not self.lane.counted:
@@ -89,13 +89,13 @@ class LaneShard:
         self._sums = work, mine
 
     def finish_sums(self) -> None:
-        """Have the sums in `gradient`."""
+        """Wait for the sums; they are in `gradient`."""
         assert self._sums is not None, "they were begun"
         self.gradient.copy_(_waited(self._sums))
         self._sums = None
 
     def begin_spread(self) -> None:
-        """Every member will have the parameters that all shards together make; this shard's are those of now."""
+        """Begin to give every member the parameters of all shards, with the current values of this shard."""
         assert self._spread is None, "one step at a time"
         mine = self.parameter.detach().to(next(iter(self._parameters.values())).dtype, copy=True)
         if self.lane.group is None:
@@ -110,13 +110,13 @@ class LaneShard:
         return self._spread is not None
 
     def finish_spread(self) -> None:
-        """Have the parameters in place, if they are on their way."""
+        """Wait for the parameters, if they are under way."""
         if self._spread is not None:
             unpack(self.lane.slices, self._parameters, _waited(self._spread)[: self._elements])
             self._spread = None
 
     def _packed(self, tensors: Tensors) -> torch.Tensor:
-        """Flat, and padded to equal shards."""
+        """Pack the tensors, padded to equal shards."""
         flat = pack(self.lane.slices, tensors)
         self._elements = flat.numel()
         return torch.nn.functional.pad(flat, (0, -flat.numel() % self._members))
@@ -127,29 +127,30 @@ class LaneShard:
 
 
 class LaneShards:
-    """This member's shards of some lanes, which are summed together."""
+    """This member's shards of several lanes, which are summed together."""
 
     def __init__(self, lanes: Sequence[GradientLane]) -> None:
         self._lanes = lanes
         self._shards: list[LaneShard] = []
 
     def shard(self, names: Collection[str], parameters: Tensors, *, dtype: torch.dtype) -> list[LaneShard]:
-        """Shards of these parameters, one for each lane that has some; what an optimizer treats alike has its own."""
+        """Make shards of these parameters, one for each lane that has some. Each optimizer group has its own shards."""
         fresh = [LaneShard(lane, parameters, dtype=dtype) for lane in only(self._lanes, names) if lane.slices]
         self._shards += fresh
         return fresh
 
     def __iter__(self) -> Iterator[LaneShard]:
-        """Those that were made."""
+        """Iterate over the shards made so far."""
         return iter(self._shards)
 
     def gather(self, mine: Callable[[LaneShard], torch.Tensor], into: Tensors) -> None:
-        """Have there, in the shape of the parameters, what the members have each shards of; all come together."""
+        """Gather what the members hold shards of into tensors in the parameters' shape; all members call this
+        together."""
         for shard in self._shards:
             shard.gather(mine(shard), into)
 
     def cut(self, tensors: Tensors) -> Iterator[tuple[LaneShard, torch.Tensor]]:
-        """The shards of what is there in the shape of the parameters; all come together."""
+        """Yield the shards, with their values of tensors in the parameters' shape; all members call this together."""
         for shard in self._shards:
             yield shard, shard.cut(tensors)
 
@@ -160,7 +161,7 @@ class LaneShards:
         return self
 
     def finish(self) -> None:
-        """Have every shard's sums."""
+        """Wait for every shard's sums."""
         for shard in self._shards:
             shard.finish_sums()
 
@@ -175,10 +176,10 @@ class LaneShards:
 
     @property
     def on_its_way(self) -> bool:
-        """Whether the parameters have been begun to be given, and are not in place yet."""
+        """Whether parameters are under way and not in place yet."""
         return any(shard.on_its_way for shard in self._shards)
 
     def finish_spread(self) -> None:
-        """Have them in place, if they are on their way."""
+        """Wait for the parameters, if they are under way."""
         for shard in self._shards:
             shard.finish_spread()

@@ -1,11 +1,11 @@
-"""A step in a degraded layout by an optimizer whose state is sharded lane by lane, in the place of a framework's own.
+"""A step of an optimizer whose state is sharded by lane, in a degraded layout; it replaces a framework's own step.
 
-An optimizer has groups of parameters, each with its own settings; in the place of the parameters of a group it is given
-the shards of them that this member has of its lanes (`sharded_optimizer.py`). A step is then: the gradients are summed,
-whoever has to clip takes the norm of all shards, the optimizer steps what it was given, and everybody has the weights
-of all shards.
+An optimizer has groups of parameters, each with its own settings. Instead of the parameters of a group it gets this
+member's shards of them (`sharded_optimizer.py`). A step is then: sum the gradients, take the norm of all shards to
+clip, step the shards, and give all members the weights of all shards.
 
-Every element of the job is in one shard of one member, so the norm is one sum over all, and the same number everywhere.
+Every element of the job is in one shard of one member, so the norm is one sum over all members, and the same
+everywhere.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from ntp_plugin.reduction.sharded_optimizer import LaneShard, LaneShards
 
 
 class ShardedStep:
-    """Of one member, in one layout."""
+    """The step of one member, in one layout."""
 
     def __init__(
         self,
@@ -28,27 +28,27 @@ class ShardedStep:
         replicas: int,
         dtype: torch.dtype,
     ) -> None:
-        """The shards are of `dtype`, and the gradient is the mean over so many `replicas`."""
+        """Make the shards, of `dtype`; the gradient is the mean over this number of `replicas`."""
         self._replicas, self._dtype, self._shards = replicas, dtype, LaneShards(lanes)
         self._parameters = {name: parameter for group in groups for name, parameter in group.items()}
         values = {name: parameter.data for name, parameter in self._parameters.items()}
         self.groups = [
             [shard.parameter for shard in self._shards.shard(group, values, dtype=dtype)] for group in groups
         ]
-        """What the optimizer is given, group by group."""
+        """The parameters that the optimizer gets, group by group."""
 
     def __iter__(self) -> Iterator[LaneShard]:
-        """The shards."""
+        """Iterate over the shards."""
         return iter(self._shards)
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """Of the shards."""
+        """The gradients of the shards."""
         return [shard.gradient for shard in self._shards]
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Have them, of the gradients that the parameters have, which are let go of."""
+        """Sum the gradients of the parameters into those of the shards, and release the former."""
         self._shards.begin({name: self._taken(parameter) for name, parameter in self._parameters.items()}).finish()
         self._shards.scale_gradients(1 / self._replicas)
 
@@ -58,14 +58,14 @@ class ShardedStep:
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
-        """Of the whole gradient; all members come together."""
+        """The norm of the full gradient; all members call this together."""
         squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in self.gradients]
         whole = torch.stack(squares).sum()
         dist.all_reduce(whole)
         return whole.sqrt()
 
     def step(self, apply: Callable[[], None]) -> None:
-        """The optimizer's own, with the gradients of the shards."""
+        """Run the optimizer's own step, with the gradients of the shards."""
         for shard in self._shards:
             shard.parameter.grad = shard.gradient
         apply()
@@ -74,6 +74,6 @@ class ShardedStep:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Have the weights of what all have stepped; the members of each lane come together."""
+        """Give all members the stepped weights; the members of each lane call this together."""
         self._shards.begin_spread()
         self._shards.finish_spread()

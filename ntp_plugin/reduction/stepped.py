@@ -1,8 +1,7 @@
-"""What an optimizer steps, told as pieces of whole tensors: to be copied where it lives, and to be filled.
+"""Describes what an optimizer steps as slices of full tensors, to copy it where it lives, and to restore it.
 
 However a framework shards its optimizer, each parameter of torch's optimizer holds elements of some tensors, one after
-the other. RecordedEvent so (`copies/slices.py`), it is the same to whoever copies it and brings it back into another
-layout.
+the other. Described as tensor slices (`copies/slices.py`), it can be copied, and restored into another layout.
 """
 
 import dataclasses
@@ -21,23 +20,23 @@ from ntp_plugin.reduction.sharded_optimizer import LaneShard
 from ntp_plugin.training.optimizers import Numbers, element_wise
 
 MAIN = "main"
-"""What is stepped, beside what the optimizer keeps in its shape."""
+"""The values that are stepped, beside what the optimizer keeps in their shape."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """One parameter of torch's optimizer: the pieces in it, and where each begins in it, made flat."""
+    """One parameter of torch's optimizer: its tensor slices, and where each begins in it, flat."""
 
     parameter: torch.Tensor
     pieces: tuple[tuple[TensorSlice, int], ...]
 
 
-type PieceOf = Callable[[str, Spans, int, int], TensorSlice]
-"""Of a tensor, by its name here: these places of it, and of them the elements from one to another."""
+type SliceOf = Callable[[str, Spans, int, int], TensorSlice]
+"""Returns the slice of a tensor, by its name here: these places of it, and of them the elements from one to another."""
 
 
-def shards_of_lanes(shards: Iterable[LaneShard], piece_of: PieceOf) -> list[Stepped]:
-    """Every element of the job is in one of these, once."""
+def shards_of_lanes(shards: Iterable[LaneShard], piece_of: SliceOf) -> list[Stepped]:
+    """Describe the shards of lanes; every element of the job is in one of these, once."""
     return [
         Stepped(
             parameter=shard.parameter,
@@ -50,19 +49,19 @@ def shards_of_lanes(shards: Iterable[LaneShard], piece_of: PieceOf) -> list[Step
 
 
 def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part]:
-    """Where all of it lives now."""
+    """The parts to copy, where they live now."""
     known, kept = element_wise(optimizer), Numbers(optimizer)
     found = []
     for one in stepped:
         state = optimizer.state.get(one.parameter, {})
         cut = {key: state[key] for key in known.cut if isinstance(state.get(key), torch.Tensor)}
-        numbers = {key: _told(value) for key, value in kept.of(one.parameter).items()}
+        numbers = {key: _to_json(value) for key, value in kept.of(one.parameter).items()}
         found += list(_parts(one, {MAIN: one.parameter.data} | cut, numbers))
     return found
 
 
 def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: Mapping[str, CopiedSlice]) -> list[Part]:
-    """Have the optimizer keep what the copies have for these tensors; where that is to be put."""
+    """Have the optimizer keep what the copies have for these tensors, and return the parts to fill."""
     known, kept = element_wise(optimizer), Numbers(optimizer)
     optimizer.state.clear()
     kept.forget()
@@ -79,7 +78,7 @@ def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: M
         if state:
             optimizer.state[one.parameter] = state
             _require_numbers(like, known.of_group)
-        numbers = {key: _heard(value, one.parameter.device) for key, value in like.numbers.items()}
+        numbers = {key: _from_json(value, one.parameter.device) for key, value in like.numbers.items()}
         kept.put(one.parameter, numbers)
     return parts(stepped, optimizer)
 
@@ -97,9 +96,9 @@ def _like(piece: TensorSlice, kinds: Mapping[str, CopiedSlice]) -> CopiedSlice:
 
 def _require_numbers(like: CopiedSlice, of_group: tuple[str, ...]) -> None:
     missing = [key for key in of_group if key not in like.numbers]
-    if missing:  # an Adam that begins to count again would step several times too far
+    if missing:  # an Adam that counts from zero again would step several times too far
         raise Refused(
-            f"the copies of {like.piece.tensor} do not tell its optimizer's {', '.join(missing)}: an earlier version of"
+            f"the copies of {like.piece.tensor} lack its optimizer's {', '.join(missing)}: an earlier version of"
             " the plugin made them, or another optimizer",
             way_out="restart from the last checkpoint",
         )
@@ -112,19 +111,19 @@ def _parts(one: Stepped, values: Mapping[str, torch.Tensor], numbers: Mapping[st
 
 
 def _flat(value: torch.Tensor, at: int, size: int) -> torch.Tensor:
-    if value.dim() == 1 and size == value.numel():  # a shard of its own, as most are: a step has hundreds of them
+    if value.dim() == 1 and size == value.numel():  # most are a shard of their own, and a step has hundreds of them
         return value
     return value.detach().view(-1).narrow(0, at, size)
 
 
-def _told(value: Any) -> Any:
-    """As JSON has it; a tensor of one number is told with what it is made of."""
+def _to_json(value: Any) -> Any:
+    """The value as JSON has it; a tensor of one number becomes its value, dtype and device."""
     if isinstance(value, torch.Tensor):
         return {"value": value.item(), "dtype": dtype_name(value.dtype), "device": value.device.type}
     return value
 
 
-def _heard(value: Any, device: torch.device) -> Any:
+def _from_json(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         on = device if value["device"] == device.type else value["device"]
         return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]], device=on)

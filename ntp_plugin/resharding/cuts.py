@@ -1,7 +1,7 @@
-"""Where the units of a tensor stand in the part that a slot holds. PURE.
+"""Where the units of a tensor lie in the part that a slot holds. PURE.
 
-A part holds, run after run, the units of the slot in storage order. What moves between slots is always in ascending
-order of units, run after run, so that both sides know it without a description.
+A part holds, run after run, the units of the slot in storage order. Units that move between slots are always in
+ascending order, run after run, so both sides know their order without a description.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class UnitTransfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recut:
-    """One tensor on this slot: the units of its old and new part in storage order, and what moves."""
+    """One tensor on one slot: the units of its old and new part in storage order, and the units that move."""
 
     tensor: Tensor
     before: Spans
@@ -39,16 +39,16 @@ def runs_of(tensor: Tensor) -> tuple[Run, ...]:
 
 
 def local_size(tensor: Tensor, units: Spans) -> int:
-    """How long a part with these units is along the cut dim."""
+    """The length along the cut dim of a part with these units."""
     return sp.size(units) * sum(run.unit_size for run in runs_of(tensor))
 
 
 def local_ranges(tensor: Tensor, held: Spans, wanted: Spans) -> Spans:
-    """Where `wanted` (ascending) stand in the part of a slot that holds `held` (storage order), run after run."""
+    """The ranges of the `wanted` units (ascending) in a part that holds `held` (storage order), run after run."""
     found: list[Span] = []
     offset = 0
     for run in runs_of(tensor):
-        places: list[tuple[Span, int]] = []  # of each held run of units: what is wanted of it, and where that begins
+        places: list[tuple[Span, int]] = []  # per held run of units: the wanted part of it, and where that begins
         for start, stop in held:
             places += [
                 (part, offset + (part[0] - start) * run.unit_size) for part in sp.intersection(wanted, ((start, stop),))
@@ -60,7 +60,7 @@ def local_ranges(tensor: Tensor, held: Spans, wanted: Spans) -> Spans:
 
 
 def global_ranges(tensor: Tensor, held: Spans) -> Spans:
-    """The places along the cut dim of the whole tensor that a part with these units holds, in its order."""
+    """The ranges along the cut dim of the full tensor that a part with these units holds, in its order."""
     return tensor.local_index(held) if tensor.family else ((0, tensor.shape[tensor.dim]),)
 
 

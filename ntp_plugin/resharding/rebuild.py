@@ -1,8 +1,7 @@
-"""One tensor on one slot: its new part is built beside the old one, and digests of both are compared with the others'.
+"""One tensor on one slot: builds its new part beside the old one, and compares digests of both with the other slots.
 
-Kept units are copied, the others come from their holders, and the same for every entry of the optimizer that has the
-tensor's shape. Digests are of all tensors, also of those that stay, because everything is to be compared before anybody
-trains.
+Kept units are copied, the others come from their holders; so does every optimizer entry that has the tensor's shape.
+Tensors that do not move are digested as well, because everything is compared before anybody trains.
 """
 
 import dataclasses
@@ -20,17 +19,18 @@ from ntp_plugin.planning.units import Tensor
 from ntp_plugin.resharding.cuts import Recut, global_ranges, local_ranges, local_shape
 
 WEIGHT, MAIN = "weight", "main"
-"""The entries that are the parameter itself, and its copy that the optimizer steps, beside those of the optimizer."""
+"""The entries for the parameter itself and for the copy of it that the optimizer steps, beside those of the
+optimizer."""
 
 type Entries = dict[str, torch.Tensor]
 type Survey = Mapping[str, tuple[int, int]]
-"""Entry -> digests of what this member holds of the tensor, before and after."""
+"""Entry -> digests of this member's part of the tensor, before and after."""
 type Sums = tuple[int, int]
-"""Of such digests of several tensors, before and after."""
-type ReplicaDigests = Sequence[Sequence[int]]
-"""Slots that together hold all of a tensor."""
+"""Sums of such digests over several tensors, before and after."""
+type HolderSets = Sequence[Sequence[int]]
+"""Holder sets: each is the slots that together hold every unit of a tensor once."""
 type Options = list[dict[str, object]]
-"""What the groups of an optimizer are set to."""
+"""The options of an optimizer's parameter groups."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +38,14 @@ class SharedEntries:
     """What goes with a tensor and is the same wherever it is held."""
 
     dtypes: Mapping[str, torch.dtype]
-    """Of the entries that are cut."""
+    """The dtypes of the entries that are cut."""
     numbers: Mapping[str, object]
-    """That its optimizer keeps."""
+    """The numbers that its optimizer keeps."""
 
 
 def _take(tensor: Tensor, part: torch.Tensor, held: Spans, wanted: Spans) -> torch.Tensor:
-    pieces = [part.narrow(tensor.dim, start, stop - start) for start, stop in local_ranges(tensor, held, wanted)]
-    return torch.cat(pieces, tensor.dim)
+    ranges = [part.narrow(tensor.dim, start, stop - start) for start, stop in local_ranges(tensor, held, wanted)]
+    return torch.cat(ranges, tensor.dim)
 
 
 def _put(tensor: Tensor, part: torch.Tensor, held: Spans, wanted: Spans, values: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def _put(tensor: Tensor, part: torch.Tensor, held: Spans, wanted: Spans, values:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rebuilding:
-    """A tensor whose new part is under way: what is sent and received for every entry, in the order of `dtypes`."""
+    """A tensor whose new part is being built: what is sent and received for every entry, in the order of `dtypes`."""
 
     recut: Recut
     entries: Entries
@@ -67,21 +67,21 @@ class Rebuilding:
 
     @classmethod
     def begin(cls, recut: Recut, entries: Entries, dtypes: Mapping[str, torch.dtype]) -> "Rebuilding":
-        """The old parts stay as they are."""
+        """Make the parcels to exchange; the old parts stay as they are."""
         tensor = recut.tensor
         parcels, arriving = [], []
         for name, dtype in dtypes.items():
-            for piece in recut.outgoing:
-                values = _take(tensor, entries[name], recut.before, piece.units)
-                parcels.append(Parcel(peer=piece.peer, tensor=values, arriving=False))
-            for piece in recut.incoming:
-                like = torch.empty(local_shape(tensor, piece.units), dtype=dtype, device="meta")
-                parcels.append(Parcel(peer=piece.peer, tensor=like, arriving=True))
-                arriving.append((name, piece.units, parcels[-1]))
+            for transfer in recut.outgoing:
+                values = _take(tensor, entries[name], recut.before, transfer.units)
+                parcels.append(Parcel(peer=transfer.peer, tensor=values, arriving=False))
+            for transfer in recut.incoming:
+                like = torch.empty(local_shape(tensor, transfer.units), dtype=dtype, device="meta")
+                parcels.append(Parcel(peer=transfer.peer, tensor=like, arriving=True))
+                arriving.append((name, transfer.units, parcels[-1]))
         return cls(recut=recut, entries=entries, dtypes=dtypes, parcels=parcels, arriving=arriving)
 
     def end(self) -> Entries:
-        """The new part of every entry, once the parcels are through."""
+        """Build the new part of every entry, after the exchange."""
         recut, tensor, device = self.recut, self.recut.tensor, self.entries[WEIGHT].device
         if recut.before == recut.after and not self.arriving:
             return {name: self.entries[name] for name in self.dtypes if name in self.entries}
@@ -96,7 +96,7 @@ class Rebuilding:
 
 
 def survey(recut: Recut, before: Entries, after: Entries, *, step: int) -> Survey:
-    """What this member has to compare with the others before anybody switches."""
+    """Digest this member's old and new part, to compare with the others before anybody switches."""
     new = _digests(recut.tensor, after, recut.after, step)
     had = {name: before[name] for name in after if name in before}
     stays = all(had.get(name) is values for name, values in after.items())
@@ -113,7 +113,7 @@ def _digests(tensor: Tensor, entries: Entries, held: Spans, step: int) -> dict[s
 
 
 def summed(surveys: Iterable[Survey]) -> Sums:
-    """Each digest is of its own tensor and entry, so what differs in any of them differs in the sum."""
+    """Add up digests. Each is salted with its tensor and entry, so a difference in any of them shows in the sum."""
     before = after = 0
     for found in surveys:
         before += sum(had for had, _ in found.values())
@@ -122,9 +122,9 @@ def summed(surveys: Iterable[Survey]) -> Sums:
 
 
 def are_alike(
-    sums: Mapping[int, Sums], *, replica_digests_before: ReplicaDigests, replica_digests_after: ReplicaDigests
+    sums: Mapping[int, Sums], *, replica_digests_before: HolderSets, replica_digests_after: HolderSets
 ) -> bool:
-    """Whether `compare` would find nothing, of any of the tensors that these replica digests hold."""
+    """Whether `compare` would find no difference in any tensor that these holder sets hold."""
     return len({number for of in _totals(sums, replica_digests_before, replica_digests_after) for number in of}) <= 1
 
 
@@ -132,13 +132,13 @@ def compare(
     tensor: Tensor,
     surveys: Mapping[int, Survey],
     *,
-    replica_digests_before: ReplicaDigests,
-    replica_digests_after: ReplicaDigests,
+    replica_digests_before: HolderSets,
+    replica_digests_after: HolderSets,
 ) -> None:
-    """Raise unless all digests of a tensor are one number: that of every whole of it, before the move and after.
+    """Raise unless all digests of a tensor are equal: those of every holder set, before the move and after.
 
-    A whole is the slots that together hold each unit once: the slots of a replica or, for a replicated tensor, each
-    slot by itself. Before the move only those count that all of its slots have survived.
+    A holder set is the slots of a replica or, for a replicated tensor, each slot by itself. Before the move only sets
+    count whose slots have all survived.
     """
     for entry in next(iter(surveys.values())):
         of_entry = {slot: found[entry] for slot, found in surveys.items()}
@@ -146,25 +146,24 @@ def compare(
         if len({*before, *after}) > 1:
             found = [("before", *pair) for pair in zip(replica_digests_before, before, strict=True)]
             found += [("after", *pair) for pair in zip(replica_digests_after, after, strict=True)]
-            told = [
-                f"{fault_point} in slots {', '.join(map(str, whole))} {number:016x}"
-                for fault_point, whole, number in found
+            digests = [
+                f"{time} in slots {', '.join(map(str, holders))} {number:016x}" for time, holders, number in found
             ]
             raise StateLost(
-                f"{tensor.name} ({entry}) is not the same wherever it is held: {'; '.join(told)}",
+                f"{tensor.name} ({entry}) is not the same wherever it is held: {'; '.join(digests)}",
                 way_out="restart from the last checkpoint",
             )
 
 
-def _totals(sums: Mapping[int, Sums], before: ReplicaDigests, after: ReplicaDigests) -> tuple[list[int], list[int]]:
+def _totals(sums: Mapping[int, Sums], before: HolderSets, after: HolderSets) -> tuple[list[int], list[int]]:
     return (
-        [sum(sums[slot][0] for slot in whole) % MODULUS for whole in before],
-        [sum(sums[slot][1] for slot in whole) % MODULUS for whole in after],
+        [sum(sums[slot][0] for slot in holders) % MODULUS for holders in before],
+        [sum(sums[slot][1] for slot in holders) % MODULUS for holders in after],
     )
 
 
 def compare_kept(tensor: Tensor, kept: Mapping[int, str], *, step: int) -> None:
-    """Raise unless all keep the same with a tensor."""
+    """Raise unless all members keep the same with a tensor."""
     first = next(iter(kept))
     for slot, theirs in kept.items():
         if theirs != kept[first]:

@@ -1,28 +1,29 @@
-"""Parameters and optimizer state from one layout to the next, tensor by tensor.
+"""Moves parameters and optimizer state from one layout to the next, tensor by tensor.
 
-For one tensor a slot has the units that it holds now, those that it will hold, and who sends it what (`Recut`). It
-builds the tensor anew beside the old one (`rebuild.py`). The user's objects stay (`sharded_state.py`).
+For one tensor a slot has the units that it holds now, the units that it will hold, and the slots that it sends to and
+receives from (`Recut`). It builds the tensor anew beside the old one (`rebuild.py`). The user's objects stay
+(`sharded_state.py`).
 
-A death may interrupt the move anywhere, so what is built is not switched to by itself. All members compare digests of
-what they have built (`survey`), for a batch of tensors at a time, and who has left that comparison switches. Each tells
-sums over its tensors, since there are thousands of members, and all digests only where sums differ. It is the
-rule of the vote on a step: who left it knows that all had entered it, so all hold the new tensors built. If anybody
-has switched, then whoever has not does so in the next recovery (`settle`); if nobody has, then all drop what they
-built, and have what they had. So each tensor is always in one layout on all members, and no tensor is without its old
-units before all have its new ones.
+A loss may interrupt the move anywhere, so a member does not switch to what it has built by itself. All members compare
+digests of what they have built (`survey`), for a batch of tensors at a time, and a member that has left that comparison
+switches. Each reports sums over its tensors, since there may be thousands of members, and all digests only if sums
+differ. The rule is that of the vote on a step: a member that has left it knows that all had entered it, so all have
+built the new tensors. If any member has switched, the others switch in the next recovery (`settle`); if none has, all
+drop what they built, and keep what they had. So each tensor is always in one layout on all members, and no tensor loses
+its old units before all members have its new ones.
 
-Every tensor therefore has a *version*: the epoch whose losses its layout follows, the same for all members; -1 is
-held by nobody. Versions are reported before each recovery, and the plan is made of them.
+Every tensor therefore has a *version*: the epoch whose losses its layout follows, the same for all members; version -1
+is not held. Members report versions before each recovery, and the plan is made from them.
 
-Memory: what a batch moves with its optimizer entries, twice; nothing else, and a batch is no more than the largest
-tensor, or what is little anyhow (`relayout_plan.LEAST`).
+Memory: what a batch moves, with its optimizer entries, twice. A batch is no larger than the largest tensor, or than
+`reshard_plan.LEAST`.
 
-Weights first. What the optimizer keeps is not asked for before it steps, and is most of what a returning slot gets: two
-parts of three with Adam in float32, six of seven with masters. So a move may be had in two halves. The weights are
-moved, compared, and lent to the parameters, and the others need not wait longer; the rest is on its way while all of
-them compute, and is compared and switched to, weights and all, before anybody applies the step. A loss in between finds
-every tensor in its old layout still, since nothing has been applied: what was lent is given back, and the move begins
-anew. That costs the weights once more in memory for as long, and what arrives.
+Weights first: the optimizer's entries are not needed before it steps, and are most of what a returning slot receives:
+two thirds with Adam in float32, six sevenths with masters. So a move can be split in two (`relayout_weights`). The
+weights are moved, compared, and lent to the parameters, and the others need not wait longer. The rest moves while all
+members compute; it is compared and switched to, weights included, before anybody applies the step. A loss in between
+finds every tensor still in its old layout, since nothing has been applied: the lent weights are given back, and the
+move begins anew. Meanwhile this costs memory for the weights once more, and for what arrives.
 """
 
 import dataclasses
@@ -52,15 +53,17 @@ from ntp_plugin.resharding.rebuild import (
 from ntp_plugin.resharding.reshard_plan import RelayoutPlan, TensorMove
 from ntp_plugin.resharding.sharded_state import ShardedState
 
-type RecordedEvent = dict[str, tuple[str, Survey]]
-"""Tensor -> what a member keeps with it, in words, if it will hold a part, and its digests."""
+type TensorReports = dict[str, tuple[str, Survey]]
+"""Tensor -> what a member keeps with it, as text, if it will hold a part; and its digests."""
 type Brief = tuple[str, list[Sums]]
-"""The same in few words: of what is kept a digest, and of each kind of tensors the sums."""
+"""The same in short: a digest of what is kept, and the sums of each kind of tensors."""
 
 
 def relayout(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups, *, step: int) -> None:
-    """Take every tensor into the layout of its stage's plan, on all members of the world together; they stand on the
-    same step."""
+    """Move every tensor to the layout of its stage's plan.
+
+    All members of the world call this together, at the same step.
+    """
     for batch in _batches(plans, state, groups, step=step):
         batch.post(batch.entries).end()
 
@@ -68,8 +71,10 @@ def relayout(plans: Sequence[RelayoutPlan], state: ShardedState, groups: Elastic
 def relayout_weights(
     plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups, *, step: int
 ) -> Callable[[], None]:
-    """The same for the weights alone; what is called before anybody applies a step, by all members together, waits for
-    the rest, and switches."""
+    """Move the weights alone; the returned function waits for the rest, and switches.
+
+    All members call that function together, before anybody applies a step.
+    """
     batches = _batches(plans, state, groups, step=step)
     for batch in batches:
         batch.post({WEIGHT}).lend()
@@ -83,7 +88,7 @@ def relayout_weights(
 
 
 def refuse_unequal_replicas(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups) -> None:
-    """A move to where everything is already, which compares everything."""
+    """Raise `Refused` unless all replicas hold the same: plans that move nothing still compare everything."""
     try:
         relayout(plans, state, groups, step=0)
     except StateLost as found:
@@ -94,15 +99,15 @@ def refuse_unequal_replicas(plans: Sequence[RelayoutPlan], state: ShardedState, 
 
 
 def _batches(plans: Sequence[RelayoutPlan], state: ShardedState, groups: ElasticGroups, *, step: int) -> list["_Batch"]:
-    """Of this stage, as many as of any, with whatever an interrupted move has left settled."""
+    """The batches of this stage, as many as those of the largest stage, after settling an interrupted move."""
     slot = plans[0].nominal.topology.slot_of(groups.slot)
     plan = plans[slot.stage]
     state.settle({move.tensor.name: move.version for move in plan.moves})
     kept = {move.tensor.name: state.kept(move.tensor.name) for move in plan.moves}
     if any(each.somebody_lacks_something for each in plans):
-        told = {name: kept[name] for name in plan.tensors_told_by(slot)}
+        shared = {name: kept[name] for name in plan.tensors_told_by(slot)}
         own = {move.tensor.name: kept[move.tensor.name] for move in plan.moves if slot in move.holders}
-        kept |= _kept_by_others(told, state, slot.stage) | own
+        kept |= _kept_by_others(shared, state, slot.stage) | own
     batches = itertools.zip_longest(*(each.batches for each in plans), fillvalue=())
     return [
         _Batch(plans=plans, stage=slot.stage, of_stages=these, kept=kept, state=state, groups=groups, step=step)
@@ -111,19 +116,19 @@ def _batches(plans: Sequence[RelayoutPlan], state: ShardedState, groups: Elastic
 
 
 def _kept_by_others(mine: dict[str, SharedEntries], state: ShardedState, stage: int) -> dict[str, SharedEntries]:
-    """For who lacks them; and who is new has its optimizer set as the others have."""
+    """What other members keep, for those that lack it; a new member takes the options of its optimizer from them."""
     nothing: tuple[int, dict[str, SharedEntries], Options] = (stage, {}, [])
-    told = [nothing] * dist.get_world_size()
-    dist.all_gather_object(told, (stage, mine, state.options() if mine else []))
-    of_stage = [(theirs, options) for of, theirs, options in told if of == stage and theirs]
-    if state.is_new:  # members have their own: a schedule may have come further on one than on another by now
+    gathered = [nothing] * dist.get_world_size()
+    dist.all_gather_object(gathered, (stage, mine, state.options() if mine else []))
+    of_stage = [(theirs, options) for of, theirs, options in gathered if of == stage and theirs]
+    if state.is_new:  # members keep their own, because a schedule may be further on one than on another
         state.take_options(of_stage[0][1])
     return {name: one for theirs, _ in of_stage for name, one in theirs.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Tensors that are moved together."""
+    """Tensors that move together."""
 
     plans: Sequence[RelayoutPlan]
     stage: int
@@ -135,21 +140,21 @@ class _Batch:
 
     @property
     def plan(self) -> RelayoutPlan:
-        """Of this rank's stage."""
+        """The plan of this rank's stage."""
         return self.plans[self.stage]
 
     @property
     def moves(self) -> Sequence[TensorMove]:
-        """In this rank's stage."""
+        """The moves in this rank's stage."""
         return self.of_stages[self.stage]
 
     @property
     def entries(self) -> set[str]:
-        """All that its tensors have."""
+        """The names of all entries of its tensors."""
         return {name for move in self.moves for name in self.kept[move.tensor.name].dtypes}
 
     def post(self, entries: Collection[str]) -> "_UnderWay":
-        """These of every tensor begin to move."""
+        """Begin to move these entries of every tensor."""
         slot = self.plan.nominal.topology.slot_of(self.groups.slot)
         rebuildings = {}
         for move in self.moves:
@@ -164,14 +169,14 @@ class _Batch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _UnderWay:
-    """What of a batch is on its way; all members come together where it ends."""
+    """The part of a batch that is being moved; all members end it together."""
 
     batch: _Batch
     rebuildings: Mapping[str, Rebuilding]
     exchange: Exchange
 
     def end(self) -> None:
-        """Switch to it, and to what was lent before."""
+        """Switch to the new tensors, including weights lent before."""
         batch, state = self.batch, self.batch.state
         built = self._arrived()
         for name, entries in built.items():
@@ -181,7 +186,7 @@ class _UnderWay:
         state.switch()
 
     def lend(self) -> None:
-        """Let the parameters have it, whatever goes with it."""
+        """Let the parameters have the new weights, before the rest arrives."""
         built = self._arrived()
         self._compare(built)
         for name, entries in built.items():
@@ -199,8 +204,8 @@ class _UnderWay:
         _compare_all(batch, mine)
 
 
-def _compare_all(batch: _Batch, mine: RecordedEvent) -> None:
-    """All members come together."""
+def _compare_all(batch: _Batch, mine: TensorReports) -> None:
+    """Compare what all members have built; they call this together."""
     kinds = batch.plan.kinds(batch.moves)
     sums = [summed(mine[move.tensor.name][1] for move in kind) for kind in kinds]
     briefs: list[Brief] = [("", [])] * len(batch.groups.members)
@@ -210,38 +215,38 @@ def _compare_all(batch: _Batch, mine: RecordedEvent) -> None:
         _compare_each(batch, mine)
 
 
-def _in_brief(told: RecordedEvent) -> str:
-    """What is kept with which tensors; empty for who keeps nothing."""
-    kept = sorted((name, kept) for name, (kept, _) in told.items() if kept)
+def _in_brief(reports: TensorReports) -> str:
+    """A digest of what is kept with which tensors; empty if nothing is kept."""
+    kept = sorted((name, kept) for name, (kept, _) in reports.items() if kept)
     return hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest() if kept else ""
 
 
 def _are_alike(batch: _Batch, stage: int, briefs: Mapping[int, Brief]) -> bool:
-    """In a stage. All members look at all stages: what they do next they do together."""
+    """Whether a stage's members agree. All members check all stages, because they take the next step together."""
     plan = batch.plans[stage]
     of_stage = _of_stage(plan, briefs)
     if len({kept for kept, _ in of_stage.values() if kept}) > 1:
         return False
     for number, (first, *_) in enumerate(plan.kinds(batch.of_stages[stage])):
-        before, after = plan.replica_digests(first)
+        before, after = plan.holder_sets(first)
         sums = {slot: sums[number] for slot, (_, sums) in of_stage.items()}
         if not are_alike(sums, replica_digests_before=before, replica_digests_after=after):
             return False
     return True
 
 
-def _compare_each(batch: _Batch, mine: RecordedEvent) -> None:
-    told: list[RecordedEvent] = [{}] * len(batch.groups.members)
-    dist.all_gather_object(told, mine)
-    stage = _of_stage(batch.plan, dict(zip(batch.groups.members, told, strict=True)))
+def _compare_each(batch: _Batch, mine: TensorReports) -> None:
+    gathered: list[TensorReports] = [{}] * len(batch.groups.members)
+    dist.all_gather_object(gathered, mine)
+    stage = _of_stage(batch.plan, dict(zip(batch.groups.members, gathered, strict=True)))
     for move in batch.moves:
         of_tensor = {slot: theirs[move.tensor.name] for slot, theirs in stage.items()}
         compare_kept(move.tensor, {slot: kept for slot, (kept, _) in of_tensor.items() if kept}, step=batch.step)
-        before, after = batch.plan.replica_digests(move)
+        before, after = batch.plan.holder_sets(move)
         surveys = {slot: found for slot, (_, found) in of_tensor.items()}
         compare(move.tensor, surveys, replica_digests_before=before, replica_digests_after=after)
 
 
-def _of_stage[Value](plan: RelayoutPlan, told: Mapping[int, Value]) -> dict[int, Value]:
+def _of_stage[Value](plan: RelayoutPlan, by_slot: Mapping[int, Value]) -> dict[int, Value]:
     slot_of = plan.nominal.topology.slot_of
-    return {slot: theirs for slot, theirs in told.items() if slot_of(slot).stage == plan.stage}
+    return {slot: theirs for slot, theirs in by_slot.items() if slot_of(slot).stage == plan.stage}

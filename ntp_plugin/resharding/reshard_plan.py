@@ -1,9 +1,9 @@
-"""Which tensor goes from which layout to which, from what the members report that they hold. PURE.
+"""Plans which tensor moves from which layout to which, from the members' reports of what they hold. PURE.
 
-A move of many tensors that was interrupted has left some in the new layout and some in the old one, and joining ranks
-with the former only. So each tensor has a version, the epoch whose losses its layout follows, and each is planned
-from its own: tensors of one version, of which the same slots hold nothing, share one `RecoveryPlan`. There is one as
-a rule, and two after an interruption.
+An interrupted move of many tensors leaves some in the new layout and some in the old one, and joining ranks with the
+former only. So each tensor has a version, the epoch whose losses its layout follows, and each is planned from its own.
+Tensors of one version that are missing on the same slots share one `RecoveryPlan`: usually there is one plan, and two
+after an interruption.
 
 Jobs have thousands of members and models hundreds of tensors, and a recovery waits for this. So nothing here looks at
 each tensor of each member: members that report the same are one (`_Alike`), and so are tensors that are held alike.
@@ -24,13 +24,16 @@ from ntp_plugin.planning.units import Tensor
 from ntp_plugin.resharding.cuts import WHOLE_UNITS, Recut, UnitTransfer
 
 NOT_HELD = -1
-"""The version of a tensor on a joining rank that has not got it yet."""
+"""The version of a tensor on a joining rank that has not received it yet."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AvailableVersions:
-    """What one member holds: the version of each tensor, those that are built and not switched to (by number, with the
-    version), and the losses behind each version that it knows, as ranks of the nominal layout."""
+    """What one member holds.
+
+    `versions` has the version of each tensor; `built` the tensors that are built but not switched to, by number, with
+    the version; `lost` the losses behind each version that it knows, as ranks of the nominal layout.
+    """
 
     versions: tuple[int, ...]
     built: tuple[tuple[int, int], ...]
@@ -50,13 +53,13 @@ class AvailableVersions:
 
 
 LEAST = 1 << 22
-"""Elements that a batch may have in any case: with Adam's two entries a hundred megabytes in float32, twice. What costs
-is that members compare after each batch."""
+"""The elements that a batch may have in any case: with Adam's two entries a hundred megabytes in float32, twice.
+Smaller batches cost more, because members compare after each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorMove:
-    """One tensor: the version that it is found in, who holds it so, and the plan from there."""
+    """One tensor: the version that it is in, the slots that hold it so, and the plan from there."""
 
     tensor: Tensor
     version: int
@@ -64,15 +67,16 @@ class TensorMove:
     plan: RecoveryPlan
 
 
-type BothReplicas = tuple[list[list[int]], list[list[int]]]
-"""Slots, by their rank in the nominal layout, that together hold all of a tensor: before and after."""
+type BothHolderSets = tuple[list[list[int]], list[list[int]]]
+"""Holder sets of a tensor, before and after: slots, by their rank in the nominal layout, that together hold all of
+it."""
 type _Kind = tuple[bool, int, frozenset[Slot]]
-"""Of tensors: whether they are cut, the version, and who holds them."""
+"""What tensors have in common: whether they are cut, the version, and the slots that hold them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelayoutPlan:
-    """The way of every tensor of a stage into the layout of `version`."""
+    """The moves of every tensor of a stage into the layout of `version`."""
 
     nominal: Nominal
     stage: int
@@ -88,12 +92,12 @@ class RelayoutPlan:
 
     @property
     def goal(self) -> RecoveryPlan:
-        """What all the plans have in common: the layout, the lanes and the batch."""
+        """What all the plans share: the layout, the lanes and the batch."""
         return self.moves[0].plan
 
     @functools.cached_property
     def batches(self) -> tuple[tuple[TensorMove, ...], ...]:
-        """The moves in batches, each of no more elements that change hands than the largest tensor has, or `LEAST`."""
+        """The moves in batches; the elements that move in each are no more than the largest tensor has, or `LEAST`."""
         most = max(LEAST, *(move.tensor.elements for move in self.moves))
         batches: list[list[TensorMove]] = [[]]
         elements = 0
@@ -111,14 +115,14 @@ class RelayoutPlan:
 
     @functools.cached_property
     def somebody_lacks_something(self) -> bool:
-        """Whether a member holds nothing of a tensor, also one that will stand idle: others tell it what they keep."""
+        """Whether a member lacks a tensor, also one that will be idle: the others report to it what they keep."""
         topology = self.nominal.topology
         slots = {slot for replica in range(topology.dp) for slot in topology.group(replica, self.stage)}
         present = slots - self.surviving.lost
         return any(not holders.issuperset(present) for holders in {move.holders for move in self.moves})
 
     def tensors_told_by(self, slot: Slot) -> list[str]:
-        """Of those that a slot holds, the ones for which it speaks, since others hold the same."""
+        """The tensors whose shared entries this slot reports: the first of the slots that hold the same does."""
         firsts = {holders: min(holders, default=None) for holders in {move.holders for move in self.moves}}
         return [move.tensor.name for move in self.moves if firsts[move.holders] == slot]
 
@@ -128,7 +132,7 @@ class RelayoutPlan:
 
     @functools.cached_property
     def training(self) -> list[Slot]:
-        """The slots that train from now on, ascending."""
+        """The slots that train in the new layout, ascending."""
         return self._trained(self.surviving)
 
     def units_of(self, tensor: Tensor, slot: Slot) -> Spans:
@@ -158,34 +162,34 @@ class RelayoutPlan:
         )
 
     def kinds(self, moves: Iterable[TensorMove]) -> list[list[TensorMove]]:
-        """Those together of which the same slots hold replica digests, before and after."""
+        """Group moves whose tensors have the same holder sets, before and after."""
         kinds: dict[_Kind, list[TensorMove]] = {}
         for move in moves:
             kinds.setdefault(_kind(move), []).append(move)
         return list(kinds.values())
 
-    def replica_digests(self, move: TensorMove) -> BothReplicas:
-        """The slots that together hold each unit of a tensor once, before its move (if all are there) and after."""
+    def holder_sets(self, move: TensorMove) -> BothHolderSets:
+        """The slots that together hold each unit of a tensor once, before its move (if all are present) and after."""
         kind = _kind(move)
-        if kind not in self._replica_digests:
+        if kind not in self._holder_sets:
             before = self._trained(self._surviving(move.version))
-            found = [whole for whole in _replica_digests(move.tensor, before) if move.holders.issuperset(whole)]
-            self._replica_digests[kind] = self._ranks(found), self._ranks(_replica_digests(move.tensor, self.training))
-        return self._replica_digests[kind]
+            found = [holders for holders in _holder_sets(move.tensor, before) if move.holders.issuperset(holders)]
+            self._holder_sets[kind] = self._ranks(found), self._ranks(_holder_sets(move.tensor, self.training))
+        return self._holder_sets[kind]
 
     @functools.cached_property
-    def _replica_digests(self) -> dict[_Kind, BothReplicas]:
-        """Those that were asked for."""
+    def _holder_sets(self) -> dict[_Kind, BothHolderSets]:
+        """The holder sets of each kind, as they are asked for."""
         return {}
 
-    def _ranks(self, replica_digests: Iterable[Iterable[Slot]]) -> list[list[int]]:
-        return [[self.nominal.topology.rank_of(slot) for slot in whole] for whole in replica_digests]
+    def _ranks(self, holder_sets: Iterable[Iterable[Slot]]) -> list[list[int]]:
+        return [[self.nominal.topology.rank_of(slot) for slot in holders] for holders in holder_sets]
 
     def _surviving(self, version: int) -> SurvivingReplicas:
-        return self._standings[version]
+        return self._surviving_by_version[version]
 
     @functools.cached_property
-    def _standings(self) -> dict[int, SurvivingReplicas]:
+    def _surviving_by_version(self) -> dict[int, SurvivingReplicas]:
         return {version: _surviving(self.nominal, lost) for version, lost in self.lost.items()}
 
     def _trained(self, surviving: SurvivingReplicas) -> list[Slot]:
@@ -211,7 +215,7 @@ class _Alike:
     ranks: tuple[int, ...]
 
     def hold(self, number: int, version: int) -> bool:
-        """Whether they have a tensor in a version, or have it built so: they will switch, as others have."""
+        """Whether they hold a tensor in a version, or have built it: then they will switch, as others have."""
         return self.told.versions[number] == version or (number, version) in self.told.built
 
     @property
@@ -221,23 +225,28 @@ class _Alike:
 
 def _alike(held: Mapping[int, AvailableVersions]) -> list[_Alike]:
     ranks: dict[tuple[object, object], list[int]] = {}
-    for rank, told in held.items():
-        ranks.setdefault((told.versions, told.built), []).append(rank)
+    for rank, report in held.items():
+        ranks.setdefault((report.versions, report.built), []).append(rank)
     return [_Alike(told=held[of[0]], ranks=tuple(of)) for of in ranks.values()]
 
 
 type _Plans = dict[tuple[int, frozenset[int]], RecoveryPlan]
-"""By the version that is found, and who holds nothing of it: the same for all tensors, as a rule."""
+"""Plans by the version of a tensor and the ranks that lack it, which are usually the same for all tensors."""
 
 
 def plan_relayout(nominal: Nominal, held: Mapping[int, AvailableVersions], version: int) -> tuple[RelayoutPlan, ...]:
-    """For each stage: from what each member (by its rank in the nominal layout) holds, to the layout of those who are
-    members now."""
-    lost = {known: ranks for told in held.values() for known, ranks in told.lost.items()}
+    """Plan, for each stage, the moves from what each member holds to the layout of the current members.
+
+    Args:
+        nominal: The nominal layout of the job.
+        held: What each member holds, by its rank in the nominal layout.
+        version: The epoch whose losses the new layout follows.
+    """
+    lost = {known: ranks for report in held.values() for known, ranks in report.lost.items()}
     lost[version] = tuple(rank for rank in range(nominal.topology.size) if rank not in held)
     of_stages: list[dict[int, AvailableVersions]] = [{} for _ in range(nominal.topology.pp)]
-    for rank, told in held.items():
-        of_stages[nominal.topology.slot_of(rank).stage][rank] = told
+    for rank, report in held.items():
+        of_stages[nominal.topology.slot_of(rank).stage][rank] = report
     members = [_alike(of_stage) for of_stage in of_stages]
     nowhere = frozenset(rank for of in members for some in of if some.hold_nothing for rank in some.ranks)
     plans: _Plans = {}
@@ -295,7 +304,7 @@ def _plan_from(
 
 
 def digest_of(plans: Sequence[RelayoutPlan]) -> str:
-    """Equal on every member that planned the same for all stages."""
+    """A digest that is equal on every member that planned the same for all stages."""
     return hashlib.blake2b("".join(plan.digest for plan in plans).encode(), digest_size=16).hexdigest()
 
 
@@ -311,7 +320,7 @@ def _kind(move: TensorMove) -> _Kind:
     return bool(move.tensor.family), move.version, move.holders
 
 
-def _replica_digests(tensor: Tensor, slots: Sequence[Slot]) -> list[list[Slot]]:
+def _holder_sets(tensor: Tensor, slots: Sequence[Slot]) -> list[list[Slot]]:
     if not tensor.family:
         return [[slot] for slot in slots]
     replicas: dict[int, list[Slot]] = {}

@@ -1,6 +1,7 @@
-"""The user's objects, whose tensors change: the `nn.Parameter` gets other data, the optimizer's state other entries.
+"""The user's parameters and optimizer state: `nn.Parameter`s get new data, the optimizer's state gets new entries.
 
-What is built is not switched to by itself, so each tensor has a version (`reshard.py` says why).
+The objects stay, their tensors change. Members do not switch to new tensors by themselves, so each tensor has a version
+(`reshard.py` says why).
 """
 
 import dataclasses
@@ -25,21 +26,21 @@ class ShardedState:
         mains: Mapping[str, torch.nn.Parameter] | None = None,
         joiner: bool = False,
     ) -> None:
-        """`mains` are what the optimizer steps instead of some parameters: copies of more digits."""
+        """`mains` are the higher-precision copies that the optimizer steps instead of some parameters."""
         self.parameters = dict(parameters)
         self._mains = dict(mains or {})
         self.have_optimizer(optimizer)
         self.versions = dict.fromkeys(self.parameters, NOT_HELD if joiner else 0)
         self._built: dict[str, tuple[int, Entries, Mapping[str, object]]] = {}
         self._lent: dict[str, torch.Tensor] = {}
-        """The weights of parameters that have others for as long as what goes with these is on its way."""
+        """The old weights of parameters that have been lent new ones, until the rest of these arrives."""
 
     def have_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on it is this one that steps the parameters."""
+        """Set the optimizer that steps the parameters from now on."""
         self.optimizer, self._known, self._numbers = optimizer, element_wise(optimizer), Numbers(optimizer)
 
     def held(self, lost: Mapping[int, tuple[int, ...]]) -> AvailableVersions:
-        """What is reported before a recovery: `lost` are the losses behind the versions."""
+        """Return what this member reports before a recovery; `lost` are the losses behind the versions."""
         names = list(self.parameters)
         return AvailableVersions(
             versions=tuple(self.versions.values()),
@@ -48,7 +49,7 @@ class ShardedState:
         )
 
     def entries(self, name: str) -> Entries:
-        """The parameter and what the optimizer keeps in its shape."""
+        """The parameter, and what the optimizer keeps in its shape."""
         state = self._state(name)
         cut = {key: state[key] for key in self._known.cut if isinstance(state.get(key), torch.Tensor)}
         main = {MAIN: self._mains[name].data} if name in self._mains else {}
@@ -62,25 +63,25 @@ class ShardedState:
         return state
 
     def kept(self, name: str) -> SharedEntries:
-        """What is the same on all slots; whatever else the optimizer keeps for a parameter is one number each."""
+        """What is the same on all slots. Anything else that the optimizer keeps for a parameter is one number."""
         return SharedEntries(
             dtypes={key: entry.dtype for key, entry in self.entries(name).items()},
-            numbers={key: _told(value) for key, value in self._numbers.of(self._stepped(name)).items()},
+            numbers={key: _to_plain(value) for key, value in self._numbers.of(self._stepped(name)).items()},
         )
 
     def build(self, name: str, version: int, entries: Entries, numbers: Mapping[str, object]) -> None:
-        """Keep what is to be switched to, and what the others' optimizers keep besides the shape."""
+        """Keep the new entries of a tensor, and the numbers that the others' optimizers keep for it, until `switch`."""
         self._built[name] = version, entries, numbers
 
     def switch(self) -> None:
-        """Let the user's objects have what was built; the old parts are let go of."""
+        """Put all built tensors into the user's objects, and release the old ones."""
         while self._built:
             name = next(iter(self._built))
             self._switch(name, *self._built[name])
             del self._built[name]
 
     def lend(self, name: str, weights: torch.Tensor) -> None:
-        """Let a parameter have weights that are to be switched to, before all that belongs to them is there."""
+        """Put new weights into a parameter before the rest of its entries arrives."""
         self._lent[name] = self.parameters[name].data
         self._have(name, weights)
 
@@ -102,11 +103,12 @@ class ShardedState:
         if own:
             self.optimizer.state[self._stepped(name)].update(own)
         if numbers != self.kept(name).numbers:
-            self._numbers.put(self._stepped(name), {key: _heard(value) for key, value in numbers.items()})
+            self._numbers.put(self._stepped(name), {key: _from_plain(value) for key, value in numbers.items()})
         self.versions[name] = version
 
     def settle(self, newest: Mapping[str, int]) -> None:
-        """After an interrupted move: switch to what anybody has switched to, and drop what else was built, or lent."""
+        """After an interrupted move, switch to what any member has switched to, and drop what else was built or
+        lent."""
         self._built = {name: built for name, built in self._built.items() if newest[name] == built[0]}
         self.switch()
         while self._lent:
@@ -116,17 +118,17 @@ class ShardedState:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing has been held here yet."""
+        """Whether no tensor has been held here yet."""
         return set(self.versions.values()) == {NOT_HELD}
 
     def options(self) -> Options:
-        """What the optimizer's groups are set to, a learning rate that a schedule has changed say."""
+        """The options of the optimizer's groups, such as a learning rate that a schedule has changed."""
         return [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
 
     def take_options(self, options: Sequence[Mapping[str, object]]) -> None:
-        """Have the groups set as the others have them."""
+        """Set the groups' options to those of the others."""
         for group, wanted in zip(self.optimizer.param_groups, options, strict=True):
             group.update(wanted)
 
@@ -138,20 +140,20 @@ class ShardedState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Number:
-    """A tensor of one number. Tensors are not sent as objects: frameworks change how they are packed."""
+    """A tensor of one number. Tensors are not sent as objects, because frameworks change how they are packed."""
 
     value: float
     dtype: torch.dtype
     device: str
 
 
-def _told(value: object) -> object:
+def _to_plain(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return _Number(value=value.item(), dtype=value.dtype, device=value.device.type)
     return value
 
 
-def _heard(value: object) -> object:
+def _from_plain(value: object) -> object:
     if isinstance(value, _Number):
         return torch.tensor(value.value, dtype=value.dtype, device=value.device)
     return value

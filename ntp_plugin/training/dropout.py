@@ -1,14 +1,14 @@
-"""Dropout whose masks depend on nothing but what is computed: not on who computes it, with whom, or how often.
+"""Dropout masks that do not depend on which rank computes what, with whom, or how often.
 
 Every row of numbers that is dropped from (a row of the sequence, or the attention of one head in one row) has a key, a
 pure function of (seed, which dropout of the model, sample, head, row). Samples are numbered in the order of training,
-so a step needs no number of its own. Heads and rows are the whole model's. So whoever holds some heads or some rows
-draws exactly their part of the mask, nothing else is drawn, and there is no state to be kept, moved or rewound: a
-retry, a replica that takes a sample over, and the recomputation of an activation draw the same bits.
+so a step needs no number of its own. Heads and rows are those of the full model. So a rank that holds some heads or
+some rows draws exactly their part of the mask. It draws nothing else, and there is no state to keep, move or rewind: a
+retry, a replica that takes over a sample, and the recomputation of an activation draw the same bits.
 
-From its key a row draws as SplitMix64 does: number j of it is a finalizer of key + j x (an odd constant). The
-finalizer is a bijection in which every bit depends on every bit; keys are made by the same. Each number decides on two
-columns with 32 bits each, so that a probability is met to 2^-33, and the rest is scaled by what is really kept.
+From its key a row draws as SplitMix64 does: number j of it is a finalizer of key + j x (an odd constant). The finalizer
+is a bijection in which every bit depends on every bit; keys are made by the same. Each number decides on two columns
+with 32 bits each, so that a probability is met to 2^-33; what is kept is scaled by the exact probability.
 
 All is integer arithmetic of torch: the same bits on any device.
 """
@@ -21,14 +21,14 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 / the golden ratio, which spreads consecutive numbers out evenly; torch's integers have a sign."""
 _WORD = 1 << 32
 _AT_ONCE = {"cpu": 1 << 14}
-"""How many numbers are drawn at a time: on a CPU as many as its nearest caches hold."""
+"""The numbers drawn at a time: on a CPU as many as its nearest caches hold."""
 _AT_ONCE_ELSEWHERE = 1 << 26
 
 
 def stream(seed: int, *which: str | int) -> int:
-    """What tells one dropout of a model from all others."""
-    told = hashlib.blake2b(repr((seed, *which)).encode(), digest_size=8)
-    return int.from_bytes(told.digest(), "little", signed=True)
+    """The number that tells one dropout of a model from all others."""
+    digest = hashlib.blake2b(repr((seed, *which)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def row_keys(of: int, *places: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def row_keys(of: int, *places: torch.Tensor) -> torch.Tensor:
 
 
 def kept(keys: torch.Tensor, columns: int, p: float) -> torch.Tensor:
-    """The mask: false with probability p, for all columns of the rows with these keys."""
+    """The mask: False with probability p, for all columns of the rows with these keys."""
     dropped = _dropped(p)
     rows, numbers = keys.reshape(-1, 1), -(-columns // 2)
     steps = torch.arange(1, numbers + 1, device=keys.device) * _STEP
@@ -62,7 +62,7 @@ def dropout(x: torch.Tensor, p: float, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _dropped(p: float) -> int:
-    """How many of the 2^32 words mean that a number is dropped."""
+    """The number of the 2^32 words that mean that a value is dropped."""
     assert 0 <= p < 1, f"a probability of {p}"
     return min(round(p * _WORD), _WORD - 1)
 
@@ -76,6 +76,6 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _folded(numbers: torch.Tensor, by: int, room: torch.Tensor) -> torch.Tensor:
-    """Each number xor itself shifted to the right; torch fills with the sign, which must not come in."""
+    """Each number xor itself shifted to the right. Torch fills with the sign, which must not enter."""
     torch.bitwise_right_shift(numbers, by, out=room)
     return numbers.bitwise_xor_(room.bitwise_and_((1 << (64 - by)) - 1))

@@ -1,18 +1,18 @@
 """Which optimizers are element-wise, and what each keeps for a parameter.
 
 A tensor can be cut anew, or sharded, only if the step of an element depends on nothing but that element: its weight,
-its gradient and what the optimizer keeps for it. That cannot be seen from outside, so it is a table: the classes that
-are known to be so, and the names of what they keep. What is *cut* has the parameter's shape and goes where its
-elements go; what is *kept* is one number, the same for every part. Everything else is refused by its name: an
-optimizer that looks at whole matrices (Muon, Shampoo, SOAP, Adafactor) would train another model at every width.
+its gradient and what the optimizer keeps for it. That cannot be seen from outside, so this is a table of the classes
+known to be so, and of the names of what they keep. What is *cut* has the parameter's shape and moves with its elements;
+what is *kept* is one number, the same for every part. Everything else is refused by its name: an optimizer that looks
+at whole matrices (Muon, Shampoo, SOAP, Adafactor) would train another model at every width.
 
-Where a number is kept is the optimizer's own: torch's Adam has its step with each parameter, NVIDIA's has it once for
-all parameters of a group, among the group's options, and apex's does not count where the group has none on this rank;
-DeepSpeed's has it with each parameter, and counts in that of the last one of a group for all.
-It goes with the elements either way, since whoever gets these is to step them on as whoever had them (`Numbers`).
+Each optimizer keeps its step number in its own place. Torch's Adam has it with each parameter. NVIDIA's has it once for
+all parameters of a group, among the group's options, and apex's does not count if the group has none on this rank.
+DeepSpeed's has it with each parameter, and counts in that of the group's last one for all. The number moves with the
+elements in any case, because the rank that receives them has to continue their steps (`Numbers`).
 
-A class is known by the module that defines it, and is imported by nobody here. Two projects are called apex: NVIDIA's
-optimizers are told by the kernel that they carry. A subclass is another optimizer, since it may step as it likes.
+A class is known by the module that defines it, and is not imported here. Two projects are called apex; NVIDIA's
+optimizers are recognized by the kernel that they carry. A subclass is another optimizer, since it may step as it likes.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ from ntp_plugin.errors import Refused
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ElementWise:
-    """An optimizer that is element-wise: the names of what it keeps, and an attribute that all of its kind carry."""
+    """An element-wise optimizer: the names of what it keeps, and an attribute that all of its kind have."""
 
     cut: tuple[str, ...]
     kept: tuple[str, ...] = ()
     of_group: tuple[str, ...] = ()
     """What it keeps once for all parameters of a group."""
     of_last: tuple[str, ...] = ()
-    """What it keeps with each of them, and counts for the last one alone, whose number is that of all."""
+    """What it keeps with each parameter but counts only for the last one, whose number is that of all."""
     carries: str = "param_groups"
 
 
@@ -58,7 +58,7 @@ KNOWN: Mapping[tuple[str, str], ElementWise] = {
     ("apex.optimizers.fused_sgd", "FusedSGD"): _FUSED_SGD,
     ("deepspeed.ops.adam.fused_adam", "FusedAdam"): _DEEPSPEEDS_ADAM,
 }
-"""By the module that defines the class, and its name."""
+"""The known optimizers, by the module that defines the class, and its name."""
 
 INVENTORY = (
     *(
@@ -67,13 +67,13 @@ INVENTORY = (
     ),
     Item(pattern="error feedback", becomes=NONE, why="none is kept; an optimizer that keeps some is refused"),
 )
-"""What becomes of what they keep, where state comes from copies."""
+"""What becomes of what optimizers keep, when state comes from copies."""
 
 _WAY_OUT = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam"
 
 
 def element_wise(optimizer: object) -> ElementWise:
-    """What is known of an optimizer; raise unless it is element-wise, by its kind and by its options."""
+    """What is known of an optimizer; raises `Refused` unless it is element-wise, by its class and its options."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = KNOWN.get((kind.__module__, kind.__qualname__))
@@ -103,7 +103,7 @@ def element_wise(optimizer: object) -> ElementWise:
 
 
 class Numbers:
-    """All that an optimizer keeps and that is not cut, by the parameters that it is kept for."""
+    """All that an optimizer keeps and that is not cut, by parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._known = optimizer, element_wise(optimizer)
@@ -111,7 +111,7 @@ class Numbers:
         self._group_of = {parameter: group for group in of_groups for parameter in group["params"]}
 
     def of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """In one order, whoever tells them."""
+        """The numbers of a parameter, in one order on all ranks."""
         state = self._optimizer.state.get(parameter, {})
         group: Mapping[str, Any] = self._group_of.get(parameter, {"params": ()})
         cut = {key for key in self._known.cut if isinstance(state.get(key), torch.Tensor)}
@@ -121,7 +121,7 @@ class Numbers:
         return dict(sorted((found | {key: group[key] for key in self._known.of_group if key in group}).items()))
 
     def put(self, parameter: torch.Tensor, numbers: Mapping[str, Any]) -> None:
-        """Have the optimizer keep these for it, wherever it keeps them."""
+        """Have the optimizer keep these numbers for a parameter, where it keeps such numbers."""
         of_group = {key: value for key, value in numbers.items() if key in self._known.of_group}
         if of_group:
             self._group_of[parameter].update(of_group)
@@ -129,21 +129,21 @@ class Numbers:
             self._optimizer.state[parameter].update({key: numbers[key] for key in numbers if key not in of_group})
 
     def forget(self) -> None:
-        """Have nothing kept by groups."""
+        """Remove the numbers that groups keep."""
         for group in self._optimizer.param_groups:
             for key in self._known.of_group:
                 group.pop(key, None)
 
 
 def kept(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What an optimizer keeps by now, in the words of `INVENTORY`."""
+    """What an optimizer keeps so far, as `INVENTORY` names it."""
     keys = {str(key) for state in optimizer.state.values() for key in state}
     keys |= {key for key in element_wise(optimizer).of_group for group in optimizer.param_groups if key in group}
     return [f"what the optimizer keeps as {key}" for key in sorted(keys)]
 
 
 def refuse_unknown_state(known: ElementWise, name: str, parameter: torch.Tensor, state: Mapping[str, object]) -> None:
-    """Raise if an optimizer keeps something for a parameter that is not in the table, or not in its shape."""
+    """Raise `Refused` if an optimizer keeps something for a parameter that is not in the table, or not in its shape."""
     for key, value in state.items():
         numbers = value.numel() if isinstance(value, torch.Tensor) else 1
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
@@ -153,6 +153,6 @@ def refuse_unknown_state(known: ElementWise, name: str, parameter: torch.Tensor,
             continue
         raise Refused(
             f"the optimizer keeps {key} of shape {shape} for {name} of shape {tuple(parameter.shape)}, "
-            "and nobody knows how it is cut",
+            "and it is not known how to cut it",
             way_out=_WAY_OUT,
         )

@@ -1,12 +1,11 @@
-"""Which micro-batches of the whole job a rank computes, and where it is among them.
+"""Which micro-batches of the job a rank draws, and its position among them. PURE: knows no loader.
 
-Nominally the rank of replica `r` draws its own micro-batches from its own loader, `per_step` for each step, turn after
-turn through the data. A micro-batch of the job is so named by (turn, replica, index in the turn). While somebody is
-lost a rank draws some of theirs besides: numbers of `planning/batch_split.py`, in the order of the share.
+Nominally the rank of replica `r` draws its own micro-batches from its own loader, `per_step` for each step, through one
+data epoch after the other. So a micro-batch of the job is named by (data epoch, replica, index in the data epoch).
+While another rank is lost, a rank also draws some of that rank's: numbers of `planning/batch_split.py`, in the order of
+the share.
 
-Steps need not end where a turn does. What a step has of the turn before comes first.
-
-Pure: knows no loader.
+A step need not end where a data epoch does. Its micro-batches of the earlier data epoch come first.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ class MicroBatch:
 
 
 def micro_batches(step: int, numbers: Sequence[int], *, per_step: int, per_turn: int) -> list[MicroBatch]:
-    """Those of a step, from 0 on, by their numbers in its global batch."""
+    """The micro-batches of a step, counted from 0, by their numbers in its global batch."""
     found = []
     for number in numbers:
         replica, place = divmod(number, per_step)
@@ -33,7 +32,7 @@ def micro_batches(step: int, numbers: Sequence[int], *, per_step: int, per_turn:
 
 
 class Stream:
-    """Where a rank is: the next micro-batch to be drawn, of which step."""
+    """The position of a rank: the next micro-batch to draw, and its step."""
 
     def __init__(self, *, per_step: int, per_turn: int, numbers: Sequence[int]) -> None:
         self.per_step, self.per_turn = per_step, per_turn
@@ -41,7 +40,7 @@ class Stream:
         self.restarts = 0
         """How often it went back: what was drawn before is stale."""
         self.numbers: tuple[int, ...] = ()
-        """Of the micro-batches of a global batch, those that are drawn here."""
+        """The micro-batches of each global batch that are drawn here."""
         self._deal(numbers)
 
     def _deal(self, numbers: Sequence[int]) -> None:
@@ -52,18 +51,18 @@ class Stream:
         return micro_batches(step, self.numbers, per_step=self.per_step, per_turn=self.per_turn)
 
     def peek(self) -> MicroBatch:
-        """The next one."""
+        """The next micro-batch."""
         return self._now[self.drawn]
 
     def draw(self) -> None:
-        """It has been drawn."""
+        """Advance to the next micro-batch."""
         self.drawn += 1
         if self.drawn == len(self._now):
             self.step, self.drawn = self.step + 1, 0
             self._now = self._of(self.step)
 
     def ahead(self, turn: int) -> Iterator[MicroBatch]:
-        """All from here to the end of a turn, for who prepares them before they are drawn; nothing is drawn."""
+        """Yield all micro-batches from here to the end of a data epoch, to prepare them; nothing is drawn."""
         return self._ahead(turn, self.step, self.drawn)
 
     def _ahead(self, turn: int, step: int, at: int) -> Iterator[MicroBatch]:
@@ -76,14 +75,14 @@ class Stream:
                 now = self._of(step)
 
     def turn_of(self, step: int) -> int:
-        """That a step begins in."""
+        """The data epoch in which a step begins."""
         return step * self.per_step // self.per_turn
 
     def first_step_of(self, turn: int) -> int:
-        """That begins in a turn."""
+        """The first step that begins in a data epoch."""
         return -(-turn * self.per_turn // self.per_step)
 
     def restart(self, step: int, numbers: Sequence[int]) -> None:
-        """From the first micro-batch of a step on, with these numbers of each global batch."""
+        """Continue from the first micro-batch of a step, with these numbers of each global batch."""
         self.step, self.drawn, self.restarts = step, 0, self.restarts + 1
         self._deal(numbers)

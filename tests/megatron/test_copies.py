@@ -364,7 +364,7 @@ def test_copies_can_be_switched_off():
 
 
 def test_unknown_state_is_refused():
-    with pytest.raises(Refused, match=r"nobody knows what becomes of the buffer .*odd.*--no-ntp-copies-strict"):
+    with pytest.raises(Refused, match=r"does not know the buffer .*odd.*--no-ntp-copies-strict"):
         live(job(spoil="a_buffer_that_nobody_knows"))
     lived, _ = live(job(f"{OVERLAP} --no-ntp-copies-strict", spoil="a_buffer_that_nobody_knows"))
     assert_same_training(lived)

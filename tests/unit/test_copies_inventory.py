@@ -13,6 +13,6 @@ def test_known_state_passes():
 
 
 def test_unknown_state_is_refused_or_reported():
-    with pytest.raises(Refused, match="what becomes of buffer x, and 1 more when"):
+    with pytest.raises(Refused, match="does not know buffer x, and 1 more: lost"):
         require_known(["weight a", "buffer x", "buffer y"], KNOWN, strict=True)
     assert require_known(["weight a", "buffer x", "buffer y"], KNOWN, strict=False) == ["buffer x", "buffer y"]

@@ -83,7 +83,7 @@ def test_any_member_comes_out_of_the_parity_and_the_others(tmp_path_factory, siz
         assert store.manifest(place) == manifest
         assert torch.equal(bytes_of(store, place)[: manifest.size], memory)
         mapped(store, PLACE)[manifest.held[0].entries[0].offset] ^= 1
-        with pytest.raises(WrongParity, match=f"a \\(weight\\) of slot {lost} does not come out of it"):
+        with pytest.raises(WrongParity, match=f"a \\(weight\\) of slot {lost} comes out of it wrong"):
             rebuild(store, PLACE, store.manifest(PLACE), manifest, read)
         assert store.manifest(place) is None, "nothing is left of it"
 
@@ -178,7 +178,7 @@ def test_two_losses_in_one_group_leave_no_version(written_thirds):
     left, _ = without(written_thirds, 0, 1)
     assert versions(left) == []
     ((_, _, found),) = restore(left, {2: []})
-    with pytest.raises(StateLost, match=r"the copies of step 5 .* of 0, 1 are gone"):
+    with pytest.raises(StateLost, match=r"the copies of step 5 .* of 0, 1 are lost"):
         found.kinds()
 
 
@@ -274,7 +274,7 @@ def test_a_host_without_room_for_a_rebuilt_copy_reports_it(written_thirds, tmp_p
 
     monkeypatch.setattr(Store, "open", full)
     (_, _, found), _ = restore(left, {slot: [] for slot in layout})
-    with pytest.raises(StateLost, match=r"the copies of step 5 .* of 0 are gone"):
+    with pytest.raises(StateLost, match=r"the copies of step 5 .* of 0 are lost"):
         found.kinds()
     assert any("rebuilt-0-e2-0 would take" in message for message in left[1].trouble)
 

@@ -208,7 +208,7 @@ def restore(members, layout, *, version=VERSION, afterwards=nothing):
             process.store,
             slot=process.slot,
             host=process.host,
-            teller=process.slot == min(alike),
+            is_host_leader=process.slot == min(alike),
             tell_all=all_gather,
             address=process.server.address,
             peer=process.peer,
@@ -327,7 +327,7 @@ def test_a_changed_copy_on_another_host_is_skipped(written, started, tmp_path):
     results = restore(members, layout)
     assert_sound(results)
     assert all(done.broken == ("near-0-e2-0 on host 0",) for done, _, _ in results)
-    assert any("left aside" in message for message in members[2].trouble)
+    assert any("is not used" in message for message in members[2].trouble)
     assert any("near-0-e2-0 holds column (moment)" in message for message in members[0].trouble)
 
 

@@ -186,7 +186,7 @@ def test_elements_of_a_changed_slice_are_not_sent(there):
     changed, sound = manifest.held[:2]
     mapped(there.store, FAR_PLACE)[changed.entries[0].offset + 8] ^= 1
     peer = there.peer()
-    with pytest.raises(WrongCopy, match=r"has far-3-e2-0, and a \(weight\) in it is not as it was written"):
+    with pytest.raises(WrongCopy, match=r"has far-3-e2-0, but a \(weight\) in it is not as it was written"):
         peer.get(FAR_PLACE, 0, changed, Runs(starts=torch.tensor([100]), lengths=torch.tensor([1])))
     (message,) = there.reported
     assert message.startswith("far-3-e2-0 holds a (weight) of step 5")
@@ -197,7 +197,7 @@ def test_a_removed_copy_is_not_sent(there):
     _, manifest = written(some_values())
     peer = there.peer()
     for _ in range(2):
-        with pytest.raises(PeerTrouble, match="no more"):
+        with pytest.raises(PeerTrouble, match="no longer"):
             peer.get(FAR_PLACE, 1, manifest.held[1], all_of(manifest.held[1]))
 
 

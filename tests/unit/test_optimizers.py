@@ -166,5 +166,5 @@ def test_state_of_a_known_optimizer_passes_the_inventory(name):
 def test_error_feedback_is_refused_by_its_name():
     optimizer, (parameter,) = steps("Adam", [torch.ones(3, 2)], [torch.ones(3, 2)])
     optimizer.state[parameter]["worker_error"] = torch.zeros(3, 2)
-    with pytest.raises(Refused, match="what becomes of what the optimizer keeps as worker_error"):
+    with pytest.raises(Refused, match="does not know what the optimizer keeps as worker_error"):
         require_known(kept(optimizer), INVENTORY, strict=True)

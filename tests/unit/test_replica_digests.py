@@ -32,17 +32,17 @@ def test_equal_replicas_have_no_odd_ones():
 
 def test_one_of_three_is_named_with_its_slot():
     (odd,) = odd_ones(changed(replicas(3), 3, "cut", 21))
-    assert odd == Odd(values="cut", slots=(3,), certain=True, replica_digests=3)
+    assert odd == Odd(values="cut", slots=(3,), certain=True, instances=3)
 
 
 def test_two_differing_replicas_are_both_suspects():
     (odd,) = odd_ones(changed(replicas(2), 3, "cut", 21))
-    assert odd == Odd(values="cut", slots=(0, 1, 2, 3), certain=False, replica_digests=2)
+    assert odd == Odd(values="cut", slots=(0, 1, 2, 3), certain=False, instances=2)
 
 
 def test_replicated_state_is_compared_among_all_slots():
     (odd,) = odd_ones(changed(replicas(2), 1, "each", 8))
-    assert odd == Odd(values="each", slots=(1,), certain=True, replica_digests=4)
+    assert odd == Odd(values="each", slots=(1,), certain=True, instances=4)
 
 
 def test_a_replica_with_another_cut_has_the_same_digest():
@@ -62,13 +62,13 @@ def test_two_that_are_wrong_in_different_ways_are_both_named():
 
 def test_the_replica_that_is_not_finite_is_wrong():
     (odd,) = odd_ones(changed(replicas(2), 3, "cut", 21), {3: ["cut"]})
-    assert odd == Odd(values="cut", slots=(3,), certain=True, replica_digests=2, finite=False)
+    assert odd == Odd(values="cut", slots=(3,), certain=True, instances=2, finite=False)
 
 
 def test_the_finite_replica_is_right_even_against_a_majority():
     digests = changed(changed(replicas(3), 3, "cut", 21), 5, "cut", 21)
     (odd,) = odd_ones(digests, {3: ["cut"], 5: ["cut"]})
-    assert odd == Odd(values="cut", slots=(3, 5), certain=True, replica_digests=3, finite=False)
+    assert odd == Odd(values="cut", slots=(3, 5), certain=True, instances=3, finite=False)
 
 
 def test_without_a_finite_replica_all_are_suspects():

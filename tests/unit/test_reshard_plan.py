@@ -112,7 +112,7 @@ def recovery(nominal, members, epoch, stop_at, halfway):
                 members[rank].switch()
         if number == stop_at:
             return plan
-        before, after = plan.replica_digests(move)
+        before, after = plan.holder_sets(move)
         for whole in (*before, *after):
             assert whole, "a replica has members"
         for whole in after:
@@ -226,7 +226,7 @@ def test_members_with_equal_reports_are_checked_once(monkeypatch):
     (plan,) = plan_relayout(nominal, {rank: held_at_first() for rank in range(256) if rank != 5}, 1)
     assert len(looked) == len(TENSORS)
     assert [[move.tensor.name for move in kind] for kind in plan.kinds(plan.moves)] == [["first", "second"], ["norm"]]
-    assert plan.replica_digests(plan.moves[0]) is plan.replica_digests(plan.moves[2]), (
+    assert plan.holder_sets(plan.moves[0]) is plan.holder_sets(plan.moves[2]), (
         "and so are tensors that are held alike"
     )
 

@@ -104,5 +104,5 @@ def test_copies_without_the_numbers_of_a_group_are_refused():
     member.step(torch.ones(SIZE))
     held, _ = copied(member)
     without_numbers = CopiedSlice(piece=held.piece, entries=held.entries, numbers={})
-    with pytest.raises(Refused, match="the copies of w do not tell its optimizer's step"):
+    with pytest.raises(Refused, match="the copies of w lack its optimizer's step"):
         make_room(member.stepped, member.optimizer, {"w": without_numbers})
